@@ -1,0 +1,40 @@
+"""Clocks. Everything below `engine/` is given `now`; it never asks the system for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """A source of seconds. Only differences mean anything."""
+
+    def now(self) -> float:
+        """Return the current time in seconds, never decreasing."""
+        ...
+
+
+class WallClock:
+    """CLOCK_MONOTONIC, which is the same clock in every process of one machine."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that moves only when told to: for the simulator and for tests."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move forward by ``seconds`` (≥ 0)."""
+        assert seconds >= 0.0
+        self._now_s += seconds
+
+    def advance_to(self, when_s: float) -> None:
+        """Move forward to ``when_s``; a time already passed leaves the clock where it is."""
+        self._now_s = max(self._now_s, when_s)

@@ -1,0 +1,89 @@
+"""Frozen configurations. Built once, by `quire.resolve.resolve`; no object edits its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.modelspec import KvLayout, ModelSpec
+
+GateKind = Literal["static", "dynamic", "continuous"]
+OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix"]
+GATES: tuple[GateKind, ...] = ("static", "dynamic", "continuous")
+ORDERS: tuple[OrderKind, ...] = ("fcfs", "priority", "shortest-first", "longest-prefix")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What the machine offers, found once before `resolve`."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str  # "AMD EPYC (2 cores)"
+    num_cores: int  # physical cores this process may use
+    memory_total_bytes: int
+    memory_available_bytes: int  # the lesser of MemAvailable and what the cgroup leaves
+    isa: str = "scalar"  # cpu: scalar | avx2 | avx512 (with VNNI and BF16)
+    native: bool = False  # the native extension is importable
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The block pool, in blocks and never in bytes. ``windows`` has one entry a cache group (None: full)."""
+
+    num_blocks: int
+    block_size: int = 16  # tokens
+    windows: tuple[int | None, ...] = (None,)
+    enable_prefix_caching: bool = True
+    model_key: str = ""  # enters every block hash: model, dtype, quantization
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """gate × order × budget (DESIGN §4)."""
+
+    gate: GateKind = "continuous"
+    order: OrderKind = "fcfs"
+    max_num_seqs: int = 256  # running at once
+    max_num_batched_tokens: int = 2048  # rows a step computes at most
+    max_model_len: int = 4096  # prompt + output of one sequence
+    max_queue: int = 1024  # waiting requests; one more is refused
+    enable_chunked_prefill: bool = True  # off: a prompt is computed in one step or waits
+    dynamic_max_wait_s: float = (
+        0.05  # dynamic gate: a batch starts when full or when its oldest waited this long
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Where the model is and how it is held."""
+
+    path: str  # local folder or file, after the hub has been asked
+    name: str  # what the person typed
+    spec: ModelSpec
+    dtype: str  # "bfloat16" | "float32": what the weights and activations are computed in
+    kv_dtype: str  # "bfloat16" | "float32"
+    max_model_len: int
+    load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
+    quantize: str | None = None
+    seed: int = 0  # of load_format="random"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """How a worker executes. ``exact`` False is the whole-matrix torch path, labelled "not exact" at start-up."""
+
+    num_threads: int
+    exact: bool = True
+    cpu_isa: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All that an engine is built from."""
+
+    model: ModelConfig
+    kv_layout: KvLayout
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    runner: RunnerConfig
+    device: DeviceInfo

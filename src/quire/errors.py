@@ -1,0 +1,71 @@
+"""The exception tree of Quire.
+
+    QuireError                what went wrong, the value, what is allowed, what to do
+    ├── RequestError          the client's request is wrong: HTTP 400 (names the field in `param`)
+    │   └── NotFoundError     a model, adapter or response that is not here: HTTP 404
+    ├── CapacityError         refused for now or for ever by a limit: HTTP 503 (queue full) or 400 (can never fit)
+    ├── ConfigError           a flag, a TOML key or a combination of them
+    ├── ModelLoadError        checkpoint, tokenizer or hub: missing, truncated, gated, mismatched
+    │   └── UnsupportedModelError   an architecture or feature that Quire does not run, by name
+    ├── EngineDeadError       the engine process is gone and will not come back
+    └── StepError             one step failed in the executor; the engine goes on
+
+Only programmer errors are asserts. Everything else that can go wrong raises one of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuireError(Exception):
+    """Base of all errors that Quire raises on purpose. `str(error)` is one line fit for a person."""
+
+
+class RequestError(QuireError):
+    """The request cannot be served as asked. `param` is the JSON name of the field, `code` OpenAI's code."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class NotFoundError(RequestError):
+    """Something that the request names does not exist here (HTTP 404)."""
+
+
+class CapacityError(QuireError):
+    """A limit refuses the request. `retryable` tells a full queue (503) from what can never fit (400)."""
+
+    def __init__(self, message: str, *, retryable: bool, param: str | None = None) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+        self.param = param
+
+
+class ConfigError(QuireError):
+    """A flag, a key of the configuration file, or a combination of them, is wrong."""
+
+
+class ModelLoadError(QuireError):
+    """A checkpoint, tokenizer or hub repository cannot be loaded; the message says what to do."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """The architecture, or a feature of it, is not supported; the message lists what is."""
+
+
+class EngineDeadError(QuireError):
+    """The engine process has died and its restarts are used up."""
+
+
+class StepError(QuireError):
+    """The executor failed in one step; the sequences of that step fail, the engine lives."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,338 @@
+"""`ModelSpec`: a model as data. Shapes, bytes, FLOPs and cache groups come from here and from nowhere else.
+
+A family (`quire.families`) turns a ``config.json`` into a `ModelSpec`; the loader, the decoder, the memory budget, the
+planner and the simulator read it. Torch-free.
+
+Canonical weight names, with shapes (`weight_shapes`): linears are stored ``[out_features, in_features]``.
+
+    embed.weight [vocab, hidden]      lm_head.weight [vocab, hidden] (absent when tied)      norm.weight [hidden]
+    layers.{i}.attn_norm.weight, .attn_post_norm.weight, .mlp_norm.weight, .mlp_post_norm.weight      [hidden]
+    layers.{i}.attn.{q,k,v,o}.{weight,bias}, .q_norm.weight, .k_norm.weight, .sinks [num_heads]
+    layers.{i}.attn.{q_a,q_b,kv_a,kv_b}.weight, .q_a_norm.weight, .kv_a_norm.weight                    (MLA)
+    layers.{i}.mlp.{gate,up,down}.{weight,bias}
+    layers.{i}.moe.router.{weight,bias}, .correction_bias [experts], .{gate,up}.{weight,bias} [experts, inter, hidden],
+    layers.{i}.moe.down.{weight,bias} [experts, hidden, inter], .shared.{gate,up,down}.weight, .shared_gate.weight
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding. The frequencies are fixed once per engine from ``max_model_len`` (DESIGN §4)."""
+
+    theta: float
+    dim: int  # how many of a head's dimensions are rotated (partial rotary: less than head_dim)
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
+    interleaved: bool = False  # pairs (0,1),(2,3)… (GPT-J, DeepSeek) instead of (i, i + dim/2) (NeoX)
+    factor: float = 1.0
+    original_max_position: int = 0  # the length the model was first trained on (0: max_position_embeddings)
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions (gpt-oss: False)
+    attention_factor: float | None = None  # multiplies cos and sin; None: the formula of the kind
+    mscale: float = 0.0  # yarn (DeepSeek); 0: not given
+    mscale_all_dim: float = 0.0
+    short_factor: tuple[float, ...] = ()  # longrope, dim/2 values
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention of one layer: MHA, GQA or MQA, or MLA (DeepSeek-V2, arXiv:2405.04434) when ``kv_lora_rank`` > 0."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of q and k (MLA: qk_nope_head_dim + rope dim)
+    v_head_dim: int
+    scale: float  # multiplies q·k
+    rope: RopeSpec | None  # None: no position embedding (NoPE layers)
+    window: int | None = None  # a query at p sees p − window + 1 … p
+    soft_cap: float | None = None  # cap · tanh(score / cap)
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over head_dim, or over the whole projection
+    sinks: bool = False  # one learned logit a head in the softmax's denominator (gpt-oss)
+    q_lora_rank: int = 0  # MLA; 0: q is one plain projection
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Numbers stored in the cache per token and layer: K and V of each kv head, or MLA's latent + rope key."""
+        if self.is_mla:
+            return self.kv_lora_rank + self.head_dim - self.qk_nope_head_dim
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Routing of a mixture of experts. Order: scores → (+ correction) → groups → top-k → weights."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    scoring: Literal["softmax", "sigmoid", "softmax_after_topk"] = "softmax"
+    normalize_topk: bool = True  # divide the chosen weights by their sum
+    routed_scale: float = 1.0
+    correction_bias: bool = False  # DeepSeek-V3: added for the choice, not for the weight
+    num_groups: int = 1  # DeepSeek: experts are chosen within the best topk_groups groups
+    topk_groups: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"  # V2: max; V3: sum of the two best
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_intermediate_size: int = 0  # 0: no shared expert
+    shared_gate: bool = False  # Qwen2-MoE: sigmoid gate on the shared expert
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """Gated MLP ``down(act(gate(x)) * up(x))``, dense or (``moe`` set) a mixture of such experts."""
+
+    intermediate_size: int
+    activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"] = "silu"
+    bias: bool = False
+    moe: MoeSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer. ``norms``: before each block (pre), after it (post, OLMo-2), or both (sandwich, Gemma 2)."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers that share block tables. ``window`` None keeps every block, else the blocks of the last window.
+
+    Position j of ``layers`` lives in slot j of a page; a group shorter than ``KvLayout.layers_per_page`` pads.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Everything the engine needs to know of a model before it sees a weight."""
+
+    family: str  # "llama", "gemma3", …
+    architecture: str  # as in config.json: "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    norm_eps: float
+    max_position_embeddings: int
+    dtype: str = "bfloat16"  # of the checkpoint
+    tie_word_embeddings: bool = False
+    norm_plus_one: bool = False  # Gemma: x̂ · (1 + w)
+    embedding_scale: float = 1.0  # Gemma: sqrt(hidden), Granite: embedding_multiplier
+    residual_scale: float = 1.0  # Granite: multiplies each block's output before the residual add
+    logits_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
+    logits_soft_cap: float | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_params(self) -> int:
+        """Number of stored weights (a tied output matrix counts once)."""
+        total = 0
+        for shape in weight_shapes(self).values():
+            size = 1
+            for extent in shape:
+                size *= extent
+            total += size
+        return total
+
+    @property
+    def num_active_params(self) -> int:
+        """Weights that one token multiplies with: of the experts only top_k, no embedding look-up."""
+        total = 0
+        for name, shape in weight_shapes(self).items():
+            if len(shape) < 2 or (name == "embed.weight" and not self.tie_word_embeddings):
+                continue
+            size = 1
+            for extent in shape:
+                size *= extent
+            if len(shape) == 3:
+                moe = self.layers[int(name.split(".")[1])].mlp.moe
+                assert moe is not None
+                size = size * moe.top_k // moe.num_experts
+            total += size
+        return total
+
+    def flops_per_token(self, context: int) -> int:
+        """Multiply-adds × 2 of one token that attends to ``context`` positions (windows respected)."""
+        attention = 0
+        for layer in self.layers:
+            a = layer.attention
+            seen = context if a.window is None else min(context, a.window)
+            attention += 2 * a.num_heads * (a.head_dim + a.v_head_dim) * seen
+        return 2 * self.num_active_params + attention
+
+    def kv_layout(self, max_model_len: int) -> KvLayout:
+        """Partition the layers into groups of equal page bytes with one keep rule each.
+
+        A window that ``max_model_len`` never fills counts as full attention. The group size is the smallest class
+        of layers unless padding the small class costs less than a quarter.
+        """
+        classes: dict[int | None, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            window = layer.attention.window
+            if window is not None and window >= max_model_len:
+                window = None
+            classes.setdefault(window, []).append(index)
+        elements = Counter(layer.attention.kv_elements_per_token for layer in self.layers)
+        assert len(elements) == 1, "layers with different kv shapes need padding that nothing asks for yet"
+        sizes = [len(layers) for layers in classes.values()]
+        per_page = max(sizes) if max(sizes) < 1.25 * min(sizes) else min(sizes)
+        groups = []
+        for window in sorted(classes, key=lambda w: (w is not None, w or 0)):  # full attention first
+            layers = classes[window]
+            count = ceil(len(layers) / per_page)
+            for part in range(count):
+                groups.append(
+                    KvGroup(
+                        tuple(layers[part * len(layers) // count : (part + 1) * len(layers) // count]), window
+                    )
+                )
+        return KvLayout(tuple(groups), per_page, next(iter(elements)))
+
+    def kv_bytes_per_token(self, group: KvGroup, dtype: str = "bfloat16") -> int:
+        """Bytes of K and V that one token takes in the layers of ``group`` (without padding)."""
+        return sum(self.layers[i].attention.kv_elements_per_token for i in group.layers) * DTYPE_BYTES[dtype]
+
+    def weight_bytes(self, dtype: str = "bfloat16") -> int:
+        return self.num_params * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """How the cache is cut: groups of layers, and the page (block) that all groups draw from one pool.
+
+    A page holds ``block_size`` tokens of ``layers_per_page`` layers::
+
+        page of group g:   [ layer slot 0 | layer slot 1 | … | layer slot layers_per_page − 1 ]
+                             groups[g].layers[0]  …[1]
+    """
+
+    groups: tuple[KvGroup, ...]
+    layers_per_page: int
+    elements_per_token: int  # of one layer
+
+    def page_bytes(self, block_size: int, dtype: str) -> int:
+        return self.layers_per_page * block_size * self.elements_per_token * DTYPE_BYTES[dtype]
+
+    def group_of_layer(self, layer: int) -> tuple[int, int]:
+        """Return (group index, slot in the page) of a layer."""
+        for g, group in enumerate(self.groups):
+            if layer in group.layers:
+                return g, group.layers.index(layer)
+        raise AssertionError(f"layer {layer} is in no group")
+
+
+def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Canonical name → shape of every weight of ``spec`` (see the module's head)."""
+    hidden = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden)}
+    for index, layer in enumerate(spec.layers):
+        prefix = f"layers.{index}."
+        if layer.norms != "post":
+            shapes[prefix + "attn_norm.weight"] = (hidden,)
+            shapes[prefix + "mlp_norm.weight"] = (hidden,)
+        if layer.norms != "pre":
+            shapes[prefix + "attn_post_norm.weight"] = (hidden,)
+            shapes[prefix + "mlp_post_norm.weight"] = (hidden,)
+        shapes.update(
+            {prefix + "attn." + n: s for n, s in _attention_shapes(layer.attention, hidden).items()}
+        )
+        shapes.update({prefix + n: s for n, s in _mlp_shapes(layer.mlp, hidden).items()})
+    shapes["norm.weight"] = (hidden,)
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    if a.is_mla:
+        rope_dim = a.head_dim - a.qk_nope_head_dim
+        if a.q_lora_rank:
+            shapes["q_a.weight"] = (a.q_lora_rank, hidden)
+            shapes["q_a_norm.weight"] = (a.q_lora_rank,)
+            shapes["q_b.weight"] = (a.num_heads * a.head_dim, a.q_lora_rank)
+        else:
+            shapes["q.weight"] = (a.num_heads * a.head_dim, hidden)
+        shapes["kv_a.weight"] = (a.kv_lora_rank + rope_dim, hidden)
+        shapes["kv_a_norm.weight"] = (a.kv_lora_rank,)
+        shapes["kv_b.weight"] = (a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
+        if a.qkv_bias:
+            shapes["q_a.bias"] = (a.q_lora_rank,)
+            shapes["kv_a.bias"] = (a.kv_lora_rank + rope_dim,)
+    else:
+        widths = {
+            "q": a.num_heads * a.head_dim,
+            "k": a.num_kv_heads * a.head_dim,
+            "v": a.num_kv_heads * a.v_head_dim,
+        }
+        for name, width in widths.items():
+            shapes[f"{name}.weight"] = (width, hidden)
+            if a.qkv_bias:
+                shapes[f"{name}.bias"] = (width,)
+        if a.qk_norm != "none":
+            full = a.qk_norm == "full"
+            shapes["q_norm.weight"] = (widths["q"] if full else a.head_dim,)
+            shapes["k_norm.weight"] = (widths["k"] if full else a.head_dim,)
+    shapes["o.weight"] = (hidden, a.num_heads * a.v_head_dim)
+    if a.o_bias:
+        shapes["o.bias"] = (hidden,)
+    if a.sinks:
+        shapes["sinks"] = (a.num_heads,)
+    return shapes
+
+
+def _mlp_shapes(mlp: MlpSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    def gated(
+        prefix: str, inter: int, lead: tuple[int, ...] = (), bias: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        shapes = {f"{prefix}.{n}.weight": (*lead, inter, hidden) for n in ("gate", "up")}
+        shapes[f"{prefix}.down.weight"] = (*lead, hidden, inter)
+        if bias:
+            shapes.update({f"{prefix}.{n}.bias": (*lead, inter) for n in ("gate", "up")})
+            shapes[f"{prefix}.down.bias"] = (*lead, hidden)
+        return shapes
+
+    moe = mlp.moe
+    if moe is None:
+        return gated("mlp", mlp.intermediate_size, bias=mlp.bias)
+    shapes: dict[str, tuple[int, ...]] = {"moe.router.weight": (moe.num_experts, hidden)}
+    if moe.router_bias:
+        shapes["moe.router.bias"] = (moe.num_experts,)
+    if moe.correction_bias:
+        shapes["moe.correction_bias"] = (moe.num_experts,)
+    shapes.update(gated("moe", moe.intermediate_size, (moe.num_experts,), moe.expert_bias))
+    if moe.shared_intermediate_size:
+        shapes.update(gated("moe.shared", moe.shared_intermediate_size))
+    if moe.shared_gate:
+        shapes["moe.shared_gate.weight"] = (1, hidden)
+    return shapes

@@ -1,0 +1,173 @@
+"""The waist between API and core: `Request` down, `TokenEvent` up. Frozen: they cross a process boundary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from quire.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+SEED_MAX = 2**63 - 1
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. Exactly one terminal event carries one of these."""
+
+    STOP = "stop"  # an EOS or stop id (core), or a stop string (frontend)
+    LENGTH = "length"  # max_tokens or the end of the context
+    ABORT = "abort"  # the client went away or asked for it; shutdown
+    ERROR = "error"  # failed, with a text in TokenEvent.error
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of one drawn token, of the raw logits (before penalties and temperature)."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample, in vLLM's names. Wrong values raise `RequestError` that names the field.
+
+    The last block of fields is filled by the frontend before the request leaves the API side; a user leaves it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0  # [0, 1]
+    presence_penalty: float = 0.0  # [-2, 2]
+    frequency_penalty: float = 0.0  # [-2, 2]
+    repetition_penalty: float = 1.0  # > 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> [-100, 100]
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: to the end of the context
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None  # how many alternatives beside the drawn token, 0…20
+    skip_special_tokens: bool = True
+    # Filled by the frontend:
+    eos_token_ids: Sequence[int] = ()  # empty with ignore_eos
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "eos_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, tuple):
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        object.__setattr__(self, "bad_words_token_ids", tuple(tuple(ids) for ids in self.bad_words_token_ids))
+        _check(self)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "n": (1, MAX_N, f"an integer in 1…{MAX_N}"),
+    "temperature": (0.0, 100.0, "a number in 0…100 (0 is greedy)"),
+    "top_p": (math.ulp(0.0), 1.0, "a number in (0, 1]"),
+    "top_k": (0, 2**31, "a positive integer, or 0 or -1 to turn it off"),
+    "min_p": (0.0, 1.0, "a number in 0…1"),
+    "presence_penalty": (-2.0, 2.0, "a number in -2…2"),
+    "frequency_penalty": (-2.0, 2.0, "a number in -2…2"),
+    "repetition_penalty": (math.ulp(0.0), 1e6, "a number > 0"),
+    "min_tokens": (0, 2**31, "an integer ≥ 0"),
+}
+_INTEGERS = {"n", "top_k", "min_tokens"}
+
+
+def _bad(param: str, value: Any, allowed: str) -> RequestError:
+    return RequestError(f"{param} = {value!r} is not allowed: it must be {allowed}.", param=param)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check(params: SamplingParams) -> None:
+    for name, (low, high, allowed) in _RANGES.items():
+        value = getattr(params, name)
+        number = _is_int(value) if name in _INTEGERS else (_is_int(value) or isinstance(value, float))
+        if not number or not low <= value <= high:
+            raise _bad(name, value, allowed)
+    for name, low, high in (
+        ("max_tokens", 1, 2**31),
+        ("seed", -(2**63), SEED_MAX),
+        ("logprobs", 0, MAX_LOGPROBS),
+    ):
+        value = getattr(params, name)
+        if value is not None and not (_is_int(value) and low <= value <= high):
+            raise _bad(name, value, f"an integer in {low}…{high}, or null")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise _bad("min_tokens", params.min_tokens, f"at most max_tokens = {params.max_tokens}")
+    for token_id, bias in params.logit_bias.items():
+        if not _is_int(token_id) or token_id < 0 or not -100.0 <= bias <= 100.0:
+            raise _bad("logit_bias", {token_id: bias}, "a map of token ids to numbers in -100…100")
+    for name in ("stop", "bad_words"):
+        for text in getattr(params, name):
+            if not isinstance(text, str) or not text:
+                raise _bad(name, text, "non-empty strings")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if not _is_int(token_id) or token_id < 0:
+                raise _bad(name, token_id, "token ids (integers ≥ 0)")
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise _bad("allowed_token_ids", [], "a list of at least one token id, or null")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the core sees it: ids only, every default resolved, valid by construction.
+
+    ``sampling.seed`` and ``sampling.max_tokens`` are set. Times are seconds of the clock that the core runs on.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float
+    priority: int = 0  # smaller runs first, as in vLLM
+    cache_salt: str = ""  # requests share cached blocks only within one salt
+    tenant: str = ""
+    adapter: str = ""  # empty: the base model
+    grammar: str | None = None
+    # After a restart of the engine: what each of the n sequences had already produced.
+    output_token_ids: tuple[tuple[int, ...], ...] = ()
+    # After a restart: samples whose terminal event was already delivered; they are not computed again.
+    finished_samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Progress of one sequence of a request. The last one of each sequence carries ``finish_reason``."""
+
+    request_id: str
+    sample_index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the EOS or stop id that ended it; it is also the last of token_ids
+    error: str | None = None  # with FinishReason.ERROR, and for a refusal
+    error_kind: str | None = None  # "capacity" (retryable), "never_fits", "step", "internal"
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache at first admission
+    num_preemptions: int = 0
+    queued_s: float = 0.0  # arrival to first admission
+    ttft_s: float = 0.0  # arrival to first token; 0 before it

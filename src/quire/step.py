@@ -1,0 +1,102 @@
+"""The waist between core and worker: `StepPlan` down, `StepResult` up (DESIGN §2).
+
+The worker keeps the state of each sequence (ids, block tables); a plan is a difference against it. Order of effect
+inside a step: ``gone`` → ``kv_moves`` in list order → ``new_seqs`` → forward over ``seqs``.
+
+`SeqPlan` and `SeqResult` are made once a sequence and step, so they are named tuples: immutable like the frozen
+dataclasses beside them, and five times cheaper to make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.request import SamplingParams, TokenLogprobs
+
+
+class KvMove(NamedTuple):
+    """Copy the whole page ``src_block_id`` to ``dst_block_id`` (all layers of the group that owns the page)."""
+
+    src_block_id: int
+    dst_block_id: int
+
+
+class AdapterMove(NamedTuple):
+    """Load the adapter of this name into a slot (``name`` empty: clear the slot)."""
+
+    slot: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewSeq:
+    """What a worker needs to know of a sequence, sent at every admission.
+
+    First admission, after preemption, after a restart and for a fork alike: the worker rebuilds every state of
+    the sampler from ``prompt_token_ids`` and ``output_token_ids``, so rebuilding equals having continued.
+    """
+
+    seq_id: int
+    epoch: int  # + 1 at each admission; results of an older epoch are dropped
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]  # not empty on resumption
+    sampling: SamplingParams  # seed, eos_token_ids and max_tokens are set by now
+    sample_index: int  # which of n: part of the RNG key
+    adapter_slot: int = 0  # 0: the base model
+    grammar: str | None = None  # source text
+
+
+class SeqPlan(NamedTuple):
+    """What to compute of one sequence in this step.
+
+    The rows computed are the absolute positions ``num_computed_tokens … num_computed_tokens +
+    num_scheduled_tokens − 1``. A token is sampled when the last of them is the last known token of the sequence,
+    i.e. when ``num_computed_tokens + num_scheduled_tokens == number of known tokens`` (+ drafts).
+    """
+
+    seq_id: int
+    epoch: int
+    num_computed_tokens: int  # exact, or an upper bound while drafts are in flight
+    num_scheduled_tokens: int  # a prompt chunk, 1, or 1 + drafts
+    block_start: tuple[int, ...] = ()  # per cache group: row index from which new_block_ids are written
+    new_block_ids: tuple[tuple[int, ...], ...] = ()  # per cache group; both empty when no block changes
+    num_draft_tokens: int = 0
+    max_next_drafts: int = 0
+    forced_token_ids: tuple[int, ...] = ()  # overrides the worker's last id (beams)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step for the executor. A plan with moves and no seqs is legal."""
+
+    step: int
+    new_seqs: tuple[NewSeq, ...] = ()
+    seqs: tuple[SeqPlan, ...] = ()
+    gone: tuple[int, ...] = ()  # seq_ids whose state the worker drops first
+    kv_moves: tuple[KvMove, ...] = ()
+    adapter_moves: tuple[AdapterMove, ...] = ()
+
+
+class SeqResult(NamedTuple):
+    """What one sequence got out of a step. ``token_ids`` is empty for a prompt chunk that is not the last."""
+
+    seq_id: int
+    epoch: int
+    token_ids: tuple[int, ...]
+    num_next_drafts: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of token_ids, when asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    pooled: tuple[float, ...] | None = None
+    error: str | None = None  # this sequence failed; the others of the step did not
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The outcome of a `StepPlan`. ``error`` fails every sequence of the step and withdraws its blocks."""
+
+    step: int
+    seqs: tuple[SeqResult, ...] = ()
+    moves_done: int = 0  # how many of kv_moves took effect
+    device_s: float = 0.0  # seconds the device (or the compute threads) worked
+    error: str | None = None

@@ -1,0 +1,34 @@
+"""Shared fixtures and the `--strict-data` switch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--strict-data",
+        action="store_true",
+        help="fail where a test would skip for missing data or a missing optional package",
+    )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and item.config.getoption("--strict-data") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped under --strict-data: {report.longrepr}"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Path of ../shared/data, or a skip that says so."""
+    if not DATA.is_dir():
+        pytest.skip(f"no shared data at {DATA} (it is not part of the project)")
+    return DATA
