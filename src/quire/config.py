@@ -70,7 +70,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """How a worker executes. ``exact`` False is the whole-matrix torch path, labelled "not exact" at start-up."""
+    """How a worker executes. ``exact`` False is the whole-matrix torch path, labelled "not exact"."""
 
     num_threads: int
     exact: bool = True

@@ -3,7 +3,7 @@
     QuireError                what went wrong, the value, what is allowed, what to do
     ├── RequestError          the client's request is wrong: HTTP 400 (names the field in `param`)
     │   └── NotFoundError     a model, adapter or response that is not here: HTTP 404
-    ├── CapacityError         refused for now or for ever by a limit: HTTP 503 (queue full) or 400 (can never fit)
+    ├── CapacityError         refused by a limit: for now (queue full, HTTP 503) or for ever (HTTP 400)
     ├── ConfigError           a flag, a TOML key or a combination of them
     ├── ModelLoadError        checkpoint, tokenizer or hub: missing, truncated, gated, mismatched
     │   └── UnsupportedModelError   an architecture or feature that Quire does not run, by name

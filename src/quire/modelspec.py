@@ -1,17 +1,18 @@
 """`ModelSpec`: a model as data. Shapes, bytes, FLOPs and cache groups come from here and from nowhere else.
 
-A family (`quire.families`) turns a ``config.json`` into a `ModelSpec`; the loader, the decoder, the memory budget, the
-planner and the simulator read it. Torch-free.
+A family (`quire.families`) turns a ``config.json`` into a `ModelSpec`; the loader, the decoder, the memory
+budget, the planner and the simulator read it. Torch-free.
 
 Canonical weight names, with shapes (`weight_shapes`): linears are stored ``[out_features, in_features]``.
 
-    embed.weight [vocab, hidden]      lm_head.weight [vocab, hidden] (absent when tied)      norm.weight [hidden]
+    embed.weight [vocab, hidden]   lm_head.weight [vocab, hidden] (absent when tied)   norm.weight [hidden]
     layers.{i}.attn_norm.weight, .attn_post_norm.weight, .mlp_norm.weight, .mlp_post_norm.weight      [hidden]
     layers.{i}.attn.{q,k,v,o}.{weight,bias}, .q_norm.weight, .k_norm.weight, .sinks [num_heads]
     layers.{i}.attn.{q_a,q_b,kv_a,kv_b}.weight, .q_a_norm.weight, .kv_a_norm.weight                    (MLA)
     layers.{i}.mlp.{gate,up,down}.{weight,bias}
-    layers.{i}.moe.router.{weight,bias}, .correction_bias [experts], .{gate,up}.{weight,bias} [experts, inter, hidden],
-    layers.{i}.moe.down.{weight,bias} [experts, hidden, inter], .shared.{gate,up,down}.weight, .shared_gate.weight
+    layers.{i}.moe.router.{weight,bias}, .correction_bias [experts]
+    layers.{i}.moe.{gate,up}.{weight,bias} [experts, inter, hidden], .down.{weight,bias} [experts, hidden, inter]
+    layers.{i}.moe.shared.{gate,up,down}.weight, .shared_gate.weight
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. The frequencies are fixed once per engine from ``max_model_len`` (DESIGN §4)."""
+    """Rotary position embedding. Frequencies are fixed once per engine from ``max_model_len`` (DESIGN §4)."""
 
     theta: float
     dim: int  # how many of a head's dimensions are rotated (partial rotary: less than head_dim)
@@ -48,7 +49,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Attention of one layer: MHA, GQA or MQA, or MLA (DeepSeek-V2, arXiv:2405.04434) when ``kv_lora_rank`` > 0."""
+    """Attention of one layer: MHA, GQA, MQA, or MLA (DeepSeek-V2, arXiv:2405.04434: ``kv_lora_rank`` > 0)."""
 
     num_heads: int
     num_kv_heads: int
@@ -72,7 +73,7 @@ class AttentionSpec:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Numbers stored in the cache per token and layer: K and V of each kv head, or MLA's latent + rope key."""
+        """Numbers cached per token and layer: K and V of each kv head, or MLA's latent and rope key."""
         if self.is_mla:
             return self.kv_lora_rank + self.head_dim - self.qk_nope_head_dim
         return self.num_kv_heads * (self.head_dim + self.v_head_dim)
@@ -110,7 +111,7 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer. ``norms``: before each block (pre), after it (post, OLMo-2), or both (sandwich, Gemma 2)."""
+    """One decoder layer. ``norms``: before each block (pre), after it (post, OLMo-2), or both (Gemma 2)."""
 
     attention: AttentionSpec
     mlp: MlpSpec
@@ -119,9 +120,9 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that share block tables. ``window`` None keeps every block, else the blocks of the last window.
+    """Layers that share block tables. ``window`` None keeps every block, else those of the last window.
 
-    Position j of ``layers`` lives in slot j of a page; a group shorter than ``KvLayout.layers_per_page`` pads.
+    Position j of ``layers`` lives in slot j of a page; a group shorter than ``layers_per_page`` pads.
     """
 
     layers: tuple[int, ...]
@@ -193,8 +194,8 @@ class ModelSpec:
     def kv_layout(self, max_model_len: int) -> KvLayout:
         """Partition the layers into groups of equal page bytes with one keep rule each.
 
-        A window that ``max_model_len`` never fills counts as full attention. The group size is the smallest class
-        of layers unless padding the small class costs less than a quarter.
+        A window that ``max_model_len`` never fills counts as full attention. The group size is the smallest
+        class of layers unless padding the small class costs less than a quarter.
         """
         classes: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):

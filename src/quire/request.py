@@ -38,7 +38,7 @@ class TokenLogprobs(NamedTuple):
 class SamplingParams:
     """How to sample, in vLLM's names. Wrong values raise `RequestError` that names the field.
 
-    The last block of fields is filled by the frontend before the request leaves the API side; a user leaves it.
+    The last block of fields is filled by the frontend before the request leaves the API side.
     """
 
     n: int = 1
@@ -137,7 +137,7 @@ def _check(params: SamplingParams) -> None:
 class Request:
     """One request as the core sees it: ids only, every default resolved, valid by construction.
 
-    ``sampling.seed`` and ``sampling.max_tokens`` are set. Times are seconds of the clock that the core runs on.
+    ``sampling.seed`` and ``sampling.max_tokens`` are set. Times are seconds of the core's clock.
     """
 
     request_id: str

@@ -1,10 +1,10 @@
 """The waist between core and worker: `StepPlan` down, `StepResult` up (DESIGN §2).
 
-The worker keeps the state of each sequence (ids, block tables); a plan is a difference against it. Order of effect
-inside a step: ``gone`` → ``kv_moves`` in list order → ``new_seqs`` → forward over ``seqs``.
+The worker keeps the state of each sequence (ids, block tables); a plan is a difference against it. Order of
+effect inside a step: ``gone`` → ``kv_moves`` in list order → ``new_seqs`` → forward over ``seqs``.
 
-`SeqPlan` and `SeqResult` are made once a sequence and step, so they are named tuples: immutable like the frozen
-dataclasses beside them, and five times cheaper to make.
+`SeqPlan` and `SeqResult` are made once a sequence and step, so they are named tuples: immutable like the
+frozen dataclasses beside them, and cheaper to make.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.request import SamplingParams, TokenLogprobs
 
 
 class KvMove(NamedTuple):
-    """Copy the whole page ``src_block_id`` to ``dst_block_id`` (all layers of the group that owns the page)."""
+    """Copy the whole page ``src_block_id`` to ``dst_block_id`` (all layers of the page's group)."""
 
     src_block_id: int
     dst_block_id: int
@@ -33,7 +33,7 @@ class AdapterMove(NamedTuple):
 class NewSeq:
     """What a worker needs to know of a sequence, sent at every admission.
 
-    First admission, after preemption, after a restart and for a fork alike: the worker rebuilds every state of
+    First admission, after preemption, after a restart and for a fork alike: the worker rebuilds all state of
     the sampler from ``prompt_token_ids`` and ``output_token_ids``, so rebuilding equals having continued.
     """
 
@@ -51,8 +51,8 @@ class SeqPlan(NamedTuple):
     """What to compute of one sequence in this step.
 
     The rows computed are the absolute positions ``num_computed_tokens … num_computed_tokens +
-    num_scheduled_tokens − 1``. A token is sampled when the last of them is the last known token of the sequence,
-    i.e. when ``num_computed_tokens + num_scheduled_tokens == number of known tokens`` (+ drafts).
+    num_scheduled_tokens − 1``. A token is sampled when the last of them is the last known token of the
+    sequence, i.e. when ``num_computed_tokens + num_scheduled_tokens == number of known tokens`` (+ drafts).
     """
 
     seq_id: int

@@ -1,0 +1,64 @@
+# `make serve` runs the main job, `make test` passes the tests; both from a fresh clone with python3, a C++ compiler and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
+MODEL ?= quill
+PORT ?= 8000
+ARGS ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help install dev serve test test-slow test-gpu exact mutants parity lint bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch by itself first, pinned: another package that asks for plain torch would bring the CUDA build.
+$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*/*) | $(BIN)/python
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed  ## install Quire into .venv
+
+dev: $(VENV)/.dev  ## install Quire and what the tests need
+
+serve: install  ## serve Quill (MODEL=… PORT=… ARGS="…" change it)
+	$(BIN)/quire serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: dev  ## run the default tests (under 15 minutes on 2 cores)
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-slow: dev  ## run the long tests
+	$(PYTEST) -m slow $(ARGS)
+
+test-gpu: dev  ## run the tests that need a GPU
+	$(PYTEST) -m gpu $(ARGS)
+
+exact: dev  ## run the exactness suite and print what it exercised
+	$(PYTEST) tests/exact -s $(ARGS)
+
+parity: dev  ## compare every family with transformers
+	$(PYTEST) tests/parity $(ARGS)
+
+mutants: dev  ## plant faults; the suite must catch each
+	$(BIN)/python tools/mutants.py $(ARGS)
+
+lint: dev  ## ruff and mypy
+	$(BIN)/ruff check src tests benchmarks tools
+	$(BIN)/ruff format --check src tests benchmarks tools
+	$(BIN)/mypy
+
+bench: install  ## scheduler benchmark; the others: benchmarks/README.md
+	$(BIN)/python benchmarks/scheduler_step.py $(ARGS)
+
+clean:  ## remove what make made
+	rm -rf $(VENV) build

@@ -1,0 +1,28 @@
+// The Python face of the native extension: raw pointers and plain values, no torch headers.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "cpu/cpuid.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_native, m) {
+  m.doc() = "Quire's native kernels.";
+  m.def(
+      "cpu_features",
+      [] {
+        const quire::cpu::Features f = quire::cpu::detect();
+        nb::dict d;
+        d["avx2"] = f.avx2;
+        d["avx_vnni"] = f.avx_vnni;
+        d["avx512"] = f.avx512;
+        d["avx512_vnni"] = f.avx512_vnni;
+        d["avx512_bf16"] = f.avx512_bf16;
+        d["neon"] = f.neon;
+        return d;
+      },
+      "Instruction sets that the CPU has and the operating system supports: dict[str, bool].");
+  m.def(
+      "best_isa", [] { return std::string(quire::cpu::best_isa(quire::cpu::detect())); },
+      "The best level the kernels are written for: avx512 | avx2 | neon | scalar.");
+}

@@ -1,0 +1,75 @@
+// CPUID leaves 1 and 7, and XGETBV: an instruction set counts only when the operating system saves its registers
+// (Intel SDM vol. 1, 13.3 and 14.3).
+#include "cpu/cpuid.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+#include <cstdint>
+#endif
+
+namespace quire::cpu {
+
+#if defined(__x86_64__)
+
+namespace {
+
+struct Registers {
+  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers leaf(uint32_t number, uint32_t sub = 0) {
+  Registers r;
+  if (__get_cpuid_count(number, sub, &r.eax, &r.ebx, &r.ecx, &r.edx) == 0) return {};
+  return r;
+}
+
+uint64_t saved_states() {
+  uint32_t low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t(high) << 32) | low;
+}
+
+bool bit(uint32_t value, int index) { return (value >> index) & 1u; }
+
+}  // namespace
+
+Features detect() {
+  Features f;
+  const Registers one = leaf(1);
+  if (!bit(one.ecx, 27)) return f;  // OSXSAVE: without it XGETBV does not exist
+  const uint64_t saved = saved_states();
+  const bool ymm = (saved & 0x6) == 0x6;
+  const bool zmm = (saved & 0xe6) == 0xe6;
+  const Registers seven = leaf(7);
+  const Registers seven_one = leaf(7, 1);
+  f.avx2 = ymm && bit(seven.ebx, 5) && bit(one.ecx, 12) && bit(one.ecx, 29);
+  f.avx_vnni = ymm && bit(seven_one.eax, 4);
+  f.avx512 = zmm && bit(seven.ebx, 16) && bit(seven.ebx, 17) && bit(seven.ebx, 30) && bit(seven.ebx, 31);
+  f.avx512_vnni = f.avx512 && bit(seven.ecx, 11);
+  f.avx512_bf16 = f.avx512 && bit(seven_one.eax, 5);
+  return f;
+}
+
+#elif defined(__aarch64__)
+
+Features detect() {
+  Features f;
+  f.neon = true;  // part of the base architecture
+  return f;
+}
+
+#else
+
+Features detect() { return {}; }
+
+#endif
+
+const char* best_isa(const Features& f) {
+  if (f.avx512 && f.avx512_vnni && f.avx512_bf16) return "avx512";
+  if (f.avx2) return "avx2";
+  if (f.neon) return "neon";
+  return "scalar";
+}
+
+}  // namespace quire::cpu

@@ -1,0 +1,21 @@
+// What this CPU can do, read once. No torch, no Python.
+#pragma once
+
+namespace quire::cpu {
+
+struct Features {
+  bool avx2 = false;         // with FMA and F16C: the AVX2 level
+  bool avx_vnni = false;     // 256-bit vpdpbusd without AVX-512
+  bool avx512 = false;       // F, BW, DQ, VL
+  bool avx512_vnni = false;  // vpdpbusd
+  bool avx512_bf16 = false;  // vdpbf16ps
+  bool neon = false;
+};
+
+// The features that the CPU has *and* that the operating system saves on a context switch.
+Features detect();
+
+// The best level that the kernels are written for: "avx512" (with VNNI and BF16), "avx2", "neon" or "scalar".
+const char* best_isa(const Features& features);
+
+}  // namespace quire::cpu

@@ -1,0 +1,148 @@
+"""What a person may set, as data: names, defaults, units, ranges and help of every flag and TOML key.
+
+`EngineArgs` are the keywords of `quire.LLM`, the flags of ``quire serve|run|chat`` and the keys of the TOML
+file, under the same names; `ServerArgs` belong to ``quire serve`` alone. `quire.resolve.resolve` turns the
+engine's into an `EngineConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, TypeVar, get_type_hints
+
+from quire.config import GATES, ORDERS
+from quire.errors import ConfigError, nearest
+
+DTYPES = ("auto", "bfloat16", "float32", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "random")
+ISAS = ("auto", "scalar", "avx2", "avx512")
+
+
+def _flag(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    return field(
+        default=default,
+        metadata={"help": help, "group": group, "choices": choices, "low": low, "high": high},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs:
+    """The engine's settings as a person gives them; None means "choose for me"."""
+
+    model: str = _flag("quill", "Model: 'quill', a local folder, a .gguf file, or a hub id.", group="Model")
+    revision: str | None = _flag(None, "Branch, tag or commit of a hub id.", group="Model")
+    tokenizer: str | None = _flag(None, "Folder of the tokenizer, if it is not the model's.", group="Model")
+    dtype: str = _flag("auto", "Compute type; auto is the checkpoint's (float16 runs as bfloat16 on a CPU).",
+                       group="Model", choices=DTYPES)  # fmt: skip
+    quantize: str | None = _flag(None, "Quantize the weights while loading.", group="Model")
+    load_format: str = _flag("auto", "Format of the weights; random needs only a config.json.",
+                             group="Model", choices=LOAD_FORMATS)  # fmt: skip
+    seed: int = _flag(0, "Seed of random weights.", group="Model", low=0)
+    max_model_len: int | None = _flag(None, "Context, prompt + output, in tokens [the model's, if the KV cache "
+                                      "can hold it].", group="Memory", low=1)  # fmt: skip
+    kv_memory: str | int | None = _flag(None, "Memory for the KV cache, e.g. 4GiB [half of what the weights leave "
+                                        "available].", group="Memory")  # fmt: skip
+    num_kv_blocks: int | None = _flag(
+        None, "KV cache in blocks, instead of --kv-memory.", group="Memory", low=2
+    )
+    gpu_memory_utilization: float | None = _flag(
+        None, "Share (0…1) of the available memory for weights and KV cache together.", group="Memory",
+        low=0.01, high=1.0)  # fmt: skip
+    block_size: int = _flag(16, "Tokens in a KV block.", group="Memory", low=1, high=256)
+    enable_prefix_caching: bool = _flag(True, "Reuse the KV blocks of equal prefixes.", group="Memory")
+    max_num_seqs: int = _flag(256, "Sequences running at once.", group="Scheduling", low=1, high=65536)
+    max_num_batched_tokens: int = _flag(2048, "Tokens computed in a step.", group="Scheduling", low=1)
+    max_queue: int = _flag(1024, "Requests that may wait; one more is refused.", group="Scheduling", low=0)
+    gate: str = _flag("continuous", "When sequences may join the batch.", group="Scheduling", choices=GATES)
+    order: str = _flag("fcfs", "Who is admitted first.", group="Scheduling", choices=ORDERS)
+    enable_chunked_prefill: bool = _flag(True, "Split long prompts over steps.", group="Scheduling")
+    dynamic_max_wait_ms: float = _flag(50.0, "Dynamic gate: a batch starts when full, or after this many "
+                                       "milliseconds.", group="Scheduling", low=0.0)  # fmt: skip
+    threads: int | None = _flag(
+        None, "Compute threads [physical cores].", group="Execution", low=1, high=1024
+    )
+    exact: bool = _flag(True, "Bit-for-bit the same tokens in any batch; --no-exact may be faster.",
+                        group="Execution")  # fmt: skip
+    cpu_isa: str = _flag("auto", "Force an instruction set level of the native kernels.", group="Execution",
+                         choices=ISAS)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ServerArgs:
+    """Settings of the HTTP server."""
+
+    host: str = _flag("127.0.0.1", "Address to listen on.", group="Server")
+    port: int = _flag(8000, "Port to listen on; 0 takes a free one.", group="Server", low=0, high=65535)
+    api_key: str | None = _flag(None, "Key that clients must send as a bearer token.", group="Server")
+    served_model_name: str | None = _flag(None, "Names of the model in the API, comma-separated [as given].",
+                                          group="Server")  # fmt: skip
+    chat_template: str | None = _flag(
+        None, "File of a Jinja chat template, instead of the model's.", group="Server"
+    )
+    lenient: bool = _flag(False, "Accept unknown request fields and list them in a response header.",
+                          group="Server")  # fmt: skip
+    cors_origins: str | None = _flag(None, "Origins that browsers may call from, comma-separated; * for all.",
+                                     group="Server")  # fmt: skip
+    max_body_mib: int = _flag(32, "Largest request body in MiB.", group="Server", low=1, high=4096)
+    drain_timeout_s: float = _flag(
+        30.0, "Seconds that running requests get after SIGTERM.", group="Server", low=0.0
+    )
+    max_restarts: int = _flag(
+        3, "Restarts of a crashed engine before the server gives up.", group="Server", low=0
+    )
+    log_level: str = _flag("info", "How much is logged.", group="Server",
+                           choices=("debug", "info", "warning", "error"))  # fmt: skip
+
+
+Args = TypeVar("Args", EngineArgs, ServerArgs)
+
+
+def flag_name(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def defaults(kind: type[Args]) -> dict[str, Any]:
+    """Return key → default of every setting of ``kind``."""
+    assert all(f.default is not MISSING for f in fields(kind))
+    return {f.name: f.default for f in fields(kind)}
+
+
+def make_args(kind: type[Args], values: Mapping[str, Any], *, origin: str) -> Args:
+    """Build ``kind`` from key → value, checked for names, types, ranges and choices.
+
+    Raises:
+        ConfigError: names ``origin`` ("flag", a TOML file …), the key, the value and what is allowed.
+    """
+    known = {f.name: f for f in fields(kind)}
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{origin}: unknown setting {key!r}{nearest(key, known)}")
+        _check(known[key], hints[key], value, origin)
+    return kind(**values)
+
+
+def _check(spec: Field[Any], hint: Any, value: Any, origin: str) -> None:
+    allowed_types = getattr(hint, "__args__", (hint,))
+    if isinstance(value, int) and not isinstance(value, bool) and float in allowed_types:
+        value = float(value)
+    if not any(type(value) is t for t in allowed_types):
+        names = " or ".join("nothing" if t is type(None) else t.__name__ for t in allowed_types)
+        raise ConfigError(f"{origin}: {spec.name} = {value!r} must be of type {names}")
+    choices, low, high = spec.metadata["choices"], spec.metadata["low"], spec.metadata["high"]
+    if choices and value not in choices:
+        raise ConfigError(f"{origin}: {spec.name} = {value!r} must be one of {', '.join(choices)}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if low is not None and value < low:
+            raise ConfigError(f"{origin}: {spec.name} = {value!r} must be at least {low}")
+        if high is not None and value > high:
+            raise ConfigError(f"{origin}: {spec.name} = {value!r} must be at most {high}")

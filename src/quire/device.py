@@ -1,0 +1,92 @@
+"""What this machine offers: cores, memory, instruction sets. Read once at start-up, before `resolve`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quire.config import DeviceInfo
+
+try:
+    from quire import _native
+except ImportError:  # no compiler at install: the reference kernels run, and `quire doctor` says what to do
+    _native = None
+
+
+def detect_device() -> DeviceInfo:
+    """Return the CPU as this process may use it: affinity, cgroup limits and MemAvailable respected."""
+    total, available = memory_bytes()
+    return DeviceInfo(
+        kind="cpu",
+        name=cpu_name(),
+        num_cores=num_physical_cores(),
+        memory_total_bytes=total,
+        memory_available_bytes=available,
+        isa=_native.best_isa() if _native is not None else "scalar",
+        native=_native is not None,
+    )
+
+
+def cpu_features() -> dict[str, bool]:
+    """Return the native extension's view of the instruction sets, empty without it."""
+    return dict(_native.cpu_features()) if _native is not None else {}
+
+
+def cpu_name() -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith(("model name", "Model", "Hardware")):
+            return line.split(":", 1)[1].strip()
+    return os.uname().machine
+
+
+def num_physical_cores() -> int:
+    """Count the cores that this process may run on, SMT siblings once, and no more than the cgroup's quota."""
+    allowed = os.sched_getaffinity(0)
+    siblings = {
+        _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+        for cpu in allowed
+    }
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    limit = len(siblings)
+    if quota.isdigit() and period.strip().isdigit():
+        limit = min(limit, max(1, int(quota) // int(period)))
+    return max(1, limit)
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Return (total, available) bytes: the machine's, or what the cgroup (v2 or v1) leaves where that is less."""
+    info = {}
+    for line in _read("/proc/meminfo").splitlines():
+        key, _, rest = line.partition(":")
+        info[key] = int(rest.split()[0]) * 1024
+    total, available = info.get("MemTotal", 0), info.get("MemAvailable", 0)
+    for limit_file, used_file, stat_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+            "/sys/fs/cgroup/memory/memory.stat",
+        ),
+    ):
+        limit = _read(limit_file).strip()
+        if limit.isdigit() and int(limit) < total:
+            used = int(_read(used_file).strip() or 0) - _reclaimable(_read(stat_file))
+            total = int(limit)
+            available = min(available, max(0, int(limit) - used))
+    return total, available
+
+
+def _reclaimable(stat: str) -> int:
+    """Page cache counts as used in a cgroup, but is given back under pressure."""
+    for line in stat.splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,167 @@
+"""The one pure function from what a person asked, what the model is and what the machine has to an `EngineConfig`."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from quire.args import EngineArgs
+from quire.config import CacheConfig, DeviceInfo, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from quire.errors import ConfigError
+from quire.modelspec import ModelSpec
+
+KV_SHARE = 0.5  # of the available memory that the weights leave, when nothing is said
+UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(text: str | int, *, name: str = "kv_memory") -> int:
+    """Return bytes from ``4GiB``, ``512MB``, ``1.5 GiB`` or a plain number.
+
+    Raises:
+        ConfigError: the text is not of that form, or not above 0.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match.group(2).upper() not in UNITS:
+        raise ConfigError(f"{name} = {text!r} is not a size: write for example 4GiB, 512MiB or 2GB")
+    size = int(float(match.group(1)) * UNITS[match.group(2).upper()])
+    if size <= 0:
+        raise ConfigError(f"{name} = {text!r} must be more than 0 bytes")
+    return size
+
+
+def resolve(args: EngineArgs, spec: ModelSpec, device: DeviceInfo, *, path: str = "") -> EngineConfig:
+    """Choose everything that ``args`` leave open. ``path`` is where the model was found.
+
+    Raises:
+        ConfigError: a combination that cannot work, with the numbers and what to change.
+    """
+    if args.quantize is not None:
+        raise ConfigError(
+            f"quantize = {args.quantize!r} is not supported yet: leave it out to run the checkpoint's type"
+        )
+    dtype = _dtype(args.dtype, spec)
+    max_model_len, num_blocks = _lengths(args, spec, device, dtype)
+    layout = spec.kv_layout(max_model_len)
+    model_key = hashlib.blake2b(f"{path}|{args.seed}|{spec!r}|{dtype}".encode(), digest_size=16).hexdigest()
+    return EngineConfig(
+        model=ModelConfig(
+            path=path,
+            name=args.model,
+            spec=spec,
+            dtype=dtype,
+            kv_dtype=dtype,
+            max_model_len=max_model_len,
+            load_format=args.load_format,  # type: ignore[arg-type]
+            quantize=None,
+            seed=args.seed,
+        ),
+        kv_layout=layout,
+        cache=CacheConfig(
+            num_blocks=num_blocks,
+            block_size=args.block_size,
+            windows=tuple(group.window for group in layout.groups),
+            enable_prefix_caching=args.enable_prefix_caching,
+            model_key=model_key,
+        ),
+        scheduler=_scheduler(args, max_model_len),
+        runner=RunnerConfig(
+            num_threads=args.threads or device.num_cores,
+            exact=args.exact,
+            cpu_isa=args.cpu_isa,
+        ),
+        device=device,
+    )
+
+
+def _dtype(asked: str, spec: ModelSpec) -> str:
+    dtype = spec.dtype if asked == "auto" else asked
+    return (
+        "bfloat16" if dtype == "float16" else dtype
+    )  # a CPU has no fast float16; the range of bfloat16 holds it
+
+
+def _scheduler(args: EngineArgs, max_model_len: int) -> SchedulerConfig:
+    if not args.enable_chunked_prefill and args.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens = {args.max_num_batched_tokens} is less than max_model_len = {max_model_len}, and "
+            "enable_chunked_prefill is off: a long prompt could never run. Raise it, or allow chunks"
+        )
+    return SchedulerConfig(
+        gate=args.gate,  # type: ignore[arg-type]
+        order=args.order,  # type: ignore[arg-type]
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_queue=args.max_queue,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        dynamic_max_wait_s=args.dynamic_max_wait_ms / 1e3,
+    )
+
+
+def _lengths(args: EngineArgs, spec: ModelSpec, device: DeviceInfo, dtype: str) -> tuple[int, int]:
+    """Return (max_model_len, num_blocks) so that at least one sequence of max_model_len fits."""
+    asked_len = args.max_model_len
+    if asked_len is not None and asked_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len = {asked_len} is more than the model's {spec.max_position_embeddings} positions"
+        )
+    wanted = asked_len or spec.max_position_embeddings
+    num_blocks = args.num_kv_blocks or _blocks_in_memory(args, spec, device, dtype, wanted)
+    while wanted > 1:
+        need = blocks_for_sequence(spec, wanted, args.block_size, args.max_num_batched_tokens)
+        if need <= num_blocks:
+            return wanted, num_blocks
+        if asked_len is not None:
+            raise ConfigError(
+                f"max_model_len = {wanted} needs {need} KV blocks of {args.block_size} tokens, and there is room for "
+                f"{num_blocks}: lower it, or raise kv_memory"
+            )
+        wanted = wanted * 7 // 8 if wanted > 64 else wanted - 1
+    raise ConfigError(f"{num_blocks} KV blocks cannot hold one sequence: raise kv_memory or num_kv_blocks")
+
+
+def blocks_for_sequence(spec: ModelSpec, length: int, block_size: int, chunk: int) -> int:
+    """Blocks that one sequence of ``length`` tokens holds at most over all groups, with one spare for a copied tail."""
+    total = 1
+    for group in spec.kv_layout(length).groups:
+        tokens = (
+            length if group.window is None else min(length, group.window + min(chunk, length) + block_size)
+        )
+        total += -(-tokens // block_size)
+    return total
+
+
+def _blocks_in_memory(args: EngineArgs, spec: ModelSpec, device: DeviceInfo, dtype: str, max_len: int) -> int:
+    weights = spec.weight_bytes(dtype)
+    available = device.memory_available_bytes
+    page = spec.kv_layout(max_len).page_bytes(args.block_size, dtype)
+    if args.kv_memory is not None:
+        budget = parse_bytes(args.kv_memory)
+        if weights + budget > available:
+            raise ConfigError(
+                f"kv_memory = {budget / 2**30:.2f} GiB and {weights / 2**30:.2f} GiB of weights are more than the "
+                f"{available / 2**30:.2f} GiB of memory that is available: lower kv_memory"
+            )
+    elif args.gpu_memory_utilization is not None:
+        budget = int(available * args.gpu_memory_utilization) - weights
+    else:
+        most_used = args.max_num_seqs * blocks_for_sequence(
+            spec, max_len, args.block_size, args.max_num_batched_tokens
+        )
+        budget = min(int((available - weights) * KV_SHARE), most_used * page)
+    if budget < 2 * page:
+        raise ConfigError(
+            f"{weights / 2**30:.2f} GiB of weights leave no room for a KV cache in {available / 2**30:.2f} GiB of "
+            "available memory: free some, or take a smaller model"
+        )
+    return budget // page
