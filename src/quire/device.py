@@ -10,7 +10,7 @@ from quire.config import DeviceInfo
 try:
     from quire import _native
 except ImportError:  # no compiler at install: the reference kernels run, and `quire doctor` says what to do
-    _native = None
+    _native = None  # type: ignore[assignment]
 
 
 def detect_device() -> DeviceInfo:
