@@ -1,0 +1,138 @@
+"""A line of the layout may import from the lines above it, and within a line from left to right (DESIGN §2)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src"
+
+# One tuple a line of DESIGN §2, top to bottom. A name is a module or a package of `quire`.
+LINES: list[tuple[int, tuple[str, ...]]] = [
+    (0, ("_native",)),
+    (0, ("errors",)),
+    (0, ("clock",)),
+    (0, ("request",)),
+    (0, ("step",)),
+    (0, ("modelspec",)),
+    (0, ("families",)),
+    (0, ("config",)),
+    (0, ("args",)),
+    (1, ("device",)),
+    (1, ("metrics",)),
+    (1, ("cache",)),
+    (1, ("text",)),
+    (1, ("workload",)),
+    (1, ("plan",)),
+    (2, ("resolve",)),
+    (2, ("scheduler",)),
+    (3, ("kernels",)),
+    (3, ("quant",)),
+    (3, ("parallel",)),
+    (4, ("models.quill", "models.hub", "models.checkpoint")),
+    (4, ("layers", "models")),
+    (5, ("lora", "sampling", "speculate", "runner")),
+    (6, ("executor",)),
+    (7, ("engine",)),
+    (8, ("quantize", "disagg", "gateway", "bench", "sim", "api")),
+    (9, ("cockpit", "cli")),
+]
+PLACE = {name: (line, column) for line, (_, names) in enumerate(LINES) for column, name in enumerate(names)}
+# (importer, imported) pairs that break the rule; this list only shrinks.
+ALLOWED: set[tuple[str, str]] = set()
+
+
+def place(module: str) -> str:
+    """Return the entry of LINES that ``quire.<module>`` belongs to."""
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:end])) in PLACE:
+            return name
+    return ""
+
+
+def imports(path: Path) -> set[str]:
+    """Return the modules of quire, without the leading ``quire.``, that the file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "quire":
+                found |= {f"quire.{a.name}" for a in node.names}
+            else:
+                found |= {f"{node.module}.{a.name}" for a in node.names}
+    return {name.removeprefix("quire.") for name in found if name.startswith("quire.")}
+
+
+FILES = sorted((SRC / "quire").rglob("*.py"))
+
+
+def test_arrows() -> None:
+    bad = []
+    for path in FILES:
+        relative = path.relative_to(SRC / "quire").with_suffix("")
+        own = ".".join(relative.parts).removesuffix(".__init__")
+        if own == "__init__":  # the lazy names of the package
+            continue
+        mine = place(own)
+        assert mine, f"{own} has no place in the layout: add it to LINES and to DESIGN §2"
+        for target in imports(path):
+            theirs = place(target)
+            if theirs in ("", mine) or (mine, theirs) in ALLOWED:
+                continue
+            if PLACE[theirs] > PLACE[mine]:
+                bad.append(f"{own} -> {target}")
+    assert not bad, "imports against the arrows:\n" + "\n".join(sorted(bad))
+
+
+def modules_of(*names: str) -> list[str]:
+    found = []
+    for path in FILES:
+        module = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+        short = module.removeprefix("quire.")
+        if any(short == n or short.startswith(n + ".") for n in names):
+            found.append(module)
+    return found
+
+
+TORCH_FREE = modules_of(
+    *(name for rank, names in LINES if rank <= 2 for name in names if name != "_native"),
+    "models.quill", "models.hub", "models.checkpoint",
+    "executor.base", "executor.fake",
+    "engine.core", "engine.inbox", "engine.client", "engine.frontend", "engine.supervisor", "engine.process",
+    "api", "gateway", "sim", "cli",
+)  # fmt: skip
+# What a bare PyTorch container lacks (DESIGN §2).
+BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "fastapi", "uvicorn", "pydantic", "quire._native"]
+
+
+def run_blocked(blocked: list[str], code: str) -> None:
+    """Run ``code`` in a fresh interpreter in which importing any of ``blocked`` fails."""
+    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in blocked), code]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={"PYTHONPATH": str(SRC), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_torch_free_modules_import_without_torch() -> None:
+    run_blocked(["torch", "transformers"], "\n".join(f"import {m}" for m in TORCH_FREE))
+
+
+@pytest.mark.parametrize("module", ["quire", "quire.cli"])
+def test_entry_points_do_not_load_torch(module: str) -> None:
+    run_blocked([], f"import {module}\nassert 'torch' not in sys.modules")
+
+
+def test_offline_api_imports_in_a_bare_torch_container() -> None:
+    run_blocked(BARE_LACKS, "from quire import LLM, SamplingParams\nassert 'torch' in sys.modules or LLM")

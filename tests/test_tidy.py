@@ -1,0 +1,137 @@
+"""The house style as a test, with ratchets: the allow-lists only shrink (STYLE.md, "Shape")."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[1] / "src" / "quire"
+FILES = sorted(SRC.rglob("*.py"))
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_CLASS_LINES = 250
+MAX_CLASS_METHODS = 15
+MAX_PACKAGE_LINES = 30_000
+
+# Kernels and tables may be listed; each entry says why.
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+LARGE_CLASSES: dict[str, str] = {}
+# Where an import inside a function is allowed (STYLE 5): start-up cost, lazy names, optional dependencies.
+LATE_IMPORTS: dict[str, str] = {
+    "cli.py": "each command imports what it needs, so that --help is quick",
+    "__init__.py": "LLM and friends are resolved lazily",
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SRC).as_posix()
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in FILES:
+        yield name_of(path), ast.parse(path.read_text(), filename=str(path))
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_files_are_short() -> None:
+    long = {name_of(p): n for p in FILES if (n := p.read_text().count("\n")) > MAX_FILE_LINES}
+    assert set(long) == set(LONG_FILES), f"over {MAX_FILE_LINES} lines: {long}"
+
+
+def test_functions_are_short() -> None:
+    long = {
+        f"{f}:{d.name}": length(d) for f, t in trees() for d in functions(t) if length(d) > MAX_FUNCTION_LINES
+    }
+    assert set(long) == set(LONG_FUNCTIONS), f"over {MAX_FUNCTION_LINES} lines: {long}"
+
+
+def test_classes_are_small() -> None:
+    large = {}
+    for file, tree in trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            methods = sum(isinstance(d, ast.FunctionDef | ast.AsyncFunctionDef) for d in node.body)
+            if length(node) > MAX_CLASS_LINES or methods > MAX_CLASS_METHODS:
+                large[f"{file}:{node.name}"] = (length(node), methods)
+    assert set(large) == set(LARGE_CLASSES), (
+        f"(lines, methods) over ({MAX_CLASS_LINES}, {MAX_CLASS_METHODS}): {large}"
+    )
+
+
+def test_the_package_stays_small() -> None:
+    assert sum(p.read_text().count("\n") for p in FILES) < MAX_PACKAGE_LINES
+
+
+@pytest.mark.parametrize("name", ["utils.py", "util.py", "common.py", "misc.py", "helpers.py"])
+def test_no_drawer_for_odds_and_ends(name: str) -> None:
+    assert not [name_of(p) for p in FILES if p.name == name]
+
+
+def test_no_import_inside_functions() -> None:
+    late = set()
+    for file, tree in trees():
+        for function in functions(tree):
+            if any(isinstance(n, ast.Import | ast.ImportFrom) for n in ast.walk(function)):
+                late.add(file)
+    assert late <= set(LATE_IMPORTS), f"imports inside functions: {late - set(LATE_IMPORTS)}"
+    assert set(LATE_IMPORTS) <= late | {"__init__.py"}, "an entry of the allow-list is not needed any more"
+
+
+def test_no_bare_or_silent_except() -> None:
+    bad = []
+    for file, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler):
+                silent = len(node.body) == 1 and isinstance(node.body[0], ast.Pass)
+                broad = node.type is None or (
+                    isinstance(node.type, ast.Name) and node.type.id == "BaseException"
+                )
+                if node.type is None or (silent and broad):
+                    bad.append(f"{file}:{node.lineno}")
+    assert not bad
+
+
+def test_the_clock_is_injected_below_the_engine() -> None:
+    """No `time.*` outside `engine/` and the ranks above it (STYLE 14)."""
+    allowed = (
+        "clock.py",
+        "engine/",
+        "executor/",
+        "runner/",
+        "api/",
+        "cli.py",
+        "cli/",
+        "bench/",
+        "gateway/",
+        "models/",
+    )
+    bad = []
+    for file, tree in trees():
+        if file.startswith(allowed):
+            continue
+        for node in ast.walk(tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if "time" in names or (isinstance(node, ast.ImportFrom) and node.module == "time"):
+                bad.append(file)
+    assert not bad
+
+
+def test_public_functions_have_return_types() -> None:
+    bad = [f"{f}:{d.name}" for f, t in trees() for d in functions(t) if d.returns is None]
+    assert not bad
