@@ -1,0 +1,95 @@
+"""Families of models: ``config.json`` → `ModelSpec`, and where their checkpoints keep each weight. Strings only.
+
+A family is in `SUPPORTED` only with a parity test against transformers (``tests/parity``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.families import (
+    deepseek,
+    gemma,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen,
+    qwen_moe,
+    smollm3,
+)
+from quire.families.family import Family
+from quire.families.fields import Fields
+from quire.families.weights import Take, WeightMap
+from quire.modelspec import ModelSpec
+
+__all__ = ["SUPPORTED", "Family", "Take", "WeightMap", "spec_from_config", "weight_map"]
+
+_FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen.QWEN2,
+    qwen.QWEN3,
+    gemma.GEMMA2,
+    gemma.GEMMA3,
+    phi3.FAMILY,
+    olmo2.FAMILY,
+    granite.FAMILY,
+    smollm3.FAMILY,
+    mixtral.FAMILY,
+    qwen_moe.QWEN2_MOE,
+    qwen_moe.QWEN3_MOE,
+    gpt_oss.FAMILY,
+    deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3,
+)
+
+# Names as in "architectures" of config.json.
+SUPPORTED: tuple[str, ...] = tuple(family.architecture for family in _FAMILIES)
+
+# Parts of a configuration that mean more than a text decoder.
+_OTHER_PARTS = ("vision_config", "audio_config", "encoder", "text_config")
+
+
+def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
+    """Return the `ModelSpec` of a ``config.json``; ``where`` is what errors call the file.
+
+    Raises `UnsupportedModelError` for an architecture or feature that Quire does not run, by name and with what is
+    supported, and `ModelLoadError` for a value that is missing or makes no sense, naming the key.
+    """
+    f = Fields(config, where)
+    names = f.items("architectures")
+    if not names or not isinstance(names[0], str):
+        raise ModelLoadError(
+            f"{where}: architectures is missing or no list of names, so the kind of model is unknown; "
+            f"supported are {', '.join(SUPPORTED)}."
+        )
+    family = next((item for item in _FAMILIES if item.architecture == names[0]), None)
+    if family is None:
+        raise UnsupportedModelError(
+            f"{where}: architecture {names[0]!r} is not supported; supported are {', '.join(SUPPORTED)}."
+        )
+    for part in _OTHER_PARTS:
+        if f.has(part):
+            raise UnsupportedModelError(
+                f"{where}: {names[0]} with {part} is not supported: Quire runs text decoders, "
+                f"as they are in {', '.join(SUPPORTED)}."
+            )
+    quantization = f.nested("quantization_config")
+    if quantization is not None:
+        method = quantization.values.get("quant_method", "an unnamed method")
+        raise UnsupportedModelError(
+            f"{where}: weights quantized by {method!r} (quantization_config) are not supported; supported are "
+            "float32, bfloat16 and float16 safetensors, and GGUF with F32, F16, BF16 or Q8_0."
+        )
+    return family.read(f)
+
+
+def weight_map(spec: ModelSpec) -> WeightMap:
+    """Return where a safetensors checkpoint of this model keeps each canonical weight."""
+    return next(item for item in _FAMILIES if item.name == spec.family).weights(spec)

@@ -1,0 +1,78 @@
+"""gpt-oss (arXiv:2508.10925): attention sinks, alternating windows, biased experts with a clamped SwiGLU."""
+
+from __future__ import annotations
+
+from quire.families.family import Family
+from quire.families.fields import Fields
+from quire.families.rope import rope_from_config
+from quire.families.shape import assemble, attention, layer_types, window_of
+from quire.families.weights import LLAMA_NAMES, Take, WeightMap, build_map
+from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+
+_NAMES = {**LLAMA_NAMES, "moe.router.weight": "mlp.router.weight", "moe.router.bias": "mlp.router.bias"}
+_DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def read(f: Fields) -> ModelSpec:
+    f.refuse("swiglu_alpha", unless=(1.702,), why="the activation is built for the published constants")
+    f.refuse("swiglu_limit", unless=(7.0,), why="the activation is built for the published constants")
+    f.refuse("hidden_act", unless=("silu",), why="the experts have their own activation")
+    count = f.integer("num_hidden_layers")
+    if not f.has("rope_parameters") and not f.has("rope_scaling"):
+        f = Fields({**f.values, "rope_scaling": _DEFAULT_ROPE}, f.where)
+    head_dim = f.integer("head_dim", 64)
+    rope = rope_from_config(f, head_dim, default_theta=150_000.0)
+    bias = f.flag("attention_bias", True)
+    moe = MoeSpec(
+        num_experts=f.integer("num_local_experts", f.optional_integer("num_experts", minimum=1)),
+        top_k=f.integer("num_experts_per_tok", f.optional_integer("experts_per_token", minimum=1)),
+        intermediate_size=f.integer("intermediate_size"),
+        scoring="softmax_after_topk",
+        router_bias=True,
+        expert_bias=True,
+    )
+    if moe.top_k > moe.num_experts:
+        raise f.wrong("num_experts_per_tok", f"at most num_local_experts = {moe.num_experts}")
+    kinds = layer_types(f, ["full_attention" if i % 2 else "sliding_attention" for i in range(count)])
+    mlp = MlpSpec(moe.intermediate_size, "swiglu_oai", moe=moe)
+    layers = []
+    for kind in kinds:
+        window = window_of(f, kind)
+        attn = attention(
+            f, rope=rope, window=window, qkv_bias=bias, o_bias=bias, sinks=True, head_dim=head_dim
+        )
+        layers.append(LayerSpec(attn, mlp))
+    return assemble(f, "gpt_oss", layers)
+
+
+def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
+    """Experts are stored ``[experts, in, out]``, gate and up in alternate columns: 0, 2, … and 1, 3, …"""
+    moe = spec.layers[index].mlp.moe
+    assert moe is not None
+    count, inter, hidden = moe.num_experts, moe.intermediate_size, spec.hidden_size
+    folder = f"{prefix}mlp.experts."
+    takes: dict[str, tuple[Take, ...]] = {}
+    for first, part in enumerate(("gate", "up")):
+        both = Take(
+            (f"{folder}gate_up_proj",), (count, hidden, 2 * inter), transpose=True, dim=1, start=first, step=2
+        )
+        bias = Take((f"{folder}gate_up_proj_bias",), (count, 2 * inter), dim=1, start=first, step=2)
+        takes[f"moe.{part}.weight"] = (both,)
+        takes[f"moe.{part}.bias"] = (bias,)
+    takes["moe.down.weight"] = (Take((f"{folder}down_proj",), (count, inter, hidden), transpose=True),)
+    takes["moe.down.bias"] = (Take((f"{folder}down_proj_bias",), (count, hidden)),)
+    return takes
+
+
+def weights(spec: ModelSpec) -> WeightMap:
+    return build_map(spec, _NAMES, _rules)
+
+
+FAMILY = Family("gpt_oss", "GptOssForCausalLM", read, weights)

@@ -1,0 +1,75 @@
+"""Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B-A14B: a gated shared expert) and Qwen3-MoE (Qwen3-30B-A3B, -235B-A22B)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from quire.families.family import Family
+from quire.families.fields import Fields
+from quire.families.rope import rope_from_config
+from quire.families.shape import activation, assemble, attention, head_dim_of
+from quire.families.weights import LLAMA_NAMES, Take, WeightMap, build_map, expert_takes
+from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+
+_NAMES = {
+    **LLAMA_NAMES,
+    "moe.shared_gate.weight": "mlp.shared_expert_gate.weight",
+    **{f"moe.shared.{n}.weight": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
+}
+
+
+def read_qwen2_moe(f: Fields) -> ModelSpec:
+    shared = f.integer("shared_expert_intermediate_size")
+    return _read(
+        f, "qwen2_moe", qkv_bias=f.flag("qkv_bias", True), o_bias=False, qk_norm="none", shared=shared
+    )
+
+
+def read_qwen3_moe(f: Fields) -> ModelSpec:
+    bias = f.flag("attention_bias", False)
+    return _read(f, "qwen3_moe", qkv_bias=bias, o_bias=bias, qk_norm="head", shared=0)
+
+
+def _read(
+    f: Fields, family: str, *, qkv_bias: bool, o_bias: bool, qk_norm: Literal["none", "head"], shared: int
+) -> ModelSpec:
+    f.refuse("use_sliding_window", unless=(False,), why="no published checkpoint of this family slides")
+    count = f.integer("num_hidden_layers")
+    moe = MoeSpec(
+        num_experts=f.integer("num_experts", f.optional_integer("num_local_experts", minimum=1)),
+        top_k=f.integer("num_experts_per_tok"),
+        intermediate_size=f.integer("moe_intermediate_size"),
+        normalize_topk=f.flag("norm_topk_prob", False),
+        shared_intermediate_size=shared,
+        shared_gate=shared > 0,
+    )
+    if moe.top_k > moe.num_experts:
+        raise f.wrong("num_experts_per_tok", f"at most the {moe.num_experts} experts")
+    step = f.integer("decoder_sparse_step", 1)
+    dense_layers = set(f.integers("mlp_only_layers"))
+    attn = attention(
+        f, rope=rope_from_config(f, head_dim_of(f)), qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm
+    )
+    act = activation(f)
+    layers = []
+    for index in range(count):
+        if index in dense_layers or (index + 1) % step:
+            layers.append(LayerSpec(attn, MlpSpec(f.integer("intermediate_size"), act)))
+        else:
+            layers.append(LayerSpec(attn, MlpSpec(moe.intermediate_size, act, moe=moe)))
+    return assemble(f, family, layers)
+
+
+def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
+    if spec.layers[index].mlp.moe is None:
+        return {}
+    folder = f"{prefix}mlp.experts."
+    return expert_takes(spec, index, folder, ("gate_proj", "up_proj", "down_proj"), folder)
+
+
+def weights(spec: ModelSpec) -> WeightMap:
+    return build_map(spec, _NAMES, _rules)
+
+
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, weights)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, weights)

@@ -1,0 +1,134 @@
+"""What the configurations of all decoders say in the same words: sizes, heads, windows, activations, ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from quire.errors import UnsupportedModelError
+from quire.families.fields import Fields
+from quire.modelspec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def head_dim_of(f: Fields) -> int:
+    """``head_dim``, or hidden_size / num_attention_heads where the configuration has none."""
+    if f.has("head_dim"):
+        return f.integer("head_dim")
+    hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
+    if hidden % heads:
+        raise f.wrong("num_attention_heads", f"a divisor of hidden_size = {hidden}")
+    return hidden // heads
+
+
+def attention(
+    f: Fields,
+    *,
+    rope: RopeSpec | None,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: Literal["none", "head", "full"] = "none",
+    sinks: bool = False,
+    head_dim: int | None = None,
+) -> AttentionSpec:
+    """Multi-head or grouped-query attention; ``scale`` defaults to head_dim ** −½."""
+    heads = f.integer("num_attention_heads")
+    kv_heads = f.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise f.wrong("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    dim = head_dim if head_dim is not None else head_dim_of(f)
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        v_head_dim=dim,
+        scale=dim**-0.5 if scale is None else scale,
+        rope=rope,
+        window=window,
+        soft_cap=soft_cap,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm=qk_norm,
+        sinks=sinks,
+    )
+
+
+def activation(f: Fields, key: str = "hidden_act", default: str = "silu") -> Activation:
+    name = f.text(key, default)
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{f.where}: {key} = {name!r} is not supported; supported are {', '.join(sorted(_ACTIVATIONS))}."
+        )
+    return _ACTIVATIONS[name]
+
+
+def layer_types(f: Fields, default: Sequence[str]) -> tuple[str, ...]:
+    """``layer_types``, or ``default``: for every layer "full_attention" or "sliding_attention"."""
+    count = f.integer("num_hidden_layers")
+    found = f.items("layer_types") or list(default)
+    if len(found) != count:
+        raise f.wrong("layer_types", f"a list of num_hidden_layers = {count} entries")
+    for kind in found:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"{f.where}: layers of type {kind!r} are not supported; supported are 'full_attention' "
+                "and 'sliding_attention'."
+            )
+    return tuple(found)
+
+
+def window_of(f: Fields, kind: str) -> int | None:
+    """The window of a layer of that type: ``sliding_window`` for "sliding_attention", else None."""
+    return f.integer("sliding_window") if kind == "sliding_attention" else None
+
+
+def uniform_window(f: Fields) -> int | None:
+    """``sliding_window`` where it holds for every layer (Mistral, Phi-3); absent or null means full attention."""
+    return f.optional_integer("sliding_window", minimum=1)
+
+
+def assemble(
+    f: Fields, family: str, layers: Sequence[LayerSpec], *, tied: bool = False, **more: Any
+) -> ModelSpec:
+    """Put the layers and the fields that all families share into a `ModelSpec`.
+
+    ``tied``: what an absent ``tie_word_embeddings`` means in this family. ``more``: further fields of `ModelSpec`.
+    """
+    bos = f.integers("bos_token_id")
+    return ModelSpec(
+        family=family,
+        architecture=str(f.items("architectures")[0]),
+        vocab_size=f.integer("vocab_size"),
+        hidden_size=f.integer("hidden_size"),
+        layers=tuple(layers),
+        norm_eps=f.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=f.integer("max_position_embeddings"),
+        dtype=dtype_of(f),
+        tie_word_embeddings=f.flag("tie_word_embeddings", tied),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=f.integers("eos_token_id"),
+        **more,
+    )
+
+
+def dtype_of(f: Fields) -> str:
+    """``dtype`` (transformers 5) or ``torch_dtype``; bfloat16 where neither is given."""
+    name = f.text("dtype", f.text("torch_dtype", "bfloat16")).removeprefix("torch.")
+    if name not in DTYPES:
+        key = "dtype" if f.has("dtype") else "torch_dtype"
+        raise UnsupportedModelError(
+            f"{f.where}: {key} = {name!r} is not supported; supported are {', '.join(DTYPES)}."
+        )
+    return name

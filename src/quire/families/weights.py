@@ -1,0 +1,142 @@
+"""`WeightMap`: where in a checkpoint each canonical weight is found, as data.
+
+A `Take` reads one tensor (or one for each expert, stacked) and cuts a part of it. Cuts along rows are views, so a
+fused ``qkv_proj`` costs no copy. Several takes for one weight are alternatives: checkpoints on the hub and those that
+transformers 5 writes name experts differently, and the first whose tensors are all there is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from quire.modelspec import ModelSpec, weight_shapes
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Read ``names`` (each of ``shape`` in the checkpoint), stack, swap, slice: the canonical weight.
+
+    Order: each tensor is checked against ``shape`` → stacked on a new first dimension when ``stacked`` → the last
+    two dimensions swapped when ``transpose`` → ``[start:stop:step]`` of dimension ``dim``.
+    ``unpermute_heads``: rows come pairwise per head as llama.cpp stores them for its RoPE, and are put back.
+    """
+
+    names: tuple[str, ...]
+    shape: Shape
+    stacked: bool = False
+    transpose: bool = False
+    dim: int = 0
+    start: int = 0
+    stop: int | None = None
+    step: int = 1
+    unpermute_heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """Alternatives for every canonical weight, and what else a checkpoint may hold (regular expressions)."""
+
+    sources: Mapping[str, tuple[Take, ...]]
+    ignore: tuple[str, ...]
+
+
+# (spec, layer index, prefix of the layer's names in the checkpoint) -> takes by the canonical name after "layers.{i}."
+LayerRules = Callable[[ModelSpec, int, str], dict[str, tuple[Take, ...]]]
+
+# The names that Llama gave and most others kept, after "model.layers.{i}.".
+LLAMA_NAMES: Mapping[str, str] = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "attn.q_norm.weight": "self_attn.q_norm.weight",
+    "attn.k_norm.weight": "self_attn.k_norm.weight",
+    "attn.sinks": "self_attn.sinks",
+    "moe.router.weight": "mlp.gate.weight",
+    **{
+        f"attn.{name}.{kind}": f"self_attn.{name}_proj.{kind}"
+        for name in ("q", "k", "v", "o")
+        for kind in ("weight", "bias")
+    },
+    **{
+        f"mlp.{name}.{kind}": f"mlp.{name}_proj.{kind}"
+        for name in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    },
+}
+
+# Around both blocks (Gemma 2 and 3).
+SANDWICH_NORMS: Mapping[str, str] = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_post_norm.weight": "post_attention_layernorm.weight",
+    "mlp_norm.weight": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm.weight": "post_feedforward_layernorm.weight",
+}
+
+TOP_NAMES: Mapping[str, str] = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+
+# Buffers that older versions of transformers saved; they are computed, never read.
+COMPUTED = (r".*rotary_emb\.inv_freq", r".*rotary_emb\.(cos|sin)_cached", r".*\.masked_bias")
+
+
+def build_map(
+    spec: ModelSpec,
+    names: Mapping[str, str] = LLAMA_NAMES,
+    rules: LayerRules | None = None,
+    ignore: tuple[str, ...] = (),
+    *,
+    top: Mapping[str, str] = TOP_NAMES,
+    layer_prefix: str = "model.layers.{}.",
+) -> WeightMap:
+    """Map every weight of ``spec``: by ``rules`` where they speak of it, else plainly by ``names``."""
+    shapes = weight_shapes(spec)
+    special: dict[str, tuple[Take, ...]] = {}
+    for index in range(spec.num_layers if rules else 0):
+        assert rules is not None
+        for name, takes in rules(spec, index, layer_prefix.format(index)).items():
+            special[f"layers.{index}.{name}"] = takes
+    sources: dict[str, tuple[Take, ...]] = {}
+    for canonical, shape in shapes.items():
+        if canonical in special:
+            sources[canonical] = special[canonical]
+            continue
+        if canonical.startswith("layers."):
+            _, index_text, rest = canonical.split(".", 2)
+            stored = layer_prefix.format(index_text) + names[rest]
+        else:
+            stored = top[canonical]
+        sources[canonical] = (Take((stored,), shape),)
+    if spec.tie_word_embeddings:
+        ignore = (*ignore, top["lm_head.weight"].replace(".", r"\."))  # often saved although it is tied
+    return WeightMap(sources, (*COMPUTED, *ignore))
+
+
+def expert_takes(
+    spec: ModelSpec, index: int, folder: str, names: tuple[str, str, str], fused: str
+) -> dict[str, tuple[Take, ...]]:
+    """Takes for the experts of one layer: one tensor an expert (hub), or fused over experts (transformers 5).
+
+    ``folder``: "…mlp.experts." with ``names`` for (gate, up, down) after "{expert}."; ``fused``: the folder of
+    ``gate_up_proj [experts, 2 · inter, hidden]`` (gate first) and ``down_proj [experts, hidden, inter]``.
+    """
+    moe = spec.layers[index].mlp.moe
+    assert moe is not None
+    count, inter, hidden = moe.num_experts, moe.intermediate_size, spec.hidden_size
+    takes: dict[str, tuple[Take, ...]] = {}
+    for position, (part, name) in enumerate(zip(("gate", "up", "down"), names, strict=True)):
+        single = (hidden, inter) if part == "down" else (inter, hidden)
+        each = Take(tuple(f"{folder}{e}.{name}.weight" for e in range(count)), single, stacked=True)
+        if part == "down":
+            whole = Take((f"{fused}down_proj",), (count, hidden, inter))
+        else:
+            start = position * inter
+            whole = Take(
+                (f"{fused}gate_up_proj",), (count, 2 * inter, hidden), dim=1, start=start, stop=start + inter
+            )
+        takes[f"moe.{part}.weight"] = (each, whole)
+    return takes
