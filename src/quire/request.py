@@ -155,9 +155,11 @@ class Request:
     finished_samples: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """Progress of one sequence of a request. The last one of each sequence carries ``finish_reason``."""
+class TokenEvent(NamedTuple):
+    """Progress of one sequence of a request. The last one of each sequence carries ``finish_reason``.
+
+    Made once a sequence and step, so it is a named tuple (as in `quire.step`): six times cheaper to make.
+    """
 
     request_id: str
     sample_index: int
