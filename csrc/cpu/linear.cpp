@@ -1,0 +1,67 @@
+// Packing and the choice of a level. Packing is a transpose of 32 rows at a time; it runs once at load and is bound by
+// page faults of the target, not by this loop.
+#include "cpu/linear.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/cpuid.h"
+
+namespace quire::cpu {
+
+namespace {
+
+template <typename Element, int kStep>
+void pack_rows(const Element* w, int64_t count, int64_t k, int64_t first, Element* packed, ThreadPool& pool) {
+  const int64_t steps = (k + kStep - 1) / kStep;
+  const int64_t panels = (count + kPanel - 1) / kPanel;
+  auto body = [&](int thread, int num_threads) {
+    const Range mine = share(panels, thread, num_threads);
+    for (int64_t p = mine.begin; p < mine.end; ++p) {
+      Element* panel = packed + (first / kPanel + p) * steps * kStep * kPanel;
+      const int64_t columns = std::min(kPanel, count - p * kPanel);
+      // 64 k at a time: the 32 source rows are then read a cache line or two each.
+      for (int64_t s0 = 0; s0 < steps; s0 += 32) {
+        const int64_t s1 = std::min(steps, s0 + 32);
+        for (int64_t c = 0; c < kPanel; ++c) {
+          const Element* source = w + (p * kPanel + c) * k;
+          for (int64_t s = s0; s < s1; ++s) {
+            for (int64_t i = 0; i < kStep; ++i) {
+              const int64_t index = s * kStep + i;
+              panel[(s * kPanel + c) * kStep + i] = c < columns && index < k ? source[index] : Element(0);
+            }
+          }
+        }
+      }
+    }
+  };
+  pool.run(body);
+}
+
+}  // namespace
+
+int64_t packed_elements(Type type, int64_t n, int64_t k) {
+  const int64_t step = type == Type::bf16 ? 2 : 1;
+  return (n + kPanel - 1) / kPanel * kPanel * ((k + step - 1) / step * step);
+}
+
+void pack(Type type, const void* w, int64_t count, int64_t k, int64_t first, void* packed, ThreadPool& pool) {
+  if (type == Type::bf16) {
+    pack_rows<uint16_t, 2>(static_cast<const uint16_t*>(w), count, k, first, static_cast<uint16_t*>(packed), pool);
+  } else {
+    pack_rows<float, 1>(static_cast<const float*>(w), count, k, first, static_cast<float*>(packed), pool);
+  }
+}
+
+const LinearKernels* linear_kernels(const char* isa) {
+  const Features f = detect();
+#if defined(QUIRE_HAVE_X86_LEVELS)
+  if (std::strcmp(isa, "avx512") == 0 && f.avx512 && f.avx512_bf16 && f.avx512_vnni) return &avx512::kLinear;
+  if (std::strcmp(isa, "avx2") == 0 && f.avx2) return &avx2::kLinear;
+#endif
+  (void)f;
+  if (std::strcmp(isa, "scalar") == 0) return &scalar::kLinear;
+  return nullptr;
+}
+
+}  // namespace quire::cpu

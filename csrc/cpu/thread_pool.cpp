@@ -1,0 +1,107 @@
+#include "cpu/thread_pool.h"
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+namespace quire::cpu {
+
+namespace {
+
+constexpr int kSpins = 20000;  // pauses of about 25 ns: half a millisecond
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+std::vector<int> allowed_cores() {
+  std::vector<int> cores;
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+    for (int c = 0; c < CPU_SETSIZE; ++c) {
+      if (CPU_ISSET(c, &set)) cores.push_back(c);
+    }
+  }
+#endif
+  return cores;
+}
+
+void pin_to(int core) {
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+#else
+  (void)core;
+#endif
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int num_threads, bool pin) {
+  const std::vector<int> cores = allowed_cores();
+  for (int i = 1; i < num_threads; ++i) {
+    // Two threads on one core would wait for each other, so more threads than cores are not pinned.
+    const bool fits = pin && num_threads <= static_cast<int>(cores.size());
+    workers_.emplace_back([this, i, core = fits ? cores[i] : -1] { work(i, core); });
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  stop_ = true;
+  generation_.fetch_add(1, std::memory_order_release);
+  generation_.notify_all();
+  for (std::thread& t : workers_) t.join();
+}
+
+void ThreadPool::run(Body body, void* context) {
+  const int n = num_threads();
+  if (n == 1) {
+    body(context, 0, 1);
+    return;
+  }
+  body_ = body;
+  context_ = context;
+  pending_.store(n - 1, std::memory_order_relaxed);
+  // Sequentially consistent with the worker's parked_ increment and its last look at generation_: either the worker
+  // sees the new generation, or this thread sees that it is parked.
+  generation_.fetch_add(1, std::memory_order_seq_cst);
+  if (parked_.load(std::memory_order_seq_cst) != 0) generation_.notify_all();
+  body(context, 0, n);
+  for (int spins = 0; pending_.load(std::memory_order_acquire) != 0; ++spins) {
+    // A worker that lost its core to another process comes back after milliseconds: let it have this one.
+    if (spins > kSpins) std::this_thread::yield();
+    pause();
+  }
+}
+
+void ThreadPool::work(int index, int core) {
+  if (core >= 0) pin_to(core);
+  uint32_t seen = 0;
+  for (;;) {
+    int spins = 0;
+    while (generation_.load(std::memory_order_acquire) == seen) {
+      if (++spins < kSpins) {
+        pause();
+        continue;
+      }
+      parked_.fetch_add(1, std::memory_order_seq_cst);
+      generation_.wait(seen, std::memory_order_seq_cst);
+      parked_.fetch_sub(1, std::memory_order_relaxed);
+    }
+    ++seen;
+    if (stop_) return;
+    body_(context_, index, num_threads());
+    pending_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+}  // namespace quire::cpu

@@ -1,0 +1,97 @@
+"""`quire doctor`: what this machine has, which kernels will be used and why, and what to install."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from rich.console import Console
+from rich.table import Table
+
+from quire.device import cpu_features, detect_device
+
+NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2")
+SERVING = ("msgspec", "pyzmq", "fastapi", "uvicorn", "prometheus-client", "typer", "rich")
+OPTIONAL = {"gguf": "reading GGUF files", "uvloop": "a faster event loop", "httptools": "faster HTTP parsing"}
+
+
+def packages() -> list[tuple[str, str, str]]:
+    """Return (package, version or "missing", what it is for)."""
+    rows = []
+    for names, purpose in ((NEEDED, "needed"), (SERVING, "needed by quire serve")):
+        rows += [(name, _version(name), purpose) for name in names]
+    return rows + [(name, _version(name), purpose) for name, purpose in OPTIONAL.items()]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def advice() -> list[str]:
+    """Return one sentence for each thing that the person could do."""
+    device = detect_device()
+    found = []
+    if not device.native:
+        compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+        if compiler is None:
+            found.append(
+                "No C++ compiler was found: install one (Debian: apt install g++) and reinstall Quire."
+            )
+        else:
+            found.append(
+                f"{compiler} is here but the native extension is not built: reinstall Quire ("
+                "pip install -v . shows why; Debian's python3-dev has the headers)."
+            )
+    elif device.isa == "scalar":
+        found.append("This CPU has no AVX2: the scalar path runs, and is slow.")
+    missing = [
+        name
+        for name, found_version, purpose in packages()
+        if found_version == "missing" and "needed" in purpose
+    ]
+    if missing:
+        found.append(f"Install {', '.join(missing)}.")
+    if device.memory_available_bytes < 2 * 2**30:
+        found.append("Less than 2 GiB of memory is available: take a small model, or free some.")
+    return found
+
+
+def kernels() -> str:
+    """Say which kernels a CPU engine will use, and why."""
+    device = detect_device()
+    if not device.native:
+        return "torch reference, exact by fixed tiles (the native extension is not built)"
+    if find_spec("quire.kernels.linear.native") is None:
+        return "torch reference, exact by fixed tiles (no native kernel is written for this version)"
+    return f"native ({device.isa}), exact"
+
+
+def report() -> None:
+    """Print the report."""
+    console = Console()
+    device = detect_device()
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("Quire", f"{_version('quire')}, Python {platform.python_version()}, {platform.platform()}")
+    table.add_row("CPU", f"{device.name}, {device.num_cores} cores for this process")
+    features = [name for name, has in cpu_features().items() if has]
+    table.add_row(
+        "Instructions", f"{device.isa} ({', '.join(features) or 'not known without the native extension'})"
+    )
+    total, available = device.memory_total_bytes / 2**30, device.memory_available_bytes / 2**30
+    table.add_row("Memory", f"{total:.1f} GiB, {available:.1f} GiB available (cgroup limits counted)")
+    table.add_row("Kernels", kernels())
+    table.add_row("GPU", "not supported by this version")
+    console.print(table)
+    console.print()
+    rows = Table("package", "version", "for", box=None, pad_edge=False)
+    for row in packages():
+        rows.add_row(*row)
+    console.print(rows)
+    console.print()
+    for sentence in advice() or ["Nothing to do: everything that Quire needs is here."]:
+        console.print(f"• {sentence}")

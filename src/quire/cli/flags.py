@@ -1,0 +1,125 @@
+"""Flags from data: the fields of `quire.args` become parameters of Typer commands and keys of a TOML file."""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from quire.args import Args, EngineArgs, ServerArgs, flag_name, make_args
+from quire.errors import ConfigError, nearest
+
+CONFIG_HELP = "TOML file with the same names as the flags (max_model_len = 4096); flags win."
+
+
+def command_with(
+    *kinds: type[EngineArgs] | type[ServerArgs], skip: tuple[str, ...] = ()
+) -> Callable[[Any], Any]:
+    """Decorate a command so that it takes every setting of ``kinds`` as a flag, and ``--config``.
+
+    The wrapped function is called with its own parameters and ``settings``: key → value of what the person said.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(function).parameters.values() if p.name != "settings"]
+        options = [_option(kind, f) for kind in kinds for f in fields(kind) if f.name not in skip]
+        config = inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                Path | None, typer.Option("--config", help=CONFIG_HELP, rich_help_panel="Settings")
+            ],
+        )
+
+        def wrapper(**values: Any) -> None:
+            said = {o.name: v for o in options if (v := values.pop(o.name)) is not None}
+            path = values.pop("config")
+            from_file = read_toml(path, kinds) if path is not None else {}
+            function(**values, settings=from_file | said)
+
+        wrapper.__name__ = function.__name__
+        wrapper.__doc__ = function.__doc__
+        hints = get_type_hints(function, include_extras=True)
+        parameters = [p.replace(annotation=hints[p.name]) for p in own] + options + [config]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _option(kind: type[Any], spec: Field[Any]) -> inspect.Parameter:
+    hint = get_type_hints(kind)[spec.name]
+    types = [t for t in getattr(hint, "__args__", (hint,)) if t is not type(None)]
+    python_type = bool if bool in types else float if float in types else int if types == [int] else str
+    name = flag_name(spec.name)
+    if python_type is bool:
+        name = (
+            f"{name}/--no-{name[2:].removeprefix('enable-')}" if spec.default else f"{name}/--no-{name[2:]}"
+        )
+    return inspect.Parameter(
+        spec.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            python_type | None,
+            typer.Option(
+                name,
+                help=_help(spec),
+                rich_help_panel=spec.metadata["group"],
+                metavar=_metavar(spec, python_type),
+            ),
+        ],
+    )
+
+
+def _help(spec: Field[Any]) -> str:
+    text = str(spec.metadata["help"])
+    if spec.default is None:
+        return text
+    shown = (
+        {True: "on", False: "off"}.get(spec.default, spec.default)
+        if isinstance(spec.default, bool)
+        else spec.default
+    )
+    return f"{text} [{shown}]"
+
+
+def _metavar(spec: Field[Any], python_type: type) -> str | None:
+    if spec.metadata["choices"]:
+        return "|".join(spec.metadata["choices"])
+    return {int: "N", float: "X", str: "TEXT", bool: None}[python_type]
+
+
+def read_toml(path: Path, kinds: tuple[type[Any], ...]) -> dict[str, Any]:
+    """Return the settings of a TOML file; tables only group, their names do not matter.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or holds a name that no flag has.
+    """
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat.update(value if isinstance(value, dict) else {key: value})
+    known = {f.name for kind in kinds for f in fields(kind)}
+    for key in flat:
+        if key not in known:
+            raise ConfigError(f"--config {path}: unknown setting {key!r}{nearest(key, known)}")
+    return flat
+
+
+def pick(kind: type[Args], settings: dict[str, Any]) -> Args:
+    """Build the args of one kind from settings that may hold other kinds' keys too."""
+    names = {f.name for f in fields(kind)}
+    return make_args(kind, {k: v for k, v in settings.items() if k in names}, origin="settings")
