@@ -1,0 +1,222 @@
+"""From token events to text: the per-request output state that the online and the offline path share.
+
+Stop strings end a sample here. The chunk that carries the end goes out at once; ids, logprobs and usage are cut at the
+token that completed the string, later events of the sample are ignored, and the core is told (`FinishSample`).
+What was streamed once is never contradicted: text is released only when no stop string can reach back into it.
+
+    TokenEvent ──> RequestOutputState.feed ──> OutputChunk          (the caller shows it)
+                                       └─────> FinishSample         (to the core, for a stop string)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quire.engine.inbox import FinishSample
+from quire.errors import CapacityError, QuireError, RequestError, StepError
+from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.stop import StopMatcher
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class OutputChunk:
+    """What one sample of a request gained. The last chunk of each sample carries ``finish_reason``, exactly once.
+
+    ``token_ids`` may run ahead of ``text`` (a held back stop string, half a character). A stop *token* is the last of
+    ``token_ids`` and has no text.
+    """
+
+    index: int  # which of n
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of token_ids, when asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or the stop string; None for EOS
+    error: str | None = None  # with FinishReason.ERROR
+    error_kind: str | None = None  # "capacity", "never_fits", "step", "internal", "dead"
+
+
+def error_of(chunk: OutputChunk) -> QuireError:
+    """Return the exception that a chunk with `FinishReason.ERROR` stands for (503, 400 or 500 at the API)."""
+    assert chunk.finish_reason is FinishReason.ERROR
+    text = chunk.error or "the request failed without a reason; please report this"
+    if chunk.error_kind == "capacity":
+        return CapacityError(text, retryable=True)
+    if chunk.error_kind == "never_fits":
+        return CapacityError(text, retryable=False)
+    if chunk.error_kind == "request":
+        return RequestError(text)
+    return StepError(text)
+
+
+def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
+    """Return the chunks of one sample as one: what a client that does not stream gets."""
+    assert chunks
+    assert len({chunk.index for chunk in chunks}) == 1
+    last = chunks[-1]
+    logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+    return OutputChunk(
+        index=last.index,
+        text="".join([chunk.text for chunk in chunks]),
+        token_ids=tuple([i for chunk in chunks for i in chunk.token_ids]),
+        logprobs=tuple([entry for entries in logprobs for entry in entries]) if logprobs else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        error=last.error,
+        error_kind=last.error_kind,
+    )
+
+
+class _Sample:
+    """One of the n sequences of a request on its way to text."""
+
+    __slots__ = ("detokenizer", "finished", "matcher", "num_tokens")
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        sampling = request.sampling
+        self.detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=sampling.skip_special_tokens
+        )
+        self.matcher: StopMatcher | None = None
+        if sampling.stop:
+            self.matcher = StopMatcher(
+                sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
+            )
+        self.num_tokens = 0
+        self.finished = False
+
+    @property
+    def matched(self) -> str | None:
+        return None if self.matcher is None else self.matcher.matched
+
+    def feed(self, token_id: int, min_tokens: int) -> str:
+        self.num_tokens += 1
+        text = self.detokenizer.feed(token_id)
+        if self.matcher is None:
+            return text
+        if self.num_tokens <= min_tokens:
+            return self.matcher.pass_through(text)
+        return self.matcher.feed(text)
+
+    def finish(self) -> str:
+        """Return the text still held back; a stop string may complete in it."""
+        text = self.detokenizer.finish()
+        if self.matcher is None:
+            return text
+        text = self.matcher.feed(text)
+        return text if self.matched is not None else text + self.matcher.finish()
+
+
+class RequestOutputState:
+    """The output side of one request: n samples, the numbers for usage and timing. Not thread-safe."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, send: Callable[[FinishSample], None]
+    ) -> None:
+        self.request = request
+        self.num_cached_tokens = 0
+        self.queued_s = 0.0
+        self.ttft_s = 0.0
+        self._send = send
+        self._samples = [_Sample(request, tokenizer) for _ in range(request.sampling.n)]
+        self._preemptions = [0] * request.sampling.n
+        self._num_open = request.sampling.n
+
+    @property
+    def finished(self) -> bool:
+        return self._num_open == 0
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(self._preemptions)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens delivered so far, all samples together (usage.completion_tokens)."""
+        return sum(sample.num_tokens for sample in self._samples)
+
+    def feed(self, event: TokenEvent) -> OutputChunk | None:
+        """Take one event; return what it adds, or None when there is nothing to show or the sample is over."""
+        sample = self._samples[event.sample_index]
+        if sample.finished:
+            return None
+        self._note(event)
+        pieces, used = [], 0
+        min_tokens = self.request.sampling.min_tokens
+        for token_id in event.token_ids:
+            used += 1
+            if used == len(event.token_ids) and self._is_silent_stop(event):
+                sample.num_tokens += 1
+                break
+            pieces.append(sample.feed(token_id, min_tokens))
+            if sample.matched is not None:
+                break
+        reason, stop_reason = event.finish_reason, None
+        if sample.matched is None and reason is not None:
+            pieces.append(sample.finish())
+            if event.stop_token_id is not None and event.stop_token_id not in self._eos:
+                stop_reason = event.stop_token_id
+        return self._chunk(sample, event, "".join(pieces), used, reason, stop_reason)
+
+    def end(self, reason: FinishReason, error: str | None = None, error_kind: str | None = None) -> list[OutputChunk]:
+        """End every open sample from this side (abort, shutdown, a dead engine); held back text comes out."""
+        chunks = []
+        for index, sample in enumerate(self._samples):
+            if not sample.finished:
+                event = TokenEvent(
+                    self.request.request_id, index, finish_reason=reason, error=error, error_kind=error_kind
+                )
+                chunk = self._chunk(sample, event, sample.finish(), 0, reason, None)
+                assert chunk is not None
+                chunks.append(chunk)
+        return chunks
+
+    @property
+    def _eos(self) -> Sequence[int]:
+        return self.request.sampling.eos_token_ids
+
+    def _is_silent_stop(self, event: TokenEvent) -> bool:
+        """Whether the last token of ``event`` is the stop token that ended it: it is counted but not shown."""
+        return event.stop_token_id is not None and not self.request.sampling.include_stop_str_in_output
+
+    def _note(self, event: TokenEvent) -> None:
+        # After a restart of the engine its counters begin again; what was said before stays.
+        self._preemptions[event.sample_index] = max(
+            self._preemptions[event.sample_index], event.num_preemptions
+        )
+        if event.sample_index == 0 and self._samples[0].num_tokens == 0:
+            self.num_cached_tokens = event.num_cached_tokens
+            self.queued_s = event.queued_s
+            self.ttft_s = event.ttft_s
+
+    def _chunk(
+        self,
+        sample: _Sample,
+        event: TokenEvent,
+        text: str,
+        used: int,
+        reason: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> OutputChunk | None:
+        if sample.matched is not None:
+            if event.finish_reason is None or used < len(event.token_ids):
+                self._send(FinishSample(event.request_id, event.sample_index, sample.num_tokens))
+            reason, stop_reason = FinishReason.STOP, sample.matched
+        if reason is None and not event.token_ids:
+            return None
+        if reason is not None:
+            sample.finished = True
+            self._num_open -= 1
+        return OutputChunk(
+            index=event.sample_index,
+            text=text,
+            token_ids=event.token_ids[:used],
+            logprobs=None if event.logprobs is None else event.logprobs[:used],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=event.error if reason is FinishReason.ERROR else None,
+            error_kind=event.error_kind if reason is FinishReason.ERROR else None,
+        )

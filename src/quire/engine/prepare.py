@@ -1,0 +1,118 @@
+"""From a prompt and `SamplingParams` to a `Request`: every default resolved, every limit checked, in one place.
+
+The online frontend and the offline `LLM` both go through `prepare_request`, so both refuse the same things with the
+same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire.engine.model_info import ModelInfo
+from quire.errors import RequestError
+from quire.request import Request, SamplingParams
+from quire.text.tokenizer import Tokenizer
+
+# 53 bits: a seed that is shown in JSON survives every client that reads numbers as doubles.
+SEED_BITS = 53
+
+
+def prepare_request(
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    model: ModelInfo,
+    tokenizer: Tokenizer,
+    *,
+    arrival_s: float,
+    seed: int,
+    priority: int = 0,
+    cache_salt: str = "",
+    tenant: str = "",
+) -> Request:
+    """Return the request as the core sees it. ``seed`` is used where ``sampling`` gives none.
+
+    Raises:
+        RequestError: names the field; for a length, the three numbers (prompt, max_tokens, limit).
+    """
+    ids = tuple(prompt_token_ids)
+    check_token_ids("prompt", ids, model.vocab_size)
+    if not ids:
+        raise RequestError("prompt is empty: send at least one token.", param="prompt")
+    for name, named in (
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+    ):
+        check_token_ids(name, tuple(named), model.vocab_size)
+    resolved = replace(
+        sampling,
+        seed=seed if sampling.seed is None else sampling.seed,
+        max_tokens=_max_tokens(len(ids), sampling, model.max_model_len),
+        eos_token_ids=() if sampling.ignore_eos else model.eos_token_ids,
+        bad_words_token_ids=bad_words_ids(sampling.bad_words, tokenizer),
+    )
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=ids,
+        sampling=resolved,
+        arrival_s=arrival_s,
+        priority=priority,
+        cache_salt=cache_salt,
+        tenant=tenant,
+    )
+
+
+def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise `RequestError` that names ``param`` and the first id that is not one of the vocabulary."""
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{param} holds the token id {token_id!r}: the model's ids are 0…{vocab_size - 1}.", param=param
+            )
+
+
+def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int) -> int:
+    room = limit - num_prompt_tokens
+    asked = sampling.max_tokens
+    if room < 1:
+        raise RequestError(
+            f"The prompt has {num_prompt_tokens} tokens and max_tokens is {'not set' if asked is None else asked}, but "
+            f"the context of this model is {limit} tokens: shorten the prompt to at most {limit - 1}.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if asked is None:
+        if sampling.min_tokens > room:
+            raise RequestError(
+                f"min_tokens = {sampling.min_tokens} with a prompt of {num_prompt_tokens} tokens is more than the "
+                f"context of this model, {limit} tokens: ask for at most {room}.",
+                param="min_tokens",
+                code="context_length_exceeded",
+            )
+        return room
+    if asked > room:
+        raise RequestError(
+            f"The prompt has {num_prompt_tokens} tokens and max_tokens is {asked}, together "
+            f"{num_prompt_tokens + asked}, but the context of this model is {limit} tokens: shorten the prompt, or ask "
+            f"for at most {room}.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the id sequences that spell ``words``, each at the start of a text and after a space.
+
+    A word inside a text mostly begins with a space, which most vocabularies hold in the token itself.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.strip() or word
+        for spelled in (bare, " " + bare):
+            ids = tuple(tokenizer.encode(spelled, add_special_tokens=False))
+            if ids:
+                found[ids] = None
+    return tuple(found)

@@ -1,0 +1,127 @@
+"""`RequestStream`: the chunks of one request, as an async iterator that gives up its request when it is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from types import TracebackType
+
+from quire.engine.output import OutputChunk, RequestOutputState, merge
+from quire.request import FinishReason
+
+
+class RequestStream:
+    """What `Frontend.submit` returns. Iterate it once, or `collect` it; leave it and the request is aborted.
+
+        async with await frontend.submit(prompt, sampling) as stream:
+            async for chunk in stream:
+                ...
+
+    Exactly one chunk of each of the n samples carries a ``finish_reason``; after the last one the iteration ends. An
+    error of the engine is a chunk with `FinishReason.ERROR`, not an exception (`quire.engine.output.error_of` makes
+    one). Leaving early (break, an exception, cancellation, `aclose`) aborts the request in the engine. The event loop's
+    thread owns it.
+    """
+
+    def __init__(self, state: RequestOutputState, give_up: Callable[[], None]) -> None:
+        """``give_up`` takes the request out of the engine; called at most once."""
+        self._state = state
+        self._give_up = give_up
+        self._chunks: deque[OutputChunk] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._state.request.request_id
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self._state.request.prompt_token_ids
+
+    @property
+    def seed(self) -> int:
+        """The seed that was used: the request's own, or the one drawn for it."""
+        seed = self._state.request.sampling.seed
+        assert seed is not None
+        return seed
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache at first admission (0 before it)."""
+        return self._state.num_cached_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._state.num_preemptions
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all samples together that were put into chunks so far (usage.completion_tokens)."""
+        return self._state.num_output_tokens
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds from arrival to first admission (0 before the first token)."""
+        return self._state.queued_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from arrival to the first token (0 before it)."""
+        return self._state.ttft_s
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has its terminal chunk (it may still have to be read)."""
+        return self._state.finished
+
+    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
+        try:
+            while True:
+                while self._chunks:
+                    yield self._chunks.popleft()
+                if self._state.finished:
+                    return
+                await self._wait()
+        finally:
+            await self.abort()
+
+    async def collect(self) -> tuple[OutputChunk, ...]:
+        """Wait for the end and return one whole chunk for each sample, by index."""
+        parts: list[list[OutputChunk]] = [[] for _ in range(self._state.request.sampling.n)]
+        async for chunk in self:
+            parts[chunk.index].append(chunk)
+        return tuple(merge(chunks) for chunks in parts)
+
+    async def abort(self) -> None:
+        """End the request now. Open samples get a terminal chunk with `FinishReason.ABORT`. Harmless when finished."""
+        if not self._state.finished:
+            self.push(self._state.end(FinishReason.ABORT))
+            self._give_up()
+
+    async def aclose(self) -> None:
+        """Leave the stream: `abort`, and drop what was not read."""
+        await self.abort()
+        self._chunks.clear()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def push(self, chunks: list[OutputChunk]) -> None:
+        """Add chunks and wake the reader (called by the frontend)."""
+        self._chunks.extend(chunks)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        assert self._waiter is None, "one reader at a time"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
