@@ -1,0 +1,138 @@
+"""Per-sequence sampler state: numbers as columns (gathered for a whole step at once), the rest as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.request import SamplingParams
+from quire.sampling.penalties import Penalties, penalties_of
+from quire.step import NewSeq
+from quire.text.constraint import TokenConstraint, build_constraints, check_token_ids
+
+# Bits of the `features` column.
+RANDOM = 1  # temperature > 0
+TRUNCATED = 2  # top_k or top_p
+MIN_P = 4
+EDITED = 8  # bias, penalties or constraints
+LOGPROBS = 16
+
+_COLUMNS = np.dtype(
+    [
+        ("features", np.int64),
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.int64),
+        ("sample_index", np.int64),
+        ("position", np.int64),  # absolute position of the next token drawn
+        ("num_logprobs", np.int64),
+    ]
+)
+
+
+class RowEdits:
+    """What changes the logits of one sequence before temperature: penalties, then constraints."""
+
+    def __init__(self, penalties: Penalties | None, constraints: list[TokenConstraint]) -> None:
+        self.penalties = penalties
+        self.constraints = constraints
+
+    def advance(self, token_id: int) -> None:
+        if self.penalties is not None:
+            self.penalties.advance(token_id)
+        for constraint in self.constraints:
+            constraint.advance(token_id)
+
+
+class SamplerBatch:
+    """State of every sequence the sampler knows; a function of (prompt ids, output ids, params) alone."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._columns = np.zeros(64, _COLUMNS)
+        self._slot_of: dict[int, int] = {}
+        self._free = list(range(63, -1, -1))
+        self._edits: dict[int, RowEdits] = {}  # by slot
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._slot_of
+
+    def add(self, seq: NewSeq) -> None:
+        """Build the state of ``seq``, replacing what an earlier epoch left. `RequestError` on an id out of range."""
+        check_token_ids(seq.sampling, self._vocab_size)
+        if seq.seq_id in self._slot_of:
+            self.remove(seq.seq_id)
+        if not self._free:
+            size = self._columns.size
+            self._columns = np.concatenate((self._columns, np.zeros(size, _COLUMNS)))
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        slot = self._free.pop()
+        self._slot_of[seq.seq_id] = slot
+        edits = _edits_of(seq, self._vocab_size)
+        if edits is not None:
+            self._edits[slot] = edits
+        self._columns[slot] = _column_values(seq, edits is not None, self._vocab_size)
+
+    def remove(self, seq_id: int) -> None:
+        slot = self._slot_of.pop(seq_id)
+        self._edits.pop(slot, None)
+        self._free.append(slot)
+
+    def slots(self, seq_ids: Sequence[int]) -> NDArray[np.int64]:
+        return np.fromiter(map(self._slot_of.__getitem__, seq_ids), np.int64, len(seq_ids))
+
+    def gather(self, slots: NDArray[np.int64]) -> NDArray[np.void]:
+        """A copy of the columns of ``slots``: a structured array ``[rows]``."""
+        return self._columns[slots]
+
+    def edits(self, slot: int) -> RowEdits | None:
+        return self._edits.get(slot)
+
+    def advance(self, slots: NDArray[np.int64], token_ids: Sequence[int]) -> None:
+        """Append the drawn ids to their sequences. A slot may not come twice."""
+        self._columns["position"][slots] += 1
+        if self._edits:
+            for slot, token_id in zip(slots.tolist(), token_ids, strict=True):
+                if slot in self._edits:
+                    self._edits[slot].advance(token_id)
+
+
+def _edits_of(seq: NewSeq, vocab_size: int) -> RowEdits | None:
+    constraints = build_constraints(seq.sampling, vocab_size)
+    penalties = penalties_of(seq.sampling, seq.prompt_token_ids, seq.output_token_ids)
+    if penalties is None and not constraints:
+        return None
+    for constraint in constraints:
+        for token_id in seq.output_token_ids:
+            constraint.advance(token_id)
+    return RowEdits(penalties, constraints)
+
+
+def _column_values(seq: NewSeq, edited: bool, vocab_size: int) -> tuple[float | int, ...]:
+    params = seq.sampling
+    features = EDITED if edited else 0
+    if params.logprobs is not None:
+        features |= LOGPROBS
+    if not params.greedy:
+        assert params.seed is not None, "a request gets its seed at admission"
+        features |= RANDOM | _truncation_features(params, vocab_size)
+    return (
+        features,
+        max(params.temperature, float(np.finfo(np.float32).tiny)),
+        params.top_k if 0 < params.top_k < vocab_size else vocab_size,
+        params.top_p,
+        params.min_p,
+        params.seed or 0,
+        seq.sample_index,
+        len(seq.prompt_token_ids) + len(seq.output_token_ids),
+        params.logprobs or 0,
+    )
+
+
+def _truncation_features(params: SamplingParams, vocab_size: int) -> int:
+    truncated = params.top_p < 1.0 or 0 < params.top_k < vocab_size
+    return (TRUNCATED if truncated else 0) | (MIN_P if params.min_p > 0.0 else 0)

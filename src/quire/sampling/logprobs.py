@@ -1,0 +1,43 @@
+"""Log-probabilities of the raw logits: before bias, penalties, masks, temperature and truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.sampling import exp_f32, log_f64, top_candidates, tree_sum
+from quire.request import TokenLogprobs
+
+
+def log_normalizer(logits: Tensor) -> Tensor:
+    """log Σ exp of each row of ``logits: [rows, vocab] float32``, float64 ``[rows]``; bits depend on the row alone."""
+    best = logits.amax(dim=1, keepdim=True)
+    return best.squeeze(1).to(torch.float64) + log_f64(tree_sum(exp_f32(logits - best)))
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Logprob and rank of ``token_ids: [rows]`` and the ``num_top[row]`` most likely ids of each row.
+
+    ``logits: [rows, vocab]`` are raw. Equal logits rank by id, so ranks are distinct and the lists deterministic.
+    """
+    normalizer = log_normalizer(logits)
+    chosen = logits.gather(1, token_ids[:, None])
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    ahead = (logits > chosen) | ((logits == chosen) & (ids < token_ids[:, None]))
+    ranks = (ahead.sum(dim=1) + 1).tolist()
+    logprobs = (chosen.squeeze(1).to(torch.float64) - normalizer).tolist()
+    widest = min(max(num_top), logits.shape[1])
+    top_ids: list[list[int]] = [[] for _ in num_top]
+    top_logprobs: list[list[float]] = top_ids  # type: ignore[assignment]
+    if widest > 0:
+        values, best_ids = top_candidates(logits, widest)
+        top_ids = best_ids.tolist()
+        top_logprobs = (values.to(torch.float64) - normalizer[:, None]).tolist()
+    return [
+        TokenLogprobs(
+            token_id, logprobs[row], ranks[row], tuple(top_ids[row][:k]), tuple(top_logprobs[row][:k])
+        )
+        for row, (token_id, k) in enumerate(zip(token_ids.tolist(), num_top, strict=True))
+    ]

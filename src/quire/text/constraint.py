@@ -1,0 +1,132 @@
+"""`TokenConstraint`: which token ids may come next. The one seam of everything that forbids ids.
+
+allowed_token_ids, bad_words and min_tokens are here; grammars and thinking budgets have the same three methods. The
+state of a constraint is a function of the output ids alone: a new one advanced over them equals one that lived along.
+Torch-free: masks are numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import RequestError
+from quire.request import SamplingParams
+
+BoolMask = NDArray[np.bool_]
+
+
+class TokenConstraint(Protocol):
+    """Forbids ids for the next token of one sequence."""
+
+    def mask(self, allowed: BoolMask) -> bool:
+        """Clear the forbidden ids in ``allowed: [vocab_size]``; return whether it forbids anything now."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """Take the next output token."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last ``num_tokens`` output tokens (rejected drafts)."""
+        ...
+
+
+class AllowedTokens:
+    """allowed_token_ids: nothing else may be drawn."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._ids = np.unique(np.asarray(token_ids, np.int64))
+
+    def mask(self, allowed: BoolMask) -> bool:
+        kept = allowed[self._ids].copy()
+        allowed[:] = False
+        allowed[self._ids] = kept
+        return True
+
+    def advance(self, token_id: int) -> None:
+        """The same ids are allowed at every position."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """The same ids are allowed at every position."""
+
+
+class BadWords:
+    """bad_words: no sequence of ids in ``words`` may be completed by the output (vLLM's meaning)."""
+
+    def __init__(self, words: Iterable[Sequence[int]]) -> None:
+        self._words = [tuple(word) for word in words if word]
+        self._output: list[int] = []
+
+    def mask(self, allowed: BoolMask) -> bool:
+        banned = [word[-1] for word in self._words if self._ends_with(word[:-1])]
+        allowed[banned] = False
+        return bool(banned)
+
+    def _ends_with(self, prefix: tuple[int, ...]) -> bool:
+        return not prefix or tuple(self._output[-len(prefix) :]) == prefix
+
+    def advance(self, token_id: int) -> None:
+        self._output.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        assert num_tokens <= len(self._output)
+        del self._output[len(self._output) - num_tokens :]
+
+
+class MinTokens:
+    """min_tokens: no EOS and no stop id before that many output tokens."""
+
+    def __init__(self, min_tokens: int, banned_ids: Iterable[int]) -> None:
+        self._min_tokens = min_tokens
+        self._banned = sorted(set(banned_ids))
+        self._num_output = 0
+
+    def mask(self, allowed: BoolMask) -> bool:
+        if self._num_output >= self._min_tokens:
+            return False
+        allowed[self._banned] = False
+        return bool(self._banned)
+
+    def advance(self, token_id: int) -> None:
+        self._num_output += 1
+
+    def rollback(self, num_tokens: int) -> None:
+        assert num_tokens <= self._num_output
+        self._num_output -= num_tokens
+
+
+def build_constraints(params: SamplingParams, vocab_size: int) -> list[TokenConstraint]:
+    """The constraints that ``params`` asks for, before any output token. EOS ids beyond the vocabulary are inert."""
+    constraints: list[TokenConstraint] = []
+    if params.allowed_token_ids is not None:
+        constraints.append(AllowedTokens(params.allowed_token_ids))
+    if params.bad_words_token_ids:
+        constraints.append(BadWords(params.bad_words_token_ids))
+    if params.min_tokens > 0:
+        ends = (*params.eos_token_ids, *params.stop_token_ids)
+        constraints.append(MinTokens(params.min_tokens, (i for i in ends if i < vocab_size)))
+    return constraints
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `RequestError` naming the field if an id in ``params`` is not in the vocabulary.
+
+    Stop ids beyond it are let through: they can never be drawn, and checkpoints do list such EOS ids.
+    """
+    fields: tuple[tuple[str, Iterable[int]], ...] = (
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logit_bias", params.logit_bias),
+        ("bad_words", (i for word in params.bad_words_token_ids for i in word)),
+    )
+    for name, ids in fields:
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"{name} names token id {token_id}, which is not in the vocabulary: "
+                    f"ids go from 0 to {vocab_size - 1}.",
+                    param=name,
+                )

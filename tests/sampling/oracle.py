@@ -1,0 +1,72 @@
+"""A naive sampler: one row, whole sorts, Python loops, straight from docs/sampling.md."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.kernels.sampling import Streams, gumbel_noise
+from quire.request import SamplingParams
+
+
+def edited(
+    logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+) -> np.ndarray:
+    """Bias, penalties and masks of one row, id by id."""
+    x = logits.astype(np.float32).copy()
+    counts = Counter(output)
+    for token_id in range(x.size):
+        value = np.float32(x[token_id] + np.float32(params.logit_bias.get(token_id, 0.0)))
+        if token_id in counts or token_id in prompt:
+            r = np.float32(params.repetition_penalty)
+            value = np.float32(value / r) if value > 0 else np.float32(value * r)
+        if token_id in counts:
+            penalty = np.float32(params.frequency_penalty) * np.float32(counts[token_id])
+            value = np.float32(value - np.float32(penalty + np.float32(params.presence_penalty)))
+        x[token_id] = value
+        if params.allowed_token_ids is not None and token_id not in params.allowed_token_ids:
+            x[token_id] = -np.inf
+        if len(output) < params.min_tokens and token_id in (*params.eos_token_ids, *params.stop_token_ids):
+            x[token_id] = -np.inf
+        for word in params.bad_words_token_ids:
+            if word[-1] == token_id and tuple(output)[len(output) - len(word) + 1 :] == word[:-1]:
+                x[token_id] = -np.inf
+    return x
+
+
+def kept_ids(x: np.ndarray, params: SamplingParams) -> list[int]:
+    """min_p, top_k, top_p over scaled scores by sorting everything."""
+    order = sorted(range(x.size), key=lambda i: (-x[i], i))
+    order = [i for i in order if x[i] > -np.inf]
+    if params.min_p > 0.0:
+        order = [i for i in order if float(x[i]) >= float(x[order[0]]) + math.log(params.min_p)]
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    if params.top_p < 1.0:
+        mass = np.cumsum([math.exp(float(x[i]) - float(x[order[0]])) for i in order])
+        order = order[: int(np.searchsorted(mass, params.top_p * mass[-1])) + 1]
+    return order
+
+
+def draw(
+    logits: np.ndarray,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    sample_index: int = 0,
+) -> int:
+    """The next token of one sequence."""
+    x = edited(logits, params, prompt, output)
+    if params.greedy:
+        return int(np.argmax(x))
+    x = (x - x.max()) / np.float32(params.temperature)
+    ids = sorted(kept_ids(x, params))
+    stream = Streams(
+        torch.tensor([params.seed]), torch.tensor([sample_index]), torch.tensor([len(prompt) + len(output)])
+    )
+    noise = gumbel_noise(stream, torch.tensor([ids]))[0].numpy()
+    return ids[int(np.argmax(x[ids].astype(np.float64) + noise))]
