@@ -2,6 +2,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <map>
+#include <memory>
+#include <mutex>
+
 #include "cpu/cpuid.h"
 #include "cpu/linear.h"
 #include "cpu/thread_pool.h"
@@ -22,6 +26,34 @@ Type type_of(const std::string& name) {
   if (name == "float32") return Type::f32;
   throw std::invalid_argument("type must be bfloat16 or float32, not " + name);
 }
+
+// The compute threads of this process, as many pools as there are thread counts in use: threads belong to the machine,
+// not to an engine. A lease is exclusive, so that two engines in one process take turns.
+class PoolLease {
+ public:
+  explicit PoolLease(int num_threads) : entry_(find(num_threads)), lock_(entry_.mutex) {}
+  ThreadPool& get() const { return entry_.pool; }
+
+ private:
+  struct Entry {
+    explicit Entry(int num_threads) : pool(num_threads, true) {}
+    mutable ThreadPool pool;
+    mutable std::mutex mutex;
+  };
+
+  static const Entry& find(int num_threads) {
+    static std::mutex mutex;
+    // Never destroyed: at exit the threads may be parked in a process that is already half gone.
+    static auto* pools = new std::map<int, std::unique_ptr<Entry>>;
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::unique_ptr<Entry>& entry = (*pools)[num_threads];
+    if (entry == nullptr) entry = std::make_unique<Entry>(num_threads);
+    return *entry;
+  }
+
+  const Entry& entry_;
+  std::lock_guard<std::mutex> lock_;
+};
 
 const LinearKernels& kernels_of(const std::string& isa) {
   const LinearKernels* kernels = linear_kernels(isa.c_str());
@@ -51,10 +83,6 @@ NB_MODULE(_native, m) {
       "best_isa", [] { return std::string(best_isa(detect())); },
       "The best level the kernels are written for: avx512 | avx2 | neon | scalar.");
 
-  nb::class_<ThreadPool>(m, "ThreadPool", "Persistent compute threads; one caller at a time.")
-      .def(nb::init<int, bool>(), nb::arg("num_threads"), nb::arg("pin") = true)
-      .def_prop_ro("num_threads", &ThreadPool::num_threads);
-
   m.def(
       "has_isa", [](const std::string& isa) { return linear_kernels(isa.c_str()) != nullptr; },
       "Whether this build and CPU can run a level.");
@@ -64,19 +92,23 @@ NB_MODULE(_native, m) {
       "Elements that an [n, k] weight takes when packed.");
   m.def(
       "pack",
-      [](ThreadPool& pool, const std::string& type, uintptr_t w, int64_t count, int64_t k, int64_t first,
-         uintptr_t packed) { pack(type_of(type), at<void>(w), count, k, first, at<void>(packed), pool); },
+      [](int num_threads, const std::string& type, uintptr_t w, int64_t count, int64_t k, int64_t first,
+         uintptr_t packed) {
+        const PoolLease pool(num_threads);
+        pack(type_of(type), at<void>(w), count, k, first, at<void>(packed), pool.get());
+      },
       "Pack rows [first, first + count) of a weight, given as [count, k] at address w.",
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "linear",
-      [](ThreadPool& pool, const std::string& isa, const std::string& type, uintptr_t x, int64_t x_stride,
+      [](int num_threads, const std::string& isa, const std::string& type, uintptr_t x, int64_t x_stride,
          uintptr_t packed, uintptr_t bias, uintptr_t y, int64_t y_stride, const std::string& y_type, int64_t rows,
          int64_t n, int64_t k) {
         const LinearKernels& kernels = kernels_of(isa);
         const LinearArgs args{at<void>(x), at<void>(packed), at<float>(bias), at<void>(y),    rows,
                               n,           k,                x_stride,        y_stride,       type_of(y_type)};
-        (type_of(type) == Type::bf16 ? kernels.bf16 : kernels.f32)(args, pool);
+        const PoolLease pool(num_threads);
+        (type_of(type) == Type::bf16 ? kernels.bf16 : kernels.f32)(args, pool.get());
       },
       "y[rows, n] = x[rows, k] @ w.T (+ bias), packed weights; bias 0 for none.",
       nb::call_guard<nb::gil_scoped_release>());

@@ -14,22 +14,20 @@ namespace {
 template <typename Element, int kStep>
 void pack_rows(const Element* w, int64_t count, int64_t k, int64_t first, Element* packed, ThreadPool& pool) {
   const int64_t steps = (k + kStep - 1) / kStep;
-  const int64_t panels = (count + kPanel - 1) / kPanel;
+  const int64_t first_panel = first / kPanel;
+  const int64_t panels = (first + count - 1) / kPanel - first_panel + 1;
   auto body = [&](int thread, int num_threads) {
     const Range mine = share(panels, thread, num_threads);
-    for (int64_t p = mine.begin; p < mine.end; ++p) {
-      Element* panel = packed + (first / kPanel + p) * steps * kStep * kPanel;
-      const int64_t columns = std::min(kPanel, count - p * kPanel);
-      // 64 k at a time: the 32 source rows are then read a cache line or two each.
-      for (int64_t s0 = 0; s0 < steps; s0 += 32) {
-        const int64_t s1 = std::min(steps, s0 + 32);
-        for (int64_t c = 0; c < kPanel; ++c) {
-          const Element* source = w + (p * kPanel + c) * k;
-          for (int64_t s = s0; s < s1; ++s) {
-            for (int64_t i = 0; i < kStep; ++i) {
-              const int64_t index = s * kStep + i;
-              panel[(s * kPanel + c) * kStep + i] = c < columns && index < k ? source[index] : Element(0);
-            }
+    for (int64_t p = first_panel + mine.begin; p < first_panel + mine.end; ++p) {
+      Element* panel = packed + p * steps * kStep * kPanel;
+      const int64_t begin = std::max(first, p * kPanel), end = std::min(first + count, (p + 1) * kPanel);
+      // 64 k at a time: the source rows are then read a cache line or two each.
+      for (int64_t k0 = 0; k0 < k; k0 += 64) {
+        const int64_t k1 = std::min(k, k0 + 64);
+        for (int64_t row = begin; row < end; ++row) {
+          const Element* source = w + (row - first) * k;
+          for (int64_t i = k0; i < k1; ++i) {
+            panel[(i / kStep * kPanel + row % kPanel) * kStep + i % kStep] = source[i];
           }
         }
       }

@@ -29,8 +29,8 @@ struct LinearArgs {
 // Elements (of the weight's type) that n x k weights take when packed.
 int64_t packed_elements(Type type, int64_t n, int64_t k);
 
-// Pack rows [first, first + count) of w [count, k] into the layout of an n x k matrix; `first` a multiple of 32
-// unless it is the whole matrix. The last panel's missing columns are zeroed with the last rows.
+// Write rows [first, first + count) of an n x k matrix, given as w [count, k], into its packed form. Rows may come in
+// any order and number (fused matrices are packed tensor by tensor); what is never written must be zero before.
 void pack(Type type, const void* w, int64_t count, int64_t k, int64_t first, void* packed, ThreadPool& pool);
 
 // One entry a kernel and ISA level; the caller picks by cpuid (see kernels_for).

@@ -1,0 +1,86 @@
+"""Native linear (csrc/cpu/linear_kernel.cpp): packed panels of 32 columns, one order of summation for any rows.
+
+One backend for each level of instructions that the CPU has, so that tests go over all of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from quire.kernels.linear.packed import PackedLinear
+from quire.kernels.registry import Backend, register
+
+try:
+    from quire import _native as native
+except ImportError:  # no compiler at install
+    native = None  # type: ignore[assignment]
+
+PANEL = 32  # columns that lie together
+TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+STEP = {torch.bfloat16: 2, torch.float32: 1}  # consecutive k of one column that lie together
+LEVELS: tuple[Backend, ...] = ("avx512", "avx2", "scalar")
+
+
+def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
+    """Zeros as ``[out/32, in/step, 32, step]``, the last panel and an odd last k padded."""
+    step = STEP[dtype]
+    shape = (-(-out_features // PANEL), -(-in_features // step), PANEL, step)
+    return PackedLinear(out_features, in_features, torch.zeros(shape, dtype=dtype))
+
+
+def write_rows(module: ModuleType, packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
+    source = weight.to(packed.data.dtype).contiguous()
+    module.pack(
+        torch.get_num_threads(),
+        TYPES[packed.data.dtype],
+        source.data_ptr(),
+        source.shape[0],
+        source.shape[1],
+        start,
+        packed.data.data_ptr(),
+    )
+
+
+def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    rows = packed.data[ids // PANEL, :, ids % PANEL]  # [num_ids, in/step, step]
+    return rows.flatten(1)[:, : packed.in_features]
+
+
+def linear(module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    dtype = packed.data.dtype
+    assert x.dtype == dtype, (x.dtype, dtype)
+    num_tokens, in_features = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if in_features % STEP[dtype]:  # the kernel reads whole pairs
+        x = torch.nn.functional.pad(x, (0, 1))
+    y = torch.empty(num_tokens, packed.out_features, dtype=dtype)
+    bias = packed.bias.float() if packed.bias is not None else None
+    module.linear(
+        torch.get_num_threads(),
+        isa,
+        TYPES[dtype],
+        x.data_ptr(),
+        x.stride(0),
+        packed.data.data_ptr(),
+        bias.data_ptr() if bias is not None else 0,
+        y.data_ptr(),
+        packed.out_features,
+        TYPES[dtype],
+        num_tokens,
+        packed.out_features,
+        in_features,
+    )
+    return y
+
+
+if native is not None:
+    for level in LEVELS:
+        if native.has_isa(level):
+            register("linear.pack_empty", level)(pack_empty)
+            register("linear.write_rows", level)(partial(write_rows, native))
+            register("linear.read_rows", level)(read_rows)
+            register("linear", level)(partial(linear, native, level))
