@@ -107,6 +107,10 @@ def assemble(
     ``tied``: what an absent ``tie_word_embeddings`` means in this family. ``more``: further fields of `ModelSpec`.
     """
     bos = f.integers("bos_token_id")
+    longest = f.integer("max_position_embeddings")
+    rope = next((layer.attention.rope for layer in layers if layer.attention.rope is not None), None)
+    if rope is not None and rope.kind == "dynamic":  # here the key says where stretching begins
+        longest = int(longest * rope.factor)
     return ModelSpec(
         family=family,
         architecture=str(f.items("architectures")[0]),
@@ -114,7 +118,7 @@ def assemble(
         hidden_size=f.integer("hidden_size"),
         layers=tuple(layers),
         norm_eps=f.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=f.integer("max_position_embeddings"),
+        max_position_embeddings=longest,
         dtype=dtype_of(f),
         tie_word_embeddings=f.flag("tie_word_embeddings", tied),
         bos_token_id=bos[0] if bos else None,

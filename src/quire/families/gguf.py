@@ -1,0 +1,187 @@
+"""GGUF: llama.cpp's metadata → the ``config.json`` that the same model has on the hub, and llama.cpp's tensor names.
+
+Two conventions differ: files of architecture ``llama`` keep the rows of q and k in the pairwise order of llama.cpp's
+RoPE (put back by the loader), and Gemma's norm weights have their 1 added already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.errors import UnsupportedModelError
+from quire.families import spec_from_config
+from quire.families.fields import Fields
+from quire.families.weights import Take, WeightMap, build_map
+from quire.modelspec import ModelSpec
+
+# general.architecture → architecture as in config.json.
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+_DTYPES = {0: "float32", 1: "float16", 7: "bfloat16", 32: "bfloat16"}  # general.file_type; 7 is Q8_0
+
+_TOP = {
+    "embed.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_NAMES = {
+    "attn_norm.weight": "attn_norm.weight",
+    "mlp_norm.weight": "ffn_norm.weight",
+    "attn_post_norm.weight": "post_attention_norm.weight",
+    "mlp_post_norm.weight": "post_ffw_norm.weight",
+    "attn.q_norm.weight": "attn_q_norm.weight",
+    "attn.k_norm.weight": "attn_k_norm.weight",
+    **{f"attn.{n}.{kind}": f"attn_{n}.{kind}" for n in ("q", "k", "v") for kind in ("weight", "bias")},
+    **{f"attn.o.{kind}": f"attn_output.{kind}" for kind in ("weight", "bias")},
+    **{f"mlp.{n}.{kind}": f"ffn_{n}.{kind}" for n in ("gate", "up", "down") for kind in ("weight", "bias")},
+}
+_ROPE_TENSORS = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"blk\.\d+\.attn_rot_embd.*")
+
+
+def spec_from_gguf(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    floats: Callable[[str], tuple[float, ...] | None],
+    where: str,
+) -> ModelSpec:
+    """Return the `ModelSpec` of a GGUF file.
+
+    ``tensors``: anything by tensor name; ``floats``: the numbers of a small tensor or None; ``where``: the file, for
+    errors. Raises what `spec_from_config` raises.
+    """
+    config = config_from_gguf(metadata, tensors, floats, where)
+    spec = spec_from_config(config, where)
+    return replace(spec, norm_plus_one=False)
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    floats: Callable[[str], tuple[float, ...] | None],
+    where: str,
+) -> dict[str, Any]:
+    """Write the metadata in the words of ``config.json``."""
+    arch = Fields(metadata, where).text("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{where}: GGUF architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)} "
+            "(more families load from safetensors)."
+        )
+    prefix = arch + "."
+    f = Fields({k.removeprefix(prefix): v for k, v in metadata.items()}, f"{where}, {arch}")
+    if f.integer("expert_count", 0, minimum=0):
+        raise UnsupportedModelError(
+            f"{where}: GGUF with experts is not supported; models with experts load from safetensors."
+        )
+    heads = f.integer("attention.head_count")
+    hidden = f.integer("embedding_length")
+    head_dim = f.integer("attention.key_length", hidden // heads)
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[arch]],
+        "vocab_size": f.integer("vocab_size", len(f.items("tokenizer.ggml.tokens")) or None),
+        "hidden_size": hidden,
+        "intermediate_size": f.integer("feed_forward_length"),
+        "num_hidden_layers": f.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": f.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": f.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": f.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "dtype": _DTYPES.get(int(metadata.get("general.file_type", 1)), "bfloat16"),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    config |= _rope(f, head_dim, floats)
+    if arch in ("gemma2", "gemma3"):
+        config |= _gemma(f, arch, head_dim)
+    elif arch == "phi3":
+        config["sliding_window"] = f.optional_integer("attention.sliding_window", minimum=1)
+    return config
+
+
+def _rope(f: Fields, head_dim: int, floats: Callable[[str], tuple[float, ...] | None]) -> dict[str, Any]:
+    rotated = f.integer("rope.dimension_count", head_dim)
+    config: dict[str, Any] = {"partial_rotary_factor": rotated / head_dim}
+    if f.has("rope.freq_base"):
+        config["rope_theta"] = f.number("rope.freq_base")
+    original = f.optional_integer("rope.scaling.original_context_length", minimum=1)
+    kind = f.text("rope.scaling.type", "none")
+    factors = floats("rope_freqs.weight")
+    if (
+        factors is not None
+    ):  # Llama 3.1 and later: the scaling of each frequency, worked out when it was converted
+        scaling: dict[str, Any] = {"factor": 1.0, "attention_factor": 1.0, "rope_type": "longrope"}
+        config["rope_scaling"] = scaling | {"short_factor": factors, "long_factor": factors}
+    elif floats("rope_factors_long.weight") is not None:
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            "attention_factor": f.optional_number("rope.scaling.attn_factor"),
+            "short_factor": floats("rope_factors_short.weight"),
+            "long_factor": floats("rope_factors_long.weight"),
+            "original_max_position_embeddings": original,
+        }
+    elif kind != "none":
+        config["rope_scaling"] = {
+            "rope_type": kind,
+            "factor": f.optional_number("rope.scaling.factor"),
+            "original_max_position_embeddings": original,
+        }
+    return config
+
+
+def _gemma(f: Fields, arch: str, head_dim: int) -> dict[str, Any]:
+    # The 27B models scale the scores by hidden_size / heads; the metadata does not say so, llama.cpp knows it too.
+    is_27b = f.integer("block_count") == (46 if arch == "gemma2" else 62)
+    per_head = f.integer("embedding_length") // f.integer("attention.head_count")
+    return {
+        "query_pre_attn_scalar": per_head if is_27b else head_dim,
+        "sliding_window": f.integer("attention.sliding_window"),
+        "attn_logit_softcapping": f.optional_number("attn_logit_softcapping"),
+        "final_logit_softcapping": f.optional_number("final_logit_softcapping"),
+    }
+
+
+def gguf_weight_map(spec: ModelSpec, arch: str) -> WeightMap:
+    """Return where a GGUF file of architecture ``arch`` keeps each canonical weight."""
+    rules = {"llama": _llama_rules, "phi3": _phi3_rules}.get(arch)
+    return build_map(spec, _NAMES, rules, _ROPE_TENSORS, top=_TOP, layer_prefix="blk.{}.")
+
+
+def _llama_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
+    a = spec.layers[index].attention
+    takes: dict[str, tuple[Take, ...]] = {}
+    for name, heads in (("q", a.num_heads), ("k", a.num_kv_heads)):
+        rows = heads * a.head_dim
+        for kind, shape in (("weight", (rows, spec.hidden_size)), ("bias", (rows,))):
+            takes[f"attn.{name}.{kind}"] = (
+                Take((f"{prefix}attn_{name}.{kind}",), shape, unpermute_heads=heads),
+            )
+    return takes
+
+
+def _phi3_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
+    a, inter, hidden = (
+        spec.layers[index].attention,
+        spec.layers[index].mlp.intermediate_size,
+        spec.hidden_size,
+    )
+    q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    qkv, gate_up = (f"{prefix}attn_qkv.weight",), (f"{prefix}ffn_up.weight",)
+    shape = (q_rows + 2 * kv_rows, hidden)
+    return {
+        "attn.q.weight": (Take(qkv, shape, stop=q_rows),),
+        "attn.k.weight": (Take(qkv, shape, start=q_rows, stop=q_rows + kv_rows),),
+        "attn.v.weight": (Take(qkv, shape, start=q_rows + kv_rows, stop=shape[0]),),
+        "mlp.gate.weight": (Take(gate_up, (2 * inter, hidden), stop=inter),),
+        "mlp.up.weight": (Take(gate_up, (2 * inter, hidden), start=inter, stop=2 * inter),),
+    }

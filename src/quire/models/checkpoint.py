@@ -1,0 +1,153 @@
+"""`describe`: what a model on disk is, without reading its weights and without torch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.errors import ModelLoadError
+from quire.families import spec_from_config
+from quire.families.fields import Fields
+from quire.families.gguf import spec_from_gguf
+from quire.models.gguf_file import read_gguf
+from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_safetensors
+from quire.modelspec import ModelSpec
+
+Kind = Literal["safetensors", "gguf", "random"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What ``generation_config.json`` proposes; None where it is silent."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk. ``spec.eos_token_ids`` has the ids of generation_config.json first, then config.json's."""
+
+    path: Path  # the folder, or the GGUF file
+    kind: Kind
+    spec: ModelSpec
+    files: tuple[Path, ...]  # of weights; empty for "random"
+    dtype: str  # most of the weights' bytes are of this type
+    generation: GenerationDefaults
+    tokenizer: Path  # the folder with the tokenizer's files, or the GGUF file that holds it
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return sum(path.stat().st_size for path in self.files)
+
+
+def describe(path: Path, load_format: str = "auto") -> Checkpoint:
+    """Return what is at ``path``: a folder with config.json, a GGUF file, or a folder with one GGUF file.
+
+    Raises `ModelLoadError` with what is wrong and what to do, `UnsupportedModelError` for a model that Quire does not
+    run. Headers of the weight files are read, so a truncated file is found here.
+    """
+    if path.is_dir() and load_format in ("auto", "gguf") and not (path / "config.json").is_file():
+        path = _only_gguf(path)
+    if path.is_file():
+        if load_format == "safetensors":
+            raise ModelLoadError(
+                f"{path} is one file; load_format = 'safetensors' needs the folder of a model."
+            )
+        return _describe_gguf(path, load_format)
+    if load_format == "gguf" and path.is_dir():
+        return _describe_gguf(_only_gguf(path), load_format)
+    return _describe_folder(path, load_format)
+
+
+def _describe_folder(path: Path, load_format: str) -> Checkpoint:
+    config_path = path / "config.json"
+    if not config_path.is_file():
+        raise ModelLoadError(f"{path} has no config.json: it is no model folder; download the whole model.")
+    spec = spec_from_config(read_json(config_path), str(config_path))
+    files: tuple[Path, ...] = ()
+    dtype = spec.dtype
+    if load_format != "random":
+        files = checkpoint_files(path)
+        dtype = _common_dtype(tensor for file in files for tensor in read_safetensors(file).values())
+    generation, eos = _generation(path)
+    merged = tuple(dict.fromkeys((*eos, *spec.eos_token_ids)))
+    spec = replace(spec, dtype=dtype, eos_token_ids=merged)
+    kind: Kind = "random" if load_format == "random" else "safetensors"
+    return Checkpoint(path, kind, spec, files, dtype, generation, path)
+
+
+def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
+    file = read_gguf(path)
+    spec = spec_from_gguf(file.metadata, file.tensors, file.floats, str(path))
+    dtype = _common_dtype(file.tensors.values())
+    eos = (*spec.eos_token_ids, *_end_of_turn(file.metadata))
+    spec = replace(
+        spec, dtype="bfloat16" if dtype == "q8_0" else dtype, eos_token_ids=tuple(dict.fromkeys(eos))
+    )
+    random = load_format == "random"
+    files = () if random else (path,)
+    return Checkpoint(path, "random" if random else "gguf", spec, files, dtype, GenerationDefaults(), path)
+
+
+def _end_of_turn(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids at which a chat turn ends, where the file names them apart from the end of the text."""
+    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    return tuple(int(metadata[key]) for key in keys if metadata.get(key) is not None)
+
+
+def _only_gguf(folder: Path) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ModelLoadError(
+            f"{folder} has neither config.json nor a GGUF file: it is no model folder; download the whole model."
+        )
+    names = ", ".join(path.name for path in found)
+    raise ModelLoadError(f"{folder} has {len(found)} GGUF files ({names}): name one of them.")
+
+
+def _common_dtype(tensors: Iterable[StoredTensor]) -> str:
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.num_bytes
+    return sizes.most_common(1)[0][0] if sizes else "bfloat16"
+
+
+def _generation(folder: Path) -> tuple[GenerationDefaults, tuple[int, ...]]:
+    """Return the defaults and the EOS ids of generation_config.json; both empty where there is no such file."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return GenerationDefaults(), ()
+    f = Fields(read_json(path), str(path))
+    top_k = f.optional_integer("top_k", minimum=0)
+    defaults = GenerationDefaults(
+        temperature=f.number("temperature", positive=False) if f.has("temperature") else None,
+        top_p=f.optional_number("top_p"),
+        top_k=top_k,
+        min_p=f.optional_number("min_p", positive=False),
+        repetition_penalty=f.optional_number("repetition_penalty"),
+        max_new_tokens=f.optional_integer("max_new_tokens", minimum=1),
+    )
+    return defaults, f.integers("eos_token_id")
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object of a file. Raises `ModelLoadError` where it is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} is not readable JSON ({error}); {AGAIN}.") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} holds no JSON object; {AGAIN}.")
+    return value

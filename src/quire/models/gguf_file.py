@@ -1,0 +1,148 @@
+"""GGUF files, mapped into memory: metadata and where each tensor lies. Little-endian, versions 2 and 3.
+
+    | "GGUF" | version | num tensors | num keys | keys and values … | tensor infos … | padding | tensor bytes … |
+
+Torch-free. Format: github.com/ggml-org/ggml, docs/gguf.md. Tensor extents are stored fastest first and turned here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.safetensors_file import AGAIN, StoredTensor, map_file
+
+# Type of a tensor → (name, elements in a block, bytes of a block).
+_TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("float32", 1, 4),
+    1: ("float16", 1, 2),
+    8: ("q8_0", 32, 34),
+    30: ("bfloat16", 1, 2),
+}
+_TYPE_NAMES = {
+    2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
+    14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """What a GGUF file says of itself."""
+
+    path: Path
+    metadata: Mapping[str, Any]  # strings, numbers, flags and lists of them
+    tensors: Mapping[str, StoredTensor]
+
+    def floats(self, name: str) -> tuple[float, ...] | None:
+        """Return a small float32 tensor as numbers (factors of a rotary embedding), None where there is none."""
+        stored = self.tensors.get(name)
+        if stored is None or stored.dtype != "float32":
+            return None
+        return struct.unpack_from(f"<{stored.num_bytes // 4}f", stored.buffer, stored.offset)
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the metadata and the table of tensors.
+
+    Raises `ModelLoadError` for a truncated or damaged file, `UnsupportedModelError` for a version, a part of a split
+    file, or a quantization that Quire does not read.
+    """
+    reader = _Reader(path, map_file(path))
+    if reader.buffer[:4] != b"GGUF":
+        raise ModelLoadError(
+            f"{path} is no GGUF file (it begins with {bytes(reader.buffer[:4])!r}); {AGAIN}."
+        )
+    try:
+        reader.at = 4
+        version = reader.scalar("I")
+        if version not in (2, 3):
+            raise UnsupportedModelError(f"{path}: GGUF version {version} is not supported; 2 and 3 are.")
+        num_tensors, num_keys = reader.scalar("Q"), reader.scalar("Q")
+        metadata = {}
+        for _ in range(num_keys):
+            key = reader.string()
+            metadata[key] = reader.value(reader.scalar("I"))
+        infos = [reader.tensor_info() for _ in range(num_tensors)]
+    except (struct.error, UnicodeDecodeError, IndexError, OverflowError, MemoryError) as error:
+        raise ModelLoadError(f"{path}: the GGUF header cannot be read ({error}); {AGAIN}.") from None
+    if int(metadata.get("split.count", 1)) > 1:
+        raise UnsupportedModelError(
+            f"{path} is one of {metadata['split.count']} parts: join them first (llama-gguf-split --merge)."
+        )
+    alignment = int(metadata.get("general.alignment", 32)) or 32
+    base = -(-reader.at // alignment) * alignment
+    tensors = {info[0]: _stored(path, reader.buffer, base, *info) for info in infos}
+    return GgufFile(path, metadata, tensors)
+
+
+def _stored(
+    path: Path, buffer: mmap.mmap, base: int, name: str, shape: tuple[int, ...], kind: int, offset: int
+) -> StoredTensor:
+    if kind not in _TENSOR_TYPES:
+        raise UnsupportedModelError(
+            f"{path}: {name} is of type {_TYPE_NAMES.get(kind, kind)}, which is not supported; supported are F32, "
+            "F16, BF16 and Q8_0: take a file of one of these."
+        )
+    dtype, per_block, block_bytes = _TENSOR_TYPES[kind]
+    if not shape or shape[-1] % per_block:
+        raise ModelLoadError(f"{path}: {name} has shape {shape}, no whole number of {dtype} blocks; {AGAIN}.")
+    num_bytes = prod(shape) // per_block * block_bytes
+    if base + offset + num_bytes > len(buffer):
+        raise ModelLoadError(
+            f"{path} is truncated: it has {len(buffer)} bytes and {name} ends at {base + offset + num_bytes}; {AGAIN}."
+        )
+    return StoredTensor(dtype, shape, buffer, base + offset, num_bytes, path)
+
+
+class _Reader:
+    """A cursor over the mapped bytes; running past the end raises `struct.error`."""
+
+    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
+        self.path = path
+        self.buffer = buffer
+        self.at = 0
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self.buffer, self.at)
+        self.at += struct.calcsize("<" + code)
+        return value
+
+    def string(self) -> str:
+        (size,) = struct.unpack_from("<Q", self.buffer, self.at)
+        start = self.at + 8
+        if start + size > len(self.buffer):
+            raise struct.error(f"a string of {size} bytes at {self.at} of {len(self.buffer)}")
+        self.at = start + size
+        # Tokens of byte-level vocabularies are text; a few files hold bytes that are none.
+        return self.buffer[start : self.at].decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            if kind not in _SCALARS:
+                raise struct.error(f"a value of unknown type {kind} at {self.at}")
+            return self.scalar(_SCALARS[kind])
+        of, count = self.scalar("I"), self.scalar("Q")
+        if of in _SCALARS:
+            form = f"<{count}{_SCALARS[of]}"
+            values = list(struct.unpack_from(form, self.buffer, self.at))
+            self.at += struct.calcsize(form)
+            return values
+        return [self.value(of) for _ in range(count)]
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return (name, shape, type, offset from the start of the tensor bytes)."""
+        name = self.string()
+        extents = [self.scalar("Q") for _ in range(self.scalar("I"))]
+        return name, tuple(reversed(extents)), self.scalar("I"), self.scalar("Q")

@@ -1,0 +1,132 @@
+"""From what a person types to a path on this machine: a folder, a GGUF file, Quill, or a repository of the hub.
+
+Only what serving needs is downloaded: safetensors with their index, or one GGUF file, and the small text files of the
+configuration and the tokenizer. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import errors as hub_errors
+
+from quire.errors import ModelLoadError, nearest
+from quire.models.quill import QUILL_NAMES, quill_path
+
+SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "LICENSE*")
+INSTEAD = "Give a local folder of a model, or run the model that ships with Quire: quill"
+
+
+def locate(name: str, *, revision: str | None = None, token: str | None = None) -> Path:
+    """Return the folder or GGUF file of a model, downloading it where the hub has it.
+
+    ``name``: "quill" or "quill-draft"; a folder or .gguf file; "folder:Q8_0" or "org/repo:Q8_0" for one GGUF file of
+    several; or "org/repo" on the hub, at ``revision`` and with ``token`` (else HF_TOKEN or the saved login).
+    Raises `ModelLoadError` in one line that says what to do.
+    """
+    if name in QUILL_NAMES:
+        return quill_path(name)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    base, _, quant = name.rpartition(":")
+    if base and quant and Path(base).expanduser().is_dir():
+        folder = Path(base).expanduser()
+        return folder / pick_gguf(name, quant, [p.name for p in sorted(folder.glob("*.gguf"))])
+    if name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1 or not name.strip():
+        raise ModelLoadError(f"there is no file or folder {name!r}. {INSTEAD}.")
+    if "/" not in name:
+        close = nearest(name, QUILL_NAMES)
+        raise ModelLoadError(
+            f"there is no folder {name!r}, and a model of the hub is named org/repo{close}. {INSTEAD}."
+        )
+    repo, wanted = (base, quant) if base else (name, "")
+    return _from_hub(repo, wanted, revision, token)
+
+
+def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
+    """Return the one GGUF file whose name has ``quant`` in it. Raises `ModelLoadError` naming what there is."""
+    found = [file for file in files if file.endswith(".gguf")]
+    hits = [file for file in found if quant.lower() in Path(file).name.lower()]
+    if len(hits) == 1:
+        return hits[0]
+    exact = [
+        file for file in hits if Path(file).stem.lower().endswith(("-" + quant.lower(), "." + quant.lower()))
+    ]
+    if len(exact) == 1:
+        return exact[0]
+    there = ", ".join(Path(file).name for file in (hits or found)) or "none"
+    which = "no GGUF file" if not hits else f"{len(hits)} GGUF files"
+    raise ModelLoadError(f"{name}: {which} with {quant!r} in the name. GGUF files there: {there}.")
+
+
+def _from_hub(repo: str, quant: str, revision: str | None, token: str | None) -> Path:
+    """Download (or find in the cache) what is needed of a repository."""
+    try:
+        files = huggingface_hub.HfApi(token=token).list_repo_files(repo, revision=revision)
+        patterns = _needed(repo, quant, files)
+        folder = huggingface_hub.snapshot_download(
+            repo, revision=revision, token=token, allow_patterns=patterns
+        )  # shows its progress bar on a terminal
+    except hub_errors.GatedRepoError:
+        raise ModelLoadError(
+            f"{repo} is gated: accept its terms on https://huggingface.co/{repo}, then set HF_TOKEN (or run "
+            f"`hf auth login`). {INSTEAD}."
+        ) from None
+    except hub_errors.RevisionNotFoundError:
+        raise ModelLoadError(f"{repo} has no revision {revision!r}: correct it, or leave it out.") from None
+    except (hub_errors.RepositoryNotFoundError, hub_errors.HFValidationError):
+        raise ModelLoadError(
+            f"the hub has no repository {repo!r}, or it is private and needs a token (HF_TOKEN). {INSTEAD}."
+        ) from None
+    except (hub_errors.OfflineModeIsEnabled, hub_errors.HfHubHTTPError, OSError) as error:
+        return _from_cache(repo, quant, revision, error)
+    return _inside(repo, quant, Path(folder))
+
+
+def _from_cache(repo: str, quant: str, revision: str | None, cause: Exception) -> Path:
+    """The hub does not answer: use what an earlier download left, if it is there."""
+    try:
+        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True))
+    except (hub_errors.LocalEntryNotFoundError, OSError):
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        why = "HF_HUB_OFFLINE is set" if offline else f"{type(cause).__name__}: {_one_line(cause)}"
+        raise ModelLoadError(
+            f"the hub cannot be reached ({why}) and {repo} is not in the cache of this machine. {INSTEAD}."
+        ) from None
+    return _inside(repo, quant, folder)
+
+
+def _inside(repo: str, quant: str, folder: Path) -> Path:
+    if not quant:
+        return folder
+    files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.gguf"))]
+    return folder / pick_gguf(f"{repo}:{quant}", quant, files)
+
+
+def _needed(repo: str, quant: str, files: Sequence[str]) -> list[str]:
+    """Return patterns of the files to download, safetensors before anything else."""
+    if quant:
+        return [pick_gguf(f"{repo}:{quant}", quant, files)]
+    if any(file.endswith(".safetensors") for file in files):
+        weights = [
+            f
+            for f in files
+            if f.endswith(".safetensors") and "/" not in f and not f.startswith("consolidated")
+        ]
+        return [*weights, *SMALL_FILES]
+    gguf = [Path(file).name for file in files if file.endswith(".gguf")]
+    if gguf:
+        raise ModelLoadError(
+            f"{repo} holds GGUF files: name one as {repo}:QUANT. There are {', '.join(gguf)}."
+        )
+    raise ModelLoadError(
+        f"{repo} holds no safetensors and no GGUF files; pickles (.bin) are not read: convert them first. {INSTEAD}."
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no details"])[0][:200]

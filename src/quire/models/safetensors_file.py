@@ -1,0 +1,157 @@
+"""Safetensors files, mapped into memory: names, types and shapes from the header, bytes only when they are touched.
+
+    | u64 header size | JSON header | tensor bytes … |
+
+Torch-free: the loader makes tensors of the mapped bytes. Format: github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+
+# What a header may say → the name and the bytes of an element.
+_DTYPES: dict[str, tuple[str, int]] = {
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+}
+_HEADER_MAX = 100_000_000  # bytes; the reference implementation refuses more too
+INDEX_NAME = "model.safetensors.index.json"
+AGAIN = "the download is incomplete or the file is damaged: download it again"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies in a mapped file. ``buffer`` keeps the mapping alive."""
+
+    dtype: str  # "float32", "float16", "bfloat16" or, in GGUF, "q8_0"
+    shape: tuple[int, ...]
+    buffer: mmap.mmap
+    offset: int  # bytes from the start of the file
+    num_bytes: int
+    file: Path
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file privately (writes never reach it). Raises `ModelLoadError` where it cannot be opened or is empty."""
+    try:
+        with path.open("rb") as handle:
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path}: there is no such file; {AGAIN}.") from None
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise ModelLoadError(f"{path} cannot be opened ({error}); {AGAIN}.") from None
+
+
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of one file. Nothing but the header is read.
+
+    Raises `ModelLoadError` for a truncated or damaged file, `UnsupportedModelError` for an element type.
+    """
+    buffer = map_file(path)
+    size = len(buffer)
+    if buffer[:8] == b"version ":
+        raise ModelLoadError(
+            f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder, or download the file."
+        )
+    header_size = int.from_bytes(buffer[:8], "little") if size >= 8 else size
+    if not 2 <= header_size <= min(_HEADER_MAX, size - 8):
+        raise ModelLoadError(f"{path} has {size} bytes and its header says {header_size}; {AGAIN}.")
+    try:
+        header: Mapping[str, Any] = json.loads(buffer[8 : 8 + header_size])
+        entries = [(name, item) for name, item in header.items() if name != "__metadata__"]
+        tensors = {name: _stored(path, buffer, 8 + header_size, name, item) for name, item in entries}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{path} has no readable safetensors header ({error!r}); {AGAIN}.") from None
+    for name, tensor in tensors.items():
+        end = tensor.offset + tensor.num_bytes
+        if end > size:
+            raise ModelLoadError(
+                f"{path} is truncated: it has {size} bytes and {name} ends at {end}; {AGAIN}."
+            )
+    return tensors
+
+
+def _stored(path: Path, buffer: mmap.mmap, base: int, name: str, item: Mapping[str, Any]) -> StoredTensor:
+    kind = item["dtype"]
+    if kind not in _DTYPES:
+        raise UnsupportedModelError(
+            f"{path}: {name} is of type {kind}, which is not supported; supported are {', '.join(_DTYPES)}."
+        )
+    dtype, width = _DTYPES[kind]
+    start, end = item["data_offsets"]
+    shape = tuple(int(extent) for extent in item["shape"])
+    if start < 0 or end - start != prod(shape) * width:
+        raise ValueError(f"{name}: shape {shape} of {kind} does not fill bytes {start} to {end}")
+    return StoredTensor(dtype, shape, buffer, base + start, end - start, path)
+
+
+def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+    """Return the safetensors files of a folder: those that its index names, else the single file.
+
+    Raises `ModelLoadError` where there is none, naming what is there instead, or where a shard is missing.
+    """
+    index = folder / INDEX_NAME
+    if index.is_file():
+        names = sorted(set(read_index(index).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelLoadError(
+                f"{folder}: {len(missing)} of {len(names)} shards of {INDEX_NAME} are missing, first {missing[0]}; "
+                "download them into the same folder."
+            )
+        return tuple(folder / name for name in names)
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return (single,)
+    # Mistral puts its own format beside it under this name; it repeats the weights.
+    found = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if len(found) == 1:
+        return (found[0],)
+    if found:
+        raise ModelLoadError(
+            f"{folder} has {len(found)} safetensors files but no {INDEX_NAME} that says which make the model; "
+            "download the index too."
+        )
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise ModelLoadError(
+            f"{folder} has PyTorch pickles (.bin) and no safetensors; pickles can run code and are not read: "
+            "convert them, for instance with transformers' save_pretrained."
+        )
+    raise ModelLoadError(
+        f"{folder} holds no weights (model.safetensors, or shards with {INDEX_NAME}); download them there, or "
+        "use load_format='random'."
+    )
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return tensor name → file name of an index of shards."""
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"{name} is in {file!r}, which is no file name")
+        return dict(weight_map)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{path} is no readable index of shards ({error!r}); {AGAIN}.") from None
+
+
+def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of a folder, from one file or from all shards of its index."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in checkpoint_files(folder):
+        tensors.update(read_safetensors(path))
+    index = folder / INDEX_NAME
+    if index.is_file():
+        for name, file in read_index(index).items():
+            if name not in tensors:
+                raise ModelLoadError(f"{folder / file} lacks {name}, which {INDEX_NAME} puts there; {AGAIN}.")
+    return tensors
