@@ -1,0 +1,39 @@
+"""The probe sees this machine, and the limits of a cgroup."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire import device
+
+
+def test_this_machine() -> None:
+    info = device.detect_device()
+    assert info.num_cores >= 1
+    assert 0 < info.memory_available_bytes <= info.memory_total_bytes
+    assert info.isa in ("scalar", "avx2", "avx512", "neon")
+
+
+def test_cgroup_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n",
+        "/sys/fs/cgroup/memory.max": f"{2**30}\n",
+        "/sys/fs/cgroup/memory.current": f"{2**29 + 2**28}\n",
+        "/sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {2**28}\n",
+    }
+    monkeypatch.setattr(device, "_read", lambda path: files.get(path, ""))
+    assert device.memory_bytes() == (2**30, 2**29)  # page cache is given back under pressure
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert device.memory_bytes() == (8 * 2**30, 4 * 2**30)
+
+
+def test_cpu_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    files = {
+        f"/sys/devices/system/cpu/cpu{c}/topology/thread_siblings_list": f"{c % 2},{c % 2 + 2}"
+        for c in range(4)
+    }
+    monkeypatch.setattr(device, "_read", lambda path: files.get(path, ""))
+    assert device.num_physical_cores() == 2  # four threads of two cores
+    files["/sys/fs/cgroup/cpu.max"] = "100000 100000"
+    assert device.num_physical_cores() == 1
