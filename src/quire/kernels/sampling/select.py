@@ -29,34 +29,32 @@ def gumbel_argmax(scores: Tensor, streams: Streams) -> Tensor:
     if scores.device.type != "cpu":
         return reference.gumbel_argmax(scores, streams)
     rows, vocab = scores.shape
-    drawn = torch.empty(rows, dtype=torch.int64)
     step = max(1, _IDS_AT_ONCE // vocab)
+    row_parts, id_parts = [], []
     for start in range(0, rows, step):
-        stop = min(rows, start + step)
-        drawn[start:stop] = _draw(scores[start:stop], streams.row_slice(start, stop))
-    return drawn
-
-
-def _draw(scores: Tensor, streams: Streams) -> Tensor:
-    vocab = scores.shape[1]
-    complement = torch.from_numpy(_uniform_complement(streams, vocab))
-    # E = −log(u) ≥ 1 − u, so g = −log(E) ≤ −log(1 − u): an upper bound, and tight for the large g that win.
-    centered = scores - scores.amax(dim=1, keepdim=True)
-    bound = centered - torch.log_(complement)
-    likely = bound.argmax(dim=1, keepdim=True)
-    best = _centered_exact(centered, scores, streams, likely)  # of one id, so at most the true maximum
-    survivors = bound >= (best - _MARGIN).to(torch.float32)
-    row_of, id_of = survivors.nonzero(as_tuple=True)
-    if row_of.numel() == scores.shape[0]:
-        return likely.squeeze(1)
+        part = slice(start, start + step)
+        row_part, id_part = _survivors(scores[part], streams.row_slice(start, start + step))
+        row_parts.append(row_part + start)
+        id_parts.append(id_part)
+    row_of, id_of = torch.cat(row_parts), torch.cat(id_parts)
+    if row_of.numel() == rows:
+        return id_of
     exact = scores[row_of, id_of].to(torch.float64)
     exact += reference.gumbel_noise(streams.take(row_of), id_of[:, None]).squeeze(1)
-    return _first_max_by_row(row_of, id_of, exact, scores.shape[0])
+    return _first_max_by_row(row_of, id_of, exact, rows)
 
 
-def _centered_exact(centered: Tensor, scores: Tensor, streams: Streams, ids: Tensor) -> Tensor:
-    """Exact perturbed score of ``ids: [rows, 1]``, on the centered scale of the bound."""
-    return centered.gather(1, ids).to(torch.float64) + reference.gumbel_noise(streams, ids)
+def _survivors(scores: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
+    """The rows and the ids that may win, at least one a row, int64 ``[n]`` each, sorted by (row, id)."""
+    complement = torch.from_numpy(_uniform_complement(streams, scores.shape[1]))  # v = 1 − u
+    # E = −log(u) lies between v and v / (1 − v), so g = −log(E) lies between −log(v) + log(1 − v) and −log(v):
+    # both are tight for the large g that win.
+    centered = scores - scores.amax(dim=1, keepdim=True)
+    bound = centered - torch.log(complement)
+    likely = bound.argmax(dim=1, keepdim=True)
+    reached = bound.gather(1, likely) + torch.log1p(-complement.gather(1, likely))
+    rows, ids = (bound >= reached - _MARGIN).nonzero(as_tuple=True)
+    return rows, ids
 
 
 def _first_max_by_row(row_of: Tensor, id_of: Tensor, values: Tensor, rows: int) -> Tensor:
