@@ -1,0 +1,93 @@
+"""Shapes, bytes and groups against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire.modelspec import (
+    AttentionSpec,
+    KvGroup,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+    weight_shapes,
+)
+
+
+def attention(heads: int, kv_heads: int, dim: int, window: int | None = None) -> AttentionSpec:
+    return AttentionSpec(heads, kv_heads, dim, dim, dim**-0.5, RopeSpec(10000.0, dim), window=window)
+
+
+def model(layers: tuple[LayerSpec, ...], hidden: int, vocab: int, tied: bool = False) -> ModelSpec:
+    return ModelSpec("llama", "LlamaForCausalLM", vocab, hidden, layers, 1e-5, 8192, tie_word_embeddings=tied)
+
+
+LLAMA_70B = model((LayerSpec(attention(64, 8, 128), MlpSpec(28672)),) * 80, 8192, 128256)
+LLAMA_1B = model((LayerSpec(attention(32, 8, 64), MlpSpec(8192)),) * 16, 2048, 128256, tied=True)
+
+
+def test_parameters_of_published_models() -> None:
+    assert LLAMA_70B.num_params == 70_553_706_496  # Llama-3-70B
+    assert LLAMA_1B.num_params == 1_235_814_400  # Llama-3.2-1B
+
+
+def test_kv_bytes_of_llama_3_70b() -> None:
+    layout = LLAMA_70B.kv_layout(8192)
+    (group,) = layout.groups
+    assert LLAMA_70B.kv_bytes_per_token(group) == 2 * 80 * 8 * 128 * 2
+    assert LLAMA_70B.kv_bytes_per_token(group) * 4096 == 1.25 * 2**30
+    assert layout.page_bytes(16, "bfloat16") == 16 * LLAMA_70B.kv_bytes_per_token(group)
+
+
+def test_flops_are_two_a_weight_and_four_a_position_and_head_dim() -> None:
+    weights = 2 * (LLAMA_1B.num_params - LLAMA_1B.num_layers * 2 * 2048 - 2048)
+    assert LLAMA_1B.flops_per_token(0) == weights
+    assert LLAMA_1B.flops_per_token(1000) - weights == 16 * 4 * 32 * 64 * 1000
+
+
+def test_only_the_chosen_experts_are_active() -> None:
+    moe = MoeSpec(num_experts=8, top_k=2, intermediate_size=64)
+    spec = model((LayerSpec(attention(4, 2, 16), MlpSpec(0, moe=moe)),), 64, 100)
+    experts = 8 * 3 * 64 * 64
+    dense = spec.num_params - experts - 3 * 64 - 100 * 64  # norms and the embedding look-up do not multiply
+    assert spec.num_active_params == dense + experts // 4
+
+
+@pytest.mark.parametrize(
+    ("pattern", "groups", "per_page"),
+    [
+        ("FFFF", [((0, 1, 2, 3), None)], 4),
+        ("SFSF", [((1, 3), None), ((0, 2), 64)], 2),
+        ("SSF", [((2,), None), ((0,), 64), ((1,), 64)], 1),  # one full layer to two of a window
+        ("SSSSSFSSSS", [((5,), None), *(((i,), 64) for i in (0, 1, 2, 3, 4, 6, 7, 8, 9))], 1),
+        ("SSSSSFFFF", [((5, 6, 7, 8), None), ((0, 1), 64), ((2, 3, 4), 64)], 4),
+    ],
+)
+def test_layers_form_groups_of_equal_pages(
+    pattern: str, groups: list[tuple[tuple[int, ...], int | None]], per_page: int
+) -> None:
+    layers = tuple(LayerSpec(attention(4, 2, 16, 64 if c == "S" else None), MlpSpec(64)) for c in pattern)
+    layout = model(layers, 64, 100).kv_layout(1024)
+    assert layout.groups == tuple(KvGroup(*g) for g in groups)
+    assert layout.layers_per_page == per_page
+    for group, spec in enumerate(layout.groups):
+        for slot, layer in enumerate(spec.layers):
+            assert layout.group_of_layer(layer) == (group, slot)
+
+
+def test_a_window_that_is_never_full_is_full_attention() -> None:
+    layers = tuple(LayerSpec(attention(4, 2, 16, w), MlpSpec(64)) for w in (64, None))
+    assert len(model(layers, 64, 100).kv_layout(64).groups) == 1
+    assert len(model(layers, 64, 100).kv_layout(65).groups) == 2
+
+
+def test_every_parameter_has_one_name_and_shape() -> None:
+    shapes = weight_shapes(replace(LLAMA_1B, layers=LLAMA_1B.layers[:1]))
+    assert shapes["layers.0.attn.q.weight"] == (2048, 2048)
+    assert shapes["layers.0.attn.k.weight"] == (512, 2048)
+    assert shapes["layers.0.mlp.down.weight"] == (2048, 8192)
+    assert "lm_head.weight" not in shapes  # tied
