@@ -118,3 +118,19 @@ def test_at_most_forty_flags_each_with_help() -> None:
     for kind in (EngineArgs, ServerArgs):
         for spec in dataclasses.fields(kind):
             assert spec.metadata["help"].endswith(".") or "[" in spec.metadata["help"], spec.name
+
+
+def test_the_isa_level_is_the_best_unless_forced_lower() -> None:
+    def level(asked: str, **device: object) -> str:
+        machine = dataclasses.replace(DEVICE, **device)  # type: ignore[arg-type]
+        return resolve(EngineArgs(cpu_isa=asked), spec_of(), machine).runner.cpu_isa
+
+    assert level("auto") == "avx512"
+    assert level("avx2") == "avx2"
+    assert level("auto", isa="neon") == "scalar"
+    assert level("auto", native=False) == "reference"
+    assert level("reference") == "reference"
+    with pytest.raises(ConfigError, match="more than this CPU has: at most 'avx2'"):
+        level("avx512", isa="avx2")
+    with pytest.raises(ConfigError, match="not built"):
+        level("avx2", native=False)

@@ -16,7 +16,7 @@ from quire.errors import ConfigError, nearest
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "random")
-ISAS = ("auto", "scalar", "avx2", "avx512")
+ISAS = ("auto", "reference", "scalar", "avx2", "avx512")
 
 
 def _flag(
@@ -72,7 +72,7 @@ class EngineArgs:
     )
     exact: bool = _flag(True, "Bit-for-bit the same tokens in any batch; --no-exact may be faster.",
                         group="Execution")  # fmt: skip
-    cpu_isa: str = _flag("auto", "Force an instruction set level of the native kernels.", group="Execution",
+    cpu_isa: str = _flag("auto", "Level of the native kernels; reference: torch alone.", group="Execution",
                          choices=ISAS)  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class RunnerConfig:
 
     num_threads: int
     exact: bool = True
-    cpu_isa: str = "auto"
+    cpu_isa: str = "reference"  # level of the native kernels; "reference": torch alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, device: DeviceInfo, *, path: str 
         runner=RunnerConfig(
             num_threads=args.threads or device.num_cores,
             exact=args.exact,
-            cpu_isa=args.cpu_isa,
+            cpu_isa=_isa(args.cpu_isa, device),
         ),
         device=device,
     )
@@ -88,6 +88,24 @@ def _dtype(asked: str, spec: ModelSpec) -> str:
     return (
         "bfloat16" if dtype == "float16" else dtype
     )  # a CPU has no fast float16; the range of bfloat16 holds it
+
+
+LEVELS = ("scalar", "avx2", "avx512")  # each has what those before it have
+
+
+def _isa(asked: str, device: DeviceInfo) -> str:
+    if asked == "reference" or (asked == "auto" and not device.native):
+        return "reference"
+    if not device.native:
+        raise ConfigError(
+            f"cpu_isa = {asked!r} needs the native extension, which is not built: see `quire doctor`"
+        )
+    best = device.isa if device.isa in LEVELS else "scalar"
+    if asked == "auto":
+        return best
+    if LEVELS.index(asked) > LEVELS.index(best):
+        raise ConfigError(f"cpu_isa = {asked!r} is more than this CPU has: at most {best!r}")
+    return asked
 
 
 def _scheduler(args: EngineArgs, max_model_len: int) -> SchedulerConfig:
