@@ -1,0 +1,112 @@
+"""How the tokens of a vocabulary become bytes: the decoder of a tokenizer, reduced to one rule per token.
+
+A decoder of the `tokenizers` library turns a whole list of tokens into text. A server needs more: the exact bytes of
+each token (logprobs, grammars) and text that grows token by token. Every decoder of a generative model is a map from
+one token to bytes, plus at most one space dropped at the very start; `TokenText` is that rule.
+
+Where a sequence of byte tokens is not UTF-8, each maximal invalid part becomes one U+FFFD (as Python, Rust and the
+WHATWG do for byte-level tokenizers). The `tokenizers` library differs for byte *fallback* alone: there one bad byte
+turns the whole run of byte tokens into U+FFFD, also the good characters, which no stream could ever follow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from quire.errors import UnsupportedModelError
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable alphabet: a character for each of the 256 bytes (Radford et al. 2019, `encoder.py`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+BYTE_OF_CHAR: Mapping[str, int] = _byte_level_alphabet()
+CHAR_OF_BYTE: Mapping[int, str] = {byte: char for char, byte in BYTE_OF_CHAR.items()}
+
+
+def byte_level_token(data: bytes) -> str:
+    """Spell bytes in GPT-2's printable alphabet, the form in which byte-level vocabularies are written."""
+    return "".join([CHAR_OF_BYTE[byte] for byte in data])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """The rule that turns one token string into bytes, and what happens at the start of a text."""
+
+    byte_level: bool = False  # GPT-2's printable alphabet
+    byte_fallback: bool = False  # "<0x0A>" is the byte 10
+    replacements: tuple[tuple[str, str], ...] = ()  # applied in order to the token string, as "▁" -> " "
+    drops_leading_space: bool = (
+        False  # one space at the very start of a text belongs to the encoding, not to it
+    )
+    clean_up: bool = False  # " ." -> "." and its kin (`quire.text.clean_up`)
+
+    def to_bytes(self, token: str) -> bytes:
+        """Return the bytes that ``token`` stands for. They need not be UTF-8 on their own."""
+        if self.byte_level:
+            try:
+                return bytes([BYTE_OF_CHAR[char] for char in token])
+            except KeyError:
+                return token.encode()
+        if self.byte_fallback and (match := _BYTE_PIECE.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        return token.encode()
+
+
+def token_text_of(backend: Backend, *, clean_up: bool = False) -> TokenText:
+    """Read the rule from the decoder of ``backend``.
+
+    Raises `UnsupportedModelError` for a decoder that is not a map of single tokens (WordPiece, CTC, BPE suffixes):
+    no generative model that Quire runs has one.
+    """
+    if backend.decoder is None:
+        raise UnsupportedModelError(
+            "The tokenizer has no decoder, so its tokens cannot be turned into text. Supported decoders: ByteLevel, "
+            "Metaspace, and sequences of Replace, ByteFallback, Fuse and Strip. Use the tokenizer.json of the model's "
+            "own repository."
+        )
+    # A decoder tells its parts through its pickle form alone, which is its JSON.
+    state = json.loads(backend.decoder.__getstate__())
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    rule = TokenText(clean_up=clean_up)
+    fused = False
+    for part in parts:
+        rule = _with_part(rule, part, fused)
+        fused = fused or part["type"] == "Fuse"
+    return rule
+
+
+def _with_part(rule: TokenText, part: Mapping[str, Any], fused: bool) -> TokenText:
+    match part:
+        case {"type": "ByteLevel"}:
+            return replace(rule, byte_level=True)
+        case {"type": "ByteFallback"}:
+            return replace(rule, byte_fallback=True)
+        case {"type": "Fuse"}:
+            return rule
+        case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}:
+            pairs = (*rule.replacements, (mark, " "))
+            return replace(rule, replacements=pairs, drops_leading_space=scheme != "never")
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return replace(rule, replacements=(*rule.replacements, (old, new)))
+        case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if fused:
+            return replace(rule, drops_leading_space=True)
+    raise UnsupportedModelError(
+        f"The tokenizer's decoder has the part {json.dumps(part)}, which Quire cannot apply token by token. Supported: "
+        "ByteLevel, Metaspace, Replace of a string, ByteFallback, Fuse, and Strip of one leading space after Fuse."
+    )
