@@ -34,7 +34,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (3, ("kernels",)),
     (3, ("quant",)),
     (3, ("parallel",)),
-    (4, ("models.quill", "models.hub", "models.checkpoint")),
+    (4, ("models.quill", "models.hub", "models.safetensors_file", "models.gguf_file", "models.checkpoint")),
     (4, ("layers", "models")),
     (5, ("lora", "sampling", "speculate", "runner")),
     (6, ("executor",)),
