@@ -1,0 +1,99 @@
+"""From `EngineArgs` to everything an engine and its API side are built with. Torch-free.
+
+Used by the offline `LLM` and by every command, so that the same words give the same engine everywhere. Two steps:
+`configure` is quick and all that the engine's process needs; `load_text` reads the tokenizer meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from quire.args import EngineArgs
+from quire.config import DeviceInfo, EngineConfig
+from quire.engine.model_info import ModelInfo
+from quire.errors import ConfigError
+from quire.models.checkpoint import Checkpoint, describe
+from quire.models.gguf_file import read_gguf
+from quire.models.hub import locate
+from quire.resolve import resolve
+from quire.text.chat_template import ChatTemplate
+from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
+from quire.text.load import load_tokenizer
+from quire.text.tokenizer import Tokenizer
+
+# The keys of generation_config.json that SamplingParams has; its max_new_tokens is no default of an API.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    """What turns text into ids and back, and the limits and defaults of the model."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    model: ModelInfo
+
+
+def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Checkpoint]:
+    """Find the model, read what it is, and resolve every setting.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError: the model cannot be found, read or run.
+        ConfigError: the settings do not fit the model or the machine.
+    """
+    path = locate(args.model, revision=args.revision)
+    checkpoint = describe(path, args.load_format)
+    return resolve(args, checkpoint.spec, device, path=str(checkpoint.path)), checkpoint
+
+
+def load_text(
+    args: EngineArgs,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    *,
+    names: tuple[str, ...] = (),
+    chat_template: str | None = None,
+    local_time: Callable[[], datetime] = datetime.now,
+) -> TextSide:
+    """Load the tokenizer and the chat template. ``names``: what the model is called in the API.
+
+    ``chat_template`` is the path of a Jinja file that replaces the model's own.
+
+    Raises:
+        ModelLoadError: the tokenizer or a template is missing or broken.
+        ConfigError: the file of ``chat_template`` cannot be read.
+    """
+    tokenizer = _load_tokenizer(Path(args.tokenizer) if args.tokenizer else checkpoint.tokenizer)
+    template = ChatTemplate.of(tokenizer, local_time, _read_template(chat_template))
+    defaults = {
+        k: v for k, v in asdict(checkpoint.generation).items() if k in SAMPLING_DEFAULTS and v is not None
+    }
+    model = ModelInfo(
+        names=names or (args.model,),
+        max_model_len=config.model.max_model_len,
+        vocab_size=config.model.spec.vocab_size,
+        eos_token_ids=tuple(dict.fromkeys((*checkpoint.spec.eos_token_ids, *tokenizer.eos_token_ids))),
+        generation_defaults=defaults,
+        determinism="exact" if config.runner.exact else "batch-dependent",
+    )
+    return TextSide(tokenizer, template, model)
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    if path.suffix == ".gguf":
+        return tokenizer_from_gguf_metadata(read_gguf(path).metadata)
+    return load_tokenizer(path)
+
+
+def _read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template = {path!r} cannot be read: {error}. Give the path of a Jinja file"
+        ) from error
