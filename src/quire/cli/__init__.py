@@ -1,0 +1,116 @@
+"""`quire`: serve | run | chat | doctor. Each command imports what it needs when it runs, so that --help is quick."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from quire.args import EngineArgs, ServerArgs
+from quire.cli.flags import command_with
+from quire.errors import QuireError
+
+app = typer.Typer(
+    name="quire",
+    help="Serve large language models: exact, fast on what you have, small enough to read.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help="'quill' [default], a local folder, a .gguf file, or a hub id.", show_default=False),
+]
+
+
+def with_model(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The model given as argument wins over the TOML file's."""
+    return settings | {"model": model} if model is not None else settings
+
+
+@app.command()
+@command_with(EngineArgs, ServerArgs, skip=("model",))
+def serve(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
+    """Serve a model over an OpenAI-compatible HTTP API."""
+    from quire.cli.serve import serve
+
+    raise typer.Exit(serve(with_model(model, settings)))
+
+
+@app.command()
+@command_with(EngineArgs, skip=("model",))
+def run(
+    model: ModelArgument = None,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue [standard input].")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to write at most.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="0 is greedy [the model's].")
+    ] = None,
+    sample_seed: Annotated[
+        int | None, typer.Option("--sample-seed", help="Seed of the sampling [random].")
+    ] = None,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Continue one text and print it as it comes. With one argument alone, that is the prompt, for Quill."""
+    from quire.cli.terminal import run
+
+    if prompt is None and model is not None and sys.stdin.isatty():
+        model, prompt = None, model
+    given = {"max_tokens": max_tokens, "temperature": temperature, "seed": sample_seed}
+    raise typer.Exit(
+        run(with_model(model, settings), prompt, {k: v for k, v in given.items() if v is not None})
+    )
+
+
+@app.command()
+@command_with(EngineArgs, skip=("model",))
+def chat(
+    model: ModelArgument = None,
+    system: Annotated[str | None, typer.Option("--system", help="A system message.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="0 is greedy [the model's].")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Tokens of an answer at most [512].")
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option("--chat-template", help="File of a Jinja chat template.")
+    ] = None,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Chat in the terminal: streaming, history, Ctrl-C stops an answer."""
+    from quire.cli.terminal import chat
+
+    given = {"max_tokens": max_tokens or 512, "temperature": temperature}
+    sampling = {k: v for k, v in given.items() if v is not None}
+    raise typer.Exit(chat(with_model(model, settings), system, sampling, chat_template))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has, which kernels will be used and why, and what to install."""
+    from quire.cli.doctor import report
+
+    report()
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version
+
+    typer.echo(version("quire"))
+
+
+def main() -> None:
+    """Entry point of the `quire` script: an error of the world is one line on stderr and status 1."""
+    try:
+        app()
+    except QuireError as error:
+        typer.secho(f"quire: {error}", err=True, fg="red" if sys.stderr.isatty() else None)
+        sys.exit(1)

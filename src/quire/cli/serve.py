@@ -1,0 +1,94 @@
+"""`quire serve`: engine process first, then everything else while it loads."""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib.metadata import version
+from typing import Any
+
+from quire.args import EngineArgs, ServerArgs
+from quire.cli.flags import pick
+from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
+
+GIB = 2**30
+
+
+def serve(settings: dict[str, Any]) -> int:
+    """Run the server until a signal; return the exit status."""
+    begin = time.monotonic()
+    engine_args, server_args = pick(EngineArgs, settings), pick(ServerArgs, settings)
+    process = EngineProcess()
+    try:
+        return _serve(engine_args, server_args, process, begin)
+    finally:
+        process.close()
+
+
+def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProcess, begin: float) -> int:
+    from quire.device import detect_device
+    from quire.engine.assemble import configure, load_text
+    from quire.engine.process import ProcessClient
+    from quire.engine.supervisor import RestartPolicy, Supervisor
+    from quire.metrics.log import configure as configure_log
+
+    configure_log(server_args.log_level)
+    config, checkpoint = configure(engine_args, detect_device())
+    first = ProcessClient(config, log_level=server_args.log_level, process=process)
+
+    # The child loads the model from here on; this process reads the tokenizer and imports the web server.
+    from quire.api.app import create_app
+    from quire.api.server import bind, run
+    from quire.api.settings import ApiSettings, fingerprint
+    from quire.clock import WallClock
+    from quire.engine.client import EngineInfo
+    from quire.engine.frontend import Frontend
+
+    names = tuple(name.strip() for name in (server_args.served_model_name or "").split(",") if name.strip())
+    text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
+    clock = WallClock()
+    client = Supervisor(
+        first,
+        lambda: ProcessClient(config, log_level=server_args.log_level),
+        clock,
+        RestartPolicy(max_restarts=server_args.max_restarts),
+    )
+    frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock)
+    release = version("quire")
+    api = ApiSettings(
+        version=release,
+        system_fingerprint=fingerprint(config, release),
+        api_keys=(server_args.api_key,) if server_args.api_key else (),
+        cors_origins=_list(server_args.cors_origins),
+        lenient=server_args.lenient,
+        max_body_bytes=server_args.max_body_mib * 2**20,
+    )
+
+    def announce(url: str, info: EngineInfo) -> None:
+        print(
+            start_up_report(url, info, text.model.names[0], time.monotonic() - begin),
+            file=sys.stderr,
+            flush=True,
+        )
+
+    sock = bind(server_args.host, server_args.port)
+    app = create_app(frontend, api)
+    return run(app, sock=sock, drain_timeout_s=server_args.drain_timeout_s, on_ready=announce)
+
+
+def _list(text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def start_up_report(url: str, info: Any, name: str, seconds: float) -> str:
+    """The short start-up log: model, bytes, kernels, KV tokens, seconds, and a line to try."""
+    exact = "exact" if info.determinism == "exact" else "not exact: tokens may depend on the batch"
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me a story."}}], "max_tokens": 64}}'
+    return (
+        f"model    {name}, {info.weight_bytes / GIB:.2f} GiB of weights\n"
+        f"kernels  {info.kernels} ({exact})\n"
+        f"cache    {info.num_kv_tokens:,} tokens in up to {info.kv_bytes / GIB:.2f} GiB\n"
+        f"ready    in {seconds:.1f} s on {url}\n\n"
+        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"    -d '{body}'\n"
+    )

@@ -1,0 +1,207 @@
+"""`quire run` and `quire chat`: one model in the terminal, streaming, with an engine process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from quire.args import EngineArgs
+from quire.cli.flags import pick
+from quire.clock import WallClock
+from quire.device import detect_device
+from quire.engine.assemble import configure, load_text
+from quire.engine.frontend import Frontend
+from quire.engine.process import ProcessClient
+from quire.engine.spawn import EngineProcess
+from quire.engine.stream import RequestStream
+from quire.errors import QuireError, RequestError
+from quire.request import FinishReason
+
+try:
+    import readline  # line editing and history for input(); absent on some builds of Python
+except ImportError:
+    readline = None  # type: ignore[assignment]
+
+HELP = """\
+/reset        forget the conversation        /retry        answer the last message again
+/undo         take back the last exchange    /system TEXT  set the system message and start anew
+/save FILE    write the conversation as JSON /help         this text
+/exit         leave (Ctrl-D too)             Ctrl-C        stop an answer"""
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(highlight=False, soft_wrap=True, stderr=True)
+
+
+@contextmanager
+def open_frontend(
+    settings: dict[str, Any], chat_template: str | None
+) -> Iterator[tuple[Frontend, asyncio.Runner]]:
+    """Start an engine for ``settings`` and yield its frontend, ready, with the loop that it belongs to."""
+    process = EngineProcess()
+    try:
+        args = pick(EngineArgs, settings)
+        config, checkpoint = configure(args, detect_device())
+        client = ProcessClient(config, process=process)
+        text = load_text(args, config, checkpoint, chat_template=chat_template)
+        with asyncio.Runner() as runner:
+            frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
+            try:
+                with err.status(f"loading {args.model} …"):
+                    runner.run(frontend.start())
+                yield frontend, runner
+            finally:
+                runner.run(frontend.close())
+    finally:
+        process.close()
+
+
+async def print_stream(stream: RequestStream) -> tuple[str, bool]:
+    """Write the text as it comes; return it, and whether Ctrl-C stopped it."""
+    parts: list[str] = []
+    try:
+        async for chunk in stream:
+            if chunk.finish_reason is FinishReason.ERROR:
+                err.print(f"[red]the engine failed: {chunk.error}[/red]")
+            parts.append(chunk.text)
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    except asyncio.CancelledError:  # asyncio's answer to Ctrl-C; the stream has aborted its request
+        return "".join(parts), True
+    return "".join(parts), False
+
+
+def run(settings: dict[str, Any], prompt: str | None, sampling: dict[str, Any]) -> int:
+    """Continue ``prompt`` (standard input where there is none) and print it; return the exit status."""
+    text = prompt if prompt is not None else sys.stdin.read()
+
+    async def once(frontend: Frontend) -> bool:
+        _, stopped = await print_stream(await frontend.submit(text, frontend.model.sampling(**sampling)))
+        return stopped
+
+    with open_frontend(settings, None) as (frontend, runner):
+        if sys.stdout.isatty():
+            out.print(text, end="", style="dim", markup=False)
+        stopped = runner.run(once(frontend))
+    sys.stdout.write("\n")
+    return 130 if stopped else 0
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages of a chat, system message first where there is one."""
+
+    system: str | None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return head + self.turns
+
+    def undo(self) -> str | None:
+        """Take back the last user message and what followed; return its text."""
+        while self.turns:
+            turn = self.turns.pop()
+            if turn["role"] == "user":
+                return turn["content"]
+        return None
+
+
+def chat(
+    settings: dict[str, Any], system: str | None, sampling: dict[str, Any], chat_template: str | None
+) -> int:
+    """Talk until the end of the input; return the exit status."""
+    conversation = Conversation(system)
+    with open_frontend(settings, chat_template) as (frontend, runner):
+        out.print(
+            f"{frontend.model.names[0]}, context {frontend.model.max_model_len:,} tokens. /help, Ctrl-D leaves."
+        )
+        while (line := _read_line()) is not None:
+            said = _command(line, conversation) if line.startswith("/") else line
+            if said is None:
+                continue
+            if said == "/exit":
+                break
+            conversation.turns.append({"role": "user", "content": said})
+            try:
+                answer, stopped = runner.run(_answer(frontend, conversation, sampling))
+            except QuireError as error:
+                conversation.turns.pop()
+                out.print(f"[red]{error}[/red]")
+                continue
+            out.print(" [dim](stopped)[/dim]" if stopped else "")
+            conversation.turns.append({"role": "assistant", "content": answer})
+    return 0
+
+
+async def _answer(
+    frontend: Frontend, conversation: Conversation, sampling: dict[str, Any]
+) -> tuple[str, bool]:
+    """Render, submit and print; drop the oldest exchange, saying so, where the context is full."""
+    while True:
+        ids = await frontend.render_chat(conversation.messages, add_generation_prompt=True)
+        room = frontend.model.max_model_len - len(ids)
+        if room > 0 or len(conversation.turns) < 3:
+            break
+        del conversation.turns[:2]
+        out.print("[dim](the context is full: the oldest exchange was dropped)[/dim]")
+    if room < 1:
+        raise RequestError(
+            f"the message takes {len(ids)} of {frontend.model.max_model_len} tokens: shorten it"
+        )
+    params = frontend.model.sampling(**{**sampling, "max_tokens": min(sampling["max_tokens"], room)})
+    return await print_stream(await frontend.submit(ids, params))
+
+
+def _command(line: str, conversation: Conversation) -> str | None:
+    """Carry out a /command; return what is to be said to the model, "/exit", or None."""
+    name, _, rest = line.partition(" ")
+    if name == "/exit":
+        return "/exit"
+    if name == "/retry":
+        last = conversation.undo()
+        if last is None:
+            out.print("[dim]nothing to retry[/dim]")
+        return last
+    if name in ("/reset", "/system"):
+        conversation.turns.clear()
+        if name == "/system":
+            conversation.system = rest.strip() or None
+        out.print("[dim]a new conversation[/dim]")
+    elif name == "/undo":
+        out.print(
+            "[dim]taken back[/dim]" if conversation.undo() is not None else "[dim]nothing to take back[/dim]"
+        )
+    elif name == "/save" and rest.strip():
+        try:
+            Path(rest.strip()).write_text(
+                json.dumps(conversation.messages, indent=1, ensure_ascii=False) + "\n"
+            )
+            out.print(f"[dim]written to {rest.strip()}[/dim]")
+        except OSError as error:
+            out.print(f"[red]{rest.strip()}: {error.strerror}[/red]")
+    else:
+        out.print(HELP, markup=False)
+    return None
+
+
+def _read_line() -> str | None:
+    """Return the next line that is not empty; None at the end. Ctrl-C clears the line."""
+    while True:
+        try:
+            line = input("› " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            out.print("  [dim](Ctrl-D leaves)[/dim]")
+            continue
+        if line:
+            return line
