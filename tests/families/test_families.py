@@ -1,0 +1,226 @@
+"""config.json → ModelSpec: published models, both spellings of RoPE, refusals by name."""
+
+from __future__ import annotations
+
+import json
+from math import log, sqrt
+from typing import Any
+
+import pytest
+from tests.families.published import LLAMA3_ROPE, PUBLISHED
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.families import SUPPORTED, spec_from_config, weight_map
+from quire.modelspec import ModelSpec, RopeSpec, weight_shapes
+
+
+def spec_of(name: str, **changes: Any) -> ModelSpec:
+    config = {**PUBLISHED[name][0], **changes}
+    return spec_from_config({key: value for key, value in config.items() if value != "absent"})
+
+
+def rope_of(spec: ModelSpec, layer: int = 0) -> RopeSpec:
+    rope = spec.layers[layer].attention.rope
+    assert rope is not None
+    return rope
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name: str) -> None:
+    config, num_params = PUBLISHED[name]
+    assert spec_from_config(config).num_params == num_params
+
+
+def test_every_supported_architecture_is_published() -> None:
+    assert {config["architectures"][0] for config, _ in PUBLISHED.values()} == set(SUPPORTED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_map_covers_every_weight(name: str) -> None:
+    spec = spec_of(name)
+    names = weight_map(spec)
+    assert list(names.sources) == list(weight_shapes(spec))
+    for canonical, takes in names.sources.items():
+        for take in takes:
+            assert take.names, canonical
+            assert all(take.shape), canonical
+
+
+def test_llama2_without_rope_theta() -> None:
+    assert rope_of(spec_of("Llama-2-7b")) == RopeSpec(10_000.0, 128)
+    assert spec_of("Llama-2-7b").dtype == "float16"
+
+
+def test_eos_lists() -> None:
+    assert spec_of("Llama-3.1-8B").eos_token_ids == (128001, 128008, 128009)
+    assert spec_of("Llama-2-7b").eos_token_ids == (2,)
+
+
+def test_rope_parameters_equal_rope_scaling() -> None:
+    old = spec_of("Llama-3.1-8B")
+    new = spec_of(
+        "Llama-3.1-8B",
+        rope_theta="absent",
+        rope_scaling="absent",
+        torch_dtype="absent",
+        dtype="bfloat16",
+        rope_parameters={**LLAMA3_ROPE, "rope_theta": 500000.0},
+    )
+    assert old == new
+    assert rope_of(old).kind == "llama3"
+    assert rope_of(old).original_max_position == 8192
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, {"kind": "linear", "factor": 4.0}),
+        ({"rope_type": "linear", "factor": 4}, {"kind": "linear", "factor": 4.0}),
+        ({"type": "dynamic", "factor": 2.0}, {"kind": "dynamic", "factor": 2.0, "original_max_position": 4096}),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+            {"kind": "yarn", "attention_factor": 0.1 * log(4) + 1, "original_max_position": 1024},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25},
+            {"kind": "yarn", "attention_factor": 1.25, "original_max_position": 4096},
+        ),
+    ],
+)  # fmt: skip
+def test_kinds_of_rope(scaling: dict[str, Any], expected: dict[str, Any]) -> None:
+    rope = rope_of(spec_of("Llama-2-7b", rope_scaling=scaling))
+    assert {key: getattr(rope, key) for key in expected} == expected
+
+
+def test_dynamic_rope_reaches_beyond_max_position_embeddings() -> None:
+    spec = spec_of("Llama-2-7b", rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert spec.max_position_embeddings == 8192
+
+
+def test_longrope_derives_its_factor() -> None:
+    rope = rope_of(spec_of("Phi-3-mini-128k"))
+    assert (rope.kind, rope.original_max_position, rope.factor) == ("longrope", 4096, 32.0)
+    assert rope.attention_factor == pytest.approx(sqrt(1 + log(32) / log(4096)))
+    for old in ("su", "yarn"):
+        scaling = {**PUBLISHED["Phi-3-mini-128k"][0]["rope_scaling"], "type": old}
+        assert rope_of(spec_of("Phi-3-mini-128k", rope_scaling=scaling)) == rope
+
+
+def test_partial_rotary() -> None:
+    assert rope_of(spec_of("Phi-4-mini")).dim == 96
+    assert spec_of("Phi-4-mini").layers[0].attention.head_dim == 128
+
+
+def test_deepseek_folds_yarns_temperature_into_the_scale() -> None:
+    attention = spec_of("DeepSeek-V3").layers[0].attention
+    assert attention.scale == pytest.approx(192**-0.5 * (0.1 * log(40) + 1) ** 2)
+    assert attention.rope is not None
+    assert attention.rope.attention_factor == 1.0
+    assert attention.rope.interleaved
+    moes = [layer.mlp.moe for layer in spec_of("DeepSeek-V3").layers]
+    assert moes[:3] == [None, None, None]
+    assert moes[3] is not None
+    assert (moes[3].num_groups, moes[3].topk_groups, moes[3].group_score) == (8, 4, "top2_sum")
+
+
+def test_windows_by_layer() -> None:
+    def windows(name: str, **changes: Any) -> list[int | None]:
+        return [layer.attention.window for layer in spec_of(name, **changes).layers]
+
+    assert windows("Mistral-7B-v0.1") == [4096] * 32
+    assert windows("Mistral-7B-v0.1", sliding_window=None) == [None] * 32
+    assert windows("gemma-2-2b") == [4096, None] * 13
+    assert windows("gemma-3-1b-it")[:7] == [512] * 5 + [None, 512]
+    assert windows("gpt-oss-20b")[:2] == [128, None]
+    assert windows("Qwen2.5-0.5B") == [None] * 24
+    sliding = windows("Qwen2.5-0.5B", use_sliding_window=True, max_window_layers=20)
+    assert sliding == [None] * 20 + [32768] * 4
+
+
+def test_gemma3_has_two_rotary_bases() -> None:
+    spec = spec_of("gemma-3-1b-it", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert rope_of(spec, 0) == RopeSpec(10_000.0, 256)
+    assert (rope_of(spec, 5).theta, rope_of(spec, 5).kind, rope_of(spec, 5).factor) == (1e6, "linear", 8.0)
+    nested = spec_of(
+        "gemma-3-1b-it",
+        rope_theta="absent",
+        rope_local_base_freq="absent",
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+        },
+    )
+    assert nested == spec
+
+
+def test_smollm3_layers_without_positions() -> None:
+    ropes = [layer.attention.rope is not None for layer in spec_of("SmolLM3-3B").layers]
+    assert ropes == [True, True, True, False] * 9
+
+
+def test_granite_multipliers() -> None:
+    spec = spec_of("granite-3.1-2b")
+    assert (spec.embedding_scale, spec.residual_scale, spec.logits_scale) == (12.0, 0.22, 1 / 8)
+    assert spec.layers[0].attention.scale == 0.015625
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("Llama-3.1-8B", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+        ("Llama-3.1-8B", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ("gemma-3-1b-it", {"vision_config": {"hidden_size": 1}}, "vision_config"),
+        ("Llama-3.1-8B", {"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "mrope"),
+        ("Llama-3.1-8B", {"hidden_act": "relu2"}, "relu2"),
+        ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Qwen2.5-0.5B", {"layer_types": ["linear_attention"] * 24}, "linear_attention"),
+        ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("Llama-3.1-8B", {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ],
+)  # fmt: skip
+def test_unsupported_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="support") as caught:
+        spec_of(name, **changes)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_architecture_lists_what_is_supported() -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        spec_from_config({"architectures": ["FooForCausalLM"]})
+    assert all(name in str(caught.value) for name in SUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"architectures": "absent"}, "architectures"),
+        ({"hidden_size": "absent"}, "hidden_size"),
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"hidden_size": "many"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads"),
+        ({"hidden_size": 4095}, "num_attention_heads"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_scaling": "llama3"}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 5.0}}, "high_freq_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+    ],
+)
+def test_wrong_values_name_the_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ModelLoadError, match=key):
+        spec_of("Llama-3.1-8B", **changes)
+
+
+def test_configs_survive_json() -> None:
+    for name, (config, _) in PUBLISHED.items():
+        assert spec_from_config(json.loads(json.dumps(config))) == spec_of(name)
