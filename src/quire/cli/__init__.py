@@ -17,12 +17,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(help="'quill' [default], a local folder, a .gguf file, or a hub id.", show_default=False),
+    typer.Argument(help="'quill' (default), a local folder, a .gguf file, or a hub id.", show_default=False),
 ]
 
 
@@ -44,13 +44,15 @@ def serve(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
 @command_with(EngineArgs, skip=("model",))
 def run(
     model: ModelArgument = None,
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue [standard input].")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue (default: standard input).")
+    ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to write at most.")] = 128,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 is greedy [the model's].")
+        float | None, typer.Option("--temperature", help="0 is greedy (the model's).")
     ] = None,
     sample_seed: Annotated[
-        int | None, typer.Option("--sample-seed", help="Seed of the sampling [random].")
+        int | None, typer.Option("--sample-seed", help="Seed of the sampling (random).")
     ] = None,
     *,
     settings: dict[str, Any],
@@ -72,10 +74,10 @@ def chat(
     model: ModelArgument = None,
     system: Annotated[str | None, typer.Option("--system", help="A system message.")] = None,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 is greedy [the model's].")
+        float | None, typer.Option("--temperature", help="0 is greedy (the model's).")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Tokens of an answer at most [512].")
+        int | None, typer.Option("--max-tokens", help="Tokens of an answer at most (512).")
     ] = None,
     chat_template: Annotated[
         str | None, typer.Option("--chat-template", help="File of a Jinja chat template.")

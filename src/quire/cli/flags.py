@@ -80,15 +80,11 @@ def _option(kind: type[Any], spec: Field[Any]) -> inspect.Parameter:
 
 
 def _help(spec: Field[Any]) -> str:
-    text = str(spec.metadata["help"])
+    # Square brackets hold the default in `quire.args`; in Typer's help they would be markup.
+    text = str(spec.metadata["help"]).replace("[", "(").replace("]", ")")
     if spec.default is None:
         return text
-    shown = (
-        {True: "on", False: "off"}.get(spec.default, spec.default)
-        if isinstance(spec.default, bool)
-        else spec.default
-    )
-    return f"{text} [{shown}]"
+    return f"{text} ({('off', 'on')[spec.default] if isinstance(spec.default, bool) else spec.default})"
 
 
 def _metavar(spec: Field[Any], python_type: type) -> str | None:
