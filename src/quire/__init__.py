@@ -1,1 +1,28 @@
+"""Quire: an exact and fast serving engine for large language models. `LLM` is the offline API."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM as LLM
+    from quire.engine.results import RequestOutput as RequestOutput
+    from quire.request import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "quire.engine.llm",
+    "RequestOutput": "quire.engine.results",
+    "SamplingParams": "quire.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for only then: ``import quire`` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

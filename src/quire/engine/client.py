@@ -33,7 +33,7 @@ class EngineInfo:
 
 
 class EngineClient(Protocol):
-    """One engine. `InProcessClient`, `quire.engine.process.ProcessClient` and the supervisor are the implementations."""
+    """One engine: `InProcessClient`, `quire.engine.process.ProcessClient`, or a `Supervisor` around either."""
 
     def wait_ready(self) -> EngineInfo:
         """Block until the model is loaded.

@@ -10,6 +10,7 @@ text. Everything else happens in the loop's thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import FinishReason, SamplingParams, TokenEvent
+from quire.request import SamplingParams, TokenEvent
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -57,10 +58,11 @@ class Frontend:
         self._client = client
         self._clock = clock
         self._draw_seed = draw_seed
-        self._open: dict[str, tuple[RequestOutputState, RequestStream]] = {}
+        self._open: dict[str, RequestStream] = {}
+        self._num_submitted = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._ready: asyncio.Future[EngineInfo] | None = None
+        self._pump: threading.Thread | None = None
         self._closing = False
 
     async def start(self) -> EngineInfo:
@@ -69,7 +71,14 @@ class Frontend:
         Raises:
             ModelLoadError, ConfigError, EngineDeadError: it could not start; one line.
         """
-        raise NotImplementedError
+        assert self._pump is None, "start once"
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self._pump = threading.Thread(
+            target=self._run_pump, args=(loop, ready), name="quire-events", daemon=True
+        )
+        self._pump.start()
+        return await ready
 
     async def submit(
         self,
@@ -90,24 +99,72 @@ class Frontend:
             CapacityError: the server is starting or draining (retryable: 503).
             EngineDeadError: the engine is gone (503).
         """
-        raise NotImplementedError
+        self._check_open()
+        arrival_s = self._clock.now()
+        name = request_id or f"req-{secrets.token_hex(8)}"
+        self._num_submitted += 1
+        request = prepare_request(
+            # Unique even when a name comes again while late events of its first bearer are on their way.
+            f"{name}/{self._num_submitted}",
+            await self.tokenize(prompt) if isinstance(prompt, str) else prompt,
+            sampling,
+            self.model,
+            self.tokenizer,
+            arrival_s=arrival_s,
+            seed=self._draw_seed(),
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+        )
+        self._check_open()  # the tokenizer may have taken its time
+        state = RequestOutputState(request, self.tokenizer, self._client.send)
+        stream = RequestStream(name, state, lambda: self._give_up(request.request_id))
+        self._open[request.request_id] = stream
+        self._idle.clear()
+        self._client.send(AddRequest(request))
+        return stream
 
     async def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **template_kwargs: Any,
+        *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> list[int]:
         """Return the prompt ids of a chat. The template writes BOS itself; none is added to it.
+
+        ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are more
+        for the template to see (`enable_thinking` …).
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
         """
-        raise NotImplementedError
+        if self.chat_template is None:
+            raise RequestError(
+                f"The model {self.model.names[0]} has no chat template: use completions, or start the server with "
+                "--chat-template FILE.",
+                param="messages",
+            )
+        text = self.chat_template.render(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=(
+                not continue_final_message if add_generation_prompt is None else add_generation_prompt
+            ),
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        return await self.tokenize(text, add_special_tokens=False)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``; a long text is tokenized on a thread, so that streams keep flowing."""
-        raise NotImplementedError
+        if len(text) <= INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     def stats(self) -> EngineStats:
         """Return the engine's latest numbers."""
@@ -120,8 +177,88 @@ class Frontend:
 
     async def drain(self, grace_s: float) -> None:
         """Take no new requests; let the running ones finish for ``grace_s`` seconds, then abort them."""
-        raise NotImplementedError
+        if self.state in ("starting", "ready"):
+            self.state = "draining"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        await self._abort_all()
 
     async def close(self) -> None:
         """Abort what is in flight (each sample gets its terminal chunk) and stop the engine."""
-        raise NotImplementedError
+        if self._closing:
+            return
+        self._closing = True
+        if self.state in ("starting", "ready"):
+            self.state = "draining"
+        await self._abort_all()
+        await asyncio.to_thread(self._client.close)
+        if self._pump is not None:
+            await asyncio.to_thread(self._pump.join)
+
+    def _check_open(self) -> None:
+        if self.state == "dead":
+            raise EngineDeadError(str(self.failure))
+        if self.state != "ready":
+            doing = "still loading the model" if self.state == "starting" else "shutting down"
+            raise CapacityError(f"The server is {doing}: try again later.", retryable=True)
+
+    async def _abort_all(self) -> None:
+        for stream in list(self._open.values()):
+            await stream.abort()
+
+    def _give_up(self, request_id: str) -> None:
+        self._forget(request_id)
+        self._client.send(AbortRequest(request_id))
+
+    def _forget(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+        if not self._open:
+            self._idle.set()
+
+    def _dispatch(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            stream = self._open.get(event.request_id)
+            if stream is None:  # aborted or ended by a stop string; the core did not know yet
+                continue
+            stream.feed(event)
+            if stream.finished:
+                self._forget(event.request_id)
+
+    def _on_ready(self, info: EngineInfo, ready: asyncio.Future[EngineInfo]) -> None:
+        self.info = info
+        if self.state == "starting":
+            self.state = "ready"
+        if not ready.done():
+            ready.set_result(info)
+
+    def _die(self, error: QuireError, ready: asyncio.Future[EngineInfo]) -> None:
+        if self._closing:
+            return
+        self.state = "dead"
+        self.failure = error
+        log.error("engine_dead", error=error)
+        for stream in list(self._open.values()):
+            stream.fail(str(error), "dead")
+        self._open.clear()
+        self._idle.set()
+        if not ready.done():
+            ready.set_exception(error)
+
+    def _run_pump(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[EngineInfo]) -> None:
+        try:
+            _post(loop, self._on_ready, self._client.wait_ready(), ready)
+            while not self._closing:
+                events = self._client.receive()
+                if events:
+                    _post(loop, self._dispatch, events)
+        except QuireError as error:
+            _post(loop, self._die, error, ready)
+        except Exception as error:
+            log.exception("pump_failed")
+            _post(loop, self._die, EngineDeadError(f"{type(error).__name__}: {error}"), ready)
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
+    """Run ``call`` in the loop's thread; a loop that was closed meanwhile has nobody left to tell."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)

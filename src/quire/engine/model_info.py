@@ -17,7 +17,9 @@ class ModelInfo:
     max_model_len: int  # prompt + output, tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # generation_config.json and the tokenizer together
-    generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # SamplingParams names: temperature, top_p …
+    generation_defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # SamplingParams names: temperature, top_p …
     determinism: str = "exact"  # or "batch-dependent" (DESIGN §1.3)
 
     def sampling(self, **given: Any) -> SamplingParams:

@@ -77,9 +77,7 @@ class _Sample:
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
-        self.detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special_tokens=sampling.skip_special_tokens
-        )
+        self.detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
         self.matcher: StopMatcher | None = None
         if sampling.stop:
             self.matcher = StopMatcher(
@@ -113,9 +111,7 @@ class _Sample:
 class RequestOutputState:
     """The output side of one request: n samples, the numbers for usage and timing. Not thread-safe."""
 
-    def __init__(
-        self, request: Request, tokenizer: Tokenizer, send: Callable[[FinishSample], None]
-    ) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, send: Callable[[FinishSample], None]) -> None:
         self.request = request
         self.num_cached_tokens = 0
         self.queued_s = 0.0
@@ -161,7 +157,9 @@ class RequestOutputState:
                 stop_reason = event.stop_token_id
         return self._chunk(sample, event, "".join(pieces), used, reason, stop_reason)
 
-    def end(self, reason: FinishReason, error: str | None = None, error_kind: str | None = None) -> list[OutputChunk]:
+    def end(
+        self, reason: FinishReason, error: str | None = None, error_kind: str | None = None
+    ) -> list[OutputChunk]:
         """End every open sample from this side (abort, shutdown, a dead engine); held back text comes out."""
         chunks = []
         for index, sample in enumerate(self._samples):

@@ -69,7 +69,8 @@ def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
             raise RequestError(
-                f"{param} holds the token id {token_id!r}: the model's ids are 0…{vocab_size - 1}.", param=param
+                f"{param} holds the token id {token_id!r}: the model's ids are 0…{vocab_size - 1}.",
+                param=param,
             )
 
 

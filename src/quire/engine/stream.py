@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from types import TracebackType
 
 from quire.engine.output import OutputChunk, RequestOutputState, merge
-from quire.request import FinishReason
+from quire.metrics.log import Log
+from quire.request import FinishReason, TokenEvent
+
+log = Log("stream")
 
 
 class RequestStream:
     """What `Frontend.submit` returns. Iterate it once, or `collect` it; leave it and the request is aborted.
 
-        async with await frontend.submit(prompt, sampling) as stream:
+        async with contextlib.aclosing(await frontend.submit(prompt, sampling)) as stream:
             async for chunk in stream:
                 ...
 
@@ -24,27 +26,17 @@ class RequestStream:
     thread owns it.
     """
 
-    def __init__(self, state: RequestOutputState, give_up: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, state: RequestOutputState, give_up: Callable[[], None]) -> None:
         """``give_up`` takes the request out of the engine; called at most once."""
+        self.request_id = request_id
+        self.prompt_token_ids = state.request.prompt_token_ids
+        seed = state.request.sampling.seed
+        assert seed is not None
+        self.seed = seed  # the request's own, or the one drawn for it
         self._state = state
         self._give_up = give_up
         self._chunks: deque[OutputChunk] = deque()
         self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self._state.request.request_id
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        return self._state.request.prompt_token_ids
-
-    @property
-    def seed(self) -> int:
-        """The seed that was used: the request's own, or the one drawn for it."""
-        seed = self._state.request.sampling.seed
-        assert seed is not None
-        return seed
 
     @property
     def num_cached_tokens(self) -> int:
@@ -82,7 +74,10 @@ class RequestStream:
                     yield self._chunks.popleft()
                 if self._state.finished:
                     return
-                await self._wait()
+                assert self._waiter is None, "one reader at a time"
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+                self._waiter = None
         finally:
             await self.abort()
 
@@ -96,7 +91,7 @@ class RequestStream:
     async def abort(self) -> None:
         """End the request now. Open samples get a terminal chunk with `FinishReason.ABORT`. Harmless when finished."""
         if not self._state.finished:
-            self.push(self._state.end(FinishReason.ABORT))
+            self._push(self._state.end(FinishReason.ABORT))
             self._give_up()
 
     async def aclose(self) -> None:
@@ -104,24 +99,23 @@ class RequestStream:
         await self.abort()
         self._chunks.clear()
 
-    async def __aenter__(self) -> RequestStream:
-        return self
+    def feed(self, event: TokenEvent) -> None:
+        """Turn an event into text and wake the reader (called by the frontend)."""
+        try:
+            chunk = self._state.feed(event)
+        except Exception as error:  # one request's text must not take the streams of the others along
+            log.exception("output_failed", request_id=self.request_id)
+            self._push(self._state.end(FinishReason.ERROR, f"{type(error).__name__}: {error}", "internal"))
+            self._give_up()
+            return
+        if chunk is not None:
+            self._push([chunk])
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
+    def fail(self, error: str, error_kind: str) -> None:
+        """End every open sample with an error (called by the frontend)."""
+        self._push(self._state.end(FinishReason.ERROR, error, error_kind))
 
-    def push(self, chunks: list[OutputChunk]) -> None:
-        """Add chunks and wake the reader (called by the frontend)."""
+    def _push(self, chunks: list[OutputChunk]) -> None:
         self._chunks.extend(chunks)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    async def _wait(self) -> None:
-        assert self._waiter is None, "one reader at a time"
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None

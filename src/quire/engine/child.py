@@ -1,0 +1,124 @@
+"""The engine's own process: ``python -m quire.engine.child FD DIRECTORY EXECUTOR``, started by `quire.engine.spawn`.
+
+    inbox.ipc   PULL  <── Boot, then messages for the core
+    events.ipc  PUSH  ──> EngineInfo | Failure, then Events and EngineStats
+
+The loop blocks in `poll` while there is no work, and drains the inbox without blocking while there is. SIGINT and
+SIGTERM are the parent's to handle (it drains); this process ends when its connection to the parent does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import IO, Any
+
+import zmq
+
+from quire.clock import Clock, WallClock
+from quire.engine.build import build_core, describe, preload
+from quire.engine.core import EngineCore
+from quire.engine.wire import Boot, Events, Failure, decode, encode
+from quire.errors import QuireError
+from quire.metrics.log import Log, configure
+
+STATS_INTERVAL_S = 0.5
+log = Log("engine")
+
+
+def main(argv: list[str]) -> None:
+    """Run until the parent goes away."""
+    life_fd, directory, executor = int(argv[1]), argv[2], argv[3]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_die_with_parent, args=(life_fd, directory), daemon=True).start()
+    sys.stderr = sys.stdout = _Prefixed(sys.stderr)  # type: ignore[assignment]
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for place in (inbox, outbox):
+        place.set_hwm(0)  # what is in flight is bounded by the queue of the scheduler
+    inbox.bind(f"ipc://{directory}/inbox.ipc")
+    outbox.connect(f"ipc://{directory}/events.ipc")
+    outbox.linger = 1000  # the last words of a failure have to get out
+    try:
+        preload(executor)
+        boot = decode(inbox.recv_multipart())
+        assert isinstance(boot, Boot)
+        configure(boot.log_level)
+        clock = WallClock()
+        core = build_core(boot.config, executor, clock)
+        outbox.send_multipart(encode(describe(core)))
+        serve(core, inbox, outbox, clock)
+    except Exception as error:
+        if log.debugging or not isinstance(error, QuireError):
+            traceback.print_exc()
+        outbox.send_multipart(encode(Failure(type(error).__name__, _one_line(error))))
+        context.destroy()
+        raise SystemExit(1) from None
+
+
+def serve(core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], clock: Clock) -> None:
+    """The loop: drain the inbox, step, send the step's events as one message."""
+    stats_s = clock.now()
+    outbox.send_multipart(encode(core.stats()))
+    while True:
+        if not core.has_work:
+            inbox.poll()
+        for message in _drain(inbox):
+            core.put(message)
+        events = core.step()
+        if events:
+            outbox.send_multipart(encode(Events(events)))
+        now_s = clock.now()
+        if not core.has_work or now_s - stats_s >= STATS_INTERVAL_S:
+            outbox.send_multipart(encode(core.stats()))
+            stats_s = now_s
+
+
+def _drain(inbox: zmq.Socket[bytes]) -> list[Any]:
+    messages = []
+    try:
+        while True:
+            messages.append(decode(inbox.recv_multipart(zmq.NOBLOCK)))
+    except zmq.Again:
+        return messages
+
+
+def _die_with_parent(life_fd: int, directory: str) -> None:
+    socket.socket(fileno=life_fd).recv(1)  # returns when the parent closes its end, or dies
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, QuireError) else f"{type(error).__name__}: {text}"
+
+
+class _Prefixed:
+    """stderr whose lines begin with ``[engine]``, so that two processes can share a terminal."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._at_start = True
+
+    def write(self, text: str) -> int:
+        lines = "".join(
+            ["[engine] " + line if line.strip("\r\n") else line for line in text.splitlines(keepends=True)]
+        )
+        if not self._at_start:
+            lines = lines.removeprefix("[engine] ")
+        self._at_start = text.endswith(("\n", "\r")) if text else self._at_start
+        return self._stream.write(lines)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,264 @@
+"""`LLM`: the offline API, with vLLM's names. Everything in this process, nothing but the model's own dependencies.
+
+from quire import LLM, SamplingParams
+llm = LLM("quill")
+for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+    print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from quire.clock import WallClock
+from quire.device import detect_device
+from quire.engine.assemble import configure, load_text
+from quire.engine.build import build_core
+from quire.engine.client import InProcessClient
+from quire.engine.inbox import AbortRequest, AddRequest
+from quire.engine.llm_args import llm_args
+from quire.engine.output import OutputChunk, RequestOutputState, merge
+from quire.engine.prepare import SEED_BITS, prepare_request
+from quire.engine.progress import ProgressBar
+from quire.engine.results import RequestOutput, completion
+from quire.errors import RequestError
+from quire.request import Request, SamplingParams
+from quire.text.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A loaded model. `generate` and `chat` take one or many prompts and return when all are done.
+
+    Keywords are the fields of `quire.args.EngineArgs`: ``dtype, quantize, max_model_len, max_num_seqs,
+    max_num_batched_tokens, kv_memory`` (or ``num_kv_blocks``), ``enable_prefix_caching, load_format, seed`` …, and
+    vLLM's spellings ``quantization``, ``num_gpu_blocks_override`` and ``gpu_memory_utilization``. ``seed`` is that of
+    random weights, and of the seeds of requests that bring none: the same script gives the same text.
+    """
+
+    def __init__(self, model: str = "quill", **settings: Any) -> None:
+        """Load ``model``: "quill", a local folder, a .gguf file or a hub id.
+
+        Raises:
+            ConfigError: a keyword that is unknown or wrong.
+            ModelLoadError: the model is missing, damaged or not supported.
+        """
+        args = llm_args(model, settings)
+        config, checkpoint = configure(args, detect_device())
+        text = load_text(args, config, checkpoint)
+        clock = WallClock()
+        self.model = text.model
+        self._tokenizer = text.tokenizer
+        self._chat_template = text.chat_template
+        self._clock = clock
+        self._seeds = random.Random(args.seed)
+        self._num_requests = 0
+        # More would be refused by the queue of the scheduler, which protects servers.
+        self._max_in_flight = max(1, args.max_queue)
+        self._client = InProcessClient(lambda: build_core(config, "local", clock))
+        self.info = self._client.wait_ready()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return one `RequestOutput` for each prompt, in their order.
+
+        A prompt is a string, a list of ids, or ``{"prompt": …}`` or ``{"prompt_token_ids": […]}``.
+        ``sampling_params`` is one for all or one for each; None takes the model's own defaults. ``use_tqdm`` shows a
+        progress bar.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; nothing has run then. What can only be found out
+                later ends with finish_reason "error", and the other prompts go on.
+        """
+        items = _as_list(prompts)
+        params = self._params(sampling_params, len(items))
+        texts = [_text_of(item) for item in items]
+        requests = []
+        for index, (item, text, sampling) in enumerate(zip(items, texts, params, strict=True)):
+            ids = self._tokenizer.encode(text) if text is not None else _ids_of(item, index)
+            requests.append(self._request(ids, sampling))
+        return self._run(requests, texts, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Return the answer to one conversation, or to each of several.
+
+        Raises:
+            RequestError: the model has no chat template, or the template refuses the messages.
+        """
+        chats = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        texts = [
+            self.render_chat(
+                chat,  # type: ignore[arg-type]
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
+            for chat in chats
+        ]
+        params = self._params(sampling_params, len(texts))
+        requests = [
+            self._request(self._tokenizer.encode(text, add_special_tokens=False), sampling)
+            for text, sampling in zip(texts, params, strict=True)
+        ]
+        return self._run(requests, texts, use_tqdm)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> Iterator[OutputChunk]:
+        """Yield the chunks of one prompt as they come. Leaving the iterator aborts the request."""
+        text = _text_of(prompt)
+        if text is None:
+            ids = _ids_of(prompt, 0)
+        else:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        request = self._request(ids, sampling_params or self.get_default_sampling_params())
+        return (chunk for _, chunk in self._chunks(deque([request])))
+
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **options: Any) -> str:
+        """Return the prompt text of a conversation; ``options`` as `ChatTemplate.render`."""
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **options)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the model."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling that the model's generation_config.json proposes."""
+        return self.model.sampling()
+
+    def close(self) -> None:
+        """Free the engine; the object cannot be used afterwards."""
+        self._client.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.get_default_sampling_params()] * count
+        if len(given) != count:
+            raise RequestError(
+                f"sampling_params has {len(given)} entries for {count} prompts: give one, or one for each prompt.",
+                param="sampling_params",
+            )
+        return list(given)
+
+    def _request(self, ids: Sequence[int], sampling: SamplingParams) -> Request:
+        request_id = str(self._num_requests)
+        self._num_requests += 1
+        return prepare_request(
+            request_id,
+            ids,
+            sampling,
+            self.model,
+            self._tokenizer,
+            arrival_s=self._clock.now(),
+            seed=self._seeds.getrandbits(SEED_BITS),
+        )
+
+    def _run(
+        self, requests: Sequence[Request], texts: Sequence[str | None], show: bool
+    ) -> list[RequestOutput]:
+        parts = {r.request_id: [[] for _ in range(r.sampling.n)] for r in requests}  # type: dict[str, list[list[OutputChunk]]]
+        states: dict[str, RequestOutputState] = {}
+        bar = ProgressBar(len(requests), self._clock, shown=show)
+        for state, chunk in self._chunks(deque(requests)):
+            states[state.request.request_id] = state
+            parts[state.request.request_id][chunk.index].append(chunk)
+            bar.add(requests=state.finished, tokens=len(chunk.token_ids))
+        bar.close()
+        return [
+            RequestOutput(
+                request_id=request.request_id,
+                prompt=text,
+                prompt_token_ids=request.prompt_token_ids,
+                outputs=[completion(merge(c), self._tokenizer) for c in parts[request.request_id]],
+                seed=request.sampling.seed or 0,
+                num_cached_tokens=states[request.request_id].num_cached_tokens,
+            )
+            for request, text in zip(requests, texts, strict=True)
+        ]
+
+    def _chunks(self, waiting: deque[Request]) -> Iterator[tuple[RequestOutputState, OutputChunk]]:
+        """Run all requests to their ends; whatever is left when the caller leaves is aborted."""
+        running: dict[str, RequestOutputState] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < self._max_in_flight:
+                    request = waiting.popleft()
+                    running[request.request_id] = RequestOutputState(
+                        request, self._tokenizer, self._client.send
+                    )
+                    self._client.send(AddRequest(request))
+                for event in self._client.receive():
+                    state = running.get(event.request_id)
+                    chunk = None if state is None else state.feed(event)
+                    if state is not None and chunk is not None:
+                        if state.finished:
+                            del running[event.request_id]
+                        yield state, chunk
+        finally:
+            for request_id in running:
+                self._client.send(AbortRequest(request_id))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _text_of(prompt: Prompt) -> str | None:
+    """Return the text of a prompt, None where it brings ids."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt:
+        text = prompt.get("prompt")
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def _ids_of(prompt: Prompt, index: int) -> Sequence[int]:
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+    if isinstance(ids, Sequence) and not isinstance(ids, str):
+        return ids
+    raise RequestError(
+        f"prompt {index} is {prompt!r:.80}: give a string, a list of token ids, or a dict with prompt or "
+        "prompt_token_ids.",
+        param="prompt",
+    )

@@ -1,0 +1,134 @@
+"""`ProcessClient`: an engine in a child process, over two ZeroMQ sockets. Torch-free.
+
+send     ──> PUSH ──> inbox.ipc     (any thread)
+receive  <── PULL <── events.ipc    (one thread at a time)
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import zmq
+
+from quire import errors
+from quire.config import EngineConfig
+from quire.engine.client import EngineInfo
+from quire.engine.inbox import Message
+from quire.engine.spawn import EngineProcess
+from quire.engine.wire import Boot, Events, Failure, decode, encode
+from quire.errors import EngineDeadError, QuireError
+from quire.metrics.engine_stats import EngineStats
+from quire.request import TokenEvent
+
+
+class ProcessClient:
+    """The parent's side of an engine process; an `EngineClient`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        executor: str = "local",
+        log_level: str = "warning",
+        process: EngineProcess | None = None,
+    ) -> None:
+        """``process``: one started earlier, with the same ``executor``; else one is started now."""
+        self._process = process or EngineProcess(executor)
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PUSH)
+        self._events = self._context.socket(zmq.PULL)
+        for place in (self._inbox, self._events):
+            place.set_hwm(0)
+        self._inbox.reconnect_ivl = 5  # ms; the child binds when it is up
+        self._events.bind(f"ipc://{self._process.directory}/events.ipc")
+        self._inbox.connect(f"ipc://{self._process.directory}/inbox.ipc")
+        self._wake, self._woken = socket.socketpair()
+        self._poller = zmq.Poller()
+        for source in (self._events, self._process.life, self._woken):
+            self._poller.register(source, zmq.POLLIN)
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._closed = False
+        self._dead: EngineDeadError | None = None
+        self._stats = EngineStats()
+        self._send(Boot(config, log_level))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self) -> EngineInfo:
+        """As `EngineClient.wait_ready`."""
+        value = self._next(None)
+        if isinstance(value, Failure):
+            raise _load_error(value)
+        if value is None:
+            raise self._dead or EngineDeadError("The engine was closed while it was loading.")
+        assert isinstance(value, EngineInfo)
+        return value
+
+    def send(self, message: Message) -> None:
+        """As `EngineClient.send`."""
+        self._send(message)
+
+    def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
+        """As `EngineClient.receive`."""
+        while True:
+            value = self._next(timeout_s)
+            if isinstance(value, Events):
+                return value.events
+            if isinstance(value, EngineStats):
+                self._stats = value
+            elif isinstance(value, Failure):
+                self._dead = EngineDeadError(f"The engine stopped: {value.text}")
+            elif self._dead is not None:
+                raise self._dead
+            else:
+                return []
+
+    def stats(self) -> EngineStats:
+        """As `EngineClient.stats`."""
+        return self._stats
+
+    def close(self) -> None:
+        """As `EngineClient.close`."""
+        with self._sending:
+            if self._closed:
+                return
+            self._closed = True
+        self._wake.send(b"x")
+        with self._receiving, self._sending:
+            self._context.destroy(linger=0)
+            self._process.close()
+            self._wake.close()
+            self._woken.close()
+
+    def _send(self, value: Any) -> None:
+        with self._sending:
+            if not self._closed:
+                self._inbox.send_multipart(encode(value))
+
+    def _next(self, timeout_s: float | None) -> Any:
+        """Return the next value from the child; None after the timeout, when closed, or when it is dead."""
+        with self._receiving:
+            if self._closed:
+                return None
+            ready = dict(self._poller.poll(None if timeout_s is None else timeout_s * 1e3))
+            # What the child said before its death counts, so the events go first.
+            if self._events in ready:
+                return decode(self._events.recv_multipart())
+            if self._closed or not ready:
+                return None
+            if self._events.poll(100):  # the last words may still be on their way through ZeroMQ's thread
+                return decode(self._events.recv_multipart())
+            if self._dead is None:
+                self._dead = EngineDeadError(f"The engine process {self._process.fate()}.")
+            return None
+
+
+def _load_error(failure: Failure) -> QuireError:
+    kind = getattr(errors, failure.error, None)
+    if isinstance(kind, type) and issubclass(kind, errors.ModelLoadError | errors.ConfigError):
+        return kind(failure.text)
+    return EngineDeadError(f"The engine could not start: {failure.text}")

@@ -1,0 +1,76 @@
+"""What `quire.LLM` returns, in vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.engine.output import OutputChunk
+from quire.request import FinishReason, TokenLogprobs
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token at one position: log-probability of the raw logits, rank (1 is the most likely), text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the n answers to a prompt."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None  # sum over token_ids, with `SamplingParams.logprobs`
+    logprobs: list[dict[int, Logprob]] | None  # per token: the drawn one first, then the alternatives
+    finish_reason: FinishReason | None  # equals "stop", "length", "abort" or "error"
+    stop_reason: int | str | None = None  # the stop token id or the stop string; None for EOS
+    error: str | None = None  # with finish_reason "error"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All answers to one prompt."""
+
+    request_id: str
+    prompt: str | None  # as given; None where ids were given
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput]  # by index
+    seed: int  # given or drawn: with it the same text comes again
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    finished: bool = True
+
+
+def completion(chunk: OutputChunk, tokenizer: Tokenizer) -> CompletionOutput:
+    """Return the whole chunk of one sample (`quire.engine.output.merge`) in vLLM's form."""
+    logprobs = None if chunk.logprobs is None else chunk.logprobs
+    return CompletionOutput(
+        index=chunk.index,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
+        logprobs=None if logprobs is None else _tables(logprobs, tokenizer),
+        finish_reason=chunk.finish_reason,
+        stop_reason=chunk.stop_reason,
+        error=chunk.error,
+    )
+
+
+def _tables(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[int, Logprob]]:
+    def text(token_id: int) -> str:
+        return tokenizer.decode([token_id], skip_special_tokens=False, continues=True)
+
+    tables = []
+    for entry in logprobs:
+        table = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+        for rank, (token_id, logprob) in enumerate(
+            zip(entry.top_token_ids, entry.top_logprobs, strict=True), start=1
+        ):
+            table.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
+        tables.append(table)
+    return tables

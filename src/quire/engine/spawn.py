@@ -1,0 +1,78 @@
+"""`EngineProcess`: the child process of an engine, started before anything heavy is imported here.
+
+Nothing but the standard library is needed to start it, so a server starts it first and loads its own modules while
+the child loads torch. Each side holds one end of a socket pair and sees the other's death as its end of file: no
+orphan stays when the parent is killed, and no stream waits for a dead child.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import quire
+
+# A path of a Unix socket is limited to 107 bytes on Linux; a long TMPDIR would not leave room.
+_MAX_DIR_BYTES = 80
+
+
+class EngineProcess:
+    """A child that runs `quire.engine.child`. Its sockets live in a directory that only this user can enter."""
+
+    def __init__(self, executor: str = "local") -> None:
+        """Start the child; it imports what ``executor`` needs and waits for a configuration."""
+        base = tempfile.gettempdir()
+        self.directory = Path(
+            tempfile.mkdtemp(prefix="quire-", dir=base if len(base.encode()) < _MAX_DIR_BYTES else "/tmp")
+        )
+        self.life, theirs = socket.socketpair()  # readable when the child is dead
+        here = str(Path(quire.__file__).parents[1])  # the child runs this very package, installed or not
+        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+        with theirs:
+            self._popen = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "quire.engine.child",
+                    str(theirs.fileno()),
+                    str(self.directory),
+                    executor,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a library prints in the child must not mix with this process's answers
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def fate(self) -> str:
+        """Wait for the end of the child, which is near, and return how it ended, for a person."""
+        try:
+            status = self._popen.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        if status < 0:
+            name = signal.Signals(-status).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            return f"was killed by {name}{hint}"
+        return f"exited with status {status}"
+
+    def close(self) -> None:
+        """End the child (it exits when its connection closes; it is killed if it does not) and clean up."""
+        self.life.close()
+        try:
+            self._popen.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
