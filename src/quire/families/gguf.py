@@ -93,7 +93,8 @@ def config_from_gguf(
         "num_attention_heads": heads,
         "num_key_value_heads": f.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": f.number("attention.layer_norm_rms_epsilon"),
+        # Stored as float32: seven digits give back the decimal number that was meant.
+        "rms_norm_eps": float(f"{f.number('attention.layer_norm_rms_epsilon'):.7g}"),
         "max_position_embeddings": f.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
