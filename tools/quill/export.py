@@ -97,6 +97,7 @@ def export(checkpoint: Path, shape: QuillShape, tokenizer: Path, folder: Path) -
     weights = {name: weight.bfloat16().contiguous() for name, weight in model.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
     documents = {
         "config": config(shape),
