@@ -1,0 +1,56 @@
+"""`LocalExecutor`: the worker in this process, one step in flight."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from quire.clock import Clock, WallClock
+from quire.config import EngineConfig
+from quire.models.loader import iter_weights
+from quire.runner.memory import torch_dtype
+from quire.runner.worker import Worker
+from quire.step import StepPlan, StepResult
+
+_log = logging.getLogger(__name__)
+
+
+class LocalExecutor:
+    """Computes a plan when its result is collected, so that `submit` never blocks the core.
+
+    ``weights`` (a stream of canonical name and tensor) replaces the checkpoint that ``config.model`` names: for tests.
+    Building raises `ModelLoadError` or `ConfigError`; a step never raises: its error is in the `StepResult`.
+    """
+
+    max_in_flight = 1
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        clock: Clock | None = None,
+        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        torch.set_num_threads(config.runner.num_threads)
+        stream = iter_weights(config.model, torch_dtype(config.model.dtype)) if weights is None else weights
+        self.worker = Worker(config, stream, clock or WallClock())
+        self._pending: StepPlan | None = None
+
+    def submit(self, plan: StepPlan) -> None:
+        """Take a plan; the one before must have been collected."""
+        assert self._pending is None, "one step at a time: collect the last one first"
+        self._pending = plan
+
+    def collect(self) -> StepResult:
+        """Compute the plan that was submitted and return its result."""
+        plan = self._pending
+        assert plan is not None, "nothing was submitted"
+        self._pending = None
+        try:
+            return self.worker.execute(plan)
+        except Exception as error:
+            # Whatever it is, the engine has to go on: the core fails this step's sequences with the text.
+            _log.exception("step %d failed", plan.step)
+            return StepResult(plan.step, error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,158 @@
+"""Exact paged attention: fixed tiles of 64 KV positions at absolute multiples, one partial softmax a tile.
+
+For a row r and a tile j (Milakov and Gimelshein 2018, Dao et al. 2022, with the maximum taken over all tiles):
+
+    s_j = scale · q_r · K_jᵀ (capped, masked)      m_j = max s_j      p_j = exp(s_j − m_j)      l_j = Σ p_j
+    M = max_j m_j      w_j = exp(m_j − M)      out = Σ_j w_j (p_j V_j) / Σ_j w_j l_j      summed in order of j
+
+Why the bits of a row depend on nothing but its own q and the K and V that it sees:
+
+* a tile starts at an absolute position, so a chunk, a single token and a cached prefix cut the keys alike;
+* both products always have one shape, [row_tile, head_dim] × [head_dim, 64] and [row_tile, 64] × [64, v_head_dim],
+  padded to multiples of 16, where MKL's batched sgemm gave a row the same bits in any place, batch and number of
+  threads (measured with 1 … 8 threads; unpadded it did not, e.g. v_head_dim 6 or 20);
+* a tile that a row does not see has w_j = 0 exactly and adds 0, so it may be there or not. This needs finite K and V
+  in every block: the worker clears blocks when a sequence gets them.
+
+All in fp32, whatever the cache holds.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.attention import tiling
+from quire.kernels.attention.batch import AttentionShape, RaggedBatch
+from quire.kernels.kv_view import KvView
+from quire.kernels.registry import register
+
+TILE = 64  # positions
+ALIGN = 16  # elements of head_dim and v_head_dim
+_LOWEST = -1e30  # stands for the maximum of a row that sees nothing in a tile; exp(−inf − _LOWEST) = 0
+_CHUNK_FLOATS = 1 << 23  # about 32 MiB of gathered K and V at once
+
+
+def row_tile_of(group: int) -> int:
+    """Rows of an item for ``group`` query heads a kv head: a constant of the layer, 16 … 64."""
+    return min(64, max(16, 1 << (group - 1).bit_length()))
+
+
+@register("attention", "reference")
+def attention(
+    q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """``q [num_tokens, num_heads, head_dim]`` → ``[num_tokens, num_heads, v_head_dim]``."""
+    num_tokens, num_heads, head_dim = q.shape
+    kv_heads, group = kv.num_kv_heads, num_heads // kv.num_kv_heads
+    row_tile = row_tile_of(group)
+    if num_tokens == 0:
+        return q.new_empty(0, num_heads, kv.v_head_dim)
+    # One zero row at the end stands in for the padding of items.
+    rows = torch.zeros(kv_heads, num_tokens * group + 1, _align(head_dim))
+    rows[:, :-1, :head_dim] = (
+        q.view(num_tokens, kv_heads, group, head_dim)
+        .transpose(0, 1)
+        .reshape(kv_heads, num_tokens * group, head_dim)
+    )
+    rows *= shape.scale
+    out = torch.empty(kv_heads, num_tokens * group + 1, kv.v_head_dim)
+    sink_rows = None if sinks is None else sinks.view(kv_heads, 1, group).expand(-1, num_tokens, -1)
+    for chunk in _chunks(batch, kv, group, row_tile, shape.window):
+        acc, total, top = _attend(rows, kv, chunk, row_tile, shape)
+        if sink_rows is not None:
+            flat = torch.zeros(kv_heads, num_tokens * group + 1)
+            flat[:, :-1] = sink_rows.reshape(kv_heads, -1)
+            acc, total = _add_sinks(acc, total, top, flat.index_select(1, chunk.row_index).view_as(total))
+        acc = acc[..., : kv.v_head_dim] / total.unsqueeze(-1)
+        out.index_copy_(1, chunk.row_index, acc.reshape(kv_heads, -1, kv.v_head_dim))
+    out = out[:, :-1].view(kv_heads, num_tokens, group, kv.v_head_dim)
+    return out.transpose(0, 1).reshape(num_tokens, num_heads, kv.v_head_dim).to(q.dtype)
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def _chunks(
+    batch: RaggedBatch, kv: KvView, group: int, row_tile: int, window: int | None
+) -> list[tiling.PairChunk]:
+    """Return the cut of the batch, made by the first layer that asks and kept for the others of its group."""
+    blocks_per_tile = -(-TILE // kv.block_size)
+    tile = _align(blocks_per_tile * kv.block_size)
+    floats_per_pair = kv.num_kv_heads * tile * (_align(kv.head_dim) + _align(kv.v_head_dim) + 2 * row_tile)
+    key = ("reference", group, row_tile, tile, window, floats_per_pair)
+    if key not in batch.plans:
+        batch.plans[key] = tiling.cut(
+            batch,
+            group=group,
+            row_tile=row_tile,
+            block_size=kv.block_size,
+            blocks_per_tile=blocks_per_tile,
+            tile=tile,
+            window=window,
+            max_pairs=max(1, _CHUNK_FLOATS // floats_per_pair),
+        )
+    chunks: list[tiling.PairChunk] = batch.plans[key]
+    return chunks
+
+
+def _attend(
+    rows: torch.Tensor, kv: KvView, chunk: tiling.PairChunk, row_tile: int, shape: AttentionShape
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the unnormalised output ``[kv_heads, items, row_tile, v_dim]``, its denominator and its maximum."""
+    kv_heads = rows.shape[0]
+    num_pairs, _, tile = chunk.masked.shape
+    keys, values = _gather(kv, chunk.blocks, num_pairs, tile)  # [kv_heads · pairs, tile, dim]
+    queries = rows.index_select(1, chunk.pair_row_index).view(kv_heads * num_pairs, row_tile, -1)
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(kv_heads, num_pairs, row_tile, tile)
+    if shape.soft_cap is not None:
+        scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
+    scores.masked_fill_(chunk.masked, float("-inf"))
+    tile_top = scores.amax(-1).clamp_min_(_LOWEST)  # [kv_heads, pairs, row_tile]
+    weights = scores.sub_(tile_top.unsqueeze(-1)).exp_()
+    tile_total = weights.sum(-1)
+    partial = torch.bmm(weights.view(-1, row_tile, tile), values).view(kv_heads, num_pairs, row_tile, -1)
+    if len(chunk.ordinals) == 1:
+        return partial, tile_total, tile_top
+    top = tile_top[:, : chunk.ordinals[0][1]].clone()
+    for start, items in chunk.ordinals[1:]:
+        torch.maximum(top[:, :items], tile_top[:, start : start + items], out=top[:, :items])
+    rescale = tile_top.sub_(top.index_select(1, chunk.pair_item)).exp_()
+    partial *= rescale.unsqueeze(-1)
+    tile_total *= rescale
+    items = chunk.ordinals[0][1]
+    acc, total = partial[:, :items].clone(), tile_total[:, :items].clone()
+    for start, items in chunk.ordinals[1:]:
+        acc[:, :items] += partial[:, start : start + items]
+        total[:, :items] += tile_total[:, start : start + items]
+    return acc, total, top
+
+
+def _gather(kv: KvView, blocks: torch.Tensor, num_pairs: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read the blocks of every pair: fp32 ``[kv_heads · pairs, tile, dim]``, padded with zeros to whole ALIGNs."""
+    kv_heads, size = kv.num_kv_heads, kv.block_size
+    pieces = kv.pieces.index_select(0, blocks).view(num_pairs, -1, kv_heads, kv.pieces.shape[-1])
+    per_tile = pieces.shape[1]
+
+    def unpack(start: int, dim: int) -> torch.Tensor:
+        padded = _align(dim) != dim or per_tile * size != tile
+        make = torch.zeros if padded else torch.empty
+        target = make(kv_heads, num_pairs, tile, _align(dim))
+        part = torch.unflatten(pieces[..., start : start + size * dim], -1, (size, dim))
+        whole = torch.unflatten(target[:, :, : per_tile * size, :dim], 2, (per_tile, size))
+        whole.copy_(part.permute(2, 0, 1, 3, 4))
+        return target.view(kv_heads * num_pairs, tile, -1)
+
+    keys = unpack(0, kv.head_dim)
+    if kv.v_in_k:
+        return keys, keys[..., : _align(kv.v_head_dim)]
+    return keys, unpack(size * kv.head_dim, kv.v_head_dim)
+
+
+def _add_sinks(
+    acc: torch.Tensor, total: torch.Tensor, top: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put one more logit into the denominator: everything is rescaled to the new maximum."""
+    new_top = torch.maximum(top, sinks)
+    rescale = torch.exp(top - new_top)
+    return acc * rescale.unsqueeze(-1), total * rescale + torch.exp(sinks - new_top)

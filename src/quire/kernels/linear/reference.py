@@ -1,0 +1,86 @@
+"""Exact linear: always the same GEMM, 32 rows by the whole matrix, so a row's bits do not depend on the batch.
+
+A library GEMM promises no order of summation, and picks its code by the shape of the product. With the shape fixed
+the code is fixed; what is left is whether the result of a row depends on where in the tile it lies, on the other
+rows, or on the number of threads. Measured with torch 2.13 (MKL for fp32, oneDNN for bf16), 1 … 8 threads:
+
+* it does for fp32 where in_features is odd and out_features < 16 (MKL's edge kernels sum in another order);
+* it never did when both are multiples of 32, which is why the matrix is padded with zeros to that;
+  zeros add nothing to a sum, so padding changes no result. Real models hardly pad.
+
+``tests/kernels/test_linear.py`` checks it on the machine at hand.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.linear.packed import PackedLinear
+from quire.kernels.registry import register
+
+TILE_ROWS = 32
+ALIGN = 32  # features
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@register("linear.pack_empty", "reference")
+def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
+    """Row-major ``[out_features, in_features]``, both padded with zeros to a multiple of 32."""
+    data = torch.empty(round_up(out_features, ALIGN), round_up(in_features, ALIGN), dtype=dtype)
+    data[out_features:].zero_()  # only the padding: the rest costs no memory until it is written
+    data[:, in_features:].zero_()
+    return PackedLinear(out_features, in_features, data)
+
+
+@register("linear.write_rows", "reference")
+def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
+    packed.data[start : start + weight.shape[0], : packed.in_features].copy_(weight)
+
+
+@register("linear.read_rows", "reference")
+def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    return packed.data.index_select(0, ids)[:, : packed.in_features]
+
+
+@register("linear", "reference")
+def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``, one GEMM for every 32 rows."""
+    num_tokens = x.shape[0]
+    num_rows = round_up(num_tokens, TILE_ROWS)
+    width = packed.data.shape[1]
+    if num_rows != num_tokens or width != x.shape[1] or not x.is_contiguous():
+        tiles = x.new_zeros(num_rows, width)
+        tiles[:num_tokens, : x.shape[1]] = x
+    else:
+        tiles = x
+    y = x.new_empty(num_rows, packed.data.shape[0])
+    weight = packed.data.t()
+    for start in range(0, num_rows, TILE_ROWS):
+        torch.mm(tiles[start : start + TILE_ROWS], weight, out=y[start : start + TILE_ROWS])
+    y = y[:num_tokens, : packed.out_features]
+    return y if packed.bias is None else y + packed.bias
+
+
+def pack_heads(weight: torch.Tensor) -> torch.Tensor:
+    """``[num_heads, in_size, out_size]`` → the same, both sizes padded with zeros to a multiple of 32."""
+    heads, in_size, out_size = weight.shape
+    packed = weight.new_zeros(heads, round_up(in_size, ALIGN), round_up(out_size, ALIGN))
+    packed[:, :in_size, :out_size] = weight
+    return packed
+
+
+@register("head_linear", "reference")
+def head_linear(x: torch.Tensor, packed: torch.Tensor, out_size: int) -> torch.Tensor:
+    """``[num_tokens, num_heads, in_size]`` → ``[num_tokens, num_heads, out_size]``, one bmm for every 32 tokens."""
+    num_tokens, num_heads, in_size = x.shape
+    num_rows = round_up(num_tokens, TILE_ROWS)
+    tiles = x.new_zeros(num_heads, num_rows, packed.shape[1])
+    tiles[:, :num_tokens, :in_size] = x.transpose(0, 1)
+    y = x.new_empty(num_tokens, num_heads, out_size)
+    for start in range(0, num_tokens, TILE_ROWS):
+        product = torch.bmm(tiles[:, start : start + TILE_ROWS], packed)
+        y[start : start + TILE_ROWS] = product[:, : num_tokens - start, :out_size].transpose(0, 1)
+    return y

@@ -1,0 +1,87 @@
+"""Routing and grouped expert products in torch.
+
+Exact: the scores of a token are a function of its own row; the rows of an expert go through its matrices in tiles of
+32 (`kernels.linear`), whatever other rows are there; and the weighted sum runs over a token's experts in the order of
+its own choice, never in the order of the experts that happen to be hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quire.kernels.activation.reference import sigmoid
+from quire.kernels.linear import PackedLinear, linear
+from quire.kernels.registry import register
+from quire.modelspec import MoeSpec
+
+_TINY = 1e-20  # DeepSeek-V3 keeps the division of a sum of sigmoids safe with it
+
+
+@register("moe.route", "reference")
+def route(
+    router_logits: torch.Tensor, spec: MoeSpec, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores → (+ correction) → groups → top-k → weights."""
+    if spec.scoring == "softmax_after_topk":
+        chosen, ids = router_logits.topk(spec.top_k, dim=-1)
+        return _softmax(chosen) * spec.routed_scale, ids
+    scores = _softmax(router_logits) if spec.scoring == "softmax" else sigmoid(router_logits)
+    choice = scores if correction is None else scores + correction
+    if spec.num_groups > 1:
+        choice = _best_groups(choice, spec)
+    ids = choice.topk(spec.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if spec.normalize_topk:
+        total = weights[:, 0].clone()
+        for j in range(1, spec.top_k):
+            total += weights[:, j]
+        weights = weights / (total + _TINY).unsqueeze(1)
+    return weights * spec.routed_scale, ids
+
+
+def _softmax(x: torch.Tensor) -> torch.Tensor:
+    e = (x - x.amax(-1, keepdim=True)).exp_()
+    return e / e.sum(-1, keepdim=True)
+
+
+def _best_groups(choice: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
+    """Exclude the experts outside the ``topk_groups`` groups that score best."""
+    grouped = torch.unflatten(choice, -1, (spec.num_groups, -1))
+    if spec.group_score == "max":
+        group_scores = grouped.amax(-1)
+    else:
+        best = grouped.topk(2, dim=-1).values
+        group_scores = best[..., 0] + best[..., 1]
+    kept = group_scores.topk(spec.topk_groups, dim=-1).indices
+    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
+    return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+@register("moe.experts", "reference")
+def experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    gate_up: Sequence[PackedLinear],
+    down: Sequence[PackedLinear],
+    activate: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """One pass over the experts that are hit; rows are gathered by expert and put back by (token, choice)."""
+    num_tokens, top_k = expert_ids.shape
+    order = expert_ids.view(-1).argsort(stable=True)  # (token, choice) pairs, expert by expert
+    counts = torch.bincount(expert_ids.view(-1), minlength=len(gate_up)).tolist()
+    taken = x.new_empty(num_tokens * top_k, x.shape[1])
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            pairs = order[start : start + count]
+            rows = x.index_select(0, pairs // top_k)
+            taken[pairs] = linear(activate(linear(rows, gate_up[expert])), down[expert])
+            start += count
+    parts = taken.view(num_tokens, top_k, -1).float() * weights.unsqueeze(-1)
+    total = parts[:, 0].clone()
+    for j in range(1, top_k):
+        total += parts[:, j]
+    return total.to(x.dtype)

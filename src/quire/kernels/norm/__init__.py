@@ -1,0 +1,37 @@
+"""RMSNorm (Zhang and Sennrich 2019), in fp32 with one rounding at the end.
+
+``weight`` is fp32. Gemma's ``1 + w`` is formed once, at load (`layers.norm`), so the op has one form.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.norm import reference  # noqa: F401  registers
+from quire.kernels.registry import Backend, find
+
+__all__ = ["add_rms_norm", "rms_norm"]
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: Backend = "reference"
+) -> torch.Tensor:
+    """``x [..., size]`` → ``x / sqrt(mean(x²) + eps) · weight`` in x's dtype.
+
+    ``weight``: ``[size]``, or ``[num_heads, size]`` where each head of ``x [num_tokens, num_heads, size]`` has its own.
+    """
+    y: torch.Tensor = find("rms_norm", backend)(x, weight, eps)
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    backend: Backend = "reference",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(rms_norm(residual + x), residual + x)``; all ``[num_tokens, size]``. May reuse both inputs' memory."""
+    y: tuple[torch.Tensor, torch.Tensor] = find("add_rms_norm", backend)(x, residual, weight, eps)
+    return y

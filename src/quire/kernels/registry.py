@@ -1,0 +1,65 @@
+"""Which implementation of an op runs. Every op names its versions here; an engine chooses once, at build.
+
+    reference   readable torch, exact: the bits of a row depend on nothing but that row (docs/kernels.md)
+    whole       torch on whole matrices: faster than the reference, bits depend on the batch ("not exact")
+    avx512, avx2, scalar   C++ (csrc/cpu), one source compiled for each level, exact within a level
+    triton      GPU
+
+The table is filled at import and never changes afterwards, so two engines with different choices fit in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+Backend = Literal["reference", "whole", "scalar", "avx2", "avx512", "triton"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TABLE: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+def register(op: str, backend: Backend) -> Callable[[F], F]:
+    """Decorator: this function is the ``backend`` version of ``op``."""
+
+    def add(function: F) -> F:
+        assert (op, backend) not in _TABLE, f"{op}/{backend} is registered twice"
+        _TABLE[(op, backend)] = function
+        return function
+
+    return add
+
+
+def find(op: str, backend: Backend) -> Callable[..., Any]:
+    """Return the ``backend`` version of ``op``; both must be registered."""
+    assert (op, backend) in _TABLE, f"no {backend} version of {op}; there are {sorted(_TABLE)}"
+    return _TABLE[(op, backend)]
+
+
+def backends(op: str) -> list[Backend]:
+    """Versions of ``op`` that can run here, for tests and benchmarks that go over all of them."""
+    return [backend for name, backend in sorted(_TABLE) if name == op]  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """The versions one engine uses, best first; an op takes the first of them that it has."""
+
+    order: tuple[Backend, ...]
+
+    def backend(self, op: str) -> Backend:
+        for backend in self.order:
+            if (op, backend) in _TABLE:
+                return backend
+        raise AssertionError(f"{op} has no version among {self.order}")
+
+    def describe(self) -> dict[str, Backend]:
+        """Return op → version, for `quire doctor` and the start-up log."""
+        return {op: self.backend(op) for op in sorted({name for name, _ in _TABLE})}
+
+
+def choose(*, exact: bool, isa: Backend | None = None) -> KernelChoice:
+    """Return the choice for a CPU engine: native kernels of level ``isa`` where there are any, else torch."""
+    native = (isa,) if isa is not None else ()
+    return KernelChoice((*native, "reference") if exact else (*native, "whole", "reference"))

@@ -1,0 +1,38 @@
+"""RoPE and the KV store in torch: products and sums of fp32 element by element, so exact."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.kv_view import KvView
+from quire.kernels.registry import register
+
+
+@register("apply_rope", "reference")
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """``x [num_tokens, num_heads, head_dim]``; ``cos, sin [num_tokens, half]``."""
+    half = cos.shape[-1]
+    assert 2 * half <= x.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [num_tokens, 1, half]
+    y = torch.empty(x.shape, dtype=x.dtype)
+    if interleaved:
+        first, second = x[..., 0 : 2 * half : 2].float(), x[..., 1 : 2 * half : 2].float()
+        y[..., 0 : 2 * half : 2] = (first * cos).sub_(second * sin)
+        y[..., 1 : 2 * half : 2] = (second * cos).add_(first * sin)
+    else:
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        y[..., :half] = (first * cos).sub_(second * sin)
+        y[..., half : 2 * half] = (second * cos).add_(first * sin)
+    if 2 * half < x.shape[-1]:
+        y[..., 2 * half :] = x[..., 2 * half :]
+    return y
+
+
+@register("store_kv", "reference")
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor | None, kv: KvView, block_ids: torch.Tensor, offsets: torch.Tensor
+) -> None:
+    """Rows of the step → pages."""
+    kv.keys[block_ids, :, offsets] = k.to(kv.pieces.dtype)
+    if v is not None:
+        kv.values[block_ids, :, offsets] = v.to(kv.pieces.dtype)

@@ -1,0 +1,99 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) in its absorbed form: MQA over the latent.
+
+The cache holds one row a token: ``[c (kv_lora_rank) | k_rope]``, shared by all heads. With W_uk, W_uv the halves of
+``kv_b`` for head h, ``q·k = (q_nope W_uk)·c + q_rope·k_rope`` and ``out = (Σ p c) W_uvᵀ``: attention needs no key or
+value of its own per head. Prompt chunks take the same way as single tokens, so that they agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from quire.kernels.attention import AttentionShape, attention
+from quire.kernels.kv_view import KvView
+from quire.kernels.linear import head_linear, pack_heads
+from quire.kernels.registry import KernelChoice
+from quire.kernels.rope import apply_rope, store_kv
+from quire.layers.attention import CosSin
+from quire.layers.linear import Linear
+from quire.layers.norm import RmsNorm
+from quire.layers.step_batch import GroupBatch
+from quire.layers.weights import Place, prefixed
+from quire.modelspec import AttentionSpec
+
+
+class LatentAttention:
+    """MLA with or without a low-rank q."""
+
+    def __init__(
+        self, spec: AttentionSpec, hidden_size: int, eps: float, dtype: torch.dtype, kernels: KernelChoice
+    ) -> None:
+        assert spec.is_mla
+        assert spec.rope is not None
+        self._spec = spec
+        self._rope_dim = spec.head_dim - spec.qk_nope_head_dim
+        assert spec.rope.dim == self._rope_dim
+        q_width, kv_width = spec.num_heads * spec.head_dim, spec.kv_lora_rank + self._rope_dim
+        self._q_b: Linear | None = None
+        first = {"q": q_width, "kv_a": kv_width}
+        if spec.q_lora_rank:
+            first = {"q_a": spec.q_lora_rank, "kv_a": kv_width}
+            self._q_b = Linear({"q_b": q_width}, spec.q_lora_rank, dtype, kernels)
+            self._q_norm = RmsNorm(spec.q_lora_rank, eps, kernels)
+        self._q_first = spec.q_lora_rank or q_width
+        self._down = Linear(first, hidden_size, dtype, kernels, bias=spec.qkv_bias)
+        self._kv_norm = RmsNorm(spec.kv_lora_rank, eps, kernels)
+        self._o = Linear(
+            {"o": hidden_size}, spec.num_heads * spec.v_head_dim, dtype, kernels, bias=spec.o_bias
+        )
+        self._to_latent = torch.empty(0)  # [num_heads, nope, lora], packed
+        self._from_latent = torch.empty(0)  # [num_heads, lora, v_head_dim], packed
+        self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
+        self._head_linear = partial(head_linear, backend=kernels.backend("head_linear"))
+        self._rope = partial(apply_rope, backend=kernels.backend("apply_rope"))
+        self._store = partial(store_kv, backend=kernels.backend("store_kv"))
+        self._attend = partial(attention, backend=kernels.backend("attention"))
+
+    def places(self) -> dict[str, Place]:
+        found = {**self._down.places(), **self._o.places(), "kv_b.weight": self._place_kv_b}
+        found.update(prefixed("kv_a_norm.", self._kv_norm.places()))
+        if self._q_b is not None:
+            found.update(self._q_b.places())
+            found.update(prefixed("q_a_norm.", self._q_norm.places()))
+        return found
+
+    def _place_kv_b(self, tensor: torch.Tensor) -> None:
+        """``[num_heads · (nope + v_head_dim), lora]`` → the two matrices of each head."""
+        spec = self._spec
+        heads = torch.unflatten(tensor, 0, (spec.num_heads, -1))
+        dtype = self._o.packed.data.dtype
+        self._to_latent = pack_heads(heads[:, : spec.qk_nope_head_dim].to(dtype))
+        self._from_latent = pack_heads(heads[:, spec.qk_nope_head_dim :].transpose(1, 2).to(dtype))
+
+    def __call__(
+        self, x: torch.Tensor, cos_sin: CosSin | None, group: GroupBatch, kv: KvView
+    ) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]`` → the same shape."""
+        spec, num_tokens = self._spec, x.shape[0]
+        assert cos_sin is not None
+        assert spec.rope is not None
+        nope, lora = spec.qk_nope_head_dim, spec.kv_lora_rank
+        down = self._down(x)
+        q = down[:, : self._q_first]
+        if self._q_b is not None:
+            q = self._q_b(self._q_norm(q))
+        q = torch.unflatten(q, -1, (spec.num_heads, spec.head_dim))
+        latent = self._kv_norm(down[:, self._q_first : self._q_first + lora])
+        k_rope = down[:, self._q_first + lora :].unsqueeze(1)  # [num_tokens, 1, rope_dim]
+        both = torch.cat((q[..., nope:], k_rope), dim=1)
+        both = self._rope(both, *cos_sin, interleaved=spec.rope.interleaved)
+        key = torch.cat((latent.unsqueeze(1), both[:, spec.num_heads :]), dim=-1)
+        self._store(key, None, kv, group.slot_blocks, group.slot_offsets)
+        query = torch.cat(
+            (self._head_linear(q[..., :nope], self._to_latent, lora), both[:, : spec.num_heads]), dim=-1
+        )
+        out = self._attend(query, kv, group.ragged, self._shape, None)  # [num_tokens, num_heads, lora]
+        out = self._head_linear(out, self._from_latent, spec.v_head_dim)
+        return self._o(out.reshape(num_tokens, -1))

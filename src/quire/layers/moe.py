@@ -1,0 +1,87 @@
+"""Mixture-of-experts block: router, experts, shared expert."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from quire.kernels.activation import gated
+from quire.kernels.activation.reference import sigmoid
+from quire.kernels.linear import PackedLinear, pack_empty, write_bias, write_rows
+from quire.kernels.moe import experts, route
+from quire.kernels.registry import KernelChoice
+from quire.layers.linear import Linear
+from quire.layers.mlp import Mlp
+from quire.layers.weights import Place, copy_into, prefixed
+from quire.modelspec import MlpSpec
+
+
+class MoeBlock:
+    """Every variant of `MoeSpec`. The router works in fp32 whatever the model's dtype: a choice has no small error."""
+
+    def __init__(self, hidden_size: int, spec: MlpSpec, dtype: torch.dtype, kernels: KernelChoice) -> None:
+        moe = spec.moe
+        assert moe is not None
+        self._moe = moe
+        inter = moe.intermediate_size
+        self._router = Linear(
+            {"router": moe.num_experts}, hidden_size, torch.float32, kernels, bias=moe.router_bias
+        )
+        backend = kernels.backend("linear")
+
+        def pack(out_features: int, in_features: int) -> list[PackedLinear]:
+            return [
+                pack_empty(out_features, in_features, dtype, bias=moe.expert_bias, backend=backend)
+                for _ in range(moe.num_experts)
+            ]
+
+        self._gate_up = pack(2 * inter, hidden_size)
+        self._down = pack(hidden_size, inter)
+        self._correction = torch.zeros(moe.num_experts) if moe.correction_bias else None
+        self._shared: Mlp | None = None
+        if moe.shared_intermediate_size:
+            self._shared = Mlp(hidden_size, moe.shared_intermediate_size, spec.activation, dtype, kernels)
+        self._shared_gate = (
+            Linear({"shared_gate": 1}, hidden_size, dtype, kernels) if moe.shared_gate else None
+        )
+        self._activate = partial(gated, kind=spec.activation, backend=kernels.backend("gated"))
+        self._route = partial(route, backend=kernels.backend("moe.route"))
+        self._experts = partial(experts, backend=kernels.backend("moe.experts"))
+
+    def places(self) -> dict[str, Place]:
+        inter = self._moe.intermediate_size
+        found = self._router.places()
+        for name, packed, start in (
+            ("gate", self._gate_up, 0),
+            ("up", self._gate_up, inter),
+            ("down", self._down, 0),
+        ):
+            found[f"{name}.weight"] = partial(_write_all, write_rows, packed, start)
+            if self._moe.expert_bias:
+                found[f"{name}.bias"] = partial(_write_all, write_bias, packed, start)
+        if self._correction is not None:
+            found["correction_bias"] = copy_into(self._correction)
+        if self._shared is not None:
+            found.update(prefixed("shared.", self._shared.places()))
+        if self._shared_gate is not None:
+            found.update(self._shared_gate.places())
+        return found
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[num_tokens, hidden_size]`` → the same shape."""
+        weights, ids = self._route(self._router(x.float()), self._moe, self._correction)
+        y = self._experts(x, weights, ids, self._gate_up, self._down, self._activate)
+        if self._shared is not None:
+            shared = self._shared(x)
+            if self._shared_gate is not None:
+                shared = (shared.float() * sigmoid(self._shared_gate(x).float())).to(x.dtype)
+            y = y + shared
+        return y
+
+
+def _write_all(write, packed: list[PackedLinear], start: int, tensor: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
+    """``tensor [num_experts, ...]``: one slice for every expert."""
+    assert tensor.shape[0] == len(packed)
+    for expert, part in zip(packed, tensor, strict=True):
+        write(expert, start, part)

@@ -1,0 +1,38 @@
+"""RMSNorm with its weight."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.registry import KernelChoice
+from quire.layers.weights import Place
+
+
+class RmsNorm:
+    """The weight is held in fp32; with ``plus_one`` (Gemma) it holds 1 + w."""
+
+    def __init__(self, size: int, eps: float, kernels: KernelChoice, *, plus_one: bool = False) -> None:
+        self.weight = torch.zeros(size)
+        self.eps = eps
+        self._plus_one = plus_one
+        self._norm_backend = kernels.backend("rms_norm")
+        self._add_backend = kernels.backend("add_rms_norm")
+
+    def place(self, tensor: torch.Tensor) -> None:
+        """Take ``weight [size]``."""
+        assert tensor.shape == self.weight.shape, (tensor.shape, self.weight.shape)
+        self.weight.copy_(tensor)
+        if self._plus_one:
+            self.weight.add_(1.0)
+
+    def places(self) -> dict[str, Place]:
+        return {"weight": self.place}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last dimension; same shape and dtype."""
+        return rms_norm(x, self.weight, self.eps, backend=self._norm_backend)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(norm(residual + x), residual + x)``."""
+        return add_rms_norm(x, residual, self.weight, self.eps, backend=self._add_backend)

@@ -1,0 +1,113 @@
+"""Rotary frequencies from a `RopeSpec`, fixed once per engine by ``max_model_len`` (DESIGN §4).
+
+Cached keys cannot be rotated anew, so the kinds whose frequencies depend on the length (dynamic NTK, LongRoPE's short
+and long factors) take the longest length that this engine serves. Formulas as in transformers' rope utilities:
+linear (kaiokendev), dynamic NTK (bloc97, emozilla), YaRN (arXiv:2309.00071), llama3 (Llama 3.1), LongRoPE
+(arXiv:2402.13753).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quire.modelspec import RopeSpec
+
+_BLOCK = 1024  # positions added to the table at a time
+
+
+class RopeTable:
+    """cos and sin of every position so far needed; grows with the longest sequence, not with max_model_len."""
+
+    def __init__(self, spec: RopeSpec, max_model_len: int) -> None:
+        self.spec = spec
+        self.inv_freq = inverse_frequencies(spec, max_model_len)  # [dim / 2]
+        self.factor = attention_factor(spec)
+        self._cos = torch.empty(0, spec.dim // 2)
+        self._sin = torch.empty(0, spec.dim // 2)
+
+    def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``positions [num_tokens]`` int64 → fp32 ``cos, sin [num_tokens, dim / 2]``, times the attention factor."""
+        if positions.numel():
+            longest = int(positions.max()) + 1
+            while self._cos.shape[0] < longest:
+                self._grow()
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _grow(self) -> None:
+        start = self._cos.shape[0]
+        count = max(_BLOCK, start)  # doubling; a value does not depend on the call that made it
+        angles = torch.arange(start, start + count, dtype=torch.float32).unsqueeze(1) * self.inv_freq
+        self._cos = torch.cat((self._cos, angles.cos() * self.factor))
+        self._sin = torch.cat((self._sin, angles.sin() * self.factor))
+
+
+def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
+    """Return fp32 ``[dim / 2]``: the angle per position of each pair."""
+    exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim
+    if spec.kind == "dynamic":
+        return 1.0 / (_dynamic_theta(spec, max_model_len) ** exponents)
+    if spec.kind == "longrope":
+        factors = spec.long_factor if max_model_len > spec.original_max_position else spec.short_factor
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta**exponents)
+    plain = 1.0 / (spec.theta**exponents)
+    if spec.kind == "linear":
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(spec, plain)
+    if spec.kind == "yarn":
+        return _yarn(spec, exponents)
+    assert spec.kind == "default", spec.kind
+    return plain
+
+
+def attention_factor(spec: RopeSpec) -> float:
+    """Return what multiplies cos and sin."""
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.kind == "yarn":
+        if spec.mscale and spec.mscale_all_dim:
+            return _mscale(spec.factor, spec.mscale) / _mscale(spec.factor, spec.mscale_all_dim)
+        return _mscale(spec.factor, 1.0)
+    if spec.kind == "longrope" and spec.factor > 1.0:
+        return math.sqrt(1.0 + math.log(spec.factor) / math.log(spec.original_max_position))
+    return 1.0
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _dynamic_theta(spec: RopeSpec, max_model_len: int) -> float:
+    length = max(max_model_len, spec.original_max_position)
+    stretch = spec.factor * length / spec.original_max_position - (spec.factor - 1.0)
+    return float(spec.theta * stretch ** (spec.dim / (spec.dim - 2)))
+
+
+def _llama3(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    length = spec.original_max_position
+    wavelength = 2.0 * math.pi / plain
+    smooth = (length / wavelength - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    blended = (1.0 - smooth) * plain / spec.factor + smooth * plain
+    stretched = torch.where(wavelength > length / spec.low_freq_factor, plain / spec.factor, blended)
+    return torch.where(wavelength < length / spec.high_freq_factor, plain, stretched)
+
+
+def _yarn(spec: RopeSpec, exponents: torch.Tensor) -> torch.Tensor:
+    """Interpolate the slow dimensions, keep the fast ones, with a ramp between (YaRN, §3.2)."""
+
+    def dimension(rotations: float) -> float:
+        turns = spec.original_max_position / (rotations * 2.0 * math.pi)
+        return spec.dim * math.log(turns) / (2.0 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a division by zero
+    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    frequencies = spec.theta**exponents
+    return ramp / (spec.factor * frequencies) + (1.0 - ramp) / frequencies

@@ -1,0 +1,32 @@
+"""The tensors of one step, as the runner makes them and the layers read them (words of DESIGN §8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.attention import RaggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """One cache group. slot_mapping = ``slot_blocks`` · block_size + ``slot_offsets``, both ``[num_tokens]`` int64."""
+
+    slot_blocks: torch.Tensor
+    slot_offsets: torch.Tensor
+    ragged: RaggedBatch  # cu_seqlens_q, seq_lens, block_table
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """``input_ids, positions [num_tokens]`` and ``logits_indices [num_logits]``: rows that sample; all int64."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    logits_indices: torch.Tensor
+    groups: tuple[GroupBatch, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]

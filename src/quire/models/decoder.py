@@ -1,0 +1,172 @@
+"""One decoder for every `ModelSpec`: dense and mixture of experts, plain and latent attention, every norm order.
+
+Weights arrive one tensor at a time under their canonical names (`modelspec`) and are copied to where the kernels want
+them, so there is never a second copy of the model. The residual stream is ``[num_tokens, hidden_size]`` in the model's
+dtype; each row is computed from its own row and from the cache alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from quire.errors import ModelLoadError
+from quire.kernels.kv_view import KvView
+from quire.kernels.registry import KernelChoice
+from quire.layers.attention import Attention, CosSin
+from quire.layers.embedding import Embedding
+from quire.layers.mla import LatentAttention
+from quire.layers.mlp import Mlp
+from quire.layers.moe import MoeBlock
+from quire.layers.norm import RmsNorm
+from quire.layers.rope import RopeTable
+from quire.layers.step_batch import GroupBatch, StepBatch
+from quire.layers.weights import Place, prefixed
+from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
+
+
+class Decoder:
+    """Build, `load` every weight, then `forward` and `logits`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        kv_layout: KvLayout,
+        max_model_len: int,
+        dtype: torch.dtype,
+        kernels: KernelChoice,
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self._shapes = weight_shapes(spec)
+        self._missing = set(self._shapes)
+        self._embedding = Embedding(
+            spec.vocab_size,
+            spec.hidden_size,
+            dtype,
+            kernels,
+            tied=spec.tie_word_embeddings,
+            scale=spec.embedding_scale,
+        )
+        self._layers = [DecoderLayer(layer, spec, dtype, kernels) for layer in spec.layers]
+        self._norm = RmsNorm(spec.hidden_size, spec.norm_eps, kernels, plus_one=spec.norm_plus_one)
+        self._groups = [kv_layout.group_of_layer(i)[0] for i in range(spec.num_layers)]
+        self._ropes: dict[RopeSpec, RopeTable] = {}
+        for layer in spec.layers:
+            rope = layer.attention.rope
+            if rope is not None and rope not in self._ropes:
+                self._ropes[rope] = RopeTable(rope, max_model_len)
+        self._places = self._collect_places()
+
+    def _collect_places(self) -> dict[str, Place]:
+        places = {**self._embedding.places(), **prefixed("norm.", self._norm.places())}
+        for index, layer in enumerate(self._layers):
+            places.update(prefixed(f"layers.{index}.", layer.places()))
+        assert set(places) == set(self._shapes), set(places) ^ set(self._shapes)
+        return places
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take all weights from a stream of (canonical name, tensor).
+
+        Raises `ModelLoadError` for a name or a shape that the spec does not have, and for a weight that never came.
+        """
+        for name, tensor in weights:
+            if name not in self._shapes:
+                raise ModelLoadError(f"The checkpoint has a weight {name!r} that this model does not take.")
+            if tuple(tensor.shape) != self._shapes[name]:
+                raise ModelLoadError(
+                    f"Weight {name} has shape {list(tensor.shape)}; the model's configuration asks for "
+                    f"{list(self._shapes[name])}."
+                )
+            self._places[name](tensor)
+            self._missing.discard(name)
+        if self._missing:
+            some = ", ".join(sorted(self._missing)[:3])
+            raise ModelLoadError(f"{len(self._missing)} weights are missing from the checkpoint: {some}, …")
+
+    def forward(self, batch: StepBatch, kv: Sequence[KvView]) -> torch.Tensor:
+        """Compute all rows of the step, storing their K and V; ``kv`` has one view a layer.
+
+        Returns the hidden rows that sample, after the last norm: ``[num_logits, hidden_size]``.
+        """
+        cos_sin = {rope: table.lookup(batch.positions) for rope, table in self._ropes.items()}
+        residual = self._embedding(batch.input_ids)
+        delta: torch.Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            rope = layer.spec.attention.rope
+            angles = None if rope is None else cos_sin[rope]
+            delta, residual = layer(delta, residual, angles, batch.groups[self._groups[index]], kv[index])
+        assert delta is not None
+        rows = batch.logits_indices
+        return self._norm.add(delta.index_select(0, rows), residual.index_select(0, rows))[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``, scaled and capped as the model wants."""
+        logits = self._embedding.logits(hidden)
+        if self.spec.logits_scale != 1.0:
+            logits *= self.spec.logits_scale
+        cap = self.spec.logits_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+class DecoderLayer:
+    """Attention and MLP with their norms: pre (Llama), post (OLMo-2) or both (Gemma 2)."""
+
+    def __init__(self, spec: LayerSpec, model: ModelSpec, dtype: torch.dtype, kernels: KernelChoice) -> None:
+        self.spec = spec
+        hidden, eps, plus_one = model.hidden_size, model.norm_eps, model.norm_plus_one
+        self._scale = model.residual_scale
+        self._attention: Attention | LatentAttention
+        if spec.attention.is_mla:
+            self._attention = LatentAttention(spec.attention, hidden, eps, dtype, kernels)
+        else:
+            self._attention = Attention(spec.attention, hidden, eps, dtype, kernels, norm_plus_one=plus_one)
+        self._mlp: Mlp | MoeBlock
+        if spec.mlp.moe is None:
+            self._mlp = Mlp(
+                hidden, spec.mlp.intermediate_size, spec.mlp.activation, dtype, kernels, bias=spec.mlp.bias
+            )
+        else:
+            self._mlp = MoeBlock(hidden, spec.mlp, dtype, kernels)
+        names = [] if spec.norms == "post" else ["attn_norm", "mlp_norm"]
+        names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
+        self._norms = {name: RmsNorm(hidden, eps, kernels, plus_one=plus_one) for name in names}
+
+    def places(self) -> dict[str, Place]:
+        found = prefixed("attn.", self._attention.places())
+        found.update(prefixed("mlp." if isinstance(self._mlp, Mlp) else "moe.", self._mlp.places()))
+        for name, norm in self._norms.items():
+            found.update(prefixed(f"{name}.", norm.places()))
+        return found
+
+    def __call__(
+        self,
+        delta: torch.Tensor | None,
+        residual: torch.Tensor,
+        cos_sin: CosSin | None,
+        group: GroupBatch,
+        kv: KvView,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``residual`` lacks ``delta``, the last block's output, still; returns the same pair for the next layer."""
+        x, residual = self._enter("attn_norm", delta, residual)
+        delta = self._leave("attn_post_norm", self._attention(x, cos_sin, group, kv))
+        x, residual = self._enter("mlp_norm", delta, residual)
+        return self._leave("mlp_post_norm", self._mlp(x)), residual
+
+    def _enter(
+        self, name: str, delta: torch.Tensor | None, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = self._norms.get(name)
+        if delta is None:
+            return (residual if norm is None else norm(residual)), residual
+        if norm is None:
+            residual = residual + delta
+            return residual, residual
+        return norm.add(delta, residual)
+
+    def _leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        norm = self._norms.get(name)
+        if norm is not None:
+            x = norm(x)
+        return x if self._scale == 1.0 else x * self._scale

@@ -1,0 +1,107 @@
+"""`Worker`: applies a `StepPlan` to its state in the order of DESIGN §2, and answers with a `StepResult`.
+
+gone → kv_moves → new_seqs → forward. What goes wrong in one sequence fails that sequence; what goes wrong in a step is
+raised, and the executor makes it the step's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from quire.clock import Clock
+from quire.config import EngineConfig
+from quire.errors import RequestError, StepError
+from quire.runner.input_batch import InputBatch
+from quire.runner.model_runner import ModelRunner
+from quire.sampling.sampler import SeqSample
+from quire.step import NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
+
+
+class Worker:
+    """One process's share of an engine: here the whole model."""
+
+    def __init__(
+        self, config: EngineConfig, weights: Iterable[tuple[str, torch.Tensor]], clock: Clock
+    ) -> None:
+        self._clock = clock
+        self._vocab_size = config.model.spec.vocab_size
+        self.runner = ModelRunner(config, weights)
+        self._inputs = InputBatch(
+            config.scheduler.max_num_seqs,
+            config.model.max_model_len,
+            config.cache.block_size,
+            len(config.kv_layout.groups),
+        )
+        self._refused: dict[int, str] = {}  # sequences that the sampler would not take, with the reason
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Raises what the model raises; the state stays usable."""
+        start_s = self._clock.now()
+        for seq_id in plan.gone:
+            self._drop(seq_id)
+        if plan.adapter_moves:
+            raise StepError("This worker runs no adapters, and the plan moves some.")
+        if plan.kv_moves:
+            self.runner.kv.copy(plan.kv_moves)
+        self._admit(plan)
+        fine = plan.seqs
+        if self._refused:
+            fine = tuple(seq for seq in fine if seq.seq_id not in self._refused)
+        samples = self._compute(fine)
+        results = tuple(self._result(seq, samples.get(seq.seq_id)) for seq in plan.seqs)
+        return StepResult(
+            plan.step, results, moves_done=len(plan.kv_moves), device_s=self._clock.now() - start_s
+        )
+
+    def _drop(self, seq_id: int) -> None:
+        if seq_id in self._inputs:
+            self._inputs.remove(seq_id)
+            self.runner.sampler.remove(seq_id)
+        self._refused.pop(seq_id, None)
+
+    def _admit(self, plan: StepPlan) -> None:
+        for new in plan.new_seqs:
+            self._drop(new.seq_id)
+            refusal = self._refusal(new)
+            if refusal is None:
+                self._inputs.add(new)
+            else:
+                self._refused[new.seq_id] = refusal
+
+    def _refusal(self, new: NewSeq) -> str | None:
+        """Give the sequence to the sampler; return why it cannot run here, or None."""
+        if new.adapter_slot:
+            return f"adapter slot {new.adapter_slot} is asked for; this worker runs no adapters."
+        if new.grammar is not None:
+            return "a grammar is asked for; this worker runs none."
+        ids = (*new.prompt_token_ids, *new.output_token_ids)
+        if not ids or not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            return f"prompt ids must be in 0…{self._vocab_size - 1}, at least one."
+        try:
+            self.runner.sampler.add(new)
+        except RequestError as error:
+            return str(error)
+        return None
+
+    def _compute(self, plans: tuple[SeqPlan, ...]) -> dict[int, SeqSample]:
+        """Compute the rows of ``plans`` and return the samples by sequence."""
+        if not plans:
+            return {}
+        self.runner.kv.clear(self._inputs.update_tables(plans))
+        prepared = self._inputs.prepare(plans)
+        seq_ids = [plans[index].seq_id for index in prepared.sampling]
+        samples = self.runner.run(prepared.batch, seq_ids)
+        return dict(zip(seq_ids, samples, strict=True))
+
+    def _result(self, plan: SeqPlan, sample: SeqSample | None) -> SeqResult:
+        if plan.seq_id in self._refused:
+            return SeqResult(plan.seq_id, plan.epoch, (), error=self._refused[plan.seq_id])
+        if sample is None:
+            return SeqResult(plan.seq_id, plan.epoch, ())
+        if sample.error is not None:
+            return SeqResult(plan.seq_id, plan.epoch, (), error=sample.error)
+        self._inputs.append(plan.seq_id, sample.token_id)
+        logprobs = None if sample.logprobs is None else (sample.logprobs,)
+        return SeqResult(plan.seq_id, plan.epoch, (sample.token_id,), logprobs=logprobs)
