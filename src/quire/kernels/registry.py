@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 Backend = Literal["reference", "whole", "scalar", "avx2", "avx512", "triton"]
+NATIVE_LEVELS: tuple[Backend, ...] = ("avx512", "avx2", "scalar")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TABLE: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -59,7 +60,7 @@ class KernelChoice:
         return {op: self.backend(op) for op in sorted({name for name, _ in _TABLE})}
 
 
-def choose(*, exact: bool, isa: Backend | None = None) -> KernelChoice:
+def choose(*, exact: bool, isa: str = "reference") -> KernelChoice:
     """Return the choice for a CPU engine: native kernels of level ``isa`` where there are any, else torch."""
-    native = (isa,) if isa is not None else ()
+    native: tuple[Backend, ...] = tuple(level for level in NATIVE_LEVELS if level == isa)
     return KernelChoice((*native, "reference") if exact else (*native, "whole", "reference"))

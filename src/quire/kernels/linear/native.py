@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 from quire.kernels.linear.packed import PackedLinear
-from quire.kernels.registry import Backend, register
+from quire.kernels.registry import NATIVE_LEVELS, register
 
 try:
     from quire import _native as native
@@ -21,7 +21,6 @@ except ImportError:  # no compiler at install
 PANEL = 32  # columns that lie together
 TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 STEP = {torch.bfloat16: 2, torch.float32: 1}  # consecutive k of one column that lie together
-LEVELS: tuple[Backend, ...] = ("avx512", "avx2", "scalar")
 
 
 def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
@@ -78,7 +77,7 @@ def linear(module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear) 
 
 
 if native is not None:
-    for level in LEVELS:
+    for level in NATIVE_LEVELS:
         if native.has_isa(level):
             register("linear.pack_empty", level)(pack_empty)
             register("linear.write_rows", level)(partial(write_rows, native))
