@@ -1,0 +1,116 @@
+"""`create_app`: the routes of the HTTP API around one `Frontend`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.api.chat import chat_job
+from quire.api.completions import completion_job
+from quire.api.edge import Edge, request_id_of
+from quire.api.endpoint import GenerateEndpoint
+from quire.api.health import Models, Probes
+from quire.api.refusals import Refusal, refusal_of
+from quire.api.settings import ApiSettings
+from quire.api.state import ApiState
+from quire.engine.frontend import Frontend
+from quire.errors import QuireError
+from quire.metrics.log import Log
+from quire.metrics.prometheus import ServerMetrics
+
+log = Log("api")
+
+
+def create_app(
+    frontend: Frontend,
+    settings: ApiSettings,
+    *,
+    now: Callable[[], float] = time.monotonic,
+    unix_time: Callable[[], float] = time.time,
+) -> FastAPI:
+    """Return the API over ``frontend``, which may still be starting (then /readyz and requests answer 503)."""
+    metrics = ServerMetrics(frontend.model.names[0], frontend.stats)
+    state = ApiState(frontend, settings, metrics, now, unix_time, int(unix_time()))
+    app = FastAPI(
+        title="Quire",
+        version=settings.version,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.router.routes.extend(_routes(state))
+    app.state.quire = state
+    app.add_middleware(Edge, api_keys=settings.api_keys)
+    if settings.cors_origins:
+        # Outside of Edge: a preflight has no key, and a refusal needs the headers too.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-quire-ignored-fields", "retry-after"],
+        )
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(QuireError, _quire_error)
+    app.add_exception_handler(Exception, _crash)
+    return app
+
+
+def _routes(state: ApiState) -> list[Route]:
+    probes, models = Probes(state), Models(state)
+    get = {
+        "/livez": probes.livez,
+        "/readyz": probes.readyz,
+        "/startupz": probes.startupz,
+        "/health": probes.health,
+        "/version": probes.version,
+        "/metrics": probes.metrics,
+        "/v1/models": models.listed,
+        "/v1/models/{model_id:path}": models.one,
+    }
+    post = {"/v1/completions": completion_job, "/v1/chat/completions": chat_job}
+    routes = [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
+    for path, prepare in post.items():
+        routes.append(Route(path, GenerateEndpoint(state, path, prepare), methods=["POST"]))
+    return routes
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    state: ApiState = request.app.state.quire
+    if error.status_code == 404:
+        served = ", ".join(sorted({r.path for r in request.app.router.routes}))
+        refusal = Refusal(404, f"There is no {path} here. Paths: {served}.", code="unknown_path")
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        refusal = Refusal(
+            405, f"{method} is not allowed on {path}; allowed: {allowed}.", code="method_not_allowed"
+        )
+    else:
+        refusal = Refusal(error.status_code, str(error.detail))
+    state.metrics.response("other", refusal.status)
+    return _response(refusal, dict(error.headers or {}))
+
+
+async def _quire_error(request: Request, error: Exception) -> Response:
+    return _response(refusal_of(error), {})
+
+
+async def _crash(request: Request, error: Exception) -> Response:
+    log.error("request_crashed", request_id=request_id_of(request.scope), error=repr(error))
+    return _response(refusal_of(error), {})
+
+
+def _response(refusal: Refusal, headers: dict[str, str]) -> Response:
+    headers.update({key.decode(): value.decode() for key, value in refusal.headers})
+    return Response(refusal.body(), refusal.status, headers, "application/json")

@@ -1,0 +1,101 @@
+"""``/v1/chat/completions``: from the wire to a `Job`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.api import field_tables
+from quire.api.generation import Job
+from quire.api.identity import new_head
+from quire.api.logprobs import TokenNames
+from quire.api.messages import template_messages
+from quire.api.protocol import ChatRequest, parse, stream_options
+from quire.api.replies import ChatChoices
+from quire.api.sampling import sampling_params
+from quire.api.state import ApiState
+from quire.errors import RequestError
+
+# What the server itself hands to a template; a client may not replace it through chat_template_kwargs.
+_RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a chat completion and render its prompt.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(ChatRequest, body, field_tables.CHAT, ignored=ignored)
+    model = state.check_model(request.model)
+    options = stream_options(request, ignored)
+    messages = template_messages(request.messages, ignored)
+    sampling = sampling_params(
+        request,
+        state.model.generation_defaults,
+        max_tokens=_max_tokens(request),
+        logprobs=_num_logprobs(request),
+        logprobs_param="top_logprobs",
+    )
+    prompt = await state.frontend.render_chat(messages, None, **_template_kwargs(request))
+    names = TokenNames(state.frontend.tokenizer.token_bytes, as_ids=request.return_tokens_as_token_ids)
+    choices = ChatChoices(names, with_logprobs=request.logprobs, with_ids=request.return_token_ids)
+    return Job(
+        prompts=[prompt],
+        sampling=sampling,
+        head=new_head(state, choices.id_prefix, model),
+        choices=choices,
+        options=options,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        tenant=request.user,
+        client_request_id=request.request_id or request.rid,
+    )
+
+
+def _max_tokens(request: ChatRequest) -> int | None:
+    """``max_completion_tokens``, or its older name; None is the rest of the context."""
+    new, old = request.max_completion_tokens, request.max_tokens
+    if new is not None and old is not None and new != old:
+        raise RequestError(
+            f"max_completion_tokens = {new} and max_tokens = {old} contradict each other: send one of them.",
+            param="max_completion_tokens",
+        )
+    if new is not None and new < 1:
+        raise RequestError(
+            f"max_completion_tokens = {new} is not allowed: it must be an integer ≥ 1, or null.",
+            param="max_completion_tokens",
+        )
+    return new if new is not None else old
+
+
+def _num_logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise RequestError(
+            f"top_logprobs = {request.top_logprobs} is only allowed with logprobs = true.",
+            param="top_logprobs",
+        )
+    return None
+
+
+def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {}
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if name in _RESERVED_KWARGS:
+            raise RequestError(
+                f"chat_template_kwargs.{name} is not allowed: send {name} as a field of the request.",
+                param=f"chat_template_kwargs.{name}",
+            )
+        kwargs[name] = value
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message = true and add_generation_prompt = true contradict each other.",
+                param="continue_final_message",
+            )
+        kwargs["continue_final_message"] = True
+        kwargs["add_generation_prompt"] = False
+    elif request.add_generation_prompt is not None:
+        kwargs["add_generation_prompt"] = request.add_generation_prompt
+    return kwargs

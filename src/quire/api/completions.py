@@ -1,0 +1,96 @@
+"""``/v1/completions``: from the wire to a `Job`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.api import field_tables
+from quire.api.fields import clip
+from quire.api.generation import Job
+from quire.api.identity import new_head
+from quire.api.logprobs import TokenNames
+from quire.api.protocol import CompletionRequest, parse, stream_options
+from quire.api.replies import CompletionChoices
+from quire.api.sampling import sampling_params
+from quire.api.state import ApiState
+from quire.errors import RequestError
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a text completion.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(CompletionRequest, body, field_tables.COMPLETIONS, ignored=ignored)
+    model = state.check_model(request.model)
+    options = stream_options(request, ignored)
+    prompts = parse_prompts(request.prompt)
+    defaults = state.model.generation_defaults
+    max_tokens = request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS
+    sampling = sampling_params(
+        request, defaults, max_tokens=max_tokens, logprobs=request.logprobs, logprobs_param="logprobs"
+    )
+    names = TokenNames(state.frontend.tokenizer.token_bytes, as_ids=request.return_tokens_as_token_ids)
+    choices = CompletionChoices(
+        names, with_logprobs=request.logprobs is not None, with_ids=request.return_token_ids
+    )
+    return Job(
+        prompts=prompts,
+        sampling=sampling,
+        head=new_head(state, choices.id_prefix, model),
+        choices=choices,
+        options=options,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        tenant=request.user,
+        client_request_id=request.request_id or request.rid,
+    )
+
+
+def parse_prompts(prompt: Any) -> list[str | list[int]]:
+    """Return the prompts of a string, a list of ids, or a list of either.
+
+    Raises:
+        RequestError: any other shape, by the first wrong element.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt is None:
+        raise RequestError(
+            "prompt is required: it must be a string, a list of token ids, or a list of either.",
+            param="prompt",
+            code="missing_required_parameter",
+        )
+    if not isinstance(prompt, list) or not prompt:
+        raise _wrong("prompt", prompt, "a string, a list of token ids, or a list of either, not empty")
+    if _is_id(prompt[0]):
+        return [_ids("prompt", prompt)]
+    prompts: list[str | list[int]] = []
+    for i, item in enumerate(prompt):
+        if isinstance(item, str):
+            prompts.append(item)
+        elif isinstance(item, list) and item:
+            prompts.append(_ids(f"prompt[{i}]", item))
+        else:
+            raise _wrong(f"prompt[{i}]", item, "a string or a list of token ids, not empty")
+    return prompts
+
+
+def _ids(where: str, items: list[Any]) -> list[int]:
+    for i, item in enumerate(items):
+        if not _is_id(item):
+            raise _wrong(f"{where}[{i}]", item, "a token id (an integer ≥ 0), like the elements before it")
+    return items
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _wrong(where: str, value: Any, allowed: str) -> RequestError:
+    return RequestError(
+        f"{where} = {clip(value)} is not allowed: it must be {allowed}.", param=where, code="invalid_type"
+    )

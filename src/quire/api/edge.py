@@ -1,0 +1,69 @@
+"""What every request passes first: a request id, and the key."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.api.body import header, send_json
+from quire.api.identity import usable_request_id
+from quire.api.refusals import Refusal
+
+# Probes and scrapers come without a key, as with vLLM.
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"})
+_SCOPE_KEY = "quire.request_id"
+_OWN_KEY = "quire.request_id_is_own"
+
+
+class Edge:
+    """ASGI middleware: names the request (``x-request-id``, the client's own if it sent one) and checks its key."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = usable_request_id(header(scope, b"x-request-id"))
+        scope[_OWN_KEY] = given is None
+        scope[_SCOPE_KEY] = given or secrets.token_hex(16)
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                name = (b"x-request-id", scope[_SCOPE_KEY].encode())
+                message["headers"] = [*message.get("headers", ()), name]
+            await send(message)
+
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._knows(scope):
+            refusal = Refusal(
+                401,
+                "Missing or wrong API key: send the header Authorization: Bearer <key>.",
+                code="invalid_api_key",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+            await send_json(send_named, refusal.status, refusal.body(), refusal.headers)
+            return
+        await self._app(scope, receive, send_named)
+
+    def _knows(self, scope: Scope) -> bool:
+        """Compare with every key in constant time; neither the length nor the position of a difference shows."""
+        kind, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+        matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
+        return kind.lower() == b"bearer" and any(matches)
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the id under which this request is logged and answered."""
+    return str(scope.get(_SCOPE_KEY, ""))
+
+
+def adopt_request_id(scope: Scope, given: str | None) -> None:
+    """Take the id from the body (vLLM's ``request_id``, SGLang's ``rid``) where no header named the request."""
+    usable = usable_request_id(given)
+    if usable is not None and scope.get(_OWN_KEY, True):
+        scope[_SCOPE_KEY] = usable

@@ -1,0 +1,88 @@
+"""The POST endpoints that generate: read, check, run, answer; one ASGI callable for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from quire.api.body import Disconnected, read_json, send_json
+from quire.api.edge import adopt_request_id, request_id_of
+from quire.api.generation import Generation, Job
+from quire.api.refusals import refusal_of
+from quire.api.state import ApiState
+from quire.errors import QuireError
+from quire.metrics.log import Log
+
+log = Log("api")
+
+# (state, body, names that --lenient lets pass, or None when strict) → job
+Prepare = Callable[[ApiState, Any, list[str] | None], Awaitable[Job]]
+
+
+class GenerateEndpoint:
+    """An ASGI application for one path."""
+
+    def __init__(self, state: ApiState, path: str, prepare: Prepare) -> None:
+        self._state = state
+        self._path = path
+        self._prepare = prepare
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival_s = self._state.now()
+        status = 200
+        try:
+            body = await read_json(scope, receive, self._state.settings.max_body_bytes)
+            await self._run(body, arrival_s, scope, receive, send)
+        except Disconnected:
+            status = 499  # nginx's number for a client that left; nobody receives it
+        except Exception as error:
+            status = await self._refuse(error, scope, send)
+        self._state.metrics.response(self._path, status)
+
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, receive: Receive, send: Send) -> None:
+        ignored: list[str] | None = [] if self._state.settings.lenient else None
+        job = await self._prepare(self._state, body, ignored)
+        adopt_request_id(scope, job.client_request_id)
+        headers = []
+        if ignored:
+            headers.append((b"x-quire-ignored-fields", ", ".join(ignored).encode("ascii", "replace")))
+        generation = Generation(self._state, job, arrival_s)
+        watcher: asyncio.Task[None] | None = None
+        try:
+            await generation.submit()
+            watcher = asyncio.create_task(_watch(receive, generation))
+            await generation.answer(send, headers)
+        except QuireError:
+            if not generation.disconnected:
+                raise
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+            await generation.close()
+        if generation.disconnected:
+            raise Disconnected
+        if log.debugging:
+            seconds = self._state.now() - arrival_s
+            log.debug("request_done", request_id=request_id_of(scope), id=job.head.id, seconds=seconds)
+
+    async def _refuse(self, error: Exception, scope: Scope, send: Send) -> int:
+        refusal = refusal_of(error, retry_after_s=self._state.settings.retry_after_s)
+        request_id = request_id_of(scope)
+        if not isinstance(error, QuireError):
+            log.exception("request_crashed", request_id=request_id, path=self._path)
+        elif refusal.status >= 500:
+            log.error("request_failed", request_id=request_id, status=refusal.status, error=refusal.message)
+        elif log.debugging:
+            log.debug("request_refused", request_id=request_id, status=refusal.status, error=refusal.message)
+        await send_json(send, refusal.status, refusal.body(), refusal.headers)
+        return refusal.status
+
+
+async def _watch(receive: Receive, generation: Generation) -> None:
+    """Wait for the client to leave; then abort."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+    await generation.disconnect()

@@ -1,0 +1,198 @@
+"""Every property of OpenAI's create-requests and the extensions of vLLM, SGLang and Anthropic, classified.
+
+A test reads OpenAI's OpenAPI file and fails on a property that is missing here. ``neutral`` values are those that ask
+for what happens anyway. Null is always accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.api.fields import Rule, Use, no_effect, refused, used
+
+_NO_TOOLS = "Tool calling is not supported yet."
+_NO_GRAMMAR = "Structured output is not supported yet."
+_NO_BEAMS = "Beam search is not supported yet."
+_NO_PROMPT_LOGPROBS = "Log-probabilities of the prompt are not supported yet."
+_NO_REASONING = "Reasoning text is not parsed out of the content yet."
+_TEXT_ONLY = "The model reads and writes text only."
+_STORED_TEMPLATE = "Start the server with --chat-template to use another template."
+_NATIVE_WEIGHTS = "LoRA adapters are not supported yet."
+
+
+def _best_of_is_n(value: Any, body: Mapping[str, Any]) -> bool:
+    return type(value) is int and value == (body.get("n") or 1)
+
+
+_BEST_OF = {
+    "best_of": Rule(Use.REFUSED, (), "best_of other than n is not supported yet.", neutral_when=_best_of_is_n)
+}
+
+_OPENAI_SAMPLING = used(
+    "model",
+    "temperature",
+    "top_p",
+    "n",
+    "stream",
+    "stream_options",
+    "stop",
+    "max_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "seed",
+    "user",
+)
+
+OPENAI_CHAT: dict[str, Rule] = {
+    **_OPENAI_SAMPLING,
+    **used("messages", "max_completion_tokens", "top_logprobs"),
+    **no_effect(
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",  # the prefix cache finds equal prefixes by their content
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",  # speeds decoding up, never changes the answer
+        "parallel_tool_calls",  # without tools there is nothing to call
+    ),
+    **refused("modalities", neutral=(["text"],), hint=_TEXT_ONLY),
+    **refused("audio", hint=_TEXT_ONLY),
+    **refused("verbosity", neutral=("medium",), hint="Ask for the length you want in a message."),
+    **refused("reasoning_effort", hint="Pass what the template takes in chat_template_kwargs."),
+    **refused("web_search_options", hint="There is no web search."),
+    **refused("moderation", hint="There is no moderation."),
+    **refused("response_format", neutral=({"type": "text"},), hint=_NO_GRAMMAR),
+    **refused("tools", "functions", neutral=([],), hint=_NO_TOOLS),
+    **refused("tool_choice", neutral=("none", "auto"), hint=_NO_TOOLS),
+    **refused("function_call", neutral=("none", "auto"), hint=_NO_TOOLS),
+}
+
+OPENAI_COMPLETIONS: dict[str, Rule] = {
+    **_OPENAI_SAMPLING,
+    **used("prompt"),
+    **_BEST_OF,
+    **refused("echo", neutral=(False,), hint="Put the prompt before the answer yourself."),
+    **refused("suffix", neutral=("",), hint="Write the model's fill-in-the-middle tokens into the prompt."),
+}
+
+# What both servers add to OpenAI's sampling, in vLLM's names.
+_EXTENDED_SAMPLING = used(
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "bad_words",
+    "allowed_token_ids",
+    "skip_special_tokens",
+    "priority",
+    "cache_salt",
+    "request_id",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+)
+
+VLLM: dict[str, Rule] = {
+    **_EXTENDED_SAMPLING,
+    **_BEST_OF,
+    **refused("use_beam_search", "early_stopping", neutral=(False,), hint=_NO_BEAMS),
+    **refused("length_penalty", neutral=(1.0,), hint=_NO_BEAMS),
+    **refused("prompt_logprobs", hint=_NO_PROMPT_LOGPROBS),
+    **refused("logprob_token_ids", hint="Ask for top_logprobs."),
+    **refused("truncate_prompt_tokens", hint="Shorten the prompt before sending it."),
+    **refused("spaces_between_special_tokens", neutral=(True,)),
+    **refused("structured_outputs", "structural_tag", hint=_NO_GRAMMAR),
+    **refused("guided_json", "guided_regex", "guided_choice", "guided_grammar", hint=_NO_GRAMMAR),
+    **refused("guided_whitespace_pattern", hint=_NO_GRAMMAR),
+    **no_effect("guided_decoding_backend"),  # names how, not what, to constrain
+    **refused("logits_processors", neutral=([],), hint="Use logit_bias, bad_words or allowed_token_ids."),
+    **refused("mm_processor_kwargs", "media_io_kwargs", neutral=({},), hint=_TEXT_ONLY),
+    **refused("kv_transfer_params", "vllm_xargs", neutral=({},)),
+    **refused("thinking_token_budget", hint=_NO_REASONING),
+    **refused("repetition_detection"),
+    **refused("include_reasoning", neutral=(True,), hint=_NO_REASONING),
+    **refused("response_format", neutral=({"type": "text"},), hint=_NO_GRAMMAR),
+}
+
+VLLM_CHAT: dict[str, Rule] = {
+    **used("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    **refused("add_special_tokens", neutral=(False,), hint="The chat template writes the special tokens."),
+    **refused("echo", neutral=(False,), hint="Put the message before the answer yourself."),
+    **refused("documents", neutral=([],), hint="Put the documents into a message."),
+    **refused("chat_template", hint=_STORED_TEMPLATE),
+}
+
+VLLM_COMPLETIONS: dict[str, Rule] = {
+    **refused("add_special_tokens", neutral=(True,), hint="Send the prompt as token ids."),
+    **refused("prompt_embeds", hint="Send the prompt as text or token ids."),
+}
+
+SGLANG: dict[str, Rule] = {
+    **_EXTENDED_SAMPLING,
+    **used("rid"),
+    **refused("regex", "ebnf", "json_schema", hint=_NO_GRAMMAR),
+    **refused("stop_regex", neutral=([],), hint="Use stop."),
+    **refused("no_stop_trim", neutral=(False,), hint="Use include_stop_str_in_output."),
+    **refused("lora_path", hint=_NATIVE_WEIGHTS),
+    **refused("session_params", "custom_logit_processor", "custom_params"),
+    **refused("extra_key", hint="Use cache_salt."),
+    **refused("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    **no_effect("data_parallel_rank"),
+    **refused("return_hidden_states", "return_routed_experts", neutral=(False,)),
+    **refused("return_cached_tokens_details", neutral=(False,), hint="See usage.prompt_tokens_details."),
+}
+
+SGLANG_CHAT: dict[str, Rule] = {
+    **refused("separate_reasoning", "stream_reasoning", neutral=(True,), hint=_NO_REASONING),
+    **refused("input_ids", hint="Send token ids to /v1/completions."),
+    **refused("max_dynamic_patch", "min_dynamic_patch", hint=_TEXT_ONLY),
+}
+
+# What Quire itself will take and does not yet.
+QUIRE: dict[str, Rule] = {
+    **refused("typical_p", neutral=(1.0,), hint="Use top_p or min_p."),
+    **refused("deadline_ms"),
+    **refused("timing", neutral=(False,)),
+}
+
+# Names of Anthropic's Messages API that get sent to OpenAI's endpoints.
+ANTHROPIC: dict[str, Rule] = {
+    **used("top_k"),
+    **no_effect("cache_control", "inference_geo", "betas"),
+    **refused("system", hint="Send a message with the role 'system'."),
+    **refused("stop_sequences", hint="Use stop."),
+    **refused("thinking", neutral=({"type": "disabled"},), hint=_NO_REASONING),
+    **refused("output_config", "output_format", hint=_NO_GRAMMAR),
+    **refused("mcp_servers", neutral=([],), hint=_NO_TOOLS),
+    **refused("container", "context_management", "speed"),
+}
+
+# The endpoints' own tables. OpenAI's rule wins where a name is in several.
+CHAT: dict[str, Rule] = {
+    **ANTHROPIC, **QUIRE, **SGLANG, **SGLANG_CHAT, **VLLM, **VLLM_CHAT, **OPENAI_CHAT,
+}  # fmt: skip
+COMPLETIONS: dict[str, Rule] = {
+    **ANTHROPIC, **QUIRE, **SGLANG, **VLLM, **VLLM_COMPLETIONS, **OPENAI_COMPLETIONS,
+}  # fmt: skip
+
+STREAM_OPTIONS: dict[str, Rule] = {
+    **used("include_usage", "continuous_usage_stats"),
+    **no_effect("include_obfuscation"),  # padding against side channels; it carries no content
+}
+
+MESSAGE: dict[str, Rule] = {
+    **used("role", "content", "name", "tool_calls", "tool_call_id"),
+    **used("reasoning_content", "reasoning", "thinking"),  # templates of reasoning models read them
+    **no_effect("annotations", "cache_control", "id", "status"),
+    **refused("refusal", hint="Send it as content."),
+    **refused("audio", hint=_TEXT_ONLY),
+    **refused("function_call", hint="Use tool_calls."),
+    **refused("prefix", neutral=(False,), hint="Use continue_final_message."),
+}

@@ -1,0 +1,106 @@
+"""What Quire does with each name that a request may carry: used, no effect here, or refused.
+
+`field_tables` has the tables; this file applies them. A field that would change the answer and is not supported is
+refused by name unless it is null or has its neutral value; a name in no table is refused with the nearest known one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from quire.errors import RequestError, nearest
+
+
+class Use(StrEnum):
+    """What becomes of a field."""
+
+    USED = "used"
+    NO_EFFECT = "no effect here"  # accepted: it cannot change this server's answer
+    REFUSED = "refused"  # would change the answer and is not supported
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rule of one field. ``neutral`` values of a refused field are accepted, since they ask for nothing."""
+
+    use: Use
+    neutral: tuple[Any, ...] = ()
+    hint: str = ""  # what to do instead
+    neutral_when: Callable[[Any, Mapping[str, Any]], bool] | None = None  # (value, whole request)
+
+
+Table = Mapping[str, Rule]
+
+
+def used(*names: str) -> dict[str, Rule]:
+    """Fields that Quire honours."""
+    return {name: Rule(Use.USED) for name in names}
+
+
+def no_effect(*names: str) -> dict[str, Rule]:
+    """Fields that cannot change an answer of this server."""
+    return {name: Rule(Use.NO_EFFECT) for name in names}
+
+
+def refused(*names: str, neutral: tuple[Any, ...] = (), hint: str = "") -> dict[str, Rule]:
+    """Fields that would change the answer and are not supported."""
+    return {name: Rule(Use.REFUSED, neutral, hint) for name in names}
+
+
+def sift(body: Mapping[str, Any], table: Table, *, lenient: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the used fields that are not null, and the unknown names that ``lenient`` let pass.
+
+    Raises:
+        RequestError: a field that is refused, or (unless ``lenient``) a name in no table.
+    """
+    kept: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in body.items():
+        rule = table.get(name)
+        if rule is None:
+            if not lenient:
+                raise unknown(name, table)
+            ignored.append(name)
+        elif value is None or rule.use is Use.NO_EFFECT:
+            continue
+        elif rule.use is Use.USED:
+            kept[name] = value
+        elif not _is_neutral(rule, value, body):
+            raise _refusal(name, value, rule)
+    return kept, ignored
+
+
+def unknown(name: str, table: Table, prefix: str = "") -> RequestError:
+    """The error for a name in no table."""
+    return RequestError(
+        f"Unknown field {clip(prefix + name)}{nearest(name, table)}. Remove it, or start the server with "
+        "--lenient to have unknown fields ignored.",
+        param=prefix + name,
+        code="unknown_parameter",
+    )
+
+
+def clip(value: Any, limit: int = 80) -> str:
+    """``repr`` cut to a length fit for an error message."""
+    text = repr(value) if not isinstance(value, str) else repr(value[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _is_neutral(rule: Rule, value: Any, body: Mapping[str, Any]) -> bool:
+    if rule.neutral_when is not None and rule.neutral_when(value, body):
+        return True
+    # 1 == True in Python but not in JSON.
+    return any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in rule.neutral)
+
+
+def _refusal(name: str, value: Any, rule: Rule) -> RequestError:
+    allowed = " or ".join(["null", *(clip(n) for n in rule.neutral)])
+    hint = f" {rule.hint}" if rule.hint else ""
+    return RequestError(
+        f"{name} = {clip(value)} is not supported here and would change the answer; only {allowed} is accepted.{hint}",
+        param=name,
+        code="unsupported_parameter",
+    )

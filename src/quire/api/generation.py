@@ -1,0 +1,241 @@
+"""One HTTP request at work: its prompts as streams of the frontend, answered whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.types import Send
+
+from quire.api.body import Headers, send_json
+from quire.api.protocol import StreamOptions
+from quire.api.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
+from quire.api.replies import Choice, Choices, Envelope, Head, Usage, whole_answer
+from quire.api.state import ApiState
+from quire.engine.output import OutputChunk
+from quire.engine.stream import RequestStream
+from quire.errors import QuireError
+from quire.metrics.log import Log
+from quire.metrics.prometheus import RequestMetrics
+from quire.request import FinishReason, SamplingParams
+
+_SSE_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx must not hold the stream back
+)
+log = Log("api")
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request: what to run and how to answer."""
+
+    prompts: Sequence[str | list[int]]
+    sampling: SamplingParams
+    head: Head
+    choices: Choices
+    options: StreamOptions | None  # None: a whole answer
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    client_request_id: str | None = None  # the body's request_id or rid
+
+
+class Generation:
+    """Runs a `Job`. The choice index of sample s of prompt p is ``p * n + s``, as in OpenAI's API."""
+
+    def __init__(self, state: ApiState, job: Job, arrival_s: float) -> None:
+        self._state = state
+        self._job = job
+        self._arrival_s = arrival_s
+        self._streams: list[RequestStream] = []
+        self._metrics: list[RequestMetrics] = []
+        self._usage = Usage()
+        self._ended = False  # the last bytes are on their way
+        self.disconnected = False
+
+    async def submit(self) -> None:
+        """Start all prompts, or none."""
+        job, single = self._job, len(self._job.prompts) == 1
+        try:
+            for i, prompt in enumerate(job.prompts):
+                stream = await self._state.frontend.submit(
+                    prompt,
+                    job.sampling,
+                    request_id=job.head.id if single else f"{job.head.id}-{i}",
+                    priority=job.priority,
+                    cache_salt=job.cache_salt,
+                    tenant=job.tenant,
+                )
+                self._streams.append(stream)
+                self._metrics.append(
+                    self._state.metrics.request(
+                        self._arrival_s,
+                        n=job.sampling.n,
+                        max_tokens=job.sampling.max_tokens,
+                        prompt_tokens=len(stream.prompt_token_ids),
+                    )
+                )
+                self._usage.prompt_tokens += len(stream.prompt_token_ids)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def answer(self, send: Send, headers: Headers) -> None:
+        """Send the answer. An error before the first byte is raised, one after it is an event of the stream."""
+        if self._job.options is None:
+            await self._answer_whole(send, headers)
+        else:
+            await self._answer_stream(self._job.options, send, headers)
+
+    async def close(self) -> None:
+        """Abort whatever still runs."""
+        for stream, metrics in zip(self._streams, self._metrics, strict=True):
+            await stream.aclose()
+            metrics.abandon(self._state.now())
+
+    async def disconnect(self) -> None:
+        """The client is gone: abort, so that the blocks are free in the next step.
+
+        A server reports the end of its own answer in the same way; that is no disconnection.
+        """
+        if self._ended:
+            return
+        self.disconnected = True
+        self._state.metrics.counters["quire:http_disconnects"] += 1
+        for stream in self._streams:
+            await stream.abort()
+
+    async def _answer_whole(self, send: Send, headers: Headers) -> None:
+        job = self._job
+        n = job.sampling.n
+        collected = [Choice() for _ in range(len(job.prompts) * n)]
+        async with aclosing(self._chunks()) as chunks:
+            async for index, chunk in chunks:
+                choice = collected[index]
+                choice.text.append(chunk.text)
+                choice.token_ids.extend(chunk.token_ids)
+                choice.logprobs.extend(chunk.logprobs or ())
+                if chunk.finish_reason is not None:
+                    choice.finish_reason, choice.stop_reason = chunk.finish_reason, chunk.stop_reason
+        items = [
+            job.choices.whole(i, choice, self._streams[i // n].prompt_token_ids)
+            for i, choice in enumerate(collected)
+        ]
+        beside = job.choices.beside(self._streams[0].prompt_token_ids)
+        self._ended = True
+        await send_json(send, 200, whole_answer(job.head, job.choices, items, self._usage, beside), headers)
+
+    async def _answer_stream(self, options: StreamOptions, send: Send, headers: Headers) -> None:
+        envelope = Envelope(self._job.head, self._job.choices.chunk_kind, usage_field=options.include_usage)
+        begun = False
+        try:
+            async with aclosing(self._chunks()) as chunks:
+                async for index, chunk in chunks:
+                    if not begun:
+                        # Only now: a refusal by the engine is the first chunk, and deserves its own status.
+                        begun = True
+                        all_headers = [*_SSE_HEADERS, *headers]
+                        await send({"type": "http.response.start", "status": 200, "headers": all_headers})
+                        frame = self._opening(envelope) + self._frame(envelope, options, index, chunk)
+                    else:
+                        frame = self._frame(envelope, options, index, chunk)
+                    if frame:
+                        await send({"type": "http.response.body", "body": frame, "more_body": True})
+        except Exception as error:
+            if not begun:
+                raise
+            if not isinstance(error, QuireError):
+                log.exception("stream_crashed", id=self._job.head.id)
+            await self._send_last(send, b"data: " + refusal_of(error).body() + b"\n\n")
+            return
+        end = b""
+        if options.include_usage:
+            end = envelope.frame_with(b"", {"usage": self._usage.to_json()})
+        await self._send_last(send, end)
+
+    async def _send_last(self, send: Send, body: bytes) -> None:
+        self._ended = True
+        await send({"type": "http.response.body", "body": body + DONE, "more_body": False})
+
+    def _opening(self, envelope: Envelope) -> bytes:
+        choices = self._job.choices
+        beside = choices.beside(self._streams[0].prompt_token_ids)
+        frames = []
+        for index in range(len(self._job.prompts) * self._job.sampling.n):
+            opening = choices.opening(index)
+            if opening is not None:
+                frames.append(envelope.frame_with(opening, beside) if beside else envelope.frame(opening))
+        return b"".join(frames)
+
+    def _frame(self, envelope: Envelope, options: StreamOptions, index: int, chunk: OutputChunk) -> bytes:
+        choice = self._job.choices.delta(index, chunk)
+        if choice is None:
+            return b""
+        if options.continuous_usage_stats:
+            return envelope.frame_with(choice, {"usage": self._usage.to_json()})
+        return envelope.frame(choice)
+
+    async def _chunks(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
+        """Yield (choice index, chunk) of all streams as they come; count them; raise on an error of the engine."""
+        state, n = self._state, self._job.sampling.n
+        async with aclosing(_merged(self._streams)) as merged:
+            async for prompt, chunk in merged:
+                now_s = state.now()
+                metrics = self._metrics[prompt]
+                if not metrics.is_admitted and chunk.token_ids:
+                    stream = self._streams[prompt]
+                    metrics.admitted(stream.queued_s)
+                    self._usage.cached_tokens += stream.num_cached_tokens
+                self._usage.completion_tokens += len(chunk.token_ids)
+                metrics.chunk(chunk.index, len(chunk.token_ids), now_s)
+                if chunk.finish_reason is not None:
+                    metrics.finish(chunk.index, chunk.finish_reason.value, now_s)
+                    self._check_end(chunk)
+                yield prompt * n + chunk.index, chunk
+
+    def _check_end(self, chunk: OutputChunk) -> None:
+        retry_after_s = self._state.settings.retry_after_s
+        if chunk.finish_reason is FinishReason.ERROR:
+            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=retry_after_s))
+        if chunk.finish_reason is FinishReason.ABORT and not self.disconnected:
+            raise HttpError(
+                Refusal(503, "The request was aborted: the server is shutting down.", code="aborted")
+            )
+
+
+async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, OutputChunk], None]:
+    """Yield (which stream, chunk) in order of arrival."""
+    if len(streams) == 1:
+        async for chunk in streams[0]:
+            yield 0, chunk
+        return
+    queue: asyncio.Queue[tuple[int, OutputChunk | Exception | None]] = asyncio.Queue()
+
+    async def forward(i: int) -> None:
+        try:
+            async for chunk in streams[i]:
+                queue.put_nowait((i, chunk))
+            queue.put_nowait((i, None))
+        except Exception as error:
+            queue.put_nowait((i, error))
+
+    tasks = [asyncio.create_task(forward(i)) for i in range(len(streams))]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            i, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield i, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,79 @@
+"""Probes, /version, /metrics and /v1/models."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.state import ApiState
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Probes:
+    """GET endpoints that look at the engine's state.
+
+    ``starting`` → ``ready`` → ``draining`` or ``dead``; each answer's body is ``{"status": …}``.
+    """
+
+    def __init__(self, state: ApiState) -> None:
+        self._state = state
+
+    async def livez(self, request: Request) -> Response:
+        """200 while restarting this process would not help; 503 once the engine is dead for good."""
+        return self._status(self._state.frontend.state != "dead")
+
+    async def startupz(self, request: Request) -> Response:
+        """200 once the model is loaded."""
+        return self._status(self._state.frontend.state in ("ready", "draining"))
+
+    async def readyz(self, request: Request) -> Response:
+        """200 when a new request would be taken; 503 while loading, draining or dead."""
+        return self._status(self._state.frontend.state == "ready")
+
+    async def health(self, request: Request) -> Response:
+        """vLLM's name: 200 while the engine works, 503 otherwise."""
+        return self._status(self._state.frontend.state in ("ready", "draining"))
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": self._state.settings.version})
+
+    async def metrics(self, request: Request) -> Response:
+        body, content_type = self._state.metrics.exposition(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    def _status(self, good: bool) -> Response:
+        return _json({"status": self._state.frontend.state}, 200 if good else 503)
+
+
+class Models:
+    """``/v1/models`` and ``/v1/models/{id}``."""
+
+    def __init__(self, state: ApiState) -> None:
+        self._state = state
+
+    async def listed(self, request: Request) -> Response:
+        data = [self._card(name) for name in self._state.model.names]
+        return _json({"object": "list", "data": data})
+
+    async def one(self, request: Request) -> Response:
+        """Raises NotFoundError for a name that is not served."""
+        return _json(self._card(self._state.check_model(request.path_params["model_id"])))
+
+    def _card(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._state.started_unix,
+            "owned_by": "quire",
+            "root": self._state.model.names[0],
+            "parent": None,
+            "max_model_len": self._state.model.max_model_len,
+        }
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

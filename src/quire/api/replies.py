@@ -1,0 +1,221 @@
+"""The JSON of answers: chat completions and text completions, whole and as chunks.
+
+A chunk's bytes are put together from parts encoded once per stream; pydantic is not involved, and a plain text delta
+costs one string encoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire.api.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
+from quire.engine.output import OutputChunk
+from quire.request import FinishReason, TokenLogprobs
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of one HTTP request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One finished sequence of an answer, collected from its chunks."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every answer and every chunk of it repeats."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    fingerprint: str
+    determinism: str  # "exact" | "batch-dependent"
+
+    def to_json(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "determinism": self.determinism,
+        }
+
+
+class Envelope:
+    """Frames choices as server-sent events: ``data: {head…, "choices": […], "usage": …}``."""
+
+    __slots__ = ("_end", "_start", "_usage_field")
+
+    def __init__(self, head: Head, kind: str, *, usage_field: bool) -> None:
+        self._start = b"data: " + _encode(head.to_json(kind))[:-1] + b',"choices":['
+        self._usage_field = usage_field
+        # With include_usage OpenAI writes "usage": null on every chunk but the last.
+        self._end = b'],"usage":null}\n\n' if usage_field else b"]}\n\n"
+
+    def frame(self, choice: bytes) -> bytes:
+        return self._start + choice + self._end
+
+    def frame_with(self, choice: bytes, extra: dict[str, Any]) -> bytes:
+        """Frame a choice (or none) with more fields beside it, such as ``usage``."""
+        if self._usage_field and "usage" not in extra:
+            extra = {**extra, "usage": None}
+        return self._start + choice + b"]," + _encode(extra)[1:] + b"\n\n"
+
+
+class ChatChoices:
+    """Choices of ``/v1/chat/completions``."""
+
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(self, names: TokenNames, *, with_logprobs: bool, with_ids: bool) -> None:
+        self._names = names
+        self._with_logprobs = with_logprobs
+        self._with_ids = with_ids
+
+    def opening(self, index: int) -> bytes | None:
+        """The chunk that names the role, before any content."""
+        return (
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+            % index
+        )
+
+    def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
+        """The choice object of one chunk; None when there is nothing to say yet."""
+        if chunk.finish_reason is None and not self._with_logprobs and not self._with_ids:
+            if not chunk.text:
+                return None
+            return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
+                index,
+                _encode(chunk.text),
+            )
+        value: dict[str, Any] = {
+            "index": index,
+            "delta": {"content": chunk.text} if chunk.text or chunk.finish_reason is None else {},
+            "logprobs": self._logprobs(chunk.logprobs),
+            "finish_reason": chunk.finish_reason,
+        }
+        if chunk.finish_reason is not None:
+            value["stop_reason"] = chunk.stop_reason
+        if self._with_ids:
+            value["token_ids"] = chunk.token_ids
+        return _encode(value)
+
+    def whole(self, index: int, choice: Choice, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """The choice object of a whole answer."""
+        value: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._with_ids:
+            value["token_ids"] = choice.token_ids
+        return value
+
+    def beside(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """Fields beside ``choices``, in a whole answer and in the first chunk."""
+        return {"prompt_token_ids": prompt_token_ids} if self._with_ids else {}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        return chat_logprobs(logprobs or (), self._names) if self._with_logprobs else None
+
+
+class CompletionChoices:
+    """Choices of ``/v1/completions``."""
+
+    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, names: TokenNames, *, with_logprobs: bool, with_ids: bool) -> None:
+        self._names = names
+        self._with_logprobs = with_logprobs
+        self._with_ids = with_ids
+        self._renderers: dict[int, CompletionLogprobs] = {}
+
+    def opening(self, index: int) -> bytes | None:
+        """Text completions open without a role."""
+        return None
+
+    def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
+        """The choice object of one chunk; None when there is nothing to say yet."""
+        if chunk.finish_reason is None and not self._with_logprobs and not self._with_ids:
+            if not chunk.text:
+                return None
+            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (
+                index,
+                _encode(chunk.text),
+            )
+        value: dict[str, Any] = {
+            "index": index,
+            "text": chunk.text,
+            "logprobs": self._logprobs(index, chunk.logprobs),
+            "finish_reason": chunk.finish_reason,
+        }
+        if chunk.finish_reason is not None:
+            value["stop_reason"] = chunk.stop_reason
+        if self._with_ids:
+            value["token_ids"] = chunk.token_ids
+        return _encode(value)
+
+    def whole(self, index: int, choice: Choice, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """The choice object of a whole answer."""
+        value: dict[str, Any] = {
+            "index": index,
+            "text": "".join(choice.text),
+            "logprobs": self._logprobs(index, choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._with_ids:
+            value["token_ids"] = choice.token_ids
+            value["prompt_token_ids"] = prompt_token_ids
+        return value
+
+    def beside(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """Fields beside ``choices``: none, since each choice may have another prompt."""
+        return {}
+
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        renderer = self._renderers.get(index)
+        if renderer is None:
+            renderer = self._renderers[index] = CompletionLogprobs(self._names)
+        return renderer.render(logprobs or ())
+
+
+Choices = ChatChoices | CompletionChoices
+
+
+def whole_answer(
+    head: Head, choices: Choices, items: list[dict[str, Any]], usage: Usage, beside: dict[str, Any]
+) -> bytes:
+    """The body of a non-streaming answer."""
+    return _encode({**head.to_json(choices.kind), "choices": items, "usage": usage.to_json(), **beside})

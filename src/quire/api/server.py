@@ -1,0 +1,152 @@
+"""`run`: the API under uvicorn, from bind to drain.
+
+bind → listen (livez 200, readyz 503) ─ frontend.start() → ready (readyz 200)
+SIGTERM or SIGINT → draining (readyz and new requests 503) → running requests end, or the grace time → exit 0
+a second signal → exit at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from quire.api.state import ApiState
+from quire.engine.client import EngineInfo
+from quire.engine.frontend import Frontend
+from quire.errors import ConfigError, QuireError
+from quire.metrics.log import Log
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+_CLOSE_TIMEOUT_S = 5  # for the last bytes of answers, after the drain
+
+log = Log("server")
+ReadyHook = Callable[[str, EngineInfo], None]  # (base URL, what the engine says of itself)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound TCP socket; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be had, with what to change.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"--host {host} cannot be used: {error}. Try 127.0.0.1 or 0.0.0.0.") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port (0 takes a free one)."
+        ) from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Return ``http://host:port`` as a client on this machine would type it."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+def run(
+    app: FastAPI,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    drain_timeout_s: float = 30.0,
+    on_ready: ReadyHook | None = None,
+    sock: socket.socket | None = None,
+) -> int:
+    """Serve ``app`` until a signal; return the exit status: 0 after a drain, 1 when the engine could not start.
+
+    ``sock`` is an already bound socket, instead of ``host`` and ``port``. The frontend is started and closed here, in
+    the loop that serves.
+    """
+    sock = sock if sock is not None else bind(host, port)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(app, sock, drain_timeout_s, on_ready))
+
+
+async def _serve(
+    app: FastAPI, sock: socket.socket, drain_timeout_s: float, on_ready: ReadyHook | None
+) -> int:
+    state: ApiState = app.state.quire
+    frontend = state.frontend
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+    )
+    server = DrainingServer(config, frontend, drain_timeout_s)
+    starting = asyncio.create_task(_start(server, frontend, url_of(sock), on_ready))
+    try:
+        await server.serve([sock])
+        if not starting.done():
+            starting.cancel()
+            return 0
+        return starting.result()
+    except asyncio.CancelledError:
+        return 0
+    finally:
+        await frontend.close()
+
+
+async def _start(server: DrainingServer, frontend: Frontend, url: str, on_ready: ReadyHook | None) -> int:
+    try:
+        info = await frontend.start()
+    except QuireError as error:
+        log.error("start_failed", error=str(error))
+        server.should_exit = True
+        return 1
+    log.info("ready", url=url, model=frontend.model.names[0], context=frontend.model.max_model_len)
+    if on_ready is not None:
+        on_ready(url, info)
+    return 0
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, except that the first signal drains and the exit status is then 0."""
+
+    def __init__(self, config: uvicorn.Config, frontend: Frontend, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self._frontend = frontend
+        self._drain_timeout_s = drain_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+        self._num_signals = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Signal handler. uvicorn would raise the signal again after its shutdown; a drain ends with status 0."""
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+        else:
+            self.should_exit = self.force_exit = True
+
+    def _begin_drain(self) -> None:
+        self._draining = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        log.info("draining", requests=self._frontend.num_requests, grace_s=self._drain_timeout_s)
+        await self._frontend.drain(self._drain_timeout_s)
+        self.should_exit = True

@@ -1,0 +1,38 @@
+"""What the API is built with."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from quire.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Settings of the HTTP API. The served names are `ModelInfo.names`."""
+
+    version: str = "0"
+    system_fingerprint: str = "fp_unknown"  # see `fingerprint`
+    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+    cors_origins: tuple[str, ...] = ()  # empty: no CORS headers; "*": every origin
+    lenient: bool = False  # accept unknown request fields, listed in the x-quire-ignored-fields header
+    max_body_bytes: int = 32 * 2**20
+    retry_after_s: int = 1  # sent with 503
+
+
+def fingerprint(config: EngineConfig, version: str) -> str:
+    """Return ``system_fingerprint``: equal fingerprints and seeds give equal tokens (the scope of DESIGN §1.3)."""
+    scope = (
+        version,
+        config.cache.model_key,
+        config.model.dtype,
+        config.model.kv_dtype,
+        config.model.quantize,
+        config.cache.block_size,
+        config.device.kind,
+        config.device.isa if config.runner.cpu_isa == "auto" else config.runner.cpu_isa,
+        config.device.native,
+        config.runner.exact,
+    )
+    return "fp_" + hashlib.blake2b(repr(scope).encode(), digest_size=6).hexdigest()

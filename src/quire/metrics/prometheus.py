@@ -1,0 +1,195 @@
+"""What /metrics shows: vLLM's names where a metric means the same, ``quire:`` for the others.
+
+`ServerMetrics` belongs to one app: its own registry, no global state. A request's numbers go through `RequestMetrics`,
+called once a chunk; times come from the caller. Everything is added up in plain Python and turned into Prometheus'
+families when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+
+from quire.metrics.engine_stats import EngineStats
+from quire.metrics.histogram import Histogram
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+           40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
+          7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
+_LATENCY_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+              120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_N = (1, 2, 5, 10, 20, 50, 100)
+
+# name → (help, bounds)
+_HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "vllm:time_to_first_token_seconds": ("Arrival to first token, a sequence.", _TTFT_S),
+    "vllm:inter_token_latency_seconds": ("Gap between two tokens of a sequence.", _ITL_S),
+    "vllm:request_time_per_output_token_seconds": ("(E2EL - TTFT) / (tokens - 1), a sequence.", _ITL_S),
+    "vllm:e2e_request_latency_seconds": ("Arrival to the last token, a request.", _LATENCY_S),
+    "vllm:request_queue_time_seconds": ("Arrival to first admission, a request.", _LATENCY_S),
+    "vllm:request_prompt_tokens": ("Prompt tokens, a request.", _TOKENS),
+    "vllm:request_generation_tokens": ("Generated tokens, a sequence.", _TOKENS),
+    "vllm:request_params_n": ("n, a request.", _N),
+    "vllm:request_params_max_tokens": ("max_tokens, a request that gives it.", _TOKENS),
+}
+_COUNTERS = {
+    "vllm:prompt_tokens": "Prompt tokens of accepted requests.",
+    "vllm:generation_tokens": "Generated tokens.",
+    "quire:http_disconnects": "Requests aborted because the client went away.",
+}
+
+# Of `EngineStats`: name → (help, attribute)
+_ENGINE_GAUGES = {
+    "vllm:num_requests_running": ("Sequences running.", "num_running"),
+    "vllm:num_requests_waiting": ("Sequences waiting.", "num_waiting"),
+    "vllm:kv_cache_usage_perc": ("Share of the KV blocks in use, 0…1.", "kv_usage"),
+    "quire:steps_in_flight": ("Steps submitted and not applied.", "num_in_flight"),
+    "quire:kv_blocks": ("KV blocks in the pool.", "num_blocks"),
+    "quire:kv_blocks_free": ("KV blocks that nobody holds.", "num_free_blocks"),
+    "quire:kv_blocks_cached": ("KV blocks in the prefix tree.", "num_cached_blocks"),
+    "quire:kv_blocks_idle": ("KV blocks that only the prefix tree holds.", "num_idle_blocks"),
+}
+_ENGINE_COUNTERS = {
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "num_prompt_tokens"),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "num_cached_tokens"),
+    "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
+    "quire:steps": ("Steps applied.", "num_steps"),
+    "quire:steps_failed": ("Steps that failed.", "num_failed_steps"),
+    "quire:requests_refused": ("Requests the engine refused.", "num_refused"),
+    "quire:computed_tokens": ("Rows computed, again after preemption too.", "num_computed_tokens"),
+    "quire:prompt_chunks": ("Prompt chunks that were not the last of their prompt.", "num_chunks"),
+    "quire:forks": ("Forks of a sequence for n > 1.", "num_forks"),
+    "quire:kv_blocks_evicted": ("KV blocks evicted from the prefix tree.", "num_evicted_blocks"),
+}
+
+
+class ServerMetrics:
+    """All metrics of one app. ``engine`` is asked for the engine's numbers at each scrape."""
+
+    def __init__(self, model_name: str, engine: Callable[[], EngineStats]) -> None:
+        self._labels = ["model_name", "engine"]
+        self._values = [model_name, "0"]
+        self._engine = engine
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self.finished: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
+        self.responses: Counter[tuple[str, str]] = Counter()  # (path, status)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)  # a collector is what has collect()
+
+    def request(
+        self, arrival_s: float, *, n: int, max_tokens: int | None, prompt_tokens: int
+    ) -> RequestMetrics:
+        """Count an accepted request (one prompt) and return the object that its stream reports to."""
+        self.counters["vllm:prompt_tokens"] += prompt_tokens
+        self.histograms["vllm:request_prompt_tokens"].observe(prompt_tokens)
+        self.histograms["vllm:request_params_n"].observe(n)
+        if max_tokens is not None:
+            self.histograms["vllm:request_params_max_tokens"].observe(max_tokens)
+        return RequestMetrics(self, arrival_s, n)
+
+    def response(self, path: str, status: int) -> None:
+        """Count an HTTP answer. ``path`` is a route, never what a stranger typed."""
+        self.responses[path, str(status)] += 1
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """Return (body, content type) of /metrics for an Accept header."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family; prometheus-client calls this at each scrape."""
+        for name, (text, _) in _HISTOGRAMS.items():
+            histogram = self.histograms[name]
+            family = HistogramMetricFamily(name, text, labels=self._labels)
+            family.add_metric(self._values, histogram.cumulative(), histogram.total)
+            yield family
+        for name, text in _COUNTERS.items():
+            yield self._counter(name, text, self.counters[name])
+        yield from self._labelled()
+        stats = self._engine()
+        for name, (text, attribute) in _ENGINE_GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=self._labels)
+            gauge.add_metric(self._values, getattr(stats, attribute))
+            yield gauge
+        for name, (text, attribute) in _ENGINE_COUNTERS.items():
+            yield self._counter(name, text, getattr(stats, attribute))
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, text, labels=self._labels)
+        family.add_metric(self._values, value)
+        return family
+
+    def _labelled(self) -> Iterator[Metric]:
+        success = CounterMetricFamily(
+            "vllm:request_success", "Sequences by how they ended.", labels=[*self._labels, "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            success.add_metric([*self._values, reason], count)
+        yield success
+        answers = CounterMetricFamily(
+            "quire:http_responses", "HTTP answers by route and status.", labels=["path", "status"]
+        )
+        for (path, status), count in sorted(self.responses.items()):
+            answers.add_metric([path, status], count)
+        yield answers
+
+
+class RequestMetrics:
+    """The numbers of one request's stream; one call a chunk."""
+
+    __slots__ = ("_arrival_s", "_first_s", "_last_s", "_open", "_server", "_tokens", "is_admitted")
+
+    def __init__(self, server: ServerMetrics, arrival_s: float, n: int) -> None:
+        self._server = server
+        self._arrival_s = arrival_s
+        self._first_s = [0.0] * n
+        self._last_s = [0.0] * n
+        self._tokens = [0] * n
+        self._open = set(range(n))
+        self.is_admitted = False
+
+    def chunk(self, index: int, num_tokens: int, now_s: float) -> None:
+        """Count ``num_tokens`` that sequence ``index`` got at ``now_s``; their gap is shared among them."""
+        if num_tokens == 0:
+            return
+        server = self._server
+        server.counters["vllm:generation_tokens"] += num_tokens
+        if self._tokens[index] == 0:
+            self._first_s[index] = now_s
+            server.histograms["vllm:time_to_first_token_seconds"].observe(now_s - self._arrival_s)
+        else:
+            gap_s = (now_s - self._last_s[index]) / num_tokens
+            server.histograms["vllm:inter_token_latency_seconds"].observe(gap_s, num_tokens)
+        self._last_s[index] = now_s
+        self._tokens[index] += num_tokens
+
+    def finish(self, index: int, reason: str, now_s: float) -> None:
+        """Count the end of sequence ``index``; the last one ends the request. A second call counts nothing."""
+        if index not in self._open:
+            return
+        self._open.discard(index)
+        server, tokens = self._server, self._tokens[index]
+        server.finished[reason] += 1
+        server.histograms["vllm:request_generation_tokens"].observe(tokens)
+        if tokens > 1:
+            mean_s = (self._last_s[index] - self._first_s[index]) / (tokens - 1)
+            server.histograms["vllm:request_time_per_output_token_seconds"].observe(mean_s)
+        if not self._open:
+            server.histograms["vllm:e2e_request_latency_seconds"].observe(now_s - self._arrival_s)
+
+    def admitted(self, queued_s: float) -> None:
+        """Count the seconds that the request waited for its first admission."""
+        self.is_admitted = True
+        self._server.histograms["vllm:request_queue_time_seconds"].observe(queued_s)
+
+    def abandon(self, now_s: float) -> None:
+        """End what is still open as aborted: the client went away."""
+        for index in sorted(self._open):
+            self.finish(index, "abort", now_s)

@@ -1,0 +1,209 @@
+"""A frontend without an engine: real tokenizing, checking and text output, tokens from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from quire.engine.client import EngineInfo
+from quire.engine.model_info import ModelInfo
+from quire.engine.output import RequestOutputState
+from quire.engine.prepare import prepare_request
+from quire.engine.stream import RequestStream
+from quire.errors import CapacityError, QuireError, RequestError
+from quire.metrics.engine_stats import EngineStats
+from quire.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
+from quire.text.token_text import BYTE_OF_CHAR, token_text_of
+from quire.text.tokenizer import SpecialTokens, Tokenizer
+
+END = 256
+ANSWER = "Hello, wörld! 🙂 bye"
+INFO = EngineInfo(4096, 1, 1, "fake", "exact", 0.0, 0)
+# (prompt ids, sample index, seed) → token ids of that sample
+Script = Callable[[Sequence[int], int, int], Sequence[int]]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 byte tokens, then <|end|>."""
+    vocab = dict(BYTE_OF_CHAR)
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return Tokenizer(backend, token_text_of(backend), SpecialTokens({"eos_token": "<|end|>"}))
+
+
+def say(text: str) -> list[int]:
+    return [*text.encode(), END]
+
+
+def default_script(prompt: Sequence[int], index: int, seed: int) -> Sequence[int]:
+    return say(ANSWER if index == 0 else f"{ANSWER} {index}")
+
+
+@dataclass
+class Submitted:
+    """What `submit` was called with."""
+
+    prompt: str | Sequence[int]
+    sampling: SamplingParams
+    kwargs: dict[str, Any]
+    stream: RequestStream
+    aborted: bool = False
+
+
+class FakeFrontend:
+    """Same shape as `quire.engine.frontend.Frontend`. ``gate`` (if set) holds every token after the first back."""
+
+    def __init__(
+        self, script: Script = default_script, *, max_model_len: int = 256, step_s: float = 0.0
+    ) -> None:
+        self.tokenizer = byte_tokenizer()
+        self.model = ModelInfo(
+            names=("tiny", "alias"),
+            max_model_len=max_model_len,
+            vocab_size=257,
+            eos_token_ids=(END,),
+            generation_defaults={"temperature": 0.5},
+        )
+        self.state = "ready"
+        self.info: EngineInfo | None = INFO
+        self.submitted: list[Submitted] = []
+        self.rendered: list[tuple[list[Mapping[str, Any]], dict[str, Any]]] = []
+        self.refusal: tuple[str, str] | None = None  # (error, error_kind) as the first event
+        self.fail_at: int | None = None  # token number at which the engine fails the sequence
+        self.raises: Exception | None = None
+        self.gate: asyncio.Event | None = None
+        self._script = script
+        self._step_s = step_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ids = itertools.count()
+
+    async def start(self) -> EngineInfo:
+        return INFO
+
+    async def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> RequestStream:
+        if self.raises is not None:
+            raise self.raises
+        if self.state != "ready":
+            raise CapacityError(f"The server is {self.state}.", retryable=True)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        request = prepare_request(
+            request_id or f"r{next(self._ids)}",
+            ids,
+            sampling,
+            self.model,
+            self.tokenizer,
+            arrival_s=0.0,
+            seed=7,
+        )
+        output = RequestOutputState(request, self.tokenizer, lambda message: None)
+        stream = RequestStream(request.request_id, output, lambda: self._give_up(record))
+        kwargs = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt, "tenant": tenant}
+        record = Submitted(prompt, sampling, kwargs, stream)
+        self.submitted.append(record)
+        task = asyncio.create_task(self._run(output, stream))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return stream
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **kwargs: Any
+    ) -> list[int]:
+        self.rendered.append((list(messages), kwargs))
+        if any(m["role"] == "tool" and not m.get("tool_call_id") for m in messages):
+            raise RequestError("The chat template refuses these messages.", param="messages")
+        text = "".join(f"<{m['role']}>{m['content'] or ''}" for m in messages)
+        return self.tokenizer.encode(text)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=self.num_requests, num_blocks=100, num_free_blocks=75)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(not s.stream.finished for s in self.submitted)
+
+    async def drain(self, grace_s: float) -> None:
+        self.state = "draining"
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while self.num_requests and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        for submitted in self.submitted:
+            await submitted.stream.abort()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _give_up(self, record: Submitted) -> None:
+        record.aborted = True
+
+    async def _run(self, output: RequestOutputState, stream: RequestStream) -> None:
+        request, n = output.request, output.request.sampling.n
+        if self.refusal is not None:
+            error, kind = self.refusal
+            stream.fail(error, kind)
+            return
+        assert request.sampling.seed is not None
+        scripts = [list(self._script(request.prompt_token_ids, i, request.sampling.seed)) for i in range(n)]
+        for position in range(max(map(len, scripts))):
+            await asyncio.sleep(self._step_s)
+            if position > 0 and self.gate is not None:
+                await self.gate.wait()
+            for index, ids in enumerate(scripts):
+                if position < len(ids) and not output.finished:
+                    stream.feed(self._event(output, index, ids, position))
+
+    def _event(self, output: RequestOutputState, index: int, ids: Sequence[int], position: int) -> TokenEvent:
+        sampling, token_id = output.request.sampling, ids[position]
+        if position == self.fail_at:
+            return TokenEvent(
+                output.request.request_id,
+                index,
+                finish_reason=FinishReason.ERROR,
+                error="boom",
+                error_kind="step",
+            )
+        reason = None
+        if token_id == END and not sampling.ignore_eos:
+            reason = FinishReason.STOP
+        elif position + 1 == sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        logprobs = None
+        if sampling.logprobs is not None:
+            top = tuple((token_id + j) % 257 for j in range(sampling.logprobs))
+            logprobs = (
+                TokenLogprobs(token_id, -0.25, 1, top, tuple(-0.25 - 1.0 * j for j in range(len(top)))),
+            )
+        return TokenEvent(
+            output.request.request_id,
+            index,
+            (token_id,),
+            logprobs,
+            reason,
+            END if reason is FinishReason.STOP else None,
+            num_cached_tokens=3,
+            queued_s=0.25,
+        )
+
+
+class FailingFrontend(FakeFrontend):
+    """A frontend whose engine cannot start."""
+
+    async def start(self) -> EngineInfo:
+        raise QuireError("no model here")

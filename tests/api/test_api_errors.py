@@ -1,0 +1,238 @@
+"""Bad input: the status, the field, the value and what is allowed, in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.api.asgi_client import Api, error_of
+from tests.api.fake_frontend import FakeFrontend
+
+from quire.errors import CapacityError, EngineDeadError, StepError
+
+JSON = {"content-type": "application/json"}
+
+# (endpoint, fields, param, words of the message)
+BAD: list[tuple[str, dict[str, Any], str, list[str]]] = [
+    ("chat", {"temperature": "5"}, "temperature", ["'5'", "a number"]),
+    ("chat", {"temperature": True}, "temperature", ["True", "a number"]),
+    ("chat", {"temperature": -1}, "temperature", ["-1", "0…100"]),
+    ("chat", {"top_p": 0}, "top_p", ["0", "(0, 1]"]),
+    ("chat", {"top_k": -2}, "top_k", ["-2"]),
+    ("chat", {"top_k": 1.5}, "top_k", ["1.5", "an integer"]),
+    ("chat", {"min_p": 1.5}, "min_p", ["1.5"]),
+    ("chat", {"n": 0}, "n", ["0", "1…128"]),
+    ("chat", {"n": "2"}, "n", ["'2'", "an integer"]),
+    ("chat", {"n": 10**30}, "n", ["1…128"]),
+    ("chat", {"presence_penalty": 3}, "presence_penalty", ["3", "-2…2"]),
+    ("chat", {"frequency_penalty": -3}, "frequency_penalty", ["-3"]),
+    ("chat", {"repetition_penalty": 0}, "repetition_penalty", ["> 0"]),
+    ("chat", {"logit_bias": {"a": 1}}, "logit_bias", ["'a'", "token ids"]),
+    ("chat", {"logit_bias": {"1": 101}}, "logit_bias", ["101"]),
+    ("chat", {"logit_bias": {"1": "2"}}, "logit_bias", ["token ids to numbers"]),
+    ("chat", {"logit_bias": {"9999": 2}}, "logit_bias", ["9999", "0…256"]),
+    ("chat", {"logit_bias": [1]}, "logit_bias", ["[1]"]),
+    ("chat", {"seed": 2**63}, "seed", [str(2**63)]),
+    ("chat", {"seed": 1.5}, "seed", ["1.5"]),
+    ("chat", {"max_tokens": 0}, "max_tokens", ["0"]),
+    ("chat", {"max_tokens": -1}, "max_tokens", ["-1"]),
+    ("chat", {"max_completion_tokens": 0}, "max_completion_tokens", ["0"]),
+    ("chat", {"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens", ["5", "6", "contradict"]),
+    ("chat", {"max_tokens": 5, "min_tokens": 6}, "min_tokens", ["6", "5"]),
+    ("chat", {"stop": 5}, "stop", ["5", "a string or a list of strings"]),
+    ("chat", {"stop": [""]}, "stop", ["non-empty"]),
+    ("chat", {"stop": ["a", 1]}, "stop", ["list of strings"]),
+    ("chat", {"stop_token_ids": ["1"]}, "stop_token_ids", ["integers"]),
+    ("chat", {"stop_token_ids": [999]}, "stop_token_ids", ["999", "0…256"]),
+    ("chat", {"allowed_token_ids": []}, "allowed_token_ids", ["at least one"]),
+    ("chat", {"bad_words": "x"}, "bad_words", ["list of strings"]),
+    ("chat", {"ignore_eos": 1}, "ignore_eos", ["true or false"]),
+    ("chat", {"stream": "true"}, "stream", ["'true'", "true or false"]),
+    ("chat", {"stream_options": {"include_usage": True}}, "stream_options", ["stream = true"]),
+    ("chat", {"stream": True, "stream_options": 5}, "stream_options", ["5", "an object"]),
+    ("chat", {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", ["1"]),
+    ("chat", {"top_logprobs": 2}, "top_logprobs", ["logprobs = true"]),
+    ("chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["top_logprobs = 21", "0…20"]),
+    ("chat", {"logprobs": 3}, "logprobs", ["3", "true or false"]),
+    ("chat", {"priority": 1.5}, "priority", ["1.5"]),
+    ("chat", {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ["field of the request"]),
+    ("chat", {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ["contradict"]),
+    ("chat", {"tools": [{"type": "function"}]}, "tools", ["not supported"]),
+    ("chat", {"tool_choice": "required"}, "tool_choice", ["'required'", "'none'"]),
+    ("chat", {"response_format": {"type": "json_object"}}, "response_format", ["json_object", "not supported"]),
+    ("chat", {"structured_outputs": {"regex": "a"}}, "structured_outputs", ["not supported"]),
+    ("chat", {"messages": []}, "messages", ["at least one"]),
+    ("chat", {"messages": "hi"}, "messages", ["'hi'", "list"]),
+    ("chat", {"messages": None}, "messages", ["required"]),
+    ("chat", {"messages": ["hi"]}, "messages[0]", ["'hi'", "an object"]),
+    ("chat", {"messages": [{"content": "hi"}]}, "messages[0].role", ["required", "'user'"]),
+    ("chat", {"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role", ["'king'", "'system'"]),
+    ("chat", {"messages": [{"role": "user"}]}, "messages[0].content", ["required"]),
+    ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", ["5", "text parts"]),
+    ("chat", {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", ["'a'"]),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+     "messages[0].content[0].text", ["string"]),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "size": 1}]}]},
+     "messages[0].content[0].size", ["type and text"]),
+    ("chat", {"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]},
+     "messages[0].audio", ["text only"]),
+    ("chat", {"messages": [{"role": "user", "content": "a", "tool_calls": [
+        {"function": {"name": "f", "arguments": "{}"}}]}]}, "messages[0].tool_calls", ["assistant"]),
+    ("chat", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+     "messages[0].tool_calls[0].function.arguments", ["not JSON"]),
+    ("chat", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+     "messages[0].tool_calls[0].function.arguments", ["object"]),
+    ("chat", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]},
+     "messages[0].tool_calls[0].function.name", ["5"]),
+    ("completions", {"prompt": None}, "prompt", ["required"]),
+    ("completions", {"prompt": []}, "prompt", ["not empty"]),
+    ("completions", {"prompt": 5}, "prompt", ["5"]),
+    ("completions", {"prompt": [1, "a"]}, "prompt[1]", ["'a'", "token id"]),
+    ("completions", {"prompt": ["a", 1]}, "prompt[1]", ["1"]),
+    ("completions", {"prompt": [[1], [True]]}, "prompt[1][0]", ["True"]),
+    ("completions", {"prompt": [[]]}, "prompt[0]", ["not empty"]),
+    ("completions", {"prompt": [1, 9999]}, "prompt", ["9999", "0…256"]),
+    ("completions", {"prompt": ""}, "prompt", ["empty"]),
+    ("completions", {"logprobs": 21}, "logprobs", ["21", "0…20"]),
+    ("completions", {"logprobs": True}, "logprobs", ["True", "an integer"]),
+    ("completions", {"echo": True}, "echo", ["not supported"]),
+    ("completions", {"suffix": "x"}, "suffix", ["not supported"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_fields_are_named(stream: bool) -> None:
+    api = Api()
+    for endpoint, fields, param, words in BAD:
+        if stream and "stream" not in fields and "stream_options" not in fields:
+            fields = {**fields, "stream": True}
+        response = api.chat(**fields) if endpoint == "chat" else api.complete(**fields)
+        error = error_of(response, 400)
+        assert error["param"] == param, (fields, error)
+        assert error["type"] == "invalid_request_error"
+        for word in words:
+            assert word in error["message"], (fields, error["message"])
+    assert api.frontend.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "file", "file": {"file_id": "f"}},
+        {"type": "video_url", "video_url": {"url": "x"}},
+    ],
+)
+def test_parts_that_are_not_text_are_refused_by_name(part: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "look"}, part]}]
+    error = error_of(Api().chat(messages=messages), 400)
+    assert error["param"] == "messages[0].content[1]"
+    assert part["type"] in error["message"]
+    assert "text only" in error["message"]
+    assert "Supported part types: text" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[1]", b"5", b'"a"', b"null", b'{"prompt": NaN}', b'{"temperature": Infinity}',
+        b'{"temperature": 1e999}', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"a": 1} x',
+    ],
+)  # fmt: skip
+def test_broken_json(raw: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        error = error_of(Api().call("POST", path, content=raw, headers=JSON), 400)
+        assert error["param"] is None
+
+
+def test_duplicate_keys_keep_the_last() -> None:
+    raw = b'{"prompt": "a", "max_tokens": 1, "prompt": "b"}'
+    api = Api()
+    assert api.call("POST", "/v1/completions", content=raw, headers=JSON).status_code == 200
+    assert api.frontend.submitted[0].prompt == "b"
+
+
+def test_a_prompt_that_is_too_long_gives_the_three_numbers() -> None:
+    error = error_of(Api().complete(prompt=[1] * 300, max_tokens=7), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert {"300", "7", "256"} <= set(error["message"].replace(",", " ").replace(":", " ").split())
+    error = error_of(Api().complete(prompt=[1] * 250, max_tokens=7), 400)
+    assert error["param"] == "max_tokens"
+    assert {"250", "7", "256"} <= set(error["message"].replace(",", " ").replace(":", " ").split())
+
+
+def test_unknown_models_list_those_served() -> None:
+    api = Api()
+    for response in (
+        api.chat(model="gpt-9"),
+        api.complete(model="gpt-9"),
+        api.call("GET", "/v1/models/gpt-9"),
+    ):
+        error = error_of(response, 404)
+        assert error["code"] == "model_not_found"
+        assert "'tiny', 'alias'" in error["message"]
+    assert api.chat(model="alias").json()["model"] == "alias"
+    assert api.chat(model=None).json()["model"] == "tiny"
+
+
+def test_paths_and_methods() -> None:
+    api = Api()
+    assert "/v1/completions" in error_of(api.call("GET", "/v1/nope"), 404)["message"]
+    response = api.call("GET", "/v1/completions")
+    assert "POST" in error_of(response, 405)["message"]
+    assert response.headers["allow"] == "POST"
+    error_of(api.call("POST", "/v1/models", json={}), 405)
+
+
+def test_media_types() -> None:
+    api = Api()
+    text = {"content-type": "text/plain"}
+    error_of(api.call("POST", "/v1/completions", content=b'{"prompt": "a"}', headers=text), 415)
+    utf8 = {"content-type": "application/json; charset=utf-8"}
+    assert api.call("POST", "/v1/completions", content=b'{"prompt": "a"}', headers=utf8).status_code == 200
+
+
+def test_bodies_over_the_limit() -> None:
+    api = Api(max_body_bytes=100)
+    assert "100" in error_of(api.complete(prompt="a" * 100), 413)["message"]
+
+    async def unsized() -> Any:
+        for _ in range(20):
+            yield b" " * 10
+
+    error_of(api.call("POST", "/v1/completions", content=unsized(), headers=JSON), 413)
+    assert api.complete().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "code"),
+    [
+        (CapacityError("full", retryable=True), 503, "queue_full"),
+        (CapacityError("never", retryable=False), 400, "context_length_exceeded"),
+        (EngineDeadError("gone"), 503, "engine_dead"),
+        (StepError("bad step"), 500, "engine_error"),
+    ],
+)
+def test_errors_of_the_frontend(raised: Exception, status: int, code: str) -> None:
+    frontend = FakeFrontend()
+    frontend.raises = raised
+    response = Api(frontend).chat()
+    error = error_of(response, status)
+    assert error["code"] == code
+    assert error["message"] == str(raised)
+    assert ("retry-after" in response.headers) == (code == "queue_full")
+
+
+def test_a_bug_is_a_500_without_details() -> None:
+    frontend = FakeFrontend()
+    frontend.raises = ZeroDivisionError("secret detail")
+    error = error_of(Api(frontend).chat(), 500)
+    assert "secret" not in error["message"]
+    assert error["type"] == "server_error"
+
+
+def test_a_prompt_of_a_list_is_all_or_nothing() -> None:
+    api = Api()
+    error_of(api.complete(prompt=["fine", ""]), 400)
+    assert api.frontend.num_requests == 0

@@ -1,0 +1,133 @@
+"""Every property of OpenAI's create-requests is classified, and each class does what it says."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.api.asgi_client import Api, error_of
+
+from quire.api import field_tables
+from quire.api.fields import Rule, Use
+from quire.api.protocol import ChatRequest, CompletionRequest, Message, StreamOptions, Wire
+
+ENDPOINTS = [
+    ("CreateChatCompletionRequest", field_tables.CHAT, "chat"),
+    ("CreateCompletionRequest", field_tables.COMPLETIONS, "completions"),
+]
+WIRE: list[tuple[type[Wire], dict[str, Rule], set[str]]] = [
+    (ChatRequest, field_tables.CHAT, set()),
+    (CompletionRequest, field_tables.COMPLETIONS, set()),
+    (Message, field_tables.MESSAGE, set()),
+    (StreamOptions, field_tables.STREAM_OPTIONS, set()),
+]
+
+
+@lru_cache
+def schemas(path: Path) -> dict[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    with path.open() as file:
+        return dict(yaml.load(file, Loader=loader)["components"]["schemas"])
+
+
+def properties(path: Path, name: str) -> set[str]:
+    """The names of all properties of a schema, through $ref and allOf."""
+
+    def walk(schema: dict[str, Any]) -> set[str]:
+        if "$ref" in schema:
+            return properties(path, schema["$ref"].rsplit("/", 1)[1])
+        found = set(schema.get("properties", {}))
+        for part in schema.get("allOf", []):
+            found |= walk(part)
+        return found
+
+    return walk(schemas(path)[name])
+
+
+@pytest.mark.parametrize(("schema", "table", "_name"), ENDPOINTS)
+def test_every_property_of_openai_is_classified(
+    shared_data: Path, schema: str, table: dict[str, Rule], _name: str
+) -> None:
+    names = properties(shared_data / "conformance" / "openai_openapi.yaml", schema)
+    assert len(names) > 15  # the walk found the properties
+    assert names <= set(table), f"unclassified: {sorted(names - set(table))}"
+
+
+def test_message_and_stream_option_properties_are_classified(shared_data: Path) -> None:
+    path = shared_data / "conformance" / "openai_openapi.yaml"
+    for role in ("System", "Developer", "User", "Assistant", "Tool"):
+        names = properties(path, f"ChatCompletionRequest{role}Message")
+        assert names <= set(field_tables.MESSAGE), sorted(names - set(field_tables.MESSAGE))
+    assert properties(path, "ChatCompletionStreamOptions") <= set(field_tables.STREAM_OPTIONS)
+
+
+@pytest.mark.parametrize(("model", "table", "_none"), WIRE)
+def test_used_fields_are_those_of_the_wire_model(
+    model: type[Wire], table: dict[str, Rule], _none: set[str]
+) -> None:
+    assert {name for name, rule in table.items() if rule.use is Use.USED} == set(model.model_fields)
+
+
+def ask(api: Api, endpoint: str, fields: dict[str, Any]) -> Any:
+    return api.chat(**fields) if endpoint == "chat" else api.complete(**fields)
+
+
+@pytest.mark.parametrize(("_schema", "table", "endpoint"), ENDPOINTS)
+def test_refused_fields_are_named_and_neutral_values_pass(
+    _schema: str, table: dict[str, Rule], endpoint: str
+) -> None:
+    api = Api()
+    for name, rule in table.items():
+        if rule.use is Use.USED:
+            continue
+        assert ask(api, endpoint, {name: None}).status_code == 200, name
+        for value in rule.neutral:
+            assert ask(api, endpoint, {name: value}).status_code == 200, (name, value)
+        odd = {"something": ["unheard", "of"]}
+        if rule.use is Use.NO_EFFECT:
+            assert ask(api, endpoint, {name: odd}).status_code == 200, name
+            continue
+        error = error_of(ask(api, endpoint, {name: odd}), 400)
+        assert error["param"] == name
+        assert error["code"] == "unsupported_parameter"
+        assert name in error["message"]
+
+
+def test_a_neutral_value_is_of_its_own_type() -> None:
+    """1 == True in Python; to a client they differ."""
+    error_of(Api().complete(echo=0), 400)
+    error_of(Api().complete(use_beam_search=0), 400)
+    assert Api().complete(length_penalty=1).status_code == 200  # 1 and 1.0 are one number
+
+
+def test_best_of_that_is_n_asks_for_nothing() -> None:
+    assert Api().complete(n=2, best_of=2).status_code == 200
+    assert Api().complete(best_of=1).status_code == 200
+    assert error_of(Api().complete(n=2, best_of=3), 400)["param"] == "best_of"
+
+
+def test_unknown_fields_are_refused_with_the_nearest_name() -> None:
+    error = error_of(Api().chat(temprature=0.5), 400)
+    assert error["param"] == "temprature"
+    assert error["code"] == "unknown_parameter"
+    assert "'temperature'" in error["message"]
+    error = error_of(Api().chat(messages=[{"role": "user", "contents": "hi"}]), 400)
+    assert error["param"] == "messages[0].contents"
+    assert "'content'" in error["message"]
+    error = error_of(Api().chat(stream=True, stream_options={"include_usag": True}), 400)
+    assert error["param"] == "stream_options.include_usag"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_lenient_accepts_unknown_fields_alone_and_lists_them(stream: bool) -> None:
+    api = Api(lenient=True)
+    messages = [{"role": "user", "content": "hi", "mood": "good"}]
+    response = api.chat(temprature=0.5, zzz=1, messages=messages, stream=stream)
+    assert response.status_code == 200
+    assert response.headers["x-quire-ignored-fields"] == "temprature, zzz, messages[0].mood"
+    assert "x-quire-ignored-fields" not in api.chat().headers
+    assert error_of(api.complete(suffix="x"), 400)["param"] == "suffix"  # known and refused stays refused
+    assert error_of(api.chat(temperature="hot"), 400)["param"] == "temperature"
