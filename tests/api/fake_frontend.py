@@ -162,7 +162,7 @@ class FakeFrontend:
         assert request.sampling.seed is not None
         scripts = [list(self._script(request.prompt_token_ids, i, request.sampling.seed)) for i in range(n)]
         for position in range(max(map(len, scripts))):
-            await asyncio.sleep(self._step_s)
+            await asyncio.sleep(self._step_s if position > 0 else 0.0)
             if position > 0 and self.gate is not None:
                 await self.gate.wait()
             for index, ids in enumerate(scripts):

@@ -1,0 +1,24 @@
+"""A server process over a `FakeFrontend`: ``python -m tests.api.serve_fake STEP_MS DRAIN_S [fail]``."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.api.fake_frontend import FailingFrontend, FakeFrontend
+
+from quire.api.app import create_app
+from quire.api.server import run
+from quire.api.settings import ApiSettings
+from quire.metrics.log import configure
+
+
+def main(step_ms: str, drain_s: str, *words: str) -> int:
+    configure("info")
+    kind = FailingFrontend if "fail" in words else FakeFrontend
+    frontend = kind(step_s=float(step_ms) / 1000)
+    app = create_app(frontend, ApiSettings())  # type: ignore[arg-type]
+    return run(app, port=0, drain_timeout_s=float(drain_s), on_ready=lambda url, _: print(url, flush=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

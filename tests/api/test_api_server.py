@@ -1,0 +1,134 @@
+"""The server process: ready, drain, disconnects over real sockets, exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.api.fake_frontend import ANSWER
+
+from quire.api.server import bind, url_of
+from quire.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+@contextmanager
+def server(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process and its base URL; it is always ended, by its own pid."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.api.serve_fake", *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(10)
+        process.stdout.close()
+        process.stderr.close()
+
+
+def texts(lines: Iterator[str]) -> str:
+    text = ""
+    for line in lines:
+        if line.startswith("data: {"):
+            for choice in json.loads(line.removeprefix("data: ")).get("choices", []):
+                text += choice["delta"].get("content", "")
+    return text
+
+
+def test_sigterm_drains() -> None:
+    with server("30", "10") as (process, url), httpx.Client(base_url=url, timeout=10) as client:
+        assert client.get("/readyz").status_code == 200
+        with client.stream("POST", "/v1/chat/completions", json=CHAT) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            with httpx.Client(base_url=url, timeout=10) as other:
+                deadline = time.monotonic() + 5
+                while other.get("/readyz").status_code != 503:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                refused = other.post("/v1/chat/completions", json=CHAT)
+                assert refused.status_code == 503
+                assert "retry-after" in refused.headers
+                assert other.get("/livez").status_code == 200
+            assert texts(lines) == ANSWER  # what ran, runs to its end
+        assert process.wait(10) == 0
+
+
+def test_after_the_grace_time_requests_are_aborted_with_an_error() -> None:
+    with server("2000", "0.2") as (process, url), httpx.Client(base_url=url, timeout=10) as client:
+        with client.stream("POST", "/v1/chat/completions", json=CHAT) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "aborted"
+        assert rest[-1] == "data: [DONE]"
+        assert process.wait(10) == 0
+
+
+def test_disconnect_over_a_socket_and_second_signal() -> None:
+    with server("100", "60") as (process, url), httpx.Client(base_url=url, timeout=10) as client:
+        with client.stream("POST", "/v1/chat/completions", json=CHAT) as stream:
+            next(stream.iter_lines())
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/chat/completions", json={**CHAT, "stream": False}, timeout=0.2)
+        deadline = time.monotonic() + 5
+        while (
+            'quire:http_disconnects_total{engine="0",model_name="tiny"} 2.0'
+            not in client.get("/metrics").text
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in client.get("/metrics").text
+        # A second signal does not wait for the grace time.
+        with client.stream("POST", "/v1/chat/completions", json=CHAT) as stream:
+            lines = stream.iter_lines()  # held: closing the iterator closes the connection
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 0
+
+
+def test_an_engine_that_cannot_start_ends_the_server_with_its_reason() -> None:
+    with server("0", "1", "fail") as (process, url):
+        assert url == ""
+        assert process.wait(10) == 1
+        assert process.stderr is not None
+        assert "no model here" in process.stderr.read()
+
+
+def test_an_address_that_cannot_be_had() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{port}.*--port"):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="--host"):
+        bind("no.such.host.invalid", 0)
+    with bind("127.0.0.1", 0) as sock:
+        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
