@@ -33,8 +33,8 @@ _CHUNK_FLOATS = 1 << 23  # about 32 MiB of gathered K and V at once
 
 
 def row_tile_of(group: int) -> int:
-    """Rows of an item for ``group`` query heads a kv head: a constant of the layer, 16 … 64."""
-    return min(64, max(16, 1 << (group - 1).bit_length()))
+    """Rows of an item for ``group`` query heads a kv head: a constant of the layer, 8 … 64."""
+    return min(64, max(8, 1 << (group - 1).bit_length()))
 
 
 @register("attention", "reference")
@@ -47,22 +47,16 @@ def attention(
     row_tile = row_tile_of(group)
     if num_tokens == 0:
         return q.new_empty(0, num_heads, kv.v_head_dim)
-    # One zero row at the end stands in for the padding of items.
+    # Row (token, head in group) of each kv head; a row of zeros at the end stands in for the padding of items.
     rows = torch.zeros(kv_heads, num_tokens * group + 1, _align(head_dim))
-    rows[:, :-1, :head_dim] = (
-        q.view(num_tokens, kv_heads, group, head_dim)
-        .transpose(0, 1)
-        .reshape(kv_heads, num_tokens * group, head_dim)
-    )
+    grouped = rows[:, :-1].view(kv_heads, num_tokens, group, -1)
+    grouped[..., :head_dim] = q.view(num_tokens, kv_heads, group, head_dim).transpose(0, 1)
     rows *= shape.scale
     out = torch.empty(kv_heads, num_tokens * group + 1, kv.v_head_dim)
-    sink_rows = None if sinks is None else sinks.view(kv_heads, 1, group).expand(-1, num_tokens, -1)
     for chunk in _chunks(batch, kv, group, row_tile, shape.window):
         acc, total, top = _attend(rows, kv, chunk, row_tile, shape)
-        if sink_rows is not None:
-            flat = torch.zeros(kv_heads, num_tokens * group + 1)
-            flat[:, :-1] = sink_rows.reshape(kv_heads, -1)
-            acc, total = _add_sinks(acc, total, top, flat.index_select(1, chunk.row_index).view_as(total))
+        if sinks is not None:
+            acc, total = _add_sinks(acc, total, top, _sinks_of_rows(sinks, chunk, kv_heads, num_tokens))
         acc = acc[..., : kv.v_head_dim] / total.unsqueeze(-1)
         out.index_copy_(1, chunk.row_index, acc.reshape(kv_heads, -1, kv.v_head_dim))
     out = out[:, :-1].view(kv_heads, num_tokens, group, kv.v_head_dim)
@@ -99,25 +93,29 @@ def _chunks(
 def _attend(
     rows: torch.Tensor, kv: KvView, chunk: tiling.PairChunk, row_tile: int, shape: AttentionShape
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the unnormalised output ``[kv_heads, items, row_tile, v_dim]``, its denominator and its maximum."""
+    """Return the unnormalised output ``[kv_heads, items, used, v_dim]``, its denominator and its maximum.
+
+    The products are of whole row tiles; what lies between them looks only at the rows in use.
+    """
     kv_heads = rows.shape[0]
-    num_pairs, _, tile = chunk.masked.shape
+    num_pairs, used, tile = chunk.bias.shape
     keys, values = _gather(kv, chunk.blocks, num_pairs, tile)  # [kv_heads · pairs, tile, dim]
     queries = rows.index_select(1, chunk.pair_row_index).view(kv_heads * num_pairs, row_tile, -1)
-    scores = torch.bmm(queries, keys.transpose(1, 2)).view(kv_heads, num_pairs, row_tile, tile)
+    weights = torch.bmm(queries, keys.transpose(1, 2)).view(kv_heads, num_pairs, row_tile, tile)
+    scores = weights[:, :, :used]
     if shape.soft_cap is not None:
         scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
-    scores.masked_fill_(chunk.masked, float("-inf"))
-    tile_top = scores.amax(-1).clamp_min_(_LOWEST)  # [kv_heads, pairs, row_tile]
-    weights = scores.sub_(tile_top.unsqueeze(-1)).exp_()
-    tile_total = weights.sum(-1)
+    scores += chunk.bias
+    tile_top = scores.amax(-1).clamp_min_(_LOWEST)  # [kv_heads, pairs, used]
+    tile_total = scores.sub_(tile_top.unsqueeze(-1)).exp_().sum(-1)
     partial = torch.bmm(weights.view(-1, row_tile, tile), values).view(kv_heads, num_pairs, row_tile, -1)
+    partial = partial[:, :, :used]
     if len(chunk.ordinals) == 1:
         return partial, tile_total, tile_top
     top = tile_top[:, : chunk.ordinals[0][1]].clone()
     for start, items in chunk.ordinals[1:]:
         torch.maximum(top[:, :items], tile_top[:, start : start + items], out=top[:, :items])
-    rescale = tile_top.sub_(top.index_select(1, chunk.pair_item)).exp_()
+    rescale = tile_top.sub_(top.index_select(1, chunk.pair_item)).exp_()  # 0 for what a row does not see
     partial *= rescale.unsqueeze(-1)
     tile_total *= rescale
     items = chunk.ordinals[0][1]
@@ -147,6 +145,15 @@ def _gather(kv: KvView, blocks: torch.Tensor, num_pairs: int, tile: int) -> tupl
     if kv.v_in_k:
         return keys, keys[..., : _align(kv.v_head_dim)]
     return keys, unpack(size * kv.head_dim, kv.v_head_dim)
+
+
+def _sinks_of_rows(
+    sinks: torch.Tensor, chunk: tiling.PairChunk, kv_heads: int, num_tokens: int
+) -> torch.Tensor:
+    """``sinks [num_heads]`` → the logit of each row of the chunk's items, ``[kv_heads, items, used]``."""
+    by_row = sinks.view(kv_heads, -1).repeat(1, num_tokens)  # rows are token-major
+    by_row = torch.cat((by_row, by_row.new_zeros(kv_heads, 1)), dim=1)
+    return by_row.index_select(1, chunk.row_index).view(kv_heads, -1, chunk.used)
 
 
 def _add_sinks(

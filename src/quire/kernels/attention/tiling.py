@@ -28,16 +28,19 @@ IntArray = npt.NDArray[np.int64]
 class PairChunk:
     """Some items with all of their tiles, few enough to be computed at once.
 
-    ``row_index [num_items · row_tile]``: row of (token, head in group), ``num_rows`` for padding.
+    ``used`` ≤ row_tile: no item of the chunk has more rows (decoding: one token's heads).
+    ``row_index [num_items · used]``: row of (token, head in group), ``num_rows`` for padding.
     ``pair_row_index [num_pairs · row_tile]``: the same for every pair. ``blocks [num_pairs · blocks_per_tile]``.
-    ``masked [num_pairs, row_tile, tile]``: which scores a row must not see. ``ordinals``: (first pair, items).
+    ``bias [num_pairs, used, tile]`` fp32: −inf at scores that a row must not see, else 0.
+    ``ordinals``: (first pair, number of items).
     """
 
+    used: int
     row_index: torch.Tensor
     pair_row_index: torch.Tensor
     pair_item: torch.Tensor
     blocks: torch.Tensor
-    masked: torch.Tensor
+    bias: torch.Tensor
     ordinals: tuple[tuple[int, int], ...]
 
 
@@ -109,15 +112,19 @@ def _pair(
     blocks = batch.block_table[seq[item][:, None], columns]
     lane = np.arange(tile)
     position = tile_index[:, None] * positions_per_tile + lane  # [pairs, tile]
-    limit = row_position[item]  # [pairs, row_tile]
+    used = int((row_position >= 0).sum(1).max())
+    limit = row_position[item, :used]
     masked = (position[:, None, :] > limit[:, :, None]) | (lane >= positions_per_tile)
     if window is not None:
         masked |= position[:, None, :] <= limit[:, :, None] - window
+    bias = np.zeros(masked.shape, np.float32)
+    bias[masked] = -np.inf
     return PairChunk(
-        row_index=torch.from_numpy(row_index.reshape(-1)),
+        used=used,
+        row_index=torch.from_numpy(row_index[:, :used].reshape(-1)),
         pair_row_index=torch.from_numpy(row_index[item].reshape(-1)),
         pair_item=torch.from_numpy(item),
         blocks=torch.from_numpy(blocks.reshape(-1)),
-        masked=torch.from_numpy(masked),
+        bias=torch.from_numpy(bias),
         ordinals=tuple((int(a), int(n)) for a, n in zip(starts, counts, strict=True)),
     )
