@@ -9,6 +9,7 @@ SIGTERM are the parent's to handle (it drains); this process ends when its conne
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, args=(life_fd, directory), daemon=True).start()
-    sys.stderr = sys.stdout = _Prefixed(sys.stderr)  # type: ignore[assignment]
+    sys.stderr = sys.stdout = _Prefixed(sys.stderr)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for place in (inbox, outbox):
@@ -51,8 +52,9 @@ def main(argv: list[str]) -> None:
         assert isinstance(boot, Boot)
         configure(boot.log_level)
         clock = WallClock()
+        start_s = clock.now()
         core = build_core(boot.config, executor, clock)
-        outbox.send_multipart(encode(describe(core)))
+        outbox.send_multipart(encode(describe(boot.config, executor, clock.now() - start_s)))
         serve(core, inbox, outbox, clock)
     except Exception as error:
         if log.debugging or not isinstance(error, QuireError):
@@ -67,17 +69,26 @@ def serve(core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes],
     stats_s = clock.now()
     outbox.send_multipart(encode(core.stats()))
     while True:
-        if not core.has_work:
-            inbox.poll()
+        _wait(core, inbox, clock)
         for message in _drain(inbox):
             core.put(message)
         events = core.step()
         if events:
             outbox.send_multipart(encode(Events(events)))
+        while core.rejected:
+            log.error("policy_change_rejected", error=core.rejected.pop(0))
         now_s = clock.now()
         if not core.has_work or now_s - stats_s >= STATS_INTERVAL_S:
             outbox.send_multipart(encode(core.stats()))
             stats_s = now_s
+
+
+def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock) -> None:
+    """Return when there is something to do; at once while there is work."""
+    if not core.has_work:
+        inbox.poll()
+    elif (wakes_at := core.wakes_at) is not None:
+        inbox.poll(math.ceil(max(0.0, wakes_at - clock.now()) * 1e3))
 
 
 def _drain(inbox: zmq.Socket[bytes]) -> list[Any]:

@@ -33,7 +33,7 @@ class EngineInfo:
 
 
 class EngineClient(Protocol):
-    """One engine: `InProcessClient`, `quire.engine.process.ProcessClient`, or a `Supervisor` around either."""
+    """One engine: in this process (`inproc`), in a child (`process`), or either under a `Supervisor`."""
 
     def wait_ready(self) -> EngineInfo:
         """Block until the model is loaded.

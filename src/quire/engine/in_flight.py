@@ -6,10 +6,11 @@ What the engine has delivered is all that counts: tokens that were lost on the w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, Message
 from quire.request import FinishReason, Request, TokenEvent
+from quire.scheduler.policy import PolicyChange
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._policy: dict[str, PolicyChange] = {}  # setting → the message that last changed it alone
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -41,6 +43,9 @@ class InFlight:
             self._entries.pop(message.request_id, None)
         elif isinstance(message, FinishSample):
             self._finish(message.request_id, message.sample_index)
+        elif isinstance(message, PolicyChange):
+            changes = {k: v for k, v in asdict(message).items() if v is not None}
+            self._policy.update({name: PolicyChange(**{name: value}) for name, value in changes.items()})
 
     def received(self, events: list[TokenEvent]) -> None:
         """Note events that were delivered."""
@@ -71,9 +76,9 @@ class InFlight:
             event for request_id in list(self._entries) for event in self._fail(request_id, error, "dead")
         ]
 
-    def readmissions(self) -> list[AddRequest]:
-        """Return the messages that continue every request in a fresh engine."""
-        return [
+    def readmissions(self) -> list[Message]:
+        """Return the messages that bring a fresh engine to where the dead one was."""
+        requests = [
             AddRequest(
                 replace(
                     entry.request,
@@ -83,6 +88,7 @@ class InFlight:
             )
             for entry in self._entries.values()
         ]
+        return [*self._policy.values(), *requests]
 
     def _finish(self, request_id: str, sample_index: int) -> None:
         entry = self._entries.get(request_id)

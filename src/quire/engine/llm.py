@@ -17,9 +17,8 @@ from typing import Any
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, load_text
-from quire.engine.build import build_core
-from quire.engine.client import InProcessClient
 from quire.engine.inbox import AbortRequest, AddRequest
+from quire.engine.inproc import InProcessClient
 from quire.engine.llm_args import llm_args
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.prepare import SEED_BITS, prepare_request
@@ -61,7 +60,7 @@ class LLM:
         self._num_requests = 0
         # More would be refused by the queue of the scheduler, which protects servers.
         self._max_in_flight = max(1, args.max_queue)
-        self._client = InProcessClient(lambda: build_core(config, "local", clock))
+        self._client = InProcessClient(config, clock)
         self.info = self._client.wait_ready()
 
     def generate(
@@ -254,7 +253,7 @@ def _text_of(prompt: Prompt) -> str | None:
 
 
 def _ids_of(prompt: Prompt, index: int) -> Sequence[int]:
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+    ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if isinstance(ids, Sequence) and not isinstance(ids, str):
         return ids
     raise RequestError(

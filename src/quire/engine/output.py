@@ -200,7 +200,7 @@ class RequestOutputState:
         stop_reason: int | str | None,
     ) -> OutputChunk | None:
         if sample.matched is not None:
-            if event.finish_reason is None or used < len(event.token_ids):
+            if event.finish_reason is None:
                 self._send(FinishSample(event.request_id, event.sample_index, sample.num_tokens))
             reason, stop_reason = FinishReason.STOP, sample.matched
         if reason is None and not event.token_ids:

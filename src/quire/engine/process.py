@@ -6,6 +6,7 @@ receive  <── PULL <── events.ipc    (one thread at a time)
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from typing import Any
@@ -114,7 +115,7 @@ class ProcessClient:
         with self._receiving:
             if self._closed:
                 return None
-            ready = dict(self._poller.poll(None if timeout_s is None else timeout_s * 1e3))
+            ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3)))
             # What the child said before its death counts, so the events go first.
             if self._events in ready:
                 return decode(self._events.recv_multipart())

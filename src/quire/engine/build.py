@@ -1,0 +1,99 @@
+"""Where an executor is chosen and the core is put together; torch is imported here and not before.
+
+"local"    the model, in this process
+"fake"     no model: tokens from a hash, over real pages (tests; "fake@20" takes 20 ms a step)
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+
+from quire.clock import Clock
+from quire.config import EngineConfig
+from quire.engine.client import EngineInfo
+from quire.engine.core import EngineCore
+from quire.executor.base import Executor
+from quire.scheduler.scheduler import Scheduler
+from quire.step import StepPlan, StepResult
+
+
+def preload(executor: str) -> None:
+    """Import what ``executor`` needs: a child process does it while its configuration is still being made."""
+    importlib.import_module(_module(executor))
+
+
+def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
+    """Load the model and return the core around it.
+
+    Raises:
+        ModelLoadError, ConfigError: the checkpoint or the settings; one line.
+    """
+    return EngineCore(Scheduler(config.scheduler, config.cache), _executor(config, executor, clock), clock)
+
+
+def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
+    """Return what an engine of ``config`` says of itself; after `build_core`, which registers the kernels."""
+    blocks = config.cache.num_blocks
+    full = sum(window is None for window in config.cache.windows) or len(config.cache.windows)
+    return EngineInfo(
+        num_kv_tokens=blocks * config.cache.block_size // full,
+        kv_bytes=blocks * config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype),
+        weight_bytes=config.model.spec.weight_bytes(config.model.dtype),
+        kernels=_kernels(config, executor),
+        determinism="exact" if config.runner.exact else "batch-dependent",
+        load_s=load_s,
+        pid=os.getpid(),
+    )
+
+
+def _module(executor: str) -> str:
+    return f"quire.executor.{executor.partition('@')[0]}"
+
+
+def _executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
+    kind, _, pace_ms = executor.partition("@")
+    if kind == "local":
+        from quire.executor.local import LocalExecutor
+
+        return LocalExecutor(config, clock=clock)
+    from quire.executor.fake import FakeExecutor
+    from quire.executor.fake_tokens import FakeModel
+
+    assert kind == "fake", executor
+    fake = FakeExecutor(config.cache, model=FakeModel(vocab_size=config.model.spec.vocab_size))
+    return _Paced(fake, float(pace_ms) / 1e3) if pace_ms else fake
+
+
+def _kernels(config: EngineConfig, executor: str) -> str:
+    """Return which kernels run, for a person: "avx512 linear; reference for the rest; 2 threads"."""
+    if not executor.startswith("local"):
+        return executor
+    from quire.kernels import registry
+
+    chosen = registry.choose(exact=config.runner.exact, isa=config.runner.cpu_isa).describe()
+    native = sorted(op for op, backend in chosen.items() if backend in registry.NATIVE_LEVELS)
+    torch = sorted({backend for backend in chosen.values() if backend not in registry.NATIVE_LEVELS})
+    parts = [f"{config.runner.cpu_isa} {', '.join(native)}"] if native else []
+    parts += [f"{' and '.join(torch)} (torch)" + (" for the rest" if native else "")] if torch else []
+    return "; ".join([*parts, f"{config.runner.num_threads} threads"])
+
+
+class _Paced:
+    """An executor slowed down to a step of at least ``step_s`` seconds."""
+
+    def __init__(self, inner: Executor, step_s: float) -> None:
+        self.max_in_flight = inner.max_in_flight
+        self._inner = inner
+        self._step_s = step_s
+
+    def submit(self, plan: StepPlan) -> None:
+        self._inner.submit(plan)
+
+    def collect(self) -> StepResult:
+        time.sleep(self._step_s)
+        return self._inner.collect()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,132 @@
+"""`EngineCore`: the one loop. Drain the inbox; keep `max_in_flight` plans out; apply one result.
+
+The same loop serves with a real executor and a wall clock, and simulates with a cost model and a virtual one. An
+exception of the executor is a failed step, never a lost request: its sequences end with error events, what it
+published is withdrawn, the others go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from quire.clock import Clock
+from quire.engine.inbox import AbortRequest, AddRequest, Drain, FinishSample, Message, Shutdown
+from quire.errors import ConfigError
+from quire.executor.base import Executor
+from quire.metrics.engine_stats import EngineStats
+from quire.request import TokenEvent
+from quire.scheduler.admission import refused
+from quire.scheduler.policy import PolicyChange
+from quire.scheduler.scheduler import Scheduler
+from quire.step import StepPlan, StepResult
+
+
+class EngineCore:
+    """Scheduler + executor + clock. `put` may be called from any thread, the rest from the one that steps."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Clock) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+        self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
+        self._inbox: deque[Message] = deque()  # append and popleft are atomic
+        self._out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
+        self._draining = False
+
+    def put(self, message: Message) -> None:
+        """Hand in a message; it takes effect at the start of the next `step`."""
+        self._inbox.append(message)
+
+    def step(self) -> list[TokenEvent]:
+        """Take in messages, submit what can be computed, apply one result. Blocks while a result is computed."""
+        events = self._drain_inbox()
+        self._submit()
+        if self._out:
+            result = self._collect()
+            events += self.scheduler.apply(result, self.clock.now())
+        return events
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do, or will have at `wakes_at`."""
+        return bool(self._inbox or self._out) or self.scheduler.has_work
+
+    @property
+    def wakes_at(self) -> float | None:
+        """The clock's time at which `step` is worth calling though nothing is out and nothing arrives; None: now.
+
+        Only the dynamic gate makes requests wait for time to pass. Meaningful while `has_work`.
+        """
+        if self._inbox or self._out:
+            return None
+        return self.scheduler.wakes_at()
+
+    @property
+    def num_out(self) -> int:
+        """Steps submitted and not applied."""
+        return len(self._out)
+
+    def stats(self) -> EngineStats:
+        """Return gauges and counters as of now."""
+        return self.scheduler.stats()
+
+    def _drain_inbox(self) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        while self._inbox:
+            events += self._take_in(self._inbox.popleft())
+        return events
+
+    def _take_in(self, message: Message) -> list[TokenEvent]:
+        match message:
+            case AddRequest(request):
+                if self._draining:
+                    text = "The server is shutting down and takes no more requests. Try another replica."
+                    indexes = [i for i in range(request.sampling.n) if i not in request.finished_samples]
+                    return [refused(request, i, "capacity", text, self.clock.now()) for i in indexes]
+                return self.scheduler.add(request, self.clock.now())
+            case AbortRequest(request_id):
+                return self.scheduler.abort(request_id)
+            case FinishSample(request_id, sample_index, num_output_tokens):
+                return self.scheduler.finish(request_id, sample_index, num_output_tokens)
+            case Drain():
+                self._draining = True
+            case Shutdown():
+                self._draining = True
+                return self.scheduler.abort_all()
+            case PolicyChange():
+                try:
+                    self.scheduler.change_policy(message)
+                except ConfigError as error:
+                    self.rejected.append(str(error))
+        return []
+
+    def _submit(self) -> None:
+        """Submit while fewer than ``max_in_flight`` are out and there is work.
+
+        A plan that was not accepted fails in its turn; nothing is planned on top of it before that.
+        """
+        while len(self._out) < self.executor.max_in_flight:
+            if self._out and isinstance(self._out[-1], StepResult):
+                return
+            plan = self.scheduler.plan(self.clock.now())
+            if plan is None:
+                return
+            try:
+                self.executor.submit(plan)
+            except Exception as error:  # whatever it is, the step failed and the engine goes on
+                self._out.append(StepResult(plan.step, error=_text(error)))
+                return
+            self._out.append(plan)
+
+    def _collect(self) -> StepResult:
+        out = self._out.popleft()
+        if isinstance(out, StepResult):
+            return out
+        try:
+            return self.executor.collect()
+        except Exception as error:
+            return StepResult(out.step, error=_text(error))
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,94 @@
+"""An `EngineClient` whose engine is a function: for the supervisor and the frontend without a core."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from quire.engine.client import EngineInfo
+from quire.engine.inbox import AddRequest, Message
+from quire.errors import EngineDeadError, QuireError
+from quire.metrics.engine_stats import EngineStats
+from quire.request import FinishReason, Request, TokenEvent
+
+INFO = EngineInfo(64, 1, 1, "scripted", "exact", 0.0, 0)
+
+
+def token_of(request: Request, index: int, position: int) -> int:
+    """The token of a sample at an output position: a pure function, as in the real engine."""
+    seed = request.sampling.seed or 0
+    return 97 + (seed * 7 + index * 5 + position * position) % 26
+
+
+class ScriptedClient:
+    """Gives every request one token a `receive`, and dies after ``die_after`` of them."""
+
+    def __init__(self, *, die_after: int | None = None, load_error: QuireError | None = None) -> None:
+        self.sent: list[Message] = []
+        self.closed = False
+        self._die_after = die_after
+        self._load_error = load_error
+        self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._running: dict[str, tuple[Request, list[int]]] = {}
+
+    def wait_ready(self) -> EngineInfo:
+        if self._load_error is not None:
+            raise self._load_error
+        return INFO
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self._queue.put(message)
+
+    def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
+        if self.closed:
+            return []
+        if self._die_after == 0:
+            raise EngineDeadError("The engine process was killed by SIGKILL.")
+        if not self._running:
+            try:
+                self._take(self._queue.get(timeout=timeout_s))
+            except queue.Empty:
+                return []
+        while not self._queue.empty():
+            self._take(self._queue.get())
+        if self._die_after is not None:
+            self._die_after -= 1
+        return self._step()
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def close(self) -> None:
+        self.closed = True
+        self._queue.put(None)
+
+    def _take(self, message: Message | None) -> None:
+        if isinstance(message, AddRequest):
+            request = message.request
+            done = request.output_token_ids or ((),) * request.sampling.n
+            self._running[request.request_id] = (request, [len(ids) for ids in done])
+        elif message is not None:
+            self._running.pop(message.request_id, None)
+
+    def _step(self) -> list[TokenEvent]:
+        events = []
+        for name, (request, done) in list(self._running.items()):
+            limit = request.sampling.max_tokens
+            assert limit is not None
+            for index in range(request.sampling.n):
+                if index not in request.finished_samples and done[index] < limit:
+                    token = token_of(request, index, done[index])
+                    done[index] += 1
+                    end = FinishReason.LENGTH if done[index] == limit else None
+                    events.append(TokenEvent(name, index, (token,), None, end))
+            open_ = [i for i in range(request.sampling.n) if i not in request.finished_samples]
+            if all(done[i] >= limit for i in open_):
+                del self._running[name]
+        return events
+
+
+def clients(*made: ScriptedClient) -> Callable[[], ScriptedClient]:
+    """A factory that hands these out in turn."""
+    waiting = list(made)
+    return lambda: waiting.pop(0)

@@ -1,0 +1,177 @@
+"""An engine that dies: streams go on as if nothing had happened, or end with one error each."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.engine.scripted import ScriptedClient, clients, token_of
+
+from quire.clock import VirtualClock
+from quire.engine.in_flight import InFlight
+from quire.engine.inbox import AbortRequest, AddRequest, FinishSample
+from quire.engine.supervisor import RestartPolicy, Supervisor
+from quire.errors import EngineDeadError, ModelLoadError
+from quire.request import FinishReason, Request, SamplingParams, TokenEvent
+from quire.scheduler.policy import PolicyChange
+
+NO_PAUSE = RestartPolicy(max_restarts=3, backoff_s=0.0)
+
+
+def request(name: str = "r", *, n: int = 1, max_tokens: int = 8, seed: int = 3) -> Request:
+    return Request(name, (1, 2), SamplingParams(n=n, max_tokens=max_tokens, seed=seed), 0.0)
+
+
+def undisturbed(asked: Request) -> list[list[int]]:
+    limit = asked.sampling.max_tokens or 0
+    return [[token_of(asked, i, p) for p in range(limit)] for i in range(asked.sampling.n)]
+
+
+class Reader:
+    """Collects tokens and terminal events by (request, sample)."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], list[TokenEvent]] = {}
+
+    def read(self, supervisor: Supervisor, until: int) -> None:
+        for _ in range(200):
+            for event in supervisor.receive(0.0):
+                key = (event.request_id, event.sample_index)
+                self.tokens.setdefault(key, []).extend(event.token_ids)
+                if event.finish_reason is not None:
+                    self.ends.setdefault(key, []).append(event)
+            if len(self.ends) == until:
+                return
+        raise AssertionError(f"only {len(self.ends)} of {until} samples ended")
+
+
+def test_streams_go_on_over_two_deaths() -> None:
+    first, second = ScriptedClient(die_after=3), ScriptedClient(die_after=2)
+    supervisor = Supervisor(first, clients(second, ScriptedClient()), VirtualClock(), NO_PAUSE)
+    asked = [request("a", n=2), request("b", max_tokens=4, seed=9), request("c", max_tokens=3)]
+    for one in asked:
+        supervisor.send(AddRequest(one))
+    reader = Reader()
+    reader.read(supervisor, until=4)
+    for one in asked:
+        for index, tokens in enumerate(undisturbed(one)):
+            assert reader.tokens[one.request_id, index] == tokens
+            (end,) = reader.ends[one.request_id, index]
+            assert end.finish_reason is FinishReason.LENGTH
+    assert supervisor.num_restarts == 2
+    assert first.closed
+    assert [m.request.request_id for m in second.sent if isinstance(m, AddRequest)] == ["a", "b"], (
+        "c was over"
+    )
+
+
+def test_requests_sent_between_two_engines_are_not_lost_nor_doubled() -> None:
+    dead, fresh = ScriptedClient(die_after=0), ScriptedClient()
+
+    def restart() -> ScriptedClient:
+        supervisor.send(AddRequest(request("late")))
+        supervisor.send(AddRequest(request("gone")))
+        supervisor.send(AbortRequest("gone"))
+        return fresh
+
+    supervisor = Supervisor(dead, restart, VirtualClock(), NO_PAUSE)
+    supervisor.send(AddRequest(request("early")))
+    reader = Reader()
+    reader.read(supervisor, until=2)
+    added = [m.request.request_id for m in fresh.sent if isinstance(m, AddRequest)]
+    assert added == ["early", "late"]
+
+
+def test_after_too_many_restarts_everything_ends_once_and_new_requests_are_refused() -> None:
+    dying = [ScriptedClient(die_after=1) for _ in range(4)]
+    policy = RestartPolicy(max_restarts=3, backoff_s=0.0, max_deaths=99)
+    supervisor = Supervisor(dying[0], clients(*dying[1:]), VirtualClock(), policy)
+    supervisor.send(AddRequest(request("a", n=3)))
+    reader = Reader()
+    reader.read(supervisor, until=3)
+    for index in range(3):
+        (end,) = reader.ends["a", index]
+        assert (end.finish_reason, end.error_kind) == (FinishReason.ERROR, "dead")
+        assert "max_restarts = 3" in (end.error or "")
+        assert len(reader.tokens["a", index]) == 4
+    with pytest.raises(EngineDeadError, match="3 restarts did not help"):
+        supervisor.receive()
+    supervisor.send(AddRequest(request("b")))
+    (refusal,) = supervisor.receive()
+    assert refusal.finish_reason is FinishReason.ERROR
+    with pytest.raises(EngineDeadError):
+        supervisor.receive()
+
+
+def test_a_restart_that_cannot_load_counts_and_old_restarts_are_forgotten() -> None:
+    clock = VirtualClock()
+    policy = RestartPolicy(max_restarts=2, window_s=60.0, backoff_s=0.0, max_deaths=99)
+    made = [
+        ScriptedClient(load_error=ModelLoadError("the file is gone")),
+        ScriptedClient(die_after=1),
+        ScriptedClient(),
+    ]
+    supervisor = Supervisor(ScriptedClient(die_after=1), clients(*made), clock, policy)
+    supervisor.send(AddRequest(request("a", max_tokens=3)))
+    assert len(supervisor.receive()) == 1
+    assert supervisor.receive() == []  # two restarts, the first of which failed
+    assert len(supervisor.receive()) == 1
+    clock.advance(61.0)
+    assert supervisor.receive() == []  # the window is empty again
+    (last,) = supervisor.receive()
+    assert last.finish_reason is FinishReason.LENGTH
+    assert supervisor.num_restarts == 3
+
+
+def test_a_request_that_is_there_at_every_death_is_not_tried_for_ever() -> None:
+    policy = RestartPolicy(max_restarts=9, backoff_s=0.0, max_deaths=2)
+    made = [ScriptedClient(die_after=1), ScriptedClient()]
+    supervisor = Supervisor(ScriptedClient(die_after=1), clients(*made), VirtualClock(), policy)
+    supervisor.send(AddRequest(request("poison")))
+    supervisor.receive()
+    supervisor.receive()
+    supervisor.send(AddRequest(request("later", max_tokens=2)))
+    reader = Reader()
+    reader.read(supervisor, until=2)
+    assert reader.ends["poison", 0][0].finish_reason is FinishReason.ERROR
+    assert reader.tokens["later", 0] == undisturbed(request("later", max_tokens=2))[0]
+
+
+def test_a_load_error_at_first_start_is_raised_as_it_is() -> None:
+    broken = ScriptedClient(load_error=ModelLoadError("truncated file"))
+    with pytest.raises(ModelLoadError, match="truncated"):
+        Supervisor(broken, clients(), VirtualClock()).wait_ready()
+
+
+def test_the_book_forgets_what_is_over() -> None:
+    book = InFlight()
+    for index in range(100):
+        name = f"r{index}"
+        book.sent(AddRequest(request(name, n=2)))
+        book.received([TokenEvent(name, 0, (5,), None, FinishReason.STOP)])
+        book.sent(FinishSample(name, 1, 0) if index % 2 else AbortRequest(name))
+    assert len(book) == 0
+    assert book.fail_all("over") == []
+
+
+def test_readmission_carries_what_was_delivered() -> None:
+    book = InFlight()
+    book.sent(AddRequest(request("a", n=3)))
+    book.received([TokenEvent("a", 0, (1, 2)), TokenEvent("a", 1, (3,), None, FinishReason.STOP)])
+    book.received([TokenEvent("unknown", 0, (9,))])
+    (message,) = book.readmissions()
+    assert isinstance(message, AddRequest)
+    assert message.request.output_token_ids == ((1, 2), (3,), ())
+    assert message.request.finished_samples == (1,)
+    rng = random.Random(0)
+    rest = [TokenEvent("a", i, (rng.randrange(9),), None, FinishReason.LENGTH) for i in (0, 2)]
+    book.received(rest)
+    assert book.readmissions() == []
+
+
+def test_live_settings_survive_a_restart() -> None:
+    book = InFlight()
+    book.sent(PolicyChange(max_queue=5, order="priority"))
+    book.sent(PolicyChange(max_queue=7))
+    assert book.readmissions() == [PolicyChange(max_queue=7), PolicyChange(order="priority")]

@@ -1,0 +1,57 @@
+"""A tokenizer of bytes and a few longer tokens, and model facts, for tests of the engine's outer parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from quire.engine.model_info import ModelInfo
+from quire.request import FinishReason, TokenEvent
+from quire.text.token_text import BYTE_OF_CHAR, token_text_of
+from quire.text.tokenizer import SpecialTokens, Tokenizer
+
+EOS = 256
+BOS = 257
+VOCAB = 258
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Id b is byte b (0…255); 256 is <eos>, 257 <bos>, both special."""
+    vocab = dict(BYTE_OF_CHAR)
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<bos>", special=True)])
+    special = SpecialTokens(roles={"bos_token": "<bos>", "eos_token": "<eos>"})
+    return Tokenizer(backend, token_text_of(backend), special, {"default": CHAT_TEMPLATE})
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def model_info(max_model_len: int = 256, vocab_size: int = VOCAB) -> ModelInfo:
+    return ModelInfo(("toy",), max_model_len, vocab_size, (EOS,))
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(text.encode())
+
+
+def events(
+    request_id: str,
+    text: str | Iterable[int],
+    *,
+    index: int = 0,
+    end: FinishReason | None = FinishReason.LENGTH,
+) -> list[TokenEvent]:
+    """One event a token; the last carries ``end``."""
+    tokens = ids(text) if isinstance(text, str) else tuple(text)
+    made = [TokenEvent(request_id, index, (token,)) for token in tokens]
+    if end is not None:
+        made[-1] = made[-1]._replace(finish_reason=end)
+    return made
