@@ -1,0 +1,56 @@
+"""Chain hashes: the names of cached blocks, the same in every process and on every machine.
+
+    root     = H("quire.root.v1",  model_key, adapter, cache_salt, block_size)
+    block i  = H("quire.block.v1", hash of block i − 1 (or root), the token ids of block i)
+    page     = H("quire.page.v1",  hash of block i, index of the cache group)
+
+H is BLAKE2b-256 over typed fields: each is written as a tag, its length and its bytes, so that no two different
+lists of fields ever give the same input. A hash names everything that K and V of a block depend on: what computes
+it (model, dtype, quantization, adapter content), who may share it (salt), and every token up to its end.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+HASH_BYTES = 32
+_ROOT = b"quire.root.v1"  # `person` of BLAKE2b: at most 16 bytes
+_BLOCK = b"quire.block.v1"
+_PAGE = b"quire.page.v1"
+
+
+def root_hash(model_key: str, block_size: int, *, adapter: str = "", cache_salt: str = "") -> bytes:
+    """Return the hash that all chains of one namespace start from."""
+    fields = _text(model_key) + _text(adapter) + _text(cache_salt) + _integer(block_size)
+    return blake2b(fields, digest_size=HASH_BYTES, person=_ROOT).digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the hash of a full block whose predecessor (or root) has the hash ``parent``."""
+    assert len(parent) == HASH_BYTES
+    body = struct.pack(f"<{len(token_ids)}Q", *token_ids)
+    return blake2b(parent + body, digest_size=HASH_BYTES, person=_BLOCK).digest()
+
+
+def page_hash(block: bytes, group: int) -> bytes:
+    """Return the name of the page that holds a block's K and V of one cache group (for tiers and transfers)."""
+    return blake2b(block + _integer(group), digest_size=HASH_BYTES, person=_PAGE).digest()
+
+
+def extend_chain(chain: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
+    """Append to ``chain`` the hashes of the full blocks of ``token_ids`` that it does not have yet."""
+    parent = chain[-1] if chain else root
+    for index in range(len(chain), len(token_ids) // block_size):
+        parent = block_hash(parent, token_ids[index * block_size : (index + 1) * block_size])
+        chain.append(parent)
+
+
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8")
+    return b"s" + struct.pack("<Q", len(data)) + data
+
+
+def _integer(value: int) -> bytes:
+    return b"i" + struct.pack("<Q", value)

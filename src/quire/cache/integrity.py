@@ -1,0 +1,114 @@
+"""`check_integrity`: the books of the cache against each other. Tests call it after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from quire.cache.block_table import BlockTable
+from quire.cache.manager import CacheManager
+from quire.cache.node import NO_BLOCK, Node
+
+
+def check_integrity(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
+    """Raise AssertionError unless counts, tree, tables and free list agree.
+
+    ``tables`` are those of all sequences alive; every reference must belong to one of them, to the tree, or to a step
+    in flight.
+    """
+    _check_tables(cache, tables)
+    _check_tree(cache)
+    _check_counts(cache, tables)
+    _check_free_list(cache)
+    _check_evictable(cache)
+
+
+def _check_counts(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
+    owners: Counter[int] = Counter()
+    for table in tables:
+        owners.update(table.block_ids())
+    for record in cache.references.steps.values():
+        owners.update(record.held)
+    for node in cache.prefix.nodes.values():
+        owners.update(b for b in node.block_ids if b != NO_BLOCK)
+    for block_id, count in enumerate(cache.pool.ref_counts):
+        assert count == owners[block_id], f"block {block_id}: {count} references, {owners[block_id]} owners"
+
+
+def _check_free_list(cache: CacheManager) -> None:
+    pool = cache.pool
+    free = pool.free_ids()
+    assert len(free) == len(set(free)) == pool.num_free
+    assert all(pool.ref_counts[b] == 0 for b in free)
+    assert sum(c == 0 for c in pool.ref_counts) == pool.num_free
+
+
+def _check_tables(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
+    seen: dict[int, tuple[int, int]] = {}  # block id -> (group, row): no block serves two places
+    for table in tables:
+        assert len(table.rows) == cache.windows.num_groups
+        assert len({len(rows) for rows in table.rows}) == 1, "groups have as many rows"
+        assert table.capacity == table.num_rows * cache.block_size
+        for group, rows in enumerate(table.rows):
+            first = table.first_rows[group]
+            assert first == 0 or cache.windows.windows[group] is not None
+            assert all(b == NO_BLOCK for b in rows[:first])
+            assert all(b != NO_BLOCK for b in rows[first:])
+            assert table.unsent or table.sent_rows[group] == len(rows)
+            for row in range(first, len(rows)):
+                place = seen.setdefault(rows[row], (group, row))
+                assert place == (group, row), f"block {rows[row]} is at {place} and at {(group, row)}"
+        _check_path(cache, table)
+
+
+def _check_path(cache: CacheManager, table: BlockTable) -> None:
+    """A sequence holds the full-group blocks of every node that it published or took over."""
+    node, row = table.tip, table.num_published - 1
+    if node is None:
+        assert row == -1
+        return
+    if not node.alive:
+        return
+    while node is not None:
+        assert node.alive
+        assert node.block_hash == table.chain[row]
+        for group, rows in enumerate(table.rows):
+            if cache.windows.windows[group] is None:
+                assert rows[row] == node.block_ids[group]
+        node, row = node.parent, row - 1
+    assert row == -1
+
+
+def _check_tree(cache: CacheManager) -> None:
+    prefix = cache.prefix
+    num_blocks = num_idle = 0
+    for block_hash, node in prefix.nodes.items():
+        assert node.alive
+        assert node.block_hash == block_hash
+        assert node.parent is None or (node.parent.alive and node in node.parent.children)
+        assert all(c.alive and c.parent is node for c in node.children)
+        assert node.groups or node.children, "a node without blocks and children is of no use"
+        used = 0
+        for group, block_id in enumerate(node.block_ids):
+            if block_id == NO_BLOCK:
+                assert cache.windows.windows[group] is not None
+                continue
+            assert prefix.node_of[block_id] is node
+            num_blocks += 1
+            used += cache.pool.ref_counts[block_id] > 1
+            num_idle += cache.pool.ref_counts[block_id] == 1
+        assert node.num_used == used
+    assert prefix.num_blocks == num_blocks == sum(n is not None for n in prefix.node_of)
+    assert prefix.num_idle == num_idle
+
+
+def _check_evictable(cache: CacheManager) -> None:
+    """Idle blocks of full groups lie in subtrees without used ones, so that they can be evicted leaf by leaf."""
+    counts, windows = cache.pool.ref_counts, cache.windows.windows
+    used: set[Node] = set()
+    for node in cache.prefix.nodes.values():
+        if any(b != NO_BLOCK and windows[g] is None and counts[b] > 1 for g, b in enumerate(node.block_ids)):
+            used.add(node)
+    for node in used:
+        parent = node.parent
+        assert parent is None or not cache.windows.num_full or parent in used

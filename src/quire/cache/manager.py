@@ -1,0 +1,192 @@
+"""`CacheManager`: what the scheduler asks of the cache — match, admit, allocate, fork, slide, release.
+
+Publishing and withdrawing are in `publisher`, reference counts and steps in `references`.
+
+    fork of a sequence at token 40, block size 16       a full hit of 32 tokens: the last one is computed again
+
+    source   │ 5 │ 8 │ 2▒ │      rows 0, 1 shared       tree     │ 5 │ 8 │
+    target   │ 5 │ 8 │ 9▒ │      move 2 → 9             table    │ 5 │ 9 │  move 8 → 9, then 31 is written into 9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.cache.block_hash import extend_chain, root_hash
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import BlockTable
+from quire.cache.events import EventBuffer
+from quire.cache.node import NO_BLOCK
+from quire.cache.prefix_cache import Hit, PrefixCache
+from quire.cache.publisher import Publisher
+from quire.cache.references import References
+from quire.cache.windows import Windows
+from quire.config import CacheConfig
+
+
+class Admitted(NamedTuple):
+    """A sequence was let in: ``num_cached`` tokens need no computation, ``num_scheduled`` have their blocks."""
+
+    num_cached: int
+    num_scheduled: int
+
+
+class CacheManager:
+    """Block tables, prefix tree and pool of one engine."""
+
+    def __init__(self, config: CacheConfig, events: EventBuffer | None = None) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.windows = Windows(config.windows, config.block_size)
+        self.pool = BlockPool(config.num_blocks)
+        self.prefix = PrefixCache(self.pool, config.block_size, self.windows, events)
+        self.references = References(self.pool, self.prefix)
+        self.publisher = Publisher(self.references, config.block_size, enabled=config.enable_prefix_caching)
+        self._num_groups = self.windows.num_groups
+
+    def new_table(self, *, adapter: str = "", cache_salt: str = "") -> BlockTable:
+        """Return an empty table whose blocks are shared within one adapter and salt only."""
+        root = root_hash(self.config.model_key, self.block_size, adapter=adapter, cache_salt=cache_salt)
+        return BlockTable(self._num_groups, root)
+
+    def match(self, table: BlockTable, token_ids: Sequence[int], step: int = -1) -> Hit:
+        """Find what the tree has of ``token_ids``, without taking it. ``step``: see `PrefixCache.find`."""
+        if not self.config.enable_prefix_caching:
+            return Hit([], 0, (0,) * self._num_groups, False)
+        extend_chain(table.chain, table.root, token_ids, self.block_size)
+        return self.prefix.find(table.chain, len(token_ids), step)
+
+    def admit(
+        self, table: BlockTable, token_ids: Sequence[int], target: int, budget: int, *, whole: bool
+    ) -> Admitted | None:
+        """Give ``table`` its cached blocks and those of its first chunk, or return None and change nothing.
+
+        The chunk ends at ``target`` or after ``budget`` tokens (``whole``: at ``target`` or not at all). Blocks for
+        all of ``token_ids`` must be available, so that whoever is let in is not thrown out at once.
+        """
+        step = self.references.planning.step
+        hit = self.match(table, token_ids, step)
+        end = self._admissible_end(hit, len(token_ids), target, budget, whole=whole)
+        if (
+            end is None and hit.copy_tail
+        ):  # no room for the copy beside its source: compute the last block again
+            hit = self.prefix.find(table.chain[: len(hit.nodes) - 1], len(token_ids), step)
+            end = self._admissible_end(hit, len(token_ids), target, budget, whole=whole)
+        if end is None:
+            return None
+        self._take_hit(table, hit)
+        self._grow(table, -(-end // self.block_size) - len(hit.nodes))
+        return Admitted(hit.num_tokens, end - hit.num_tokens)
+
+    def allocate(self, table: BlockTable, end: int) -> bool:
+        """Make room for tokens up to ``end`` (exclusive), or return False and change nothing."""
+        num_rows = -(-end // self.block_size) - table.num_rows
+        if num_rows * self._num_groups > self.references.num_available:
+            return False
+        self._grow(table, num_rows)
+        return True
+
+    def reachable_end(self, table: BlockTable) -> int:
+        """Return the number of tokens that ``table`` could grow to with what is available."""
+        return (table.num_rows + self.references.num_available // self._num_groups) * self.block_size
+
+    def fork(self, source: BlockTable, target: BlockTable, num_tokens: int) -> bool:
+        """Let ``target`` share the first ``num_tokens`` of ``source``; a partial last block is copied by a move.
+
+        Returns False, with nothing changed, where the copies do not fit.
+        """
+        full_rows, partial = divmod(num_tokens, self.block_size)
+        assert target.num_rows == 0
+        assert source.num_published <= full_rows
+        if partial and self._num_groups > self.references.num_available:
+            return False
+        target.reads = source.reads | {s for s in self.references.steps if s <= source.last_step}
+        for rows, shared in zip(target.rows, source.rows, strict=True):
+            for block_id in shared[:full_rows]:
+                if block_id != NO_BLOCK:
+                    self.references.share(block_id)
+                rows.append(block_id)
+            if partial:
+                rows.append(self.references.copy(target, shared[full_rows]))
+        target.first_rows = list(source.first_rows)
+        target.chain = source.chain[:full_rows]
+        target.num_published, target.tip = source.num_published, source.tip
+        target.publishable = source.publishable
+        self._resized(target)
+        return True
+
+    def slide(self, table: BlockTable, position: int) -> None:
+        """Give up the rows of sliding groups that no query at ``position`` or later can see."""
+        first_rows = self.windows.first_rows(position)
+        for group in self.windows.sliding:
+            rows = table.rows[group]
+            for row in range(table.first_rows[group], min(first_rows[group], len(rows))):
+                self.references.drop(rows[row])
+                rows[row] = NO_BLOCK
+                table.first_rows[group] = row + 1
+        table.slide_at = self.windows.next_slide(table.first_rows)
+
+    def release(self, table: BlockTable) -> None:
+        """Give up every block; those that a step in flight uses go when the last such step is applied."""
+        self.references.give_up(table, table.block_ids())
+        table.clear()
+
+    def _admissible_end(
+        self, hit: Hit, num_known: int, target: int, budget: int, *, whole: bool
+    ) -> int | None:
+        """Return where the first chunk of a new sequence would end, or None where it cannot be let in now."""
+        todo = target - hit.num_tokens
+        assert todo >= 0
+        if whole and todo > budget:
+            return None
+        end = hit.num_tokens + min(todo, budget)
+        counts = self.pool.ref_counts
+        idle = sum(
+            counts[node.block_ids[group]] == 1
+            for group, first in enumerate(hit.first_rows)
+            for node in hit.nodes[first:]
+        )
+        room = self.references.num_available - idle - self._num_groups * hit.copy_tail
+        room -= self.windows.num_full * (-(-num_known // self.block_size) - len(hit.nodes))
+        if room < 0:
+            return None
+        if self.windows.sliding:
+            reachable = (len(hit.nodes) + room // len(self.windows.sliding)) * self.block_size
+            if reachable < end and (whole or reachable <= hit.num_tokens):
+                return None
+            end = min(end, reachable)
+        return end
+
+    def _take_hit(self, table: BlockTable, hit: Hit) -> None:
+        assert table.num_rows == 0
+        num_rows = len(hit.nodes)
+        table.reads = {n.step for n in hit.nodes if n.step > self.references.applied_step}
+        for group, first in enumerate(hit.first_rows):
+            rows = table.rows[group]
+            rows.extend([NO_BLOCK] * min(first, num_rows))
+            for node in hit.nodes[first:]:
+                self.references.share(node.block_ids[group])
+                rows.append(node.block_ids[group])
+        if hit.copy_tail:
+            for rows in table.rows:
+                shared = rows[-1]
+                rows[-1] = self.references.copy(table, shared)
+                self.references.drop(shared)
+        table.first_rows = list(hit.first_rows)
+        table.num_published = num_rows - hit.copy_tail
+        table.tip = hit.nodes[table.num_published - 1] if table.num_published else None
+        self._resized(table)
+
+    def _grow(self, table: BlockTable, num_rows: int) -> None:
+        if num_rows > 0:
+            for _ in range(num_rows):
+                for rows in table.rows:
+                    rows.append(self.references.take())
+            self._resized(table)
+
+    def _resized(self, table: BlockTable) -> None:
+        table.capacity = table.num_rows * self.block_size
+        table.unsent = True
+        if self.windows.sliding:
+            table.slide_at = self.windows.next_slide(table.first_rows)

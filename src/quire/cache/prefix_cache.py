@@ -1,0 +1,211 @@
+"""`PrefixCache`: a tree of full blocks, found by chain hash, evicted leaves first.
+
+A node is one block of tokens after a certain prefix. It holds one block id per cache group, or `NO_BLOCK`: a sliding
+group forgets the blocks that no future query can see, so an inner node may have blocks of the full groups only.
+
+                 ┌ node(0…15) ─ node(16…31) ─ node(32…47)        group 0 (full)     7   3   9
+    root ────────┤                                               group 1 (window)   –   –   4
+                 └ node(0…15)'                                   a hit of 3 rows is possible, one of 2 is not
+
+Idle blocks (their only reference is the cache's) can always be had back: whoever holds a full-group block of a node
+holds those of all its ancestors, so idle nodes form whole subtrees and fall leaf by leaf, least recently used first;
+and an idle block of a sliding group can be taken out of its node at any time. Hence free + idle = available.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from quire.cache.block_pool import BlockPool
+from quire.cache.events import BlockRemoved, BlockStored, EventBuffer
+from quire.cache.node import NO_BLOCK, LeafQueue, Node
+from quire.cache.windows import Windows
+
+
+class Hit(NamedTuple):
+    """What of a chain can be used: ``nodes`` from the root down, and where the computation goes on."""
+
+    nodes: list[Node]
+    num_tokens: int  # computed already; at least one known token is left to compute
+    first_rows: tuple[int, ...]  # per group: the first row whose block is needed
+    copy_tail: bool  # the last node's block is only partly used: copy it, then write into the copy
+
+
+class PrefixCache:
+    """Finds, keeps and evicts published blocks of ``pool``."""
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, windows: Windows, events: EventBuffer | None = None
+    ) -> None:
+        self.pool = pool
+        self.nodes: dict[bytes, Node] = {}
+        self.node_of: list[Node | None] = [None] * pool.num_blocks  # by block id
+        self.num_idle = 0  # blocks that only the tree refers to
+        self.num_blocks = 0  # blocks in the tree
+        self.num_evicted = 0  # blocks, since the start
+        self.events = events
+        self.windows = windows
+        self._block_size = block_size
+        self._clock = 0  # counts uses; orders evictions
+        self._leaves = LeafQueue()
+        self._strippable: dict[int, None] = {}  # idle blocks of sliding groups, least recently used first
+
+    def find(self, chain: Sequence[bytes], num_known: int, step: int) -> Hit:
+        """Return the longest usable prefix of a chain of hashes of a sequence with ``num_known`` tokens.
+
+        The last known token is always left to compute. ``step`` is being planned: its own blocks may be read but
+        not copied, since moves take effect before the forward pass writes them.
+        """
+        nodes: list[Node] = []
+        for block_hash in chain:
+            node = self.nodes.get(block_hash)
+            if node is None:
+                break
+            nodes.append(node)
+        rows = len(nodes)
+        assert rows * self._block_size <= num_known
+        if rows and rows * self._block_size == num_known and nodes[-1].step == step:
+            rows -= 1
+        rows, first_rows = self.windows.usable(nodes, rows, num_known)
+        num_tokens = min(rows * self._block_size, num_known - 1)
+        return Hit(nodes[:rows], num_tokens, first_rows, num_tokens < rows * self._block_size)
+
+    def insert(
+        self,
+        block_hash: bytes,
+        parent: Node | None,
+        parent_hash: bytes,
+        block_ids: Sequence[int],
+        step: int,
+        token_ids: Sequence[int],
+    ) -> Node:
+        """Publish a block that a sequence holds (`NO_BLOCK` where it does not) and take references for the tree."""
+        assert block_hash not in self.nodes
+        assert parent is None or parent.alive
+        node = Node(block_hash, parent, list(block_ids), step)
+        groups = node.groups
+        assert groups
+        self.nodes[block_hash] = node
+        if parent is not None:
+            parent.children[node] = None
+        for group in groups:
+            self._adopt(node, node.block_ids[group])
+        if self.events is not None:
+            node.token_ids = tuple(token_ids)
+            self.events.add(BlockStored(block_hash, parent_hash, node.token_ids, groups))
+        return node
+
+    def fill(self, node: Node, group: int, block_id: int, parent_hash: bytes) -> None:
+        """Give ``node`` the block of a sliding group that it lacked."""
+        assert node.block_ids[group] == NO_BLOCK
+        node.block_ids[group] = block_id
+        self._adopt(node, block_id)
+        if self.events is not None:
+            self.events.add(BlockStored(node.block_hash, parent_hash, node.token_ids, (group,)))
+
+    def mark_used(self, block_id: int) -> None:
+        """Somebody took a reference to an idle block of the tree."""
+        node = self.node_of[block_id]
+        assert node is not None
+        node.num_used += 1
+        self.num_idle -= 1
+        self._strippable.pop(block_id, None)
+
+    def mark_idle(self, block_id: int) -> None:
+        """The last reference to a block of the tree, but the tree's own, went."""
+        node = self.node_of[block_id]
+        assert node is not None
+        node.num_used -= 1
+        self.num_idle += 1
+        self._clock += 1
+        node.last_used = self._clock
+        if self.windows.windows[node.block_ids.index(block_id)] is not None:
+            self._strippable[block_id] = None
+        self._leaves.offer(node, len(self.nodes))
+
+    def evict(self, num_blocks: int) -> None:
+        """Free at least ``num_blocks`` idle blocks: leaves, least recently used first, then sliding blocks inside."""
+        assert num_blocks <= self.num_idle
+        target = self.pool.num_free + num_blocks
+        before = self.num_blocks
+        while self.pool.num_free < target:
+            node = self._leaves.pop()
+            if node is not None:
+                self._remove(node)
+            else:
+                self._strip(next(iter(self._strippable)))
+        self.num_evicted += before - self.num_blocks
+
+    def withdraw(self, node: Node) -> None:
+        """Remove a node and everything below it; blocks in use stay with their users."""
+        if not node.alive:
+            return
+        subtree = [node]
+        for inner in subtree:  # grows while it is walked: parents before children
+            subtree.extend(inner.children)
+        for inner in reversed(subtree):
+            if inner.alive:  # a parent left without blocks went with its last child
+                self._remove(inner)
+
+    def clear(self) -> None:
+        """Forget every published block."""
+        for node in [n for n in self.nodes.values() if n.parent is None]:
+            self.withdraw(node)
+
+    def snapshot(self) -> Iterator[BlockStored]:
+        """Yield every block as a `BlockStored`, parents first, for a reader that lost events."""
+        stack = [n for n in self.nodes.values() if n.parent is None]
+        while stack:
+            node = stack.pop()
+            parent_hash = node.parent.block_hash if node.parent is not None else b""
+            yield BlockStored(node.block_hash, parent_hash, node.token_ids, node.groups)
+            stack.extend(node.children)
+
+    def _adopt(self, node: Node, block_id: int) -> None:
+        assert self.node_of[block_id] is None
+        self.node_of[block_id] = node
+        self.pool.share(block_id)
+        node.num_used += 1
+        self.num_blocks += 1
+
+    def _disown(self, node: Node, block_id: int) -> None:
+        """Give up the tree's reference to a block of ``node``."""
+        self.node_of[block_id] = None
+        self._strippable.pop(block_id, None)
+        self.num_blocks -= 1
+        if self.pool.drop(block_id) == 0:
+            self.num_idle -= 1
+        else:
+            node.num_used -= 1
+
+    def _strip(self, block_id: int) -> None:
+        """Take the idle block of a sliding group out of its node."""
+        node = self.node_of[block_id]
+        assert node is not None
+        group = node.block_ids.index(block_id)
+        node.block_ids[group] = NO_BLOCK
+        self._disown(node, block_id)
+        if self.events is not None:
+            self.events.add(BlockRemoved(node.block_hash, (group,)))
+        if not node.children and not node.groups:
+            self._remove(node)
+
+    def _remove(self, node: Node) -> None:
+        """Take a leaf out of the tree, and its ancestors that are left with neither blocks nor children."""
+        assert not node.children
+        groups = node.groups
+        node.alive = False
+        del self.nodes[node.block_hash]
+        for group in groups:
+            self._disown(node, node.block_ids[group])
+        if self.events is not None and groups:
+            self.events.add(BlockRemoved(node.block_hash, groups))
+        parent = node.parent
+        if parent is None:
+            return
+        del parent.children[node]
+        if not parent.children and not parent.groups:
+            self._remove(parent)
+        else:
+            self._leaves.offer(parent, len(self.nodes))

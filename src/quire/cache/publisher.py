@@ -1,0 +1,99 @@
+"""`Publisher`: puts full blocks of sequences into the prefix tree, and takes those of failed steps back.
+
+Prompt blocks are published when they are planned: whoever is planned in the same step or later may read them, since
+K/V of every row of a step is stored before attention reads. Generated blocks are published when they are applied.
+A reader of a block whose step is in flight notes that step in `BlockTable.reads`; if it fails, the reader starts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quire.cache.block_hash import extend_chain
+from quire.cache.block_table import BlockTable
+from quire.cache.node import NO_BLOCK, Node
+from quire.cache.references import References
+
+
+class Publisher:
+    """The only writer of the tree. One per engine."""
+
+    def __init__(self, references: References, block_size: int, *, enabled: bool) -> None:
+        self._references = references
+        self._prefix = references.prefix
+        self._block_size = block_size
+        self._enabled = enabled
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int], end: int, *, planned: bool) -> None:
+        """Put the full rows of ``table`` below token ``end`` into the tree.
+
+        ``planned``: the step being planned computes them; a row that another sequence published already is left to
+        the apply of this step. Otherwise they are computed, and such a row is exchanged for the published one.
+        """
+        num_rows = end // self._block_size
+        if num_rows <= table.num_published or not table.publishable or not self._enabled:
+            return
+        extend_chain(table.chain, table.root, token_ids, self._block_size)
+        for row in range(table.num_published, num_rows):
+            if table.tip is not None and not table.tip.alive:
+                # Only whoever holds all blocks above may add below, or idle blocks could not be evicted.
+                table.publishable = False
+                return
+            node = self._prefix.nodes.get(table.chain[row])
+            if node is None:
+                node = self._insert(table, row, token_ids, planned=planned)
+            elif planned:
+                return
+            else:
+                self._merge(table, row, node)
+            table.tip = node
+            table.num_published = row + 1
+
+    def withdraw(self, failed: Iterable[BlockTable], step: int) -> set[int]:
+        """Take back what ``failed`` tables published in ``step`` and later; return the steps not to be trusted.
+
+        Whoever has one of them in its `BlockTable.reads` must start again.
+        """
+        tables = set(failed)
+        distrusted = {step}
+        for record in self._references.steps.values():
+            if record.step < step:
+                continue
+            for table, node in record.published:
+                if table in tables:
+                    self._prefix.withdraw(node)
+                    distrusted.add(record.step)
+        return distrusted
+
+    def _insert(self, table: BlockTable, row: int, token_ids: Sequence[int], *, planned: bool) -> Node:
+        start = row * self._block_size
+        references = self._references
+        node = self._prefix.insert(
+            table.chain[row],
+            table.tip,
+            table.parent_hash(row),
+            [rows[row] for rows in table.rows],
+            references.planning.step if planned else references.applied_step,
+            token_ids[start : start + self._block_size] if self._prefix.events is not None else (),
+        )
+        if planned:
+            references.planning.published.append((table, node))
+        return node
+
+    def _merge(self, table: BlockTable, row: int, node: Node) -> None:
+        """Another sequence published the same row: use its blocks and give up the own ones."""
+        references = self._references
+        for group, rows in enumerate(table.rows):
+            own, published = rows[row], node.block_ids[group]
+            if own in (NO_BLOCK, published):
+                continue
+            if published == NO_BLOCK:
+                self._prefix.fill(node, group, own, table.parent_hash(row))
+                continue
+            references.share(published)
+            rows[row] = published
+            references.give_up(table, (own,))
+            table.sent_rows[group] = min(table.sent_rows[group], row)
+            table.unsent = True
+        if node.step > references.applied_step:
+            table.reads.add(node.step)

@@ -1,0 +1,118 @@
+"""`References`: who holds which block, and when it goes back (DESIGN §4, "KV cache").
+
+a table holds its blocks        until it gives them up; if a step in flight uses it, until that step is applied
+a step holds                    both ends of its moves, and what tables gave up while it was in flight
+the tree holds                  published blocks, until they are evicted or withdrawn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import BlockTable
+from quire.cache.node import Node
+from quire.cache.prefix_cache import PrefixCache
+from quire.step import KvMove
+
+
+class StepBlocks:
+    """What one step in flight refers to."""
+
+    __slots__ = ("held", "moves", "published", "step")
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.held: list[int] = []  # one reference each
+        self.moves: list[KvMove] = []
+        self.published: list[tuple[BlockTable, Node]] = []  # by this step, before it was computed
+
+
+class References:
+    """Counts references to the blocks of ``pool``, with what the tree and the steps in flight need to know."""
+
+    def __init__(self, pool: BlockPool, prefix: PrefixCache) -> None:
+        self.pool = pool
+        self.prefix = prefix
+        self.steps: dict[int, StepBlocks] = {}  # in flight or being planned, oldest first
+        self.applied_step = -1
+        self._planning: StepBlocks | None = None
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be had now: free, or idle in the prefix tree."""
+        return self.pool.num_free + self.prefix.num_idle
+
+    @property
+    def num_coming(self) -> int:
+        """References that steps in flight will give up; at most that many blocks become available by themselves."""
+        return sum(len(s.held) for s in self.steps.values())
+
+    @property
+    def planning(self) -> StepBlocks:
+        """The step being planned."""
+        assert self._planning is not None, "only while a step is planned"
+        return self._planning
+
+    def open_step(self, step: int) -> StepBlocks:
+        """Start planning ``step``: moves and publications from now on are its."""
+        assert self._planning is None
+        self._planning = self.steps[step] = StepBlocks(step)
+        return self._planning
+
+    def end_planning(self, *, empty: bool) -> None:
+        """The plan is made. An empty step never was."""
+        record = self.planning
+        if empty:
+            assert not record.held
+            assert not record.published
+            del self.steps[record.step]
+        self._planning = None
+
+    def close_step(self, step: int) -> None:
+        """The step was applied: what it held goes."""
+        record = self.steps.pop(step)
+        assert step > self.applied_step
+        self.applied_step = step
+        for block_id in record.held:
+            self.drop(block_id)
+
+    def in_flight(self, table: BlockTable) -> bool:
+        """Tell whether a step that is not applied yet uses ``table``."""
+        return table.last_step > self.applied_step
+
+    def take(self) -> int:
+        """Return a block with one reference, evicting one where none is free."""
+        if self.pool.num_free == 0:
+            self.prefix.evict(1)
+        return self.pool.take()
+
+    def share(self, block_id: int) -> None:
+        """Add a reference to a block in use or in the tree."""
+        if self.pool.share(block_id) == 2 and self.prefix.node_of[block_id] is not None:
+            self.prefix.mark_used(block_id)
+
+    def drop(self, block_id: int) -> None:
+        """Give up a reference that nothing in flight needs."""
+        if self.pool.drop(block_id) == 1 and self.prefix.node_of[block_id] is not None:
+            self.prefix.mark_idle(block_id)
+
+    def give_up(self, table: BlockTable, block_ids: Iterable[int]) -> None:
+        """Take over ``table``'s references; they go when the last step in flight that uses the table is applied."""
+        if self.in_flight(table):
+            self.steps[table.last_step].held.extend(block_ids)
+        else:
+            for block_id in block_ids:
+                self.drop(block_id)
+
+    def copy(self, table: BlockTable, source: int) -> int:
+        """Take a block for ``table`` and plan the move that fills it from ``source``; the step holds both ends."""
+        step = self.planning
+        self.share(source)
+        target = self.take()
+        self.share(target)
+        step.held += (source, target)
+        step.moves.append(KvMove(source, target))
+        table.last_step = step.step
+        table.reads.add(step.step)
+        return target

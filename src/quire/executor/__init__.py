@@ -1,0 +1,1 @@
+"""What turns a `StepPlan` into a `StepResult`."""

@@ -1,0 +1,37 @@
+"""`Executor`: the seam between the core and whatever computes a step. No torch here."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.step import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Computes plans in the order in which they are submitted.
+
+    Order of effect inside a step: ``gone`` → ``kv_moves`` in list order → ``new_seqs`` → forward over ``seqs``.
+    K/V of every row of a step is stored before attention reads, within each layer: a sequence of the same step may
+    read it. ``gone`` may name a sequence that the executor does not know; that is nothing to do. ``new_seqs`` may name
+    one that it knows; the new state replaces the old one, block table included.
+
+    A step that fails as a whole (an exception out of `collect`, or ``StepResult.error``) leaves the executor ready
+    for the next one. Plans already queued behind it may then name sequences that it no longer knows: each of these
+    gets a `SeqResult` with an error.
+    """
+
+    max_in_flight: (
+        int  # how many plans may be out: 1 on CPU, 2 on GPU, one per stage with pipeline parallelism
+    )
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan. Fewer than ``max_in_flight`` are out."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest plan out and return its result, with one `SeqResult` for each `SeqPlan`, in order."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the executor holds. Nothing is submitted any more."""
+        ...

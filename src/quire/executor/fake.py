@@ -1,0 +1,198 @@
+"""`FakeExecutor`: no model, but real pages. It is an oracle for scheduler and cache.
+
+Every slot of every page holds a hash of the tokens up to its position, written when the row is computed from the
+slot *before* it as read through the block table. A token is drawn from what all visible slots hold. So a wrong share,
+a stale tail, a missing copy, a wrong window or an off-by-one changes the tokens, and is noted in `violations`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.config import CacheConfig
+from quire.errors import StepError
+from quire.executor.fake_pages import FakePages, WorkerSeq
+from quire.executor.fake_tokens import MASK, FakeModel
+from quire.step import SeqPlan, SeqResult, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class FakeFaults:
+    """Failures to inject, each with a probability per step (or sequence)."""
+
+    step_error: float = 0.0  # the result carries an error; what the step wrote is garbage
+    collect_raises: float = 0.0  # the same, but as an exception
+    submit_raises: float = 0.0  # the plan is not accepted
+    seq_error: float = 0.0  # one sequence fails, the others of the step do not
+    seed: int = 0
+
+
+class _Outstanding(NamedTuple):
+    """A step that was computed and not collected yet."""
+
+    result: StepResult
+    raises: bool
+    clean: bool  # nothing in it failed
+    uses: dict[int, set[tuple[int, int]]]  # block id -> (seq_id, epoch) that read or write it
+
+
+class FakeExecutor:
+    """Computes plans with `FakeModel` over the pages of ``cache_config``."""
+
+    def __init__(
+        self,
+        cache_config: CacheConfig,
+        *,
+        max_in_flight: int = 1,
+        model: FakeModel | None = None,
+        faults: FakeFaults | None = None,
+    ) -> None:
+        assert max_in_flight >= 1
+        self.max_in_flight = max_in_flight
+        self.violations: list[str] = []  # contradictions between plans and pages; must stay empty
+        self.num_rows = 0  # computed so far
+        self._num_groups = len(cache_config.windows)
+        self._pages = FakePages(cache_config.num_blocks, cache_config.block_size, cache_config.windows)
+        self._model = model or FakeModel()
+        self._faults = faults or FakeFaults()
+        self._random = random.Random(self._faults.seed)
+        self._seqs: dict[int, WorkerSeq] = {}
+        self._out: deque[_Outstanding] = deque()
+
+    @property
+    def num_seqs(self) -> int:
+        """How many sequences the worker keeps state of."""
+        return len(self._seqs)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Take a plan. It is computed at once; what it gave is seen at `collect`."""
+        assert len(self._out) < self.max_in_flight
+        if self._happens(self._faults.submit_raises):
+            raise StepError(f"injected: step {plan.step} was not accepted")
+        raises = self._happens(self._faults.collect_raises)
+        failed = {p.seq_id for p in plan.seqs if self._happens(self._faults.seq_error)}
+        if raises or self._happens(self._faults.step_error):
+            self._out.append(_Outstanding(self._fail(plan), raises, False, {}))
+        else:
+            self._out.append(self._compute(plan, failed))
+
+    def collect(self) -> StepResult:
+        """Return the result of the oldest plan."""
+        out = self._out.popleft()
+        if out.raises:
+            raise StepError(f"injected: step {out.result.step} raised")
+        return out.result
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._out.clear()
+        self._seqs.clear()
+
+    def _compute(self, plan: StepPlan, failed: set[int]) -> _Outstanding:
+        clean = not failed and all(out.clean for out in self._out)
+        uses: dict[int, set[tuple[int, int]]] = {}
+        for move in plan.kv_moves:
+            self._check_reuse(plan, {move.dst_block_id}, None, clean)
+        self._begin(plan)
+        work = [(p, seq) for p in plan.seqs if (seq := self._accept(p, clean)) is not None]
+        # A row may read what another sequence writes in this step: write first, whoever starts earlier first.
+        for p, seq in sorted(work, key=lambda item: item[0].num_computed_tokens):
+            start, end = p.num_computed_tokens, p.num_computed_tokens + p.num_scheduled_tokens
+            if self.max_in_flight > 1:
+                self._check_reuse(plan, self._pages.written(seq, start, end), (p.seq_id, p.epoch), clean)
+                for block_id in self._pages.visible(seq, start, end):
+                    uses.setdefault(block_id, set()).add((p.seq_id, p.epoch))
+            self._pages.write(seq, start, end)
+            if p.seq_id in failed:
+                self._pages.spoil_rows(seq, start, end)
+            self.num_rows += p.num_scheduled_tokens
+        accepted = {p.seq_id for p, _ in work}
+        results = tuple(
+            self._sample(p, clean)
+            if p.seq_id in accepted and p.seq_id not in failed
+            else self._lose(p, "injected" if p.seq_id in failed else "its state went with a failed step")
+            for p in plan.seqs
+        )
+        result = StepResult(plan.step, results, moves_done=len(plan.kv_moves))
+        return _Outstanding(result, False, not failed, uses)
+
+    def _fail(self, plan: StepPlan) -> StepResult:
+        """Half of the step happened: nothing of it can be trusted."""
+        for move in plan.kv_moves:
+            self._pages.spoil(move.dst_block_id)
+        for new_seq in plan.new_seqs:
+            self._seqs[new_seq.seq_id] = WorkerSeq(new_seq, self._num_groups)
+        for p in plan.seqs:
+            seq = self._accept(p, clean=False)
+            if seq is not None:
+                self._pages.spoil_rows(
+                    seq, p.num_computed_tokens, p.num_computed_tokens + p.num_scheduled_tokens
+                )
+            self._seqs.pop(p.seq_id, None)
+        return StepResult(plan.step, error="injected: the step failed")
+
+    def _begin(self, plan: StepPlan) -> None:
+        for seq_id in plan.gone:
+            self._seqs.pop(seq_id, None)
+        for move in plan.kv_moves:
+            self._pages.copy(move.src_block_id, move.dst_block_id)
+        for new_seq in plan.new_seqs:
+            self._seqs[new_seq.seq_id] = WorkerSeq(new_seq, self._num_groups)
+
+    def _accept(self, p: SeqPlan, clean: bool) -> WorkerSeq | None:
+        """Update the block table and check the plan against what the worker knows."""
+        seq = self._seqs.get(p.seq_id)
+        if seq is None or seq.new_seq.epoch != p.epoch:
+            self._note(clean, f"sequence {p.seq_id} epoch {p.epoch} is planned but not known")
+            return None
+        seq.update_table(p)
+        start, end = p.num_computed_tokens, p.num_computed_tokens + p.num_scheduled_tokens
+        if seq.computed not in (None, start):
+            self._note(clean, f"sequence {p.seq_id} goes on at {start}, it was at {seq.computed}")
+        if not start < end <= len(seq.token_ids):
+            self._note(clean, f"sequence {p.seq_id}: rows {start}…{end} of {len(seq.token_ids)} known tokens")
+            return None
+        seq.computed = end
+        return seq
+
+    def _sample(self, p: SeqPlan, clean: bool) -> SeqResult:
+        seq = self._seqs[p.seq_id]
+        start, end = p.num_computed_tokens, p.num_computed_tokens + p.num_scheduled_tokens
+        drift = self._pages.read(seq, start, end)
+        if drift:
+            self._note(clean, f"sequence {p.seq_id} sees wrong slots at rows {start}…{end}")
+        if end < len(seq.token_ids):
+            return SeqResult(p.seq_id, p.epoch, ())
+        state = (seq.states[end - 1] + drift) & MASK
+        sampling = seq.new_seq.sampling
+        token_id = self._model.token(state, sampling, seq.new_seq.sample_index, seq.num_output)
+        seq.append(token_id)
+        if sampling.logprobs is None:
+            return SeqResult(p.seq_id, p.epoch, (token_id,))
+        logprobs = (self._model.logprobs(state, sampling, token_id),)
+        return SeqResult(p.seq_id, p.epoch, (token_id,), logprobs=logprobs)
+
+    def _lose(self, p: SeqPlan, why: str) -> SeqResult:
+        self._seqs.pop(p.seq_id, None)
+        return SeqResult(p.seq_id, p.epoch, (), error=f"sequence {p.seq_id} failed: {why}")
+
+    def _check_reuse(
+        self, plan: StepPlan, blocks: set[int], writer: tuple[int, int] | None, clean: bool
+    ) -> None:
+        """No block may be written by one sequence while a step that another one uses it in is out."""
+        for out in self._out:
+            for block_id in blocks & out.uses.keys():
+                if out.uses[block_id] != {writer}:
+                    self._note(
+                        clean, f"step {plan.step} writes block {block_id}, in use by step {out.result.step}"
+                    )
+
+    def _note(self, clean: bool, text: str) -> None:
+        if clean:
+            self.violations.append(text)
+
+    def _happens(self, probability: float) -> bool:
+        return probability > 0.0 and self._random.random() < probability

@@ -1,0 +1,1 @@
+"""What Quire measures of itself."""

@@ -1,0 +1,43 @@
+"""`EngineStats`: what the core says of itself. Gauges are of now, counters since the start; counts unless named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of scheduler and cache. It crosses the process boundary, so it is plain numbers."""
+
+    # Gauges
+    num_running: int = 0
+    num_waiting: int = 0
+    num_in_flight: int = 0  # steps
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0  # in the prefix tree, used or idle
+    num_idle_blocks: int = 0  # in the prefix tree and nowhere else: available on demand
+    # Counters
+    num_steps: int = 0
+    num_requests: int = 0
+    num_refused: int = 0
+    num_finished: int = 0  # sequences that ended with stop or length
+    num_aborted: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0  # of sequences admitted for the first time
+    num_cached_tokens: int = 0  # of these, how many came from the prefix tree
+    num_computed_tokens: int = 0  # rows computed, again after preemption too
+    num_generated_tokens: int = 0
+    num_chunks: int = 0  # prompt chunks that were not the last of their prompt
+    num_preemptions: int = 0
+    num_forks: int = 0
+    num_zombie_results: int = 0  # results dropped because their sequence had ended or was preempted
+    num_failed_steps: int = 0
+    num_restarted_readers: int = 0  # sequences that read from a failed step and started again
+    num_evicted_blocks: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of the blocks that sequences or steps hold."""
+        held = self.num_blocks - self.num_free_blocks - self.num_idle_blocks
+        return held / self.num_blocks if self.num_blocks else 0.0

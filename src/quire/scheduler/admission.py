@@ -1,0 +1,110 @@
+"""A request becomes its n sequences, or a refusal that says why with the numbers."""
+
+from __future__ import annotations
+
+from quire.request import FinishReason, Request, TokenEvent
+from quire.scheduler.order import sort_key
+from quire.scheduler.outcome import finish_reason
+from quire.scheduler.sequence import RequestState, Sequence, SequenceState
+from quire.scheduler.state import SchedulerState
+
+
+def add_request(state: SchedulerState, request: Request, now: float) -> list[TokenEvent]:
+    """Queue the sequences of ``request``. The events: refusals, or ends that a restarted engine had still to tell."""
+    assert request.request_id not in state.requests, f"request id {request.request_id!r} is in use"
+    assert request.prompt_token_ids, "a request has at least one token"
+    indexes = [i for i in range(request.sampling.n) if i not in request.finished_samples]
+    state.counters.num_requests += 1
+    refusal = _refusal(state, request)
+    if refusal is not None:
+        kind, text = refusal
+        state.counters.num_refused += 1
+        return [refused(request, index, kind, text, now) for index in indexes]
+    group = RequestState(request)
+    for index in indexes:
+        _new_sequence(state, group, index)
+    if not group.sequences:
+        return []
+    state.requests[request.request_id] = group
+    # After a restart each sample has an output of its own: it is computed again by itself, through the prefix tree.
+    leaders = list(group.sequences)
+    if not any(request.output_token_ids) and not request.finished_samples:
+        leader = leaders[0]
+        leader.siblings = leaders[1:]
+        for sibling in leader.siblings:
+            sibling.state = SequenceState.ATTACHED
+        leaders = [leader]
+    events = []
+    for seq in leaders:
+        state.enqueue(seq)
+        reason = finish_reason(seq, seq.token_ids[-1]) if len(seq.token_ids) > seq.num_prompt else None
+        if reason is not None:
+            stop_id = seq.token_ids[-1] if reason is FinishReason.STOP else None
+            events.append(state.end(seq, reason, stop_token_id=stop_id))
+    return events
+
+
+def refused(request: Request, sample_index: int, kind: str, text: str, now: float) -> TokenEvent:
+    """Return the terminal event of a sample that never entered."""
+    return TokenEvent(
+        request.request_id,
+        sample_index,
+        finish_reason=FinishReason.ERROR,
+        error=text,
+        error_kind=kind,
+        queued_s=max(0.0, now - request.arrival_s),
+    )
+
+
+def _new_sequence(state: SchedulerState, group: RequestState, sample_index: int) -> None:
+    request = group.request
+    table = state.cache.new_table(adapter=request.adapter, cache_salt=request.cache_salt)
+    seq = Sequence(state.next_seq_id, group, sample_index, table, state.config.max_model_len)
+    seq.key = sort_key(state.config.order, seq)
+    state.next_seq_id += 1
+    state.sequences[seq.seq_id] = seq
+    group.sequences.append(seq)
+
+
+def _refusal(state: SchedulerState, request: Request) -> tuple[str, str] | None:
+    """Return (error_kind, text) where the request cannot be taken."""
+    config = state.config
+    num_prompt = len(request.prompt_token_ids)
+    if num_prompt >= config.max_model_len:
+        return "never_fits", (
+            f"The prompt has {num_prompt} tokens; this model's context is {config.max_model_len} tokens for prompt and "
+            "output together. Shorten the prompt."
+        )
+    if not config.enable_chunked_prefill and num_prompt > config.max_num_batched_tokens:
+        return "never_fits", (
+            f"The prompt has {num_prompt} tokens; without chunked prefill a step takes at most "
+            f"{config.max_num_batched_tokens}. Raise max_num_batched_tokens or enable chunked prefill."
+        )
+    too_large = _too_large(state, request)
+    if too_large is not None:
+        return "never_fits", too_large
+    num_waiting = len(state.waiting)
+    if num_waiting >= config.max_queue:
+        return "capacity", (
+            f"The queue is full: {num_waiting} sequences wait and at most {config.max_queue} may. Try again later."
+        )
+    return None
+
+
+def _too_large(state: SchedulerState, request: Request) -> str | None:
+    """Tell whether one sequence of the request would need more blocks than the whole pool has."""
+    config, cache = state.config, state.cache
+    num_prompt = len(request.prompt_token_ids)
+    max_tokens = request.sampling.max_tokens
+    longest = (
+        config.max_model_len if max_tokens is None else min(num_prompt + max_tokens, config.max_model_len)
+    )
+    chunk = 1 if config.enable_chunked_prefill else longest - 1
+    num_blocks = cache.windows.lifetime_blocks(longest - 1, chunk)
+    if num_blocks <= cache.pool.num_blocks:
+        return None
+    return (
+        f"The request can grow to {longest} tokens ({num_prompt} prompt + {longest - num_prompt} output) and would "
+        f"then need {num_blocks} KV blocks of {cache.block_size} tokens; there are {cache.pool.num_blocks} in all. "
+        "Lower max_tokens, shorten the prompt, or give the server more --kv-memory."
+    )

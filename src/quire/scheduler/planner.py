@@ -1,0 +1,222 @@
+"""What the next step computes: forks, decodes, running prompts, then whoever may enter (DESIGN §4, "Scheduler")."""
+
+from __future__ import annotations
+
+from quire.scheduler.budget import Budget
+from quire.scheduler.fork import fork_siblings
+from quire.scheduler.preempt import make_room
+from quire.scheduler.sequence import Sequence, SequenceState
+from quire.scheduler.state import Entry, SchedulerState, StepRecord
+from quire.step import NewSeq, SeqPlan, StepPlan
+
+_new_plan = tuple.__new__  # see `outcome`
+
+
+class Planner:
+    """Makes one `StepPlan`. Everything it decides is a function of ``state`` and ``now``."""
+
+    def __init__(self, state: SchedulerState, now: float) -> None:
+        self._state = state
+        self._now = now
+        self._step = state.next_step
+        self._budget = Budget(state.config)
+        self._new_seqs: list[NewSeq] = []
+        self._seqs: list[SeqPlan] = []
+        self._entries: list[Entry] = []
+        self._starved = False  # somebody found no block: whoever ranks behind takes none in this step
+
+    def plan(self) -> StepPlan | None:
+        """Return the plan, or None where nothing can be computed now."""
+        state = self._state
+        record = state.cache.references.open_step(self._step)
+        num_preemptions = state.counters.num_preemptions
+        decodes, prefills = self._sort_running()
+        decodes = self._budget.choose(decodes)
+        self._allocate_decodes(decodes)
+        for seq in sorted(prefills, key=lambda s: s.key):
+            if self._budget.left == 0:
+                break
+            if seq.state is SequenceState.RUNNING:
+                self._plan_chunk(seq)
+        if not self._starved and state.counters.num_preemptions == num_preemptions:
+            self._admit()  # whoever was just thrown out would come straight back
+        self._emit_decodes([s for s in decodes if s.state is SequenceState.RUNNING])
+        empty = not self._seqs and not record.moves
+        state.cache.references.end_planning(empty=empty)
+        if empty:
+            return None
+        gone, state.gone = tuple(state.gone), []
+        state.in_flight.append(StepRecord(self._step, self._entries, gone))
+        state.next_step += 1
+        return StepPlan(self._step, tuple(self._new_seqs), tuple(self._seqs), gone, tuple(record.moves))
+
+    def _sort_running(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Return those with one row to compute, and those with more. Leaders that are ready fork first."""
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for seq in self._state.running:  # forks append to it while it is walked
+            planned = seq.num_planned
+            if seq.siblings:
+                if planned < seq.num_prompt - 1:
+                    prefills.append(seq)
+                    continue
+                fork_siblings(self._state, seq)
+            if planned >= seq.row_limit:
+                continue
+            if seq.num_total - planned == 1:
+                decodes.append(seq)
+            elif seq.num_total > planned:
+                prefills.append(seq)
+        return decodes, prefills
+
+    def _allocate_decodes(self, decodes: list[Sequence]) -> None:
+        """Give a block to those that cross into a new one; drop those from the step that get none."""
+        crossing = [seq for seq in decodes if seq.num_planned >= seq.table.capacity]
+        if len(crossing) > 1:
+            crossing.sort(key=lambda seq: seq.key)
+        for seq in crossing:
+            if seq.state is not SequenceState.RUNNING:  # preempted for one before it
+                continue
+            if self._starved or not make_room(self._state, seq, seq.num_planned + 1):
+                self._starved = True
+                decodes.remove(seq)
+                self._budget.left += 1
+
+    def _plan_chunk(self, seq: Sequence) -> None:
+        """Plan the next rows of a running sequence that has many to compute."""
+        cache = self._state.cache
+        todo = seq.target - seq.num_planned
+        whole = self._budget.must_be_whole(todo)
+        if whole and todo > self._budget.left:
+            return
+        end = seq.num_planned + min(todo, self._budget.left)
+        if self._starved:
+            if whole and end > seq.table.capacity:
+                return
+            end = min(end, seq.table.capacity)
+        elif not cache.allocate(seq.table, end):
+            least = end if whole else seq.num_planned + 1
+            if cache.reachable_end(seq.table) < least and not make_room(self._state, seq, least):
+                self._starved = True
+                return
+            end = min(end, cache.reachable_end(seq.table))
+            allocated = cache.allocate(seq.table, end)
+            assert allocated
+        if end > seq.num_planned:
+            self._emit(seq, end)
+
+    def _admit(self) -> None:
+        """Let sequences in, in order, until seats, rows or blocks run out."""
+        state, config = self._state, self._state.config
+        num_waiting = len(state.waiting)
+        oldest_s = state.waiting.oldest_arrival_s() if num_waiting and config.gate == "dynamic" else 0.0
+        seats = state.gate.seats(config, self._now, len(state.running), num_waiting, oldest_s)
+        seats = min(seats, config.max_num_seqs - len(state.running))
+        if seats <= 0 or self._budget.left == 0:
+            return
+        for seq in _in_order_of_entry(state)[:seats]:
+            if self._budget.left == 0 or len(state.running) >= config.max_num_seqs:
+                break
+            if not self._admit_one(seq):
+                break
+
+    def _admit_one(self, seq: Sequence) -> bool:
+        state = self._state
+        target = seq.target
+        whole = self._budget.must_be_whole(target)
+        admitted = state.cache.admit(seq.table, seq.token_ids, target, self._budget.left, whole=whole)
+        if admitted is None:
+            return False
+        state.waiting.remove(seq)
+        state.gate.enter()
+        state.start(seq, admitted.num_cached)
+        self._note_admission(seq, admitted.num_cached)
+        if admitted.num_scheduled:
+            self._emit(seq, admitted.num_cached + admitted.num_scheduled)
+            return True
+        # A leader whose prompt, but its last token, is cached: its own last row comes before its siblings' blocks.
+        state.cache.allocate(seq.table, seq.num_prompt)
+        fork_siblings(state, seq)
+        for member in state.running[state.running.index(seq) :]:
+            end = member.num_planned + 1
+            if self._budget.left and state.cache.allocate(member.table, end):
+                self._emit(member, end)
+        return True
+
+    def _note_admission(self, seq: Sequence, num_cached: int) -> None:
+        group = seq.group
+        if group.admitted:
+            return
+        group.admitted = True
+        group.num_cached_tokens = min(num_cached, seq.num_prompt)
+        group.queued_s = self._now - group.request.arrival_s
+        self._state.counters.num_prompt_tokens += seq.num_prompt
+        self._state.counters.num_cached_tokens += group.num_cached_tokens
+
+    def _emit(self, seq: Sequence, end: int) -> None:
+        """Plan the rows of ``seq`` up to ``end``; its blocks are there."""
+        start = seq.num_planned
+        num_rows = end - start
+        assert num_rows > 0
+        assert end <= seq.table.capacity
+        self._register(seq)
+        block_start, new_block_ids = seq.table.take_unsent()
+        self._seqs.append(SeqPlan(seq.seq_id, seq.epoch, start, num_rows, block_start, new_block_ids))
+        self._entries.append((seq, seq.epoch, end))
+        seq.table.last_step = self._step
+        seq.num_planned = end
+        if end == seq.num_total:
+            seq.num_total += 1
+        else:
+            self._state.counters.num_chunks += 1
+        self._state.counters.num_computed_tokens += num_rows
+        self._budget.left -= num_rows
+        if start < seq.num_prompt:
+            self._state.cache.publisher.publish(
+                seq.table, seq.token_ids, min(end, seq.num_prompt), planned=True
+            )
+
+    def _emit_decodes(self, decodes: list[Sequence]) -> None:
+        """`_emit` for one row each, without what a decode does not need: this loop is the engine's hottest."""
+        step = self._step
+        add_plan, add_entry = self._seqs.append, self._entries.append
+        for seq in decodes:
+            start = seq.num_planned
+            end = start + 1
+            table = seq.table
+            if not seq.registered:
+                self._register(seq)
+            block_start, new_block_ids = table.take_unsent() if table.unsent else ((), ())
+            plan = (seq.seq_id, seq.epoch, start, 1, block_start, new_block_ids, 0, 0, ())
+            add_plan(_new_plan(SeqPlan, plan))
+            add_entry((seq, seq.epoch, end))
+            table.last_step = step
+            seq.num_planned = end
+            seq.num_total += 1
+            if end <= seq.num_prompt:
+                self._state.cache.publisher.publish(table, seq.token_ids, end, planned=True)
+        self._state.counters.num_computed_tokens += len(decodes)
+
+    def _register(self, seq: Sequence) -> None:
+        """Tell the worker of a sequence, once per admission."""
+        if seq.registered:
+            return
+        seq.registered = True
+        request = seq.group.request
+        self._new_seqs.append(
+            NewSeq(
+                seq.seq_id,
+                seq.epoch,
+                request.prompt_token_ids,
+                seq.output_token_ids,
+                seq.sampling,
+                seq.sample_index,
+                grammar=request.grammar,
+            )
+        )
+
+
+def _in_order_of_entry(state: SchedulerState) -> list[Sequence]:
+    if state.config.order != "longest-prefix":
+        return state.waiting.ranked(None)
+    return state.waiting.ranked(lambda seq: state.cache.match(seq.table, seq.token_ids).num_tokens)

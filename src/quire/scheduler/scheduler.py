@@ -1,0 +1,124 @@
+"""`Scheduler`: requests in, plans out, results in, events out. A function of its inputs and of ``now``; no clock.
+
+    add / abort / finish / abort_all        → TokenEvents (refusals and other ends)
+    plan(now)                               → StepPlan, or None where there is nothing to do now
+    apply(result, now)                      → TokenEvents
+    fail_in_flight(error)                   → TokenEvents: what is in flight will never come back
+
+Every sequence ends with exactly one terminal event, whatever happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from quire.cache.events import EventBuffer
+from quire.cache.integrity import check_integrity
+from quire.cache.manager import CacheManager
+from quire.config import CacheConfig, SchedulerConfig
+from quire.metrics.engine_stats import EngineStats
+from quire.request import FinishReason, Request, TokenEvent
+from quire.scheduler.admission import add_request
+from quire.scheduler.outcome import apply_result
+from quire.scheduler.planner import Planner
+from quire.scheduler.policy import PolicyChange, change_policy
+from quire.scheduler.state import SchedulerState
+from quire.step import StepPlan, StepResult
+
+
+class Scheduler:
+    """gate × order × budget over one cache."""
+
+    def __init__(
+        self, config: SchedulerConfig, cache_config: CacheConfig, events: EventBuffer | None = None
+    ) -> None:
+        self.cache = CacheManager(cache_config, events)
+        self._state = SchedulerState(config, self.cache)
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """The settings in force; `change_policy` replaces them."""
+        return self._state.config
+
+    def add(self, request: Request, now: float) -> list[TokenEvent]:
+        """Queue a request. Refusals are its terminal events: ``error_kind`` "capacity" or "never_fits"."""
+        return add_request(self._state, request, now)
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        """End every sequence of a request; an unknown or ended one is nothing to do."""
+        group = self._state.requests.get(request_id)
+        if group is None:
+            return []
+        # Last first, so that siblings go before the leader that they are attached to.
+        return [self._state.end(seq, FinishReason.ABORT) for seq in reversed(tuple(group.sequences))]
+
+    def finish(self, request_id: str, sample_index: int, num_output_tokens: int) -> list[TokenEvent]:
+        """End one sequence whose stop string was completed by output token ``num_output_tokens`` (counted from 1).
+
+        The tokens beyond are dropped. Nothing happens where the sequence has ended already.
+        """
+        group = self._state.requests.get(request_id)
+        seq = next((s for s in group.sequences if s.sample_index == sample_index), None) if group else None
+        if seq is None:
+            return []
+        num_tokens = seq.num_prompt + num_output_tokens
+        assert num_tokens <= len(seq.token_ids), "a stop string cannot end in a token that was not sent"
+        del seq.token_ids[num_tokens:]
+        return [self._state.end(seq, FinishReason.STOP)]
+
+    def abort_all(self) -> list[TokenEvent]:
+        """Shutdown: end every sequence. Blocks in flight go when their steps are applied or failed."""
+        return [event for request_id in tuple(self._state.requests) for event in self.abort(request_id)]
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Return the next step, or None where nothing can be computed before a result, an arrival or `wakes_at`."""
+        return Planner(self._state, now).plan()
+
+    def apply(self, result: StepResult, now: float) -> list[TokenEvent]:
+        """Apply the result of the oldest plan in flight."""
+        return apply_result(self._state, result, now)
+
+    def fail_in_flight(self, error: str, now: float) -> list[TokenEvent]:
+        """Fail every step in flight: its sequences end with ``error_kind`` "step", the others go on."""
+        events = []
+        while self._state.in_flight:
+            events += self.apply(StepResult(self._state.in_flight[0].step, error=error), now)
+        return events
+
+    def change_policy(self, change: PolicyChange) -> None:
+        """Change settings from the next plan on; ConfigError where a value is not allowed."""
+        change_policy(self._state, change)
+
+    def wakes_at(self) -> float | None:
+        """Return when the mere passing of time lets work start (dynamic gate), or None."""
+        state = self._state
+        if not state.waiting:
+            return None
+        return state.gate.opens_at(state.config, len(state.running), state.waiting.oldest_arrival_s())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence has not ended or any step is in flight."""
+        return bool(self._state.sequences or self._state.in_flight)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the cache's books disagree. For tests: it looks at every block."""
+        state = self._state
+        check_integrity(self.cache, [seq.table for seq in state.sequences.values()])
+        assert len(state.running) + len(state.waiting) <= len(state.sequences)
+
+    def stats(self) -> EngineStats:
+        """Return gauges and counters as of now."""
+        state, prefix = self._state, self.cache.prefix
+        return EngineStats(
+            num_running=len(state.running),
+            num_waiting=len(state.waiting),
+            num_in_flight=len(state.in_flight),
+            num_blocks=self.cache.pool.num_blocks,
+            num_free_blocks=self.cache.pool.num_free,
+            num_cached_blocks=prefix.num_blocks,
+            num_idle_blocks=prefix.num_idle,
+            num_steps=state.next_step,
+            num_evicted_blocks=prefix.num_evicted,
+            **asdict(state.counters),
+        )

@@ -1,0 +1,104 @@
+"""`Sequence` and `RequestState`: the scheduler's own mutable state. Nobody else sees them.
+
+    token_ids    │ prompt ……………………………… │ output ……… │ pending      pending: sampled by steps in flight, ids unknown
+                 0                num_prompt      len(token_ids)  num_total        ≤ max_total
+    planned      │ rows computed or in flight …… │ num_planned                    ≤ row_limit = max_total − 1
+
+Every sequence chases `num_total` with `num_planned`; the last token is never computed.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from quire.cache.block_table import BlockTable
+from quire.request import Request, SamplingParams
+
+SortKey = tuple[float, ...]
+ENDED_EPOCH = -1
+
+
+class SequenceState(Enum):
+    ATTACHED = "attached"  # a sibling (n > 1) that waits to be forked from its leader
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Sequence:
+    """One of the n outputs of a request."""
+
+    __slots__ = (
+        "epoch",
+        "group",
+        "key",
+        "max_total",
+        "min_total",
+        "num_planned",
+        "num_preemptions",
+        "num_prompt",
+        "num_total",
+        "registered",
+        "row_limit",
+        "sample_index",
+        "sampling",
+        "seq_id",
+        "siblings",
+        "state",
+        "stop_ids",
+        "table",
+        "token_ids",
+        "ttft_s",
+    )
+
+    def __init__(
+        self, seq_id: int, group: RequestState, sample_index: int, table: BlockTable, max_model_len: int
+    ) -> None:
+        request = group.request
+        sampling = request.sampling
+        output = request.output_token_ids[sample_index] if request.output_token_ids else ()
+        self.seq_id = seq_id
+        self.group = group
+        self.sample_index = sample_index
+        self.sampling: SamplingParams = sampling
+        self.table = table
+        self.token_ids: list[int] = [*request.prompt_token_ids, *output]
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_total = len(self.token_ids)
+        self.num_planned = 0
+        max_tokens = sampling.max_tokens if sampling.max_tokens is not None else max_model_len
+        self.max_total = min(self.num_prompt + max_tokens, max_model_len)
+        self.row_limit = self.max_total - 1
+        self.min_total = self.num_prompt + sampling.min_tokens
+        self.stop_ids = frozenset(sampling.eos_token_ids) | frozenset(sampling.stop_token_ids)
+        self.state = SequenceState.WAITING
+        self.epoch = 0  # + 1 at each admission after the first; ENDED_EPOCH when over
+        self.registered = False  # the worker has had a NewSeq of this epoch
+        self.siblings: list[
+            Sequence
+        ] = []  # to be forked when all of the prompt but its last token is planned
+        self.key: SortKey = ()  # rank: smaller comes first
+        self.num_preemptions = 0
+        self.ttft_s = 0.0
+
+    @property
+    def target(self) -> int:
+        """The token count to chase now: a leader stops before the last prompt token until it has forked."""
+        return self.num_prompt - 1 if self.siblings else min(self.num_total, self.row_limit)
+
+    @property
+    def output_token_ids(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[self.num_prompt :])
+
+
+class RequestState:
+    """What the n sequences of a request have in common."""
+
+    __slots__ = ("admitted", "num_cached_tokens", "queued_s", "request", "sequences")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.sequences: list[Sequence] = []  # those not ended, by sample index
+        self.admitted = False
+        self.num_cached_tokens = 0
+        self.queued_s = 0.0

@@ -1,0 +1,153 @@
+"""`SchedulerState`: everything the parts of the scheduler share, and the moves between waiting, running and ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from quire.cache.manager import CacheManager
+from quire.config import SchedulerConfig
+from quire.request import FinishReason, TokenEvent, TokenLogprobs
+from quire.scheduler.gate import Gate
+from quire.scheduler.order import WaitingQueue, sort_key
+from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
+
+Entry = tuple[Sequence, int, int]  # (sequence, its epoch, the token count that this step brings it to)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A step in flight, as the scheduler remembers it. ``entries`` are parallel to ``StepPlan.seqs``."""
+
+    step: int
+    entries: list[Entry]
+    gone: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Counters:
+    """The counters of `EngineStats`, while they count."""
+
+    num_requests: int = 0
+    num_refused: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_chunks: int = 0
+    num_preemptions: int = 0
+    num_forks: int = 0
+    num_zombie_results: int = 0
+    num_failed_steps: int = 0
+    num_restarted_readers: int = 0
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """Shared by the parts of one scheduler; private to this package."""
+
+    config: SchedulerConfig
+    cache: CacheManager
+    gate: Gate = field(default_factory=Gate)
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
+    running: list[Sequence] = field(default_factory=list)  # in order of admission
+    requests: dict[str, RequestState] = field(default_factory=dict)
+    sequences: dict[int, Sequence] = field(default_factory=dict)  # by id, those not ended
+    in_flight: deque[StepRecord] = field(default_factory=deque)
+    gone: list[int] = field(
+        default_factory=list
+    )  # sequences that the worker should forget with the next plan
+    counters: Counters = field(default_factory=Counters)
+    next_step: int = 0
+    next_seq_id: int = 0
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Let a sequence wait."""
+        seq.state = SequenceState.WAITING
+        seq.key = sort_key(self.config.order, seq)
+        self.waiting.add(seq)
+
+    def start(self, seq: Sequence, num_planned: int) -> None:
+        """A sequence was admitted (its table is filled) and needs no computation below ``num_planned``."""
+        seq.state = SequenceState.RUNNING
+        seq.num_planned = num_planned
+        self.running.append(seq)
+
+    def stop(self, seq: Sequence) -> None:
+        """A running sequence gives up its blocks and its place at the worker."""
+        self.running.remove(seq)
+        self.cache.release(seq.table)
+        if seq.registered:
+            self.gone.append(seq.seq_id)
+            seq.registered = False
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence out, to be computed again later. What is in flight of it will be dropped."""
+        self.stop(seq)
+        seq.epoch += 1
+        seq.num_planned = 0
+        seq.num_total = len(seq.token_ids)
+        seq.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self.gate.return_seat()
+        self.enqueue(seq)
+
+    def end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        *,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        error_kind: str | None = None,
+    ) -> TokenEvent:
+        """End a sequence in whatever state it is, and return its terminal event."""
+        group = seq.group
+        if seq.state is SequenceState.RUNNING:
+            self.stop(seq)
+        elif seq.state is SequenceState.WAITING:
+            self.waiting.remove(seq)
+        else:
+            assert seq.state is SequenceState.ATTACHED
+            next(s for s in group.sequences if seq in s.siblings).siblings.remove(seq)
+        seq.state = SequenceState.ENDED
+        seq.epoch = ENDED_EPOCH
+        del self.sequences[seq.seq_id]
+        group.sequences.remove(seq)
+        if not group.sequences:
+            del self.requests[group.request.request_id]
+        if seq.siblings:
+            self._promote(seq.siblings)
+            seq.siblings = []
+        if reason is FinishReason.ERROR:
+            self.counters.num_failed += 1
+        elif reason is FinishReason.ABORT:
+            self.counters.num_aborted += 1
+        else:
+            self.counters.num_finished += 1
+        return TokenEvent(
+            group.request.request_id,
+            seq.sample_index,
+            token_ids,
+            logprobs,
+            reason,
+            stop_token_id,
+            error,
+            error_kind,
+            group.num_cached_tokens,
+            seq.num_preemptions,
+            group.queued_s,
+            seq.ttft_s,
+        )
+
+    def _promote(self, siblings: list[Sequence]) -> None:
+        """Their leader ended before the fork: the first sibling computes the prompt for the others."""
+        leader = siblings[0]
+        leader.siblings = siblings[1:]
+        self.gate.return_seat()
+        self.enqueue(leader)
