@@ -1,0 +1,231 @@
+"""Tiny configurations of every family, made and saved by transformers with weights of standard deviation 0.3.
+
+Windows of 16, contexts of 256, at least three layers: every kind of layer occurs, and prompts are longer than the
+window and than the original length of the rotary embedding.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+STD = 0.3
+WINDOW = 16
+CONTEXT = 256
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": STD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+# case → (transformers' configuration class, what differs from _SIZES)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama_bias_tied": (
+        "LlamaConfig",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2Config",
+        {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 12},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 12,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": WINDOW, "rope_parameters": {"partial_rotary_factor": 0.5}}),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**_MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**_MOE, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": _ALTERNATE,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **_MLA,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.9,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2Config",
+        {**_MLA, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_MLA,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+}
+
+ORIGINAL = 32  # positions before the rotary embedding is stretched
+_PAIRS = 6
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 8.0},
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": ORIGINAL},
+    "yarn_factor": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "attention_factor": 1.3,
+        "beta_fast": 8.0,
+        "beta_slow": 0.5,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.05 * i for i in range(_PAIRS)],
+        "long_factor": [1.0 + 0.7 * i for i in range(_PAIRS)],
+        "original_max_position_embeddings": ORIGINAL,
+    },
+}
+
+
+def fix_rope(model: PreTrainedModel, max_model_len: int) -> None:
+    """Fix the frequencies that transformers would choose anew for every length to those for ``max_model_len``."""
+    rotary = model.model.rotary_emb
+    frequencies, rotary.attention_scaling = ROPE_INIT_FUNCTIONS[rotary.rope_type](
+        model.config, torch.device("cpu"), seq_len=max_model_len
+    )
+    rotary.inv_freq.copy_(frequencies)
+    rotary.rope_type = "default"  # what decides whether forward() recomputes them
+
+
+def make(case: str, folder: Path, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Build the tiny model of ``case``, save it under ``folder`` and return it, ready to compare with."""
+    kind, extra = CASES[case]
+    config = getattr(transformers, kind)(**{**_SIZES, **extra, **changes})
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers warns of odd sizes, and of its own deprecations
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        _fill(model, seed)
+        save(model, folder)
+    return model.eval()
+
+
+def save(model: PreTrainedModel, folder: Path, *, shards: int = 1) -> None:
+    """Save as one file, or as at least ``shards``."""
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    folder.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder, max_shard_size=size // shards if shards > 1 else size * 2)
+    assert len(list(folder.glob("*.safetensors"))) >= shards
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel, seed: int) -> None:
+    """Give every tensor values: norms, biases and sinks too, which initialisation leaves at 0 or 1."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    named = [*model.named_parameters(), *(b for b in model.named_buffers() if "correction_bias" in b[0])]
+    for name, tensor in named:
+        noise = torch.randn(tensor.shape, generator=generator) * STD
+        # In Gemma a norm's weight of 1 means a factor of 2: the blocks then outweigh the scaled embedding, and greedy
+        # text does not repeat one token.
+        tensor.copy_(noise + 1.0 if name.endswith("norm.weight") else noise)
