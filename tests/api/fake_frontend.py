@@ -131,6 +131,9 @@ class FakeFrontend:
         text = "".join(f"<{m['role']}>{m['content'] or ''}" for m in messages)
         return self.tokenizer.encode(text)
 
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [END] * add_special_tokens + self.tokenizer.encode(text)
+
     def stats(self) -> EngineStats:
         return EngineStats(num_running=self.num_requests, num_blocks=100, num_free_blocks=75)
 

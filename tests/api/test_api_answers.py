@@ -96,6 +96,10 @@ def test_fields_beside_sampling_arrive() -> None:
     assert answer.headers["x-request-id"] == "mine"
     api.chat(chat_template_kwargs={"enable_thinking": False}, add_generation_prompt=False)
     assert api.frontend.rendered[-1][1] == {"enable_thinking": False, "add_generation_prompt": False}
+    assert api.complete(prompt=["a", [98]], add_special_tokens=False).status_code == 200
+    assert [s.prompt for s in api.frontend.submitted[-2:]] == [[97], [98]]
+    api.chat(documents=[{"text": "d"}])
+    assert api.frontend.rendered[-1][1] == {"documents": [{"text": "d"}]}
     api.chat(continue_final_message=True)
     assert api.frontend.rendered[-1][1] == {"continue_final_message": True, "add_generation_prompt": False}
 

@@ -16,7 +16,14 @@ from quire.api.state import ApiState
 from quire.errors import RequestError
 
 # What the server itself hands to a template; a client may not replace it through chat_template_kwargs.
-_RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
+_RESERVED_KWARGS = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+)
 
 
 async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
@@ -88,6 +95,8 @@ def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
                 param=f"chat_template_kwargs.{name}",
             )
         kwargs[name] = value
+    if request.documents:
+        kwargs["documents"] = request.documents
     if request.continue_final_message:
         if request.add_generation_prompt:
             raise RequestError(

@@ -28,6 +28,9 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
     model = state.check_model(request.model)
     options = stream_options(request, ignored)
     prompts = parse_prompts(request.prompt)
+    if not request.add_special_tokens:
+        tokenize = state.frontend.tokenize
+        prompts = [await tokenize(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
     defaults = state.model.generation_defaults
     max_tokens = request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS
     sampling = sampling_params(

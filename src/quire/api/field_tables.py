@@ -122,15 +122,14 @@ VLLM: dict[str, Rule] = {
 }
 
 VLLM_CHAT: dict[str, Rule] = {
-    **used("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    **used("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"),
     **refused("add_special_tokens", neutral=(False,), hint="The chat template writes the special tokens."),
     **refused("echo", neutral=(False,), hint="Put the message before the answer yourself."),
-    **refused("documents", neutral=([],), hint="Put the documents into a message."),
     **refused("chat_template", hint=_STORED_TEMPLATE),
 }
 
 VLLM_COMPLETIONS: dict[str, Rule] = {
-    **refused("add_special_tokens", neutral=(True,), hint="Send the prompt as token ids."),
+    **used("add_special_tokens"),
     **refused("prompt_embeds", hint="Send the prompt as text or token ids."),
 }
 

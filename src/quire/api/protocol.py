@@ -76,6 +76,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: Any = None
     logprobs: Integer | None = None
+    add_special_tokens: Boolean = True
 
 
 class ChatRequest(GenerationFields):
@@ -88,6 +89,7 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: Boolean | None = None
     continue_final_message: Boolean | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    documents: Annotated[list[dict[str, Any]] | None, Field(description="a list of objects")] = None
 
 
 class FunctionCall(Wire):

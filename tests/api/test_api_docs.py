@@ -1,0 +1,75 @@
+"""docs/api.md and docs/metrics.md say what the code does. ``python -m tests.api.test_api_docs`` writes the tables."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tests.api.fake_frontend import FakeFrontend
+
+from quire.api import field_tables
+from quire.api.app import create_app
+from quire.api.fields import Rule, Use
+from quire.api.settings import ApiSettings
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BEGIN = "<!-- fields: written by `python -m tests.api.test_api_docs` -->\n"
+END = "<!-- end of fields -->\n"
+TABLES = {
+    "/v1/chat/completions": field_tables.CHAT,
+    "/v1/completions": field_tables.COMPLETIONS,
+    "messages[i]": field_tables.MESSAGE,
+    "stream_options": field_tables.STREAM_OPTIONS,
+}
+
+
+def render(tables: dict[str, dict[str, Rule]]) -> str:
+    """The section of docs/api.md between the markers."""
+    lines = []
+    for title, table in tables.items():
+        lines += [f"### `{title}`", ""]
+        for use in (Use.USED, Use.NO_EFFECT):
+            names = ", ".join(f"`{name}`" for name, rule in sorted(table.items()) if rule.use is use)
+            if names:
+                lines += [f"{use.value.capitalize()}: {names}.", ""]
+        refused = [(name, rule) for name, rule in sorted(table.items()) if rule.use is Use.REFUSED]
+        if refused:
+            lines += ["| refused | accepted beside null | |", "|---|---|---|"]
+        for name, rule in refused:
+            neutral = [f"`{json.dumps(value)}`" for value in rule.neutral]
+            if rule.neutral_when is not None:
+                neutral.append("`n`")
+            lines.append(f"| `{name}` | {', '.join(neutral)} | {rule.hint} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def test_the_field_tables_in_the_docs_are_those_of_the_code() -> None:
+    text = (DOCS / "api.md").read_text()
+    section = text.split(BEGIN)[1].split(END)[0]
+    assert section == render(TABLES), "run: python -m tests.api.test_api_docs"
+
+
+def test_every_route_is_in_the_docs() -> None:
+    text = (DOCS / "api.md").read_text()
+    app = create_app(FakeFrontend(), ApiSettings())  # type: ignore[arg-type]
+    for route in app.router.routes:
+        path = route.path.replace("{model_id:path}", "{id}")  # type: ignore[attr-defined]
+        assert f"{path}`" in text, path
+
+
+def test_every_metric_is_in_the_docs_and_no_other() -> None:
+    frontend = FakeFrontend()
+    app = create_app(frontend, ApiSettings())  # type: ignore[arg-type]
+    exposed = set()
+    for family in app.state.quire.metrics.collect():
+        exposed.add(family.name + ("_total" if family.type == "counter" else ""))
+    documented = set(re.findall(r"`((?:vllm|quire):[a-z0-9_]+)`", (DOCS / "metrics.md").read_text()))
+    assert documented == exposed
+
+
+if __name__ == "__main__":
+    before = (DOCS / "api.md").read_text()
+    head, tail = before.split(BEGIN)[0], before.split(END)[1]
+    (DOCS / "api.md").write_text(head + BEGIN + render(TABLES) + END + tail)
