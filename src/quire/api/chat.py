@@ -17,13 +17,8 @@ from quire.errors import RequestError
 
 # What the server itself hands to a template; a client may not replace it through chat_template_kwargs.
 _RESERVED_KWARGS = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-)
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+)  # fmt: skip
 
 
 async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
