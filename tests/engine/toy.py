@@ -7,8 +7,12 @@ from collections.abc import Iterable
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from quire.args import EngineArgs
+from quire.config import DeviceInfo, EngineConfig
 from quire.engine.model_info import ModelInfo
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from quire.request import FinishReason, TokenEvent
+from quire.resolve import resolve
 from quire.text.token_text import BYTE_OF_CHAR, token_text_of
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
@@ -55,3 +59,20 @@ def events(
     if end is not None:
         made[-1] = made[-1]._replace(finish_reason=end)
     return made
+
+
+def engine_config(**settings: object) -> EngineConfig:
+    """The configuration of a toy model; ``settings`` are fields of `EngineArgs`."""
+    attention = AttentionSpec(1, 1, 8, 8, 8**-0.5, None)
+    spec = ModelSpec(
+        family="llama",
+        architecture="Toy",
+        vocab_size=VOCAB,
+        hidden_size=8,
+        layers=(LayerSpec(attention, MlpSpec(8)),),
+        norm_eps=1e-5,
+        max_position_embeddings=256,
+    )
+    args = {"num_kv_blocks": 64, "max_model_len": 256, **settings}
+    device = DeviceInfo("cpu", "test", 1, 2**30, 2**30)
+    return resolve(EngineArgs(**args), spec, device)  # type: ignore[arg-type]

@@ -1,0 +1,229 @@
+"""The engine in a child process: messages, death in both directions, load errors, idleness."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.engine.toy import VOCAB, engine_config
+
+from quire.clock import WallClock
+from quire.engine.inbox import AbortRequest, AddRequest, FinishSample
+from quire.engine.process import ProcessClient
+from quire.engine.supervisor import RestartPolicy, Supervisor
+from quire.engine.wire import Boot, Events, decode, encode
+from quire.errors import EngineDeadError, ModelLoadError
+from quire.executor.fake_tokens import FakeModel, fake_tokens
+from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def request(name: str, *, n: int = 1, max_tokens: int = 20, seed: int = 5, **sampling: object) -> Request:
+    params = SamplingParams(n=n, max_tokens=max_tokens, seed=seed, **sampling)  # type: ignore[arg-type]
+    return Request(name, tuple(name.encode()) * 3, params, WallClock().now())
+
+
+def expected(asked: Request) -> list[tuple[int, ...]]:
+    limit = asked.sampling.max_tokens or 0
+    model = FakeModel(vocab_size=VOCAB)
+    return [
+        tuple(fake_tokens(asked.prompt_token_ids, asked.sampling, i, limit, model))
+        for i in range(asked.sampling.n)
+    ]
+
+
+class Collected:
+    """Tokens and terminal events of each sample."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], list[TokenEvent]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+    def take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            key = (event.request_id, event.sample_index)
+            self.tokens.setdefault(key, []).extend(event.token_ids)
+            if event.finish_reason is not None:
+                self.ends.setdefault(key, []).append(event)
+
+    def check(self, asked: list[Request]) -> None:
+        for one in asked:
+            for index, tokens in enumerate(expected(one)):
+                assert tuple(self.tokens[one.request_id, index]) == tokens
+                (end,) = self.ends[one.request_id, index]
+                assert end.finish_reason is FinishReason.LENGTH
+
+
+@pytest.fixture
+def client() -> Iterator[ProcessClient]:
+    made = ProcessClient(engine_config(), executor="fake")
+    yield made
+    made.close()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for(condition: object, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_requests_through_a_child(client: ProcessClient) -> None:
+    info = client.wait_ready()
+    assert info.pid == client.pid != os.getpid()
+    assert info.num_kv_tokens == 64 * 16
+    asked = [request("a", n=3), request("b", max_tokens=7, seed=9), request("aborted"), request("stopped")]
+    for one in asked:
+        client.send(AddRequest(one))
+    client.send(AbortRequest("aborted"))
+    seen = Collected()
+    while len(seen.ends) < 6:
+        seen.take(client.receive())
+        if ("stopped", 0) not in seen.ends and len(seen.tokens.get(("stopped", 0), ())) == 2:
+            client.send(FinishSample("stopped", 0, 2))
+    seen.check(asked[:2])
+    assert seen.ends["aborted", 0][0].finish_reason is FinishReason.ABORT
+    assert seen.ends["stopped", 0][0].finish_reason is FinishReason.STOP
+    wait_for(lambda: client.receive(0.05) == [] and client.stats().num_running == 0)
+    stats = client.stats()
+    assert stats.num_requests == 4
+    assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks
+
+
+def test_wire_keeps_every_field() -> None:
+    sampling = SamplingParams(
+        n=2, stop=["a"], logit_bias={3: -1.5}, seed=7, max_tokens=3, bad_words_token_ids=[[1, 2]], logprobs=2
+    )
+    asked = Request("r", (1, 2), sampling, 1.5, output_token_ids=((1,), ()), finished_samples=(1,))
+    entry = TokenLogprobs(5, -0.25, 1, (5, 6), (-0.25, -2.0))
+    event = TokenEvent("r", 1, (5,), (entry,), FinishReason.STOP, 5, num_cached_tokens=3, ttft_s=0.5)
+    for value in (AddRequest(asked), Events([event]), Boot(engine_config(), "info")):
+        assert decode(encode(value)) == value
+
+
+def test_a_killed_child_is_reported() -> None:
+    client = ProcessClient(engine_config(), executor="fake")
+    client.wait_ready()
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+        client.receive()
+    client.send(AbortRequest("x"))  # lost, but harmless
+    client.close()
+
+
+def test_closing_ends_the_child_and_wakes_the_reader(client: ProcessClient) -> None:
+    client.wait_ready()
+    pid = client.pid
+    client.close()
+    client.close()
+    assert gone(pid)
+    assert client.receive() == []
+
+
+def test_closing_while_loading(client: ProcessClient) -> None:
+    client.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        client.wait_ready()
+
+
+def test_sigint_and_sigterm_are_the_parents_affair(client: ProcessClient) -> None:
+    client.wait_ready()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(client.pid, number)
+    asked = request("a")
+    client.send(AddRequest(asked))
+    seen = Collected()
+    while not seen.ends:
+        seen.take(client.receive())
+    seen.check([asked])
+
+
+def test_no_orphan_stays_when_the_parent_is_killed() -> None:
+    code = (
+        "from tests.engine.toy import engine_config\n"
+        "from quire.engine.process import ProcessClient\n"
+        "client = ProcessClient(engine_config(), executor='fake@50')\n"
+        "client.wait_ready()\n"
+        "print(client.pid, client._process.directory, flush=True)\n"
+        "client.receive()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        pid, directory = parent.stdout.readline().split()
+        assert not gone(int(pid))
+        parent.kill()
+    wait_for(lambda: gone(int(pid)))
+    wait_for(lambda: not Path(directory).exists())
+
+
+def test_streams_survive_sigkill_of_the_engine() -> None:
+    config = engine_config()
+
+    def start() -> ProcessClient:
+        return ProcessClient(config, executor="fake@5")
+
+    first = start()
+    supervisor = Supervisor(first, start, WallClock(), RestartPolicy(backoff_s=0.0))
+    supervisor.wait_ready()
+    asked = [request(f"r{i}", n=1 + i % 3, max_tokens=30 + i, seed=i) for i in range(6)]
+    for one in asked:
+        supervisor.send(AddRequest(one))
+    num_samples = sum(one.sampling.n for one in asked)
+    seen = Collected()
+    kills = [40, 150]
+    while len(seen.ends) < num_samples:
+        seen.take(supervisor.receive())
+        if kills and seen.num_tokens > kills[0]:
+            kills.pop(0)
+            os.kill(supervisor._client.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    seen.check(asked)
+    assert supervisor.num_restarts == 2
+    supervisor.close()
+
+
+def test_a_model_that_cannot_load_is_one_line_with_its_own_type(tmp_path: Path) -> None:
+    config = engine_config()
+    config = replace(config, model=replace(config.model, path=str(tmp_path)))  # an empty folder
+    client = ProcessClient(config, executor="local")
+    with pytest.raises(ModelLoadError) as caught:
+        client.wait_ready()
+    assert "\n" not in str(caught.value)
+    client.close()
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+def test_idle_costs_less_than_one_percent_of_a_core(client: ProcessClient) -> None:
+    client.wait_ready()
+    client.receive(1.0)
+    before = cpu_s(client.pid), time.process_time()
+    client.receive(20.0)
+    child, parent = cpu_s(client.pid) - before[0], time.process_time() - before[1]
+    print(f"idle for 20 s: child {child:.3f} s, parent {parent:.3f} s of CPU")
+    assert child < 0.2
+    assert parent < 0.2
