@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from quire.config import SchedulerConfig
-from quire.scheduler.sequence import Sequence
 
 
 class Budget:
@@ -15,13 +14,6 @@ class Budget:
         self._limit = config.max_num_batched_tokens
         self._whole_prompts = not config.enable_chunked_prefill
         self.left = self._limit
-
-    def choose(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Return the decodes of this step: all, or those that waited longest, and spend a row on each."""
-        if len(decodes) > self.left:
-            decodes = sorted(decodes, key=lambda seq: seq.table.last_step)[: self.left]
-        self.left -= len(decodes)
-        return decodes
 
     def must_be_whole(self, num_tokens: int) -> bool:
         """Tell whether a chunk of ``num_tokens`` may not be cut.

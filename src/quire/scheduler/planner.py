@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.scheduler.budget import Budget
 from quire.scheduler.fork import fork_siblings
 from quire.scheduler.preempt import make_room
-from quire.scheduler.sequence import Sequence, SequenceState
+from quire.scheduler.sequence import Sequence, SequenceState, SortKey
 from quire.scheduler.state import Entry, SchedulerState, StepRecord
 from quire.step import NewSeq, SeqPlan, StepPlan
 
@@ -23,7 +23,9 @@ class Planner:
         self._new_seqs: list[NewSeq] = []
         self._seqs: list[SeqPlan] = []
         self._entries: list[Entry] = []
-        self._starved = False  # somebody found no block: whoever ranks behind takes none in this step
+        self._starved: SortKey | None = (
+            None  # rank of who found no block: nobody behind takes one in this step
+        )
 
     def plan(self) -> StepPlan | None:
         """Return the plan, or None where nothing can be computed now."""
@@ -31,14 +33,14 @@ class Planner:
         record = state.cache.references.open_step(self._step)
         num_preemptions = state.counters.num_preemptions
         decodes, prefills = self._sort_running()
-        decodes = self._budget.choose(decodes)
-        self._allocate_decodes(decodes)
+        decodes = self._choose_decodes(decodes)
+        self._budget.left -= len(decodes)
         for seq in sorted(prefills, key=lambda s: s.key):
             if self._budget.left == 0:
                 break
             if seq.state is SequenceState.RUNNING:
                 self._plan_chunk(seq)
-        if not self._starved and state.counters.num_preemptions == num_preemptions:
+        if self._starved is None and state.counters.num_preemptions == num_preemptions:
             self._admit()  # whoever was just thrown out would come straight back
         self._emit_decodes([s for s in decodes if s.state is SequenceState.RUNNING])
         empty = not self._seqs and not record.moves
@@ -69,18 +71,41 @@ class Planner:
                 prefills.append(seq)
         return decodes, prefills
 
-    def _allocate_decodes(self, decodes: list[Sequence]) -> None:
-        """Give a block to those that cross into a new one; drop those from the step that get none."""
+    def _choose_decodes(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Return the decodes of this step, with room for a row each: all that find a block, as far as rows go."""
+        if len(decodes) > self._budget.left:
+            return self._choose_in_turn(decodes)
         crossing = [seq for seq in decodes if seq.num_planned >= seq.table.capacity]
-        if len(crossing) > 1:
-            crossing.sort(key=lambda seq: seq.key)
-        for seq in crossing:
-            if seq.state is not SequenceState.RUNNING:  # preempted for one before it
-                continue
-            if self._starved or not make_room(self._state, seq, seq.num_planned + 1):
-                self._starved = True
-                decodes.remove(seq)
-                self._budget.left += 1
+        if not crossing:
+            return decodes
+        crossing.sort(key=lambda seq: seq.key)
+        without = [seq for seq in crossing if not self._find_room(seq, seq.num_planned + 1)]
+        return [seq for seq in decodes if seq not in without] if without else decodes
+
+    def _choose_in_turn(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Round robin: whoever waited longest for a row comes first."""
+        chosen: list[Sequence] = []
+        for seq in sorted(decodes, key=lambda seq: seq.table.last_step):
+            end = seq.num_planned + 1
+            if end <= seq.table.capacity or self._find_room(seq, end):
+                chosen.append(seq)
+                if len(chosen) == self._budget.left:
+                    break
+        return chosen
+
+    def _find_room(self, seq: Sequence, end: int) -> bool:
+        """Give a running sequence blocks up to ``end``. Nobody takes a block that one before it in rank found not."""
+        if seq.state is not SequenceState.RUNNING:  # preempted for another in this plan
+            return False
+        if self._barred(seq):
+            return False
+        if make_room(self._state, seq, end):
+            return True
+        self._starved = seq.key
+        return False
+
+    def _barred(self, seq: Sequence) -> bool:
+        return self._starved is not None and seq.key > self._starved
 
     def _plan_chunk(self, seq: Sequence) -> None:
         """Plan the next rows of a running sequence that has many to compute."""
@@ -90,20 +115,19 @@ class Planner:
         if whole and todo > self._budget.left:
             return
         end = seq.num_planned + min(todo, self._budget.left)
-        if self._starved:
-            if whole and end > seq.table.capacity:
+        if self._barred(seq):
+            room = seq.table.capacity
+            if room <= seq.num_planned or (whole and room < end):
                 return
-            end = min(end, seq.table.capacity)
+            end = min(end, room)
         elif not cache.allocate(seq.table, end):
             least = end if whole else seq.num_planned + 1
-            if cache.reachable_end(seq.table) < least and not make_room(self._state, seq, least):
-                self._starved = True
+            if cache.reachable_end(seq.table) < least and not self._find_room(seq, least):
                 return
             end = min(end, cache.reachable_end(seq.table))
             allocated = cache.allocate(seq.table, end)
             assert allocated
-        if end > seq.num_planned:
-            self._emit(seq, end)
+        self._emit(seq, end)
 
     def _admit(self) -> None:
         """Let sequences in, in order, until seats, rows or blocks run out."""

@@ -1,0 +1,204 @@
+"""Drives real scheduler, cache and core with the fake executor through a scenario, checking after every step."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from tests.sim.scenario import RequestMaker, Scenario, expected_output
+
+from quire.clock import VirtualClock
+from quire.config import ORDERS
+from quire.engine.core import EngineCore
+from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, Shutdown
+from quire.executor.fake import FakeExecutor
+from quire.request import FinishReason, Request, TokenEvent
+from quire.scheduler.policy import PolicyChange
+from quire.scheduler.scheduler import Scheduler
+from quire.step import StepPlan, StepResult
+
+STEP_S = 0.01
+MAX_STEPS = 5000
+
+
+@dataclass(slots=True)
+class Sample:
+    """What the frontend knows of one sample."""
+
+    request: Request
+    index: int
+    expected: list[int]
+    reason: str
+    stop_at: int | None  # a stop string is completed by this output token
+    token_ids: list[int] = field(default_factory=list)  # with those from before a restart
+    ends: list[TokenEvent] = field(default_factory=list)
+    finished_here: bool = False  # its stop string was seen: what comes after is ignored
+    aborted: bool = False
+
+
+class Watched:
+    """The executor, with a look at what passes."""
+
+    def __init__(self, executor: FakeExecutor, seen: Counter[str]) -> None:
+        self.max_in_flight = executor.max_in_flight
+        self._executor = executor
+        self._seen = seen
+
+    def submit(self, plan: StepPlan) -> None:
+        self._seen["moves"] += len(plan.kv_moves)
+        self._seen["plans without seqs"] += not plan.seqs
+        self._seen["mixed steps"] += len({p.num_scheduled_tokens > 1 for p in plan.seqs}) == 2
+        self._seen["resumed"] += sum(bool(new.output_token_ids) for new in plan.new_seqs)
+        self._executor.submit(plan)
+
+    def collect(self) -> StepResult:
+        return self._executor.collect()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class Driver:
+    """One run of a scenario. ``seen`` counts what it exercised."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.seen: Counter[str] = Counter()
+        self.rng = random.Random(f"driver-{scenario.seed}")
+        self.clock = VirtualClock()
+        self.executor = FakeExecutor(
+            scenario.cache,
+            max_in_flight=scenario.max_in_flight,
+            model=scenario.model,
+            faults=scenario.faults,
+        )
+        self.scheduler = Scheduler(scenario.scheduler, scenario.cache)
+        self.core = EngineCore(self.scheduler, Watched(self.executor, self.seen), self.clock)
+        self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.maker = RequestMaker(scenario, self.rng)
+        self._watch_merges()
+
+    def run(self) -> Counter[str]:
+        """Run to the end and return what was seen. AssertionError where anything is wrong."""
+        num_left = self.scenario.num_requests
+        shutdown_at = self.rng.randint(5, 100) if self.rng.random() < 0.1 else None
+        idle, progress = 0, (0, 0)
+        while num_left or self.core.has_work:
+            for _ in range(min(num_left, self._arrivals())):
+                self._arrive()
+                num_left -= 1
+            self._disturb()
+            if shutdown_at is not None and self.seen["steps"] >= shutdown_at:
+                self.core.put(Shutdown())
+                num_left = 0
+            events = self.core.step()
+            self.clock.advance(STEP_S)
+            self._take(events)
+            self.scheduler.check_integrity()
+            assert not self.executor.violations, self.executor.violations[:3]
+            self.seen["steps"] += 1
+            assert self.seen["steps"] < MAX_STEPS, "no end"
+            progress, before = (self.core.stats().num_steps, self.core.num_out), progress
+            waits = progress == before and not events and self.core.wakes_at is None
+            idle = idle + 1 if waits and self.core.has_work else 0
+            assert idle < 2, f"stuck: {self.core.stats()}"
+        self._check_end()
+        return self.seen
+
+    def _arrivals(self) -> int:
+        rate = self.scenario.arrivals_per_step
+        return int(rate) if rate >= 1 else int(self.rng.random() < rate)
+
+    def _arrive(self) -> None:
+        request = self.maker.make(self.clock.now())
+        for index in range(request.sampling.n):
+            expected, reason = expected_output(request, index, self.scenario)
+            before = request.output_token_ids[index] if request.output_token_ids else ()
+            stop_at = None
+            if self.rng.random() < self.scenario.stop_string_rate and len(before) < len(expected):
+                stop_at = self.rng.randint(len(before) + 1, len(expected))
+            if index not in request.finished_samples:
+                sample = Sample(request, index, expected, reason, stop_at, list(before))
+                self.samples[request.request_id].append(sample)
+        self.core.put(AddRequest(request))
+
+    def _disturb(self) -> None:
+        """Aborts, also of requests long gone, and changes of policy."""
+        if self.samples and self.rng.random() < self.scenario.abort_rate:
+            request_id = self.rng.choice(sorted(self.samples))
+            alive = [s for s in self.samples[request_id] if not s.ends]
+            self.seen["aborts in flight"] += bool(alive and self.core.num_out)
+            for sample in alive:
+                sample.aborted = True
+            self.core.put(AbortRequest(request_id))
+        if self.rng.random() < self.scenario.policy_rate:
+            change = PolicyChange(
+                max_num_seqs=self.rng.choice((None, 1, 4, 20)),
+                max_num_batched_tokens=self.rng.choice((None, 2, 40)),
+                order=self.rng.choice((None, *ORDERS)),
+            )
+            self.seen["policy changes"] += 1
+            self.core.put(change)
+
+    def _take(self, events: list[TokenEvent]) -> None:
+        """What the frontend does with events."""
+        for event in events:
+            sample = next(s for s in self.samples[event.request_id] if s.index == event.sample_index)
+            assert not sample.ends, f"an event after the end: {event}"
+            sample.token_ids.extend(event.token_ids)
+            if event.finish_reason is not None:
+                sample.ends.append(event)
+            num_tokens = len(sample.token_ids)
+            if sample.stop_at is not None and num_tokens >= sample.stop_at and not sample.finished_here:
+                sample.finished_here = True
+                self.core.put(FinishSample(event.request_id, event.sample_index, sample.stop_at))
+
+    def _check_end(self) -> None:
+        for samples in self.samples.values():
+            for sample in samples:
+                self._check_sample(sample)
+        stats = self.core.stats()
+        assert stats.num_running == stats.num_waiting == stats.num_in_flight == 0
+        assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks, "blocks leaked"
+        assert self.executor.num_seqs <= self.scenario.scheduler.max_num_seqs * 4, "worker state leaked"
+        self.scheduler.cache.prefix.clear()
+        assert self.scheduler.cache.pool.num_free == stats.num_blocks
+        for name in ("preemptions", "forks", "zombie_results", "failed_steps", "restarted_readers", "chunks"):
+            self.seen[name] += getattr(stats, f"num_{name}")
+        for name in ("cached_tokens", "prompt_tokens", "evicted_blocks", "generated_tokens"):
+            self.seen[name] += getattr(stats, f"num_{name}")
+        self.seen["stripped"] += self.scheduler.cache.prefix.num_evicted and bool(
+            self.scenario.cache.windows[0]
+        )
+
+    def _check_sample(self, sample: Sample) -> None:
+        assert len(sample.ends) == 1, f"{len(sample.ends)} terminal events: {sample}"
+        end = sample.ends[0]
+        reason = end.finish_reason
+        got, expected = sample.token_ids, sample.expected
+        assert got == expected[: len(got)], f"{got} is not a prefix of {expected}: {sample.request}"
+        self.seen[f"end {reason}"] += 1
+        if reason is FinishReason.ERROR:
+            self.seen[f"error {end.error_kind}"] += 1
+            if end.error_kind == "step":
+                faults = self.scenario.faults
+                assert faults.step_error or faults.collect_raises or faults.submit_raises or faults.seq_error
+        elif reason is FinishReason.ABORT:
+            pass
+        elif sample.finished_here and (got != expected or reason is FinishReason.STOP):
+            self.seen["stop strings"] += 1
+        else:
+            assert got == expected
+            assert reason == sample.reason
+            assert end.stop_token_id == (got[-1] if reason is FinishReason.STOP else None)
+
+    def _watch_merges(self) -> None:
+        publisher = self.scheduler.cache.publisher
+        merge = publisher._merge
+
+        def counted(*args):  # type: ignore[no-untyped-def]
+            self.seen["merges"] += 1
+            merge(*args)
+
+        publisher._merge = counted  # type: ignore[method-assign]

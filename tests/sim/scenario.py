@@ -1,0 +1,170 @@
+"""A fuzz scenario: everything that is random in a run, drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from quire.config import GATES, ORDERS, CacheConfig, SchedulerConfig
+from quire.executor.fake import FakeFaults
+from quire.executor.fake_tokens import FakeModel, fake_tokens
+from quire.request import Request, SamplingParams
+
+EOS = 7
+STOP = 11
+WINDOWS: tuple[tuple[int | None, ...], ...] = (
+    (None,),
+    (None,),
+    (None, 8),
+    (None, 5, 12),
+    (None, None, 9),
+    (None, 1),
+    (10,),
+    (3, 17),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """The settings of one run."""
+
+    seed: int
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    model: FakeModel
+    faults: FakeFaults
+    max_in_flight: int
+    num_requests: int
+    arrivals_per_step: float
+    abort_rate: float  # per step
+    stop_string_rate: float  # share of the samples that end by a stop string
+    policy_rate: float  # per step
+
+
+def make_scenario(seed: int) -> Scenario:
+    """Draw a scenario. Twelve seeds in a row cover every gate × order pair, 36 those with 1, 2 and 4 in flight."""
+    rng = random.Random(seed)
+    gate = GATES[seed % 3]
+    order = ORDERS[seed // 3 % 4]
+    block_size = rng.choice((1, 2, 4, 4, 8, 16))
+    max_model_len = rng.choice((24, 48, 80))
+    chunked = rng.random() < 0.8
+    max_num_seqs = rng.choice((1, 3, 6, 12))
+    windows = rng.choice(WINDOWS)
+    rows = -(-max_model_len // block_size)
+    cache = CacheConfig(
+        num_blocks=max(4, int(rows * len(windows) * rng.choice((0.7, 1.0, 1.3, 2.0, 4.0)))),
+        block_size=block_size,
+        windows=windows,
+        enable_prefix_caching=rng.random() < 0.85,
+        model_key=f"model-{seed}",
+    )
+    scheduler = SchedulerConfig(
+        gate=gate,
+        order=order,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rng.choice((1, 4, 16, 64, 256)) if chunked else rng.choice((32, 64, 256)),
+        max_model_len=max_model_len,
+        max_queue=rng.choice((4, 16, 1000)),
+        enable_chunked_prefill=chunked,
+        dynamic_max_wait_s=rng.choice((0.0, 0.05, 0.3)),
+    )
+    faulty = rng.random() < 0.4
+    faults = FakeFaults(
+        step_error=rng.choice((0.0, 0.03)) if faulty else 0.0,
+        collect_raises=rng.choice((0.0, 0.02)) if faulty else 0.0,
+        submit_raises=rng.choice((0.0, 0.02)) if faulty else 0.0,
+        seq_error=rng.choice((0.0, 0.01)) if faulty else 0.0,
+        seed=seed,
+    )
+    return Scenario(
+        seed=seed,
+        scheduler=scheduler,
+        cache=cache,
+        model=FakeModel(vocab_size=rng.choice((20, 300)), eos_probability=rng.choice((0.0, 0.03, 0.1))),
+        faults=faults,
+        max_in_flight=(1, 2, 4)[seed // 12 % 3],
+        num_requests=rng.randint(8, 40),
+        arrivals_per_step=rng.choice((0.1, 0.5, 3.0)),
+        abort_rate=rng.choice((0.0, 0.02, 0.1)),
+        stop_string_rate=rng.choice((0.0, 0.2)),
+        policy_rate=rng.choice((0.0, 0.0, 0.02)),
+    )
+
+
+class RequestMaker:
+    """Draws requests that share prefixes, at times resumed as after a restart."""
+
+    def __init__(self, scenario: Scenario, rng: random.Random) -> None:
+        self._scenario = scenario
+        self._rng = rng
+        self._count = 0
+        self._prefixes = [
+            tuple(rng.randrange(100, 200) for _ in range(scenario.scheduler.max_model_len)) for _ in range(3)
+        ]
+
+    def make(self, now: float) -> Request:
+        rng, scenario = self._rng, self._scenario
+        longest = scenario.scheduler.max_model_len + (2 if rng.random() < 0.03 else -2)
+        length = rng.randint(1, max(1, int(longest * rng.choice((0.3, 0.6, 1.0)))))
+        shared = rng.randint(0, length) if rng.random() < 0.8 else 0
+        if rng.random() < 0.3:  # whole blocks, so that full hits and forks at a block's edge are common
+            length = max(1, length // scenario.cache.block_size * scenario.cache.block_size)
+            shared = min(shared, length) if rng.random() < 0.5 else length
+        prompt = rng.choice(self._prefixes)[:shared]
+        prompt += tuple(rng.randrange(100, 200) for _ in range(length - len(prompt)))
+        max_tokens = rng.randint(1, 24)
+        sampling = SamplingParams(
+            n=rng.choice((1, 1, 1, 2, 4)),
+            temperature=rng.choice((0.0, 1.0)),
+            seed=rng.randrange(3),
+            max_tokens=max_tokens,
+            min_tokens=rng.choice((0, 0, min(4, max_tokens))),
+            stop_token_ids=(STOP,) if rng.random() < 0.3 else (),
+            eos_token_ids=(EOS,) if rng.random() < 0.7 else (),
+        )
+        self._count += 1
+        request = Request(
+            f"r{self._count}",
+            prompt,
+            sampling,
+            arrival_s=now,
+            priority=rng.randrange(3),
+            cache_salt=rng.choice(("", "", "salt")),
+            adapter=rng.choice(("", "", "", "adapter")),
+        )
+        return self._resumed(request) if rng.random() < 0.15 else request
+
+    def _resumed(self, request: Request) -> Request:
+        """As a supervisor would send it again after a restart: some samples have output, some are finished."""
+        outputs, finished = [], []
+        for index in range(request.sampling.n):
+            expected, _ = expected_output(request, index, self._scenario)
+            outputs.append(tuple(expected[: self._rng.randint(0, len(expected))]))
+            if self._rng.random() < 0.2:
+                finished.append(index)
+        return Request(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling,
+            request.arrival_s,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            adapter=request.adapter,
+            output_token_ids=tuple(outputs),
+            finished_samples=tuple(finished),
+        )
+
+
+def expected_output(request: Request, sample_index: int, scenario: Scenario) -> tuple[list[int], str]:
+    """Return the oracle's tokens up to the end that the request itself sets, and the reason of that end."""
+    sampling = request.sampling
+    num_prompt = len(request.prompt_token_ids)
+    assert sampling.max_tokens is not None
+    longest = max(0, min(sampling.max_tokens, scenario.scheduler.max_model_len - num_prompt))
+    tokens = fake_tokens(request.prompt_token_ids, sampling, sample_index, longest, scenario.model)
+    stops = {*sampling.eos_token_ids, *sampling.stop_token_ids}
+    for count, token_id in enumerate(tokens, 1):
+        if token_id in stops and count > sampling.min_tokens:
+            return tokens[:count], "stop"
+    return tokens, "length"
