@@ -54,3 +54,8 @@ class LocalExecutor:
             # Whatever it is, the engine has to go on: the core fails this step's sequences with the text.
             _log.exception("step %d failed", plan.step)
             return StepResult(plan.step, error=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Give the weights and the KV cache back. Nothing is submitted any more."""
+        self._pending = None
+        del self.worker
