@@ -12,9 +12,11 @@ from tests.engine.scripted import ScriptedClient
 from tests.engine.toy import BOS, VOCAB, byte_tokenizer, engine_config, ids, model_info
 
 from quire.clock import WallClock
+from quire.engine.client import EngineClient
 from quire.engine.frontend import Frontend
 from quire.engine.inproc import InProcessClient
 from quire.engine.output import OutputChunk, merge
+from quire.engine.process import ProcessClient
 from quire.errors import CapacityError, EngineDeadError, ModelLoadError, RequestError
 from quire.executor.fake_tokens import FakeModel, fake_tokens
 from quire.request import FinishReason, SamplingParams
@@ -25,7 +27,7 @@ TEMPLATE = ChatTemplate.of(TOKENIZER, datetime.now)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
 
-def frontend_over(client: InProcessClient | ScriptedClient) -> Frontend:
+def frontend_over(client: EngineClient) -> Frontend:
     return Frontend(client, TOKENIZER, TEMPLATE, model_info(), WallClock(), draw_seed=lambda: 77)
 
 
@@ -290,7 +292,7 @@ def test_closing_ends_every_stream() -> None:
 
 def test_a_dead_engine_ends_streams_with_errors_and_refuses() -> None:
     async def main() -> None:
-        frontend = frontend_over(ScriptedClient(die_after=3))  # type: ignore[arg-type]
+        frontend = frontend_over(ScriptedClient(die_after=3))
         await frontend.start()
         stream = await frontend.submit("a", SamplingParams(n=2, max_tokens=50))
         chunks = await asyncio.wait_for(stream.collect(), 10)
@@ -307,11 +309,23 @@ def test_a_dead_engine_ends_streams_with_errors_and_refuses() -> None:
 def test_a_load_error_is_raised_by_start() -> None:
     async def main() -> None:
         client = ScriptedClient(load_error=ModelLoadError("the file is truncated"))
-        frontend = frontend_over(client)  # type: ignore[arg-type]
+        frontend = frontend_over(client)
         with pytest.raises(ModelLoadError, match="truncated"):
             await frontend.start()
         assert frontend.state == "dead"
         await frontend.close()
+
+    asyncio.run(main())
+
+
+def test_closing_while_loading_ends_start() -> None:
+    async def main() -> None:
+        frontend = frontend_over(ProcessClient(engine_config(), executor="fake"))
+        started = asyncio.ensure_future(frontend.start())
+        await asyncio.sleep(0.01)
+        await frontend.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await started
 
     asyncio.run(main())
 

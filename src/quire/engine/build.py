@@ -73,7 +73,7 @@ def _kernels(config: EngineConfig, executor: str) -> str:
     from quire.kernels import registry
 
     chosen = registry.choose(exact=config.runner.exact, isa=config.runner.cpu_isa).describe()
-    native = sorted(op for op, backend in chosen.items() if backend in registry.NATIVE_LEVELS)
+    native = sorted({op.split(".")[0] for op, backend in chosen.items() if backend in registry.NATIVE_LEVELS})
     torch = sorted({backend for backend in chosen.values() if backend not in registry.NATIVE_LEVELS})
     parts = [f"{config.runner.cpu_isa} {', '.join(native)}"] if native else []
     parts += [f"{' and '.join(torch)} (torch)" + (" for the rest" if native else "")] if torch else []

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from quire.engine.inbox import AbortRequest, AddRequest
 from quire.engine.model_info import ModelInfo
 from quire.engine.output import RequestOutputState
 from quire.engine.prepare import SEED_BITS, prepare_request
+from quire.engine.pump import EventPump
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
@@ -62,8 +62,8 @@ class Frontend:
         self._num_submitted = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._pump: threading.Thread | None = None
-        self._closing = False
+        self._pump: EventPump | None = None
+        self._ready: asyncio.Future[EngineInfo] | None = None
 
     async def start(self) -> EngineInfo:
         """Wait until the engine is loaded and return what it says of itself.
@@ -73,12 +73,12 @@ class Frontend:
         """
         assert self._pump is None, "start once"
         loop = asyncio.get_running_loop()
-        ready: asyncio.Future[EngineInfo] = loop.create_future()
-        self._pump = threading.Thread(
-            target=self._run_pump, args=(loop, ready), name="quire-events", daemon=True
+        self._ready = loop.create_future()
+        self._pump = EventPump(
+            self._client, loop, on_ready=self._on_ready, on_events=self._dispatch, on_death=self._die
         )
         self._pump.start()
-        return await ready
+        return await self._ready
 
     async def submit(
         self,
@@ -176,24 +176,26 @@ class Frontend:
         return len(self._open)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new requests; let the running ones finish for ``grace_s`` seconds, then abort them."""
+        """Take no new requests; let the running ones finish for ``grace_s`` seconds, then abort them.
+
+        Each sample still open then gets its terminal chunk, with `FinishReason.ABORT`.
+        """
         if self.state in ("starting", "ready"):
             self.state = "draining"
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
-        await self._abort_all()
+        for stream in list(self._open.values()):
+            await stream.abort()
 
     async def close(self) -> None:
-        """Abort what is in flight (each sample gets its terminal chunk) and stop the engine."""
-        if self._closing:
-            return
-        self._closing = True
-        if self.state in ("starting", "ready"):
-            self.state = "draining"
-        await self._abort_all()
-        await asyncio.to_thread(self._client.close)
-        if self._pump is not None:
-            await asyncio.to_thread(self._pump.join)
+        """Abort what is in flight and stop the engine. May be called again."""
+        await self.drain(0.0)
+        if self._pump is None:
+            await asyncio.to_thread(self._client.close)
+        else:
+            await self._pump.stop()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(EngineDeadError("The engine was closed while it was loading."))
 
     def _check_open(self) -> None:
         if self.state == "dead":
@@ -201,10 +203,6 @@ class Frontend:
         if self.state != "ready":
             doing = "still loading the model" if self.state == "starting" else "shutting down"
             raise CapacityError(f"The server is {doing}: try again later.", retryable=True)
-
-    async def _abort_all(self) -> None:
-        for stream in list(self._open.values()):
-            await stream.abort()
 
     def _give_up(self, request_id: str) -> None:
         self._forget(request_id)
@@ -224,16 +222,15 @@ class Frontend:
             if stream.finished:
                 self._forget(event.request_id)
 
-    def _on_ready(self, info: EngineInfo, ready: asyncio.Future[EngineInfo]) -> None:
+    def _on_ready(self, info: EngineInfo) -> None:
         self.info = info
         if self.state == "starting":
             self.state = "ready"
-        if not ready.done():
-            ready.set_result(info)
+        assert self._ready is not None
+        if not self._ready.done():
+            self._ready.set_result(info)
 
-    def _die(self, error: QuireError, ready: asyncio.Future[EngineInfo]) -> None:
-        if self._closing:
-            return
+    def _die(self, error: QuireError) -> None:
         self.state = "dead"
         self.failure = error
         log.error("engine_dead", error=error)
@@ -241,24 +238,6 @@ class Frontend:
             stream.fail(str(error), "dead")
         self._open.clear()
         self._idle.set()
-        if not ready.done():
-            ready.set_exception(error)
-
-    def _run_pump(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[EngineInfo]) -> None:
-        try:
-            _post(loop, self._on_ready, self._client.wait_ready(), ready)
-            while not self._closing:
-                events = self._client.receive()
-                if events:
-                    _post(loop, self._dispatch, events)
-        except QuireError as error:
-            _post(loop, self._die, error, ready)
-        except Exception as error:
-            log.exception("pump_failed")
-            _post(loop, self._die, EngineDeadError(f"{type(error).__name__}: {error}"), ready)
-
-
-def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
-    """Run ``call`` in the loop's thread; a loop that was closed meanwhile has nobody left to tell."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(call, *args)
+        assert self._ready is not None
+        if not self._ready.done():
+            self._ready.set_exception(error)
