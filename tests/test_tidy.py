@@ -25,6 +25,7 @@ LARGE_CLASSES: dict[str, str] = {}
 LATE_IMPORTS: dict[str, str] = {
     "cli.py": "each command imports what it needs, so that --help is quick",
     "__init__.py": "LLM and friends are resolved lazily",
+    "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
 }
 
 

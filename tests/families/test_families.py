@@ -97,6 +97,13 @@ def test_dynamic_rope_reaches_beyond_max_position_embeddings() -> None:
     assert spec.max_position_embeddings == 8192
 
 
+def test_yarn_reaches_factor_times_the_original_length() -> None:
+    qwen = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert spec_of("Qwen2.5-0.5B", rope_scaling=qwen).max_position_embeddings == 131072
+    assert spec_of("gpt-oss-20b").max_position_embeddings == 131072
+    assert spec_of("DeepSeek-V2-Lite").max_position_embeddings == 163840
+
+
 def test_longrope_derives_its_factor() -> None:
     rope = rope_of(spec_of("Phi-3-mini-128k"))
     assert (rope.kind, rope.original_max_position, rope.factor) == ("longrope", 4096, 32.0)

@@ -91,7 +91,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW, "head_dim": 12}),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {**_MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},

@@ -109,8 +109,9 @@ def assemble(
     bos = f.integers("bos_token_id")
     longest = f.integer("max_position_embeddings")
     rope = next((layer.attention.rope for layer in layers if layer.attention.rope is not None), None)
-    if rope is not None and rope.kind == "dynamic":  # here the key says where stretching begins
-        longest = int(longest * rope.factor)
+    if rope is not None and rope.kind in ("dynamic", "yarn"):
+        # For dynamic the key says where stretching begins; for YaRN some files (Qwen's) leave it at that length.
+        longest = max(longest, int(rope.original_max_position * rope.factor))
     return ModelSpec(
         family=family,
         architecture=str(f.items("architectures")[0]),

@@ -10,9 +10,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub import errors as hub_errors
-
 from quire.errors import ModelLoadError, nearest
 from quire.models.quill import QUILL_NAMES, quill_path
 
@@ -65,6 +62,9 @@ def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
 
 def _from_hub(repo: str, quant: str, revision: str | None, token: str | None) -> Path:
     """Download (or find in the cache) what is needed of a repository."""
+    import huggingface_hub  # it brings an HTTP client: 0.2 s that a local model need not wait for
+    from huggingface_hub import errors as hub_errors
+
     try:
         files = huggingface_hub.HfApi(token=token).list_repo_files(repo, revision=revision)
         patterns = _needed(repo, quant, files)
@@ -89,6 +89,9 @@ def _from_hub(repo: str, quant: str, revision: str | None, token: str | None) ->
 
 def _from_cache(repo: str, quant: str, revision: str | None, cause: Exception) -> Path:
     """The hub does not answer: use what an earlier download left, if it is there."""
+    import huggingface_hub
+    from huggingface_hub import errors as hub_errors
+
     try:
         folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True))
     except (hub_errors.LocalEntryNotFoundError, OSError):
