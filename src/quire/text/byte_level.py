@@ -18,17 +18,21 @@ def byte_level_backend(
     merges: Sequence[tuple[str, str]],
     splitting: Splitting,
     added: Mapping[int, AddedToken],
+    source: str,
 ) -> Backend:
-    """Return a byte-level BPE tokenizer.
+    """Return a byte-level BPE tokenizer. Raises `ModelLoadError`, naming ``source``, for merges of unknown tokens.
 
     ``vocab``: tokens in GPT-2's alphabet -> ids. ``added``: tokens outside of the merges at their ids, which may leave
     gaps: they are entered into the vocabulary itself, where ids are free.
     """
-    model = BPE(
-        vocab={**vocab, **{token.content: token_id for token_id, token in added.items()}},
-        merges=list(merges),
-        ignore_merges=splitting.whole_words_first,
-    )
+    everything = {**vocab, **{token.content: token_id for token_id, token in added.items()}}
+    try:
+        model = BPE(vocab=everything, merges=list(merges), ignore_merges=splitting.whole_words_first)
+    except Exception as error:  # the Rust side raises plain `Exception`
+        raise ModelLoadError(
+            f"{source}: the merges do not fit the vocabulary ({error}). The files are damaged, or they do not "
+            "belong together: download them again from one repository."
+        ) from error
     backend = Backend(model)
     if splitting.nfc:
         backend.normalizer = normalizers.NFC()

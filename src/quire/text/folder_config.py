@@ -97,7 +97,7 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) ->
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         flags = {key: bool(token.get(key, False)) for key in ("lstrip", "rstrip", "single_word")}
         is_special = bool(token.get("special", False)) or token["content"] in special
-        normalized = bool(token.get("normalized", not is_special))
+        normalized = not is_special and bool(token.get("normalized", True))
         added[int(token_id)] = AddedToken(
             token["content"], special=is_special, normalized=normalized, **flags
         )

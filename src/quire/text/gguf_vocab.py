@@ -116,10 +116,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], splitting: S
         cut = merge.find(" ", 1)
         merges.append((merge[:cut], merge[cut + 1 :]))
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    try:
-        return byte_level_backend(vocab, merges, splitting, added)
-    except ValueError as error:
-        raise ModelLoadError(f"The GGUF file's merges do not fit its tokens: {error}.") from error
+    return byte_level_backend(vocab, merges, splitting, added, "The GGUF file")
 
 
 def _special(metadata: Mapping[str, Any], tokens: Sequence[str]) -> SpecialTokens:

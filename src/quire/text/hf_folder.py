@@ -33,6 +33,7 @@ def load_tokenizer_json(path: Path, config: FolderConfig) -> Tokenizer:
         backend, {i: token for i, token in config.added_tokens.items() if _differs(known.get(i), token)}
     )
     _add_missing(backend, config.special)
+    _match_special_as_written(backend)
     if config.add_bos is not None or config.add_eos is not None or backend.post_processor is None:
         roles = config.special.roles
         bos = roles.get("bos_token") if config.add_bos else None
@@ -91,6 +92,14 @@ def _add_missing(backend: Backend, special: SpecialTokens) -> None:
             backend.add_tokens([AddedToken(text, special=True, normalized=False)])
 
 
+def _match_special_as_written(backend: Backend) -> None:
+    """Find special tokens in the text as it is: old Llama files want them normalized, where "</s>" reads "▁</s>"."""
+    for token in backend.get_added_tokens_decoder().values():
+        if token.special and token.normalized:
+            flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+            backend.add_tokens([AddedToken(token.content, special=True, normalized=False, **flags)])
+
+
 def load_vocab_and_merges(folder: Path, config: FolderConfig) -> Tokenizer:
     """Build a byte-level BPE tokenizer from vocab.json, merges.txt and the added tokens of tokenizer_config.json."""
     vocab = {str(token): int(token_id) for token, token_id in read_json(folder / "vocab.json").items()}
@@ -113,10 +122,8 @@ def load_vocab_and_merges(folder: Path, config: FolderConfig) -> Tokenizer:
     for text in special.roles.values():
         if text in vocab and vocab[text] not in added:
             added[vocab[text]] = AddedToken(text, special=True, normalized=False)
-    try:
-        backend = byte_level_backend(vocab, _read_merges(folder / "merges.txt"), splitting, added)
-    except ValueError as error:
-        raise ModelLoadError(f"{folder / 'merges.txt'} does not fit vocab.json: {error}.") from error
+    merges_path = folder / "merges.txt"
+    backend = byte_level_backend(vocab, _read_merges(merges_path), splitting, added, str(merges_path))
     bos = special.roles.get("bos_token") if config.add_bos else None
     add_bos_eos(backend, bos, special.roles.get("eos_token") if config.add_eos else None)
     return Tokenizer(backend, token_text_of(backend), special, config.chat_templates)

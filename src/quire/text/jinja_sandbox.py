@@ -20,14 +20,17 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from quire.text.result_size import FILTER_SIZES, METHOD_SIZES, binop_size
+from quire.text.result_size import FILTER_SIZES, METHOD_SIZES, binop_size, brace_format_size
 
 _CHARS_PER_STEP = 64
+_STEPS_PER_CALL = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What one rendering may cost before it is refused. A step is a loop iteration, a call or 64 characters made."""
+    """What one rendering may cost before it is refused. A step is a loop iteration, an eighth of a call, or 64
+    characters made; four million of them take a few seconds at most.
+    """
 
     num_chars: int = 16_000_000  # of the output, and of any single value on the way
     num_steps: int = 4_000_000
@@ -98,6 +101,17 @@ class SafeNamespace(Namespace):
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
         super().__setitem__(name, value)
+
+
+class SafeFormat:
+    """The bound `format` or `format_map` of a string, as templates get it."""
+
+    def __init__(self, text: str, function: Callable[..., str]) -> None:
+        self.text = text
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        return self._function(*args, **kwargs)
 
 
 def _check_name(name: object) -> None:
@@ -198,11 +212,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Call something from a template."""
         assert isinstance(context, MeteredContext)
         meter = context.meter
-        meter.charge(1)
+        meter.charge(_STEPS_PER_CALL)
         if isinstance(function, LoopContext) and args:
+            meter.charge(3 * _STEPS_PER_CALL)
             args = (meter.each(iter(args[0]), 1), *args[1:])  # `loop(children)` of a recursive loop
         owner = getattr(function, "__self__", None)
-        if isinstance(owner, str):
+        if isinstance(function, SafeFormat):
+            meter.charge_size(brace_format_size(function.text, *args, **kwargs))
+        elif isinstance(owner, str):
             size_of = METHOD_SIZES.get(getattr(function, "__name__", ""))
             if size_of is not None:
                 meter.charge_size(size_of(owner, *args, **kwargs))
@@ -210,6 +227,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(result, str):
             meter.charge_size(len(result))
         return result
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Let `str.format` reach safe attributes only, as Jinja does, and keep the text for `call` to look at."""
+        wrapped = super().wrap_str_format(value)
+        return None if wrapped is None else SafeFormat(value.__self__, wrapped)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply `+`, `*`, `**` or `%` after a look at how large the result would be."""

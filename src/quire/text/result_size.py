@@ -90,7 +90,8 @@ def _percent_format(text: Any, *args: Any, **kwargs: Any) -> int:
     return len(str(text)) + sum(_length(value) for value in (*args, *kwargs.values()))
 
 
-def _brace_format(text: str, *args: Any, **kwargs: Any) -> int:
+def brace_format_size(text: str, *args: Any, **kwargs: Any) -> int:
+    """Bound the size of `text.format(…)` and `text.format_map(…)`; refuse widths that are large or computed."""
     _check_width(_BRACE_WIDTH, text)
     return len(text) * (1 + sum(_length(value) for value in (*args, *kwargs.values())))
 
@@ -116,8 +117,6 @@ METHOD_SIZES: Mapping[str, Size] = {
     "rjust": _padded,
     "zfill": _padded,
     "expandtabs": _expandtabs,
-    "format": _brace_format,
-    "format_map": _brace_format,
 }
 
 # Filters, called with the filtered value first.

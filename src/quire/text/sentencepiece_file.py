@@ -71,6 +71,8 @@ def _parse_model(data: bytes) -> PieceModel:
             normalizer = dict(_fields(_message(value)))
     if not pieces:
         raise ValueError("no pieces in it")
+    if not trainer or not normalizer:
+        raise ValueError("its settings, which follow the pieces, are missing")
     model_type = _int(trainer, 3, _UNIGRAM)
     if model_type not in (_UNIGRAM, _BPE):
         raise UnsupportedModelError(

@@ -100,7 +100,7 @@ def load_tiktoken(path: Path, config: FolderConfig) -> Tokenizer:
     longer = ((token, float(rank)) for token, rank in vocab.items() if len(token) > 1)
     added = {i: AddedToken(t, special=True, normalized=False) for t, i in encoding.special.items()}
     added.update(config.added_tokens)
-    backend = byte_level_backend(vocab, merges_by_rank(vocab, longer), encoding.splitting, added)
+    backend = byte_level_backend(vocab, merges_by_rank(vocab, longer), encoding.splitting, added, str(path))
     roles = {"eos_token": encoding.eos[0], **encoding.named, **config.special.roles}
     if encoding.bos is not None:
         roles.setdefault("bos_token", encoding.bos)
