@@ -15,6 +15,7 @@ namespace quire::cpu::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kPassRows = 512;  // more rows than this fall out of L3 while a panel is in use
+constexpr int64_t kSmallWork = 1 << 19;  // multiply-adds
 constexpr int kParts = static_cast<int>(kPanel) / (kLanes * kTileVectors);
 
 // What differs between element types: how many k a step takes, and how a step is computed.
@@ -122,7 +123,12 @@ void linear(const LinearArgs& args, ThreadPool& pool) {
       }
     }
   };
-  pool.run(body);
+  // Below some 5 us of work the other threads are not worth waking. The split changes no bit.
+  if (args.rows * args.n * args.k < kSmallWork) {
+    body(0, 1);
+  } else {
+    pool.run(body);
+  }
 }
 
 }  // namespace
