@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -19,11 +20,13 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
+from quire.text.chat_template import ChatTemplate
 from quire.text.token_text import BYTE_OF_CHAR, token_text_of
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 END = 256
 ANSWER = "Hello, wörld! 🙂 bye"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}"
 INFO = EngineInfo(4096, 1, 1, "fake", "exact", 0.0, 0)
 # (prompt ids, sample index, seed) → token ids of that sample
 Script = Callable[[Sequence[int], int, int], Sequence[int]]
@@ -65,6 +68,7 @@ class FakeFrontend:
         self, script: Script = default_script, *, max_model_len: int = 256, step_s: float = 0.0
     ) -> None:
         self.tokenizer = byte_tokenizer()
+        self.chat_template = ChatTemplate({"default": TEMPLATE}, self.tokenizer.special, datetime.now)
         self.model = ModelInfo(
             names=("tiny", "alias"),
             max_model_len=max_model_len,
@@ -128,8 +132,7 @@ class FakeFrontend:
         self.rendered.append((list(messages), kwargs))
         if any(m["role"] == "tool" and not m.get("tool_call_id") for m in messages):
             raise RequestError("The chat template refuses these messages.", param="messages")
-        text = "".join(f"<{m['role']}>{m['content'] or ''}" for m in messages)
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(self.chat_template.render(messages))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [END] * add_special_tokens + self.tokenizer.encode(text)

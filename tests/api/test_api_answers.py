@@ -254,7 +254,7 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
     ]  # fmt: skip
     assert api.chat(messages=messages).status_code == 200
     assert api.frontend.rendered[0][0] == [
-        {"role": "developer", "content": "be kind"},
+        {"role": "system", "content": "be kind"},  # the template does not know developers
         {"role": "user", "content": "a\nb", "name": "Ann"},
         {"role": "assistant", "content": None, "tool_calls": [
             {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]},

@@ -31,6 +31,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
     model = state.check_model(request.model)
     options = stream_options(request, ignored)
     messages = template_messages(request.messages, ignored)
+    _name_developers(state, messages)
     sampling = sampling_params(
         request,
         state.model.generation_defaults,
@@ -52,6 +53,15 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         tenant=request.user,
         client_request_id=request.request_id or request.rid,
     )
+
+
+def _name_developers(state: ApiState, messages: list[dict[str, Any]]) -> None:
+    """`developer` is OpenAI's newer name of `system`; most templates know the older one alone."""
+    template = state.frontend.chat_template
+    if template is not None and template.names and "developer" not in template.source():
+        for message in messages:
+            if message["role"] == "developer":
+                message["role"] = "system"
 
 
 def _max_tokens(request: ChatRequest) -> int | None:

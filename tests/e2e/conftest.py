@@ -1,0 +1,45 @@
+"""One server for each kind of engine, for the whole session; OpenAI's client in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from tests.e2e.live import LiveServer
+
+# stories260K has no chat template: a story to go on with is the whole of it.
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+FAKE_STEP_MS = 3
+
+
+@pytest.fixture(scope="session", params=["fake", "stories"])
+def server(
+    request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    """A live server with stories260K's tokenizer, over the fake executor or over the real model."""
+    folder = tmp_path_factory.mktemp(request.param)
+    template = folder / "chat.jinja"
+    template.write_text(TEMPLATE)
+    model = str(shared_data / "models" / "stories260K" / "hf")
+    if request.param == "fake":
+        command = ["-m", "tests.e2e.serve_fake_engine", model, str(template), str(FAKE_STEP_MS)]
+    else:
+        command = ["-m", "quire.cli", "serve", model, "--port", "0", "--chat-template", str(template),
+                   "--served-model-name", "tiny", "--num-kv-blocks", "512", "--threads", "1"]  # fmt: skip
+    with LiveServer(command, folder / "log") as live:
+        yield live
+        assert live.stop() == 0, live.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture
+def is_real(server: LiveServer) -> bool:
+    """Whether a model stands behind the server; the fake one's log-probabilities mean nothing."""
+    return "quire.cli" in server.process.args  # type: ignore[operator]

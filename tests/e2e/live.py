@@ -1,0 +1,73 @@
+"""Live servers for the end-to-end tests: a process on a free port of 127.0.0.1, always ended by its own pid."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 90
+_READY = re.compile(r"server ready url=(\S+)")
+
+
+class LiveServer:
+    """A server process and its base URL. Use as a context manager."""
+
+    def __init__(self, command: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        self.log = log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
+            )
+        try:
+            self.url = self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self) -> str:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            found = _READY.search(self.log.read_text(errors="replace"))
+            if found:
+                return found[1]
+            assert self.process.poll() is None, self.log.read_text(errors="replace")
+            time.sleep(0.05)
+        raise TimeoutError(f"not ready after {START_TIMEOUT_S} s: {self.log.read_text(errors='replace')}")
+
+    def stop(self) -> int:
+        """SIGTERM, and SIGKILL where that does not help; return the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait(10)
+
+    def metric(self, name: str) -> float:
+        """The value of an unlabelled metric of /metrics (beside the model's own labels)."""
+        text = httpx.get(self.url + "/metrics").text
+        found = re.search(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+    def __enter__(self) -> LiveServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -1,0 +1,33 @@
+"""A server with a real frontend and engine process over the fake executor: tokens from a hash, over real pages.
+
+``python -m tests.e2e.serve_fake_engine MODEL TEMPLATE STEP_MS``
+"""
+
+from __future__ import annotations
+
+import sys
+
+from quire.api.app import create_app
+from quire.api.server import run
+from quire.api.settings import ApiSettings
+from quire.args import EngineArgs
+from quire.clock import WallClock
+from quire.device import detect_device
+from quire.engine.assemble import configure, load_text
+from quire.engine.frontend import Frontend
+from quire.engine.process import ProcessClient
+from quire.metrics.log import configure as configure_log
+
+
+def main(model: str, template: str, step_ms: str) -> int:
+    configure_log("info")
+    args = EngineArgs(model=model, num_kv_blocks=512)
+    config, checkpoint = configure(args, detect_device())
+    client = ProcessClient(config, executor=f"fake@{step_ms}")
+    text = load_text(args, config, checkpoint, names=("tiny",), chat_template=template)
+    frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
+    return run(create_app(frontend, ApiSettings()), port=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
