@@ -19,8 +19,10 @@ class BlockTable:
     """The blocks of one sequence. Only `CacheManager` changes it."""
 
     __slots__ = (
+        "_publishes",
         "capacity",
         "chain",
+        "due_at",
         "first_rows",
         "last_step",
         "num_published",
@@ -34,12 +36,13 @@ class BlockTable:
         "unsent",
     )
 
-    def __init__(self, num_groups: int, root: bytes) -> None:
+    def __init__(self, num_groups: int, root: bytes, *, publishes: bool = True) -> None:
         self.root = root  # hash that the chain starts from
         self.chain: list[
             bytes
         ] = []  # hashes of the full blocks of the known tokens; they outlive a preemption
         self.last_step = -1  # the last step that this table took part in
+        self._publishes = publishes
         self._empty(num_groups)
 
     def _empty(self, num_groups: int) -> None:
@@ -49,8 +52,9 @@ class BlockTable:
         self.unsent = False
         self.capacity = 0  # tokens that the rows can hold
         self.slide_at = NEVER  # the token count at which a row of a sliding group can go
+        self.due_at = NEVER  # the token count at which a row can be published or go
         self.num_published = 0
-        self.publishable = True
+        self.publishable = self._publishes
         self.tip: Node | None = None  # node of row num_published − 1
         self.reads: set[int] = set()  # steps that were in flight when their blocks were taken over
 

@@ -42,13 +42,13 @@ class CacheManager:
         self.pool = BlockPool(config.num_blocks)
         self.prefix = PrefixCache(self.pool, config.block_size, self.windows, events)
         self.references = References(self.pool, self.prefix)
-        self.publisher = Publisher(self.references, config.block_size, enabled=config.enable_prefix_caching)
+        self.publisher = Publisher(self.references, config.block_size)
         self._num_groups = self.windows.num_groups
 
     def new_table(self, *, adapter: str = "", cache_salt: str = "") -> BlockTable:
         """Return an empty table whose blocks are shared within one adapter and salt only."""
         root = root_hash(self.config.model_key, self.block_size, adapter=adapter, cache_salt=cache_salt)
-        return BlockTable(self._num_groups, root)
+        return BlockTable(self._num_groups, root, publishes=self.config.enable_prefix_caching)
 
     def match(self, table: BlockTable, token_ids: Sequence[int], step: int = -1) -> Hit:
         """Find what the tree has of ``token_ids``, without taking it. ``step``: see `PrefixCache.find`."""
@@ -127,6 +127,16 @@ class CacheManager:
                 table.first_rows[group] = row + 1
         table.slide_at = self.windows.next_slide(table.first_rows)
 
+    def settle(self, table: BlockTable, token_ids: Sequence[int], end: int) -> None:
+        """A step that brought ``table`` to ``end`` was applied: publish what is full, let go what nobody sees.
+
+        Worth a call from `BlockTable.due_at` tokens on.
+        """
+        self.publisher.publish(table, token_ids, end, planned=False)
+        if end >= table.slide_at:
+            self.slide(table, end)
+        self._set_due(table)
+
     def release(self, table: BlockTable) -> None:
         """Give up every block; those that a step in flight uses go when the last such step is applied."""
         self.references.give_up(table, table.block_ids())
@@ -190,3 +200,8 @@ class CacheManager:
         table.unsent = True
         if self.windows.sliding:
             table.slide_at = self.windows.next_slide(table.first_rows)
+        self._set_due(table)
+
+    def _set_due(self, table: BlockTable) -> None:
+        full_at = (table.num_published + 1) * self.block_size
+        table.due_at = min(full_at, table.slide_at) if table.publishable else table.slide_at

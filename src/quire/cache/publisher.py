@@ -18,11 +18,10 @@ from quire.cache.references import References
 class Publisher:
     """The only writer of the tree. One per engine."""
 
-    def __init__(self, references: References, block_size: int, *, enabled: bool) -> None:
+    def __init__(self, references: References, block_size: int) -> None:
         self._references = references
         self._prefix = references.prefix
         self._block_size = block_size
-        self._enabled = enabled
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], end: int, *, planned: bool) -> None:
         """Put the full rows of ``table`` below token ``end`` into the tree.
@@ -31,7 +30,7 @@ class Publisher:
         the apply of this step. Otherwise they are computed, and such a row is exchanged for the published one.
         """
         num_rows = end // self._block_size
-        if num_rows <= table.num_published or not table.publishable or not self._enabled:
+        if num_rows <= table.num_published or not table.publishable:
             return
         extend_chain(table.chain, table.root, token_ids, self._block_size)
         for row in range(table.num_published, num_rows):

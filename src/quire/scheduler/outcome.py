@@ -9,9 +9,7 @@ from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import Entry, SchedulerState, StepRecord
 from quire.step import SeqResult, StepResult
 
-_new_event = (
-    tuple.__new__
-)  # a named tuple's own __new__ costs twice as much, and there is one per sequence and step
+_new_event = tuple.__new__  # half the cost of the named tuple's own, once per sequence and step
 
 
 def finish_reason(seq: Sequence, token_id: int) -> FinishReason | None:
@@ -28,94 +26,100 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     assert record.step == result.step, "results come in order of submission"
     if result.error is not None:
         return _fail_step(state, record, result.error)
-    results = _in_order(record, result.seqs)
+    results = result.seqs
+    if [r[0] for r in results] != [e[0].seq_id for e in record.entries]:
+        results = _in_order(record, results)
     failed = [i for i, r in enumerate(results) if r.error is not None]
-    distrusted: set[int] = set()
+    events: list[TokenEvent] = []
     if failed:
-        tables = [record.entries[i][0].table for i in failed]
-        distrusted = state.cache.publisher.withdraw(tables, record.step)
-    state.cache.references.close_step(record.step)
-    events = _apply_sequences(state, record.entries, results, now)
-    if failed:
-        _restart_readers(state, distrusted)
+        events = _fail_sequences(state, record, results, failed)
+    else:
+        state.cache.references.close_step(record.step)
+    _apply_sequences(state, record.entries, results, now, events)
     return events
 
 
 def _apply_sequences(
-    state: SchedulerState, entries: list[Entry], results: SequenceABC[SeqResult], now: float
-) -> list[TokenEvent]:
-    events: list[TokenEvent] = []
-    counters = state.counters
-    publish = state.cache.publisher.publish
-    block_size = state.cache.block_size
-    num_zombies = 0
+    state: SchedulerState,
+    entries: list[Entry],
+    results: SequenceABC[SeqResult],
+    now: float,
+    events: list[TokenEvent],
+) -> None:
+    """Append tokens, settle blocks, find ends: the other hot loop beside `Planner._emit_decodes`."""
+    num_zombies = num_generated = 0
     for (seq, epoch, end), result in zip(entries, results, strict=True):
-        if seq.epoch != epoch:
+        if seq.epoch != epoch:  # a zombie: it ended or was preempted while this step was in flight
             num_zombies += 1
             continue
-        if result.error is not None:
-            events.append(state.end(seq, FinishReason.ERROR, error=result.error, error_kind="step"))
-            continue
-        token_ids = result.token_ids
-        if token_ids:
-            assert len(token_ids) == 1, "drafts are not planned yet"
-            token_id = token_ids[0]
-            seq.token_ids.append(token_id)
-            reason = finish_reason(seq, token_id)
-        else:
-            reason = None
-        table = seq.table
-        if (
-            end % block_size == 0
-            or end <= seq.num_prompt
-            or table.num_published * block_size + block_size <= end
-        ):
-            publish(table, seq.token_ids, end, planned=False)
-        if end >= table.slide_at:
-            state.cache.slide(table, end)
+        _, _, token_ids, _, logprobs, _, _, _ = result
         if not token_ids:
+            if end >= seq.table.due_at:
+                state.cache.settle(seq.table, seq.token_ids, end)
             continue
-        counters.num_generated_tokens += 1
-        if seq.ttft_s == 0.0:
-            seq.ttft_s = now - seq.group.request.arrival_s
-        if reason is not None:
-            stop_id = token_id if reason is FinishReason.STOP else None
-            events.append(
-                state.end(seq, reason, token_ids=token_ids, logprobs=result.logprobs, stop_token_id=stop_id)
-            )
-            continue
-        group = seq.group
-        fields = (
-            group.request.request_id,
-            seq.sample_index,
-            token_ids,
-            result.logprobs,
-            None,
-            None,
-            None,
-            None,
-            group.num_cached_tokens,
-            seq.num_preemptions,
-            group.queued_s,
-            seq.ttft_s,
-        )
-        events.append(_new_event(TokenEvent, fields))
-    counters.num_zombie_results += num_zombies
-    return events
+        assert len(token_ids) == 1, "drafts are not planned yet"
+        token_id = token_ids[0]
+        known = seq.token_ids
+        known.append(token_id)
+        num_generated += 1
+        if end >= seq.table.due_at:
+            state.cache.settle(seq.table, known, end)
+        tail = seq.event_tail
+        if tail is None:
+            tail = _new_tail(seq, now)
+        if len(known) >= seq.max_total or token_id in seq.stop_ids:
+            reason = finish_reason(seq, token_id)
+            if reason is not None:
+                stop_id = token_id if reason is FinishReason.STOP else None
+                events.append(
+                    state.end(seq, reason, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_id)
+                )
+                continue
+        events.append(_new_event(TokenEvent, (seq.request_id, seq.sample_index, token_ids, logprobs, *tail)))
+    state.counters.num_zombie_results += num_zombies
+    state.counters.num_generated_tokens += num_generated
 
 
-def _in_order(record: StepRecord, results: SequenceABC[SeqResult]) -> SequenceABC[SeqResult]:
+def _new_tail(seq: Sequence, now: float) -> tuple[object, ...]:
+    """Return the fields of a `TokenEvent` that stay the same until the sequence is preempted or ends."""
+    group = seq.group
+    if seq.ttft_s is None:
+        seq.ttft_s = now - group.request.arrival_s
+    seq.event_tail = (
+        None,
+        None,
+        None,
+        None,
+        group.num_cached_tokens,
+        seq.num_preemptions,
+        group.queued_s,
+        seq.ttft_s,
+    )
+    return seq.event_tail
+
+
+def _in_order(record: StepRecord, results: SequenceABC[SeqResult]) -> tuple[SeqResult, ...]:
     """Return one result for each entry, in order; what the executor left out is an error of that sequence."""
-    entries = record.entries
-    if len(results) == len(entries) and all(
-        r.seq_id == e[0].seq_id for r, e in zip(results, entries, strict=True)
-    ):
-        return results
     by_id = {r.seq_id: r for r in results}
-    return [
+    return tuple(
         by_id.get(seq.seq_id) or SeqResult(seq.seq_id, epoch, (), error="the executor returned no result")
-        for seq, epoch, _ in entries
-    ]
+        for seq, epoch, _ in record.entries
+    )
+
+
+def _fail_sequences(
+    state: SchedulerState, record: StepRecord, results: SequenceABC[SeqResult], failed: list[int]
+) -> list[TokenEvent]:
+    """Some sequences of a step failed: whoever read their blocks starts again before its own result is looked at."""
+    distrusted = state.cache.publisher.withdraw([record.entries[i][0].table for i in failed], record.step)
+    state.cache.references.close_step(record.step)
+    events = []
+    for i in failed:
+        seq, epoch, _ = record.entries[i]
+        if seq.epoch == epoch:
+            events.append(state.end(seq, FinishReason.ERROR, error=results[i].error, error_kind="step"))
+    _restart_readers(state, distrusted)
+    return events
 
 
 def _fail_step(state: SchedulerState, record: StepRecord, error: str) -> list[TokenEvent]:

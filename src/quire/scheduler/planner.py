@@ -10,6 +10,7 @@ from quire.scheduler.state import Entry, SchedulerState, StepRecord
 from quire.step import NewSeq, SeqPlan, StepPlan
 
 _new_plan = tuple.__new__  # see `outcome`
+_NO_BLOCKS: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
 
 class Planner:
@@ -40,9 +41,11 @@ class Planner:
                 break
             if seq.state is SequenceState.RUNNING:
                 self._plan_chunk(seq)
-        if self._starved is None and state.counters.num_preemptions == num_preemptions:
-            self._admit()  # whoever was just thrown out would come straight back
-        self._emit_decodes([s for s in decodes if s.state is SequenceState.RUNNING])
+        if state.counters.num_preemptions > num_preemptions:
+            decodes = [seq for seq in decodes if seq.state is SequenceState.RUNNING]
+        elif self._starved is None:  # whoever was just thrown out would come straight back
+            self._admit()
+        self._emit_decodes(decodes)
         empty = not self._seqs and not record.moves
         state.cache.references.end_planning(empty=empty)
         if empty:
@@ -63,11 +66,11 @@ class Planner:
                     prefills.append(seq)
                     continue
                 fork_siblings(self._state, seq)
-            if planned >= seq.row_limit:
-                continue
-            if seq.num_total - planned == 1:
-                decodes.append(seq)
-            elif seq.num_total > planned:
+            left = seq.num_total - planned
+            if left == 1:
+                if planned < seq.row_limit:  # else its last token is on its way
+                    decodes.append(seq)
+            elif left > 1:
                 prefills.append(seq)
         return decodes, prefills
 
@@ -210,10 +213,11 @@ class Planner:
             table = seq.table
             if not seq.registered:
                 self._register(seq)
-            block_start, new_block_ids = table.take_unsent() if table.unsent else ((), ())
-            plan = (seq.seq_id, seq.epoch, start, 1, block_start, new_block_ids, 0, 0, ())
+            epoch = seq.epoch
+            block_start, new_block_ids = table.take_unsent() if table.unsent else _NO_BLOCKS
+            plan = (seq.seq_id, epoch, start, 1, block_start, new_block_ids, 0, 0, ())
             add_plan(_new_plan(SeqPlan, plan))
-            add_entry((seq, seq.epoch, end))
+            add_entry((seq, epoch, end))
             table.last_step = step
             seq.num_planned = end
             seq.num_total += 1

@@ -30,6 +30,7 @@ class Sequence:
 
     __slots__ = (
         "epoch",
+        "event_tail",
         "group",
         "key",
         "max_total",
@@ -39,6 +40,7 @@ class Sequence:
         "num_prompt",
         "num_total",
         "registered",
+        "request_id",
         "row_limit",
         "sample_index",
         "sampling",
@@ -58,6 +60,7 @@ class Sequence:
         sampling = request.sampling
         output = request.output_token_ids[sample_index] if request.output_token_ids else ()
         self.seq_id = seq_id
+        self.request_id = request.request_id
         self.group = group
         self.sample_index = sample_index
         self.sampling: SamplingParams = sampling
@@ -79,7 +82,8 @@ class Sequence:
         ] = []  # to be forked when all of the prompt but its last token is planned
         self.key: SortKey = ()  # rank: smaller comes first
         self.num_preemptions = 0
-        self.ttft_s = 0.0
+        self.ttft_s: float | None = None  # arrival to first token
+        self.event_tail: tuple[object, ...] | None = None  # see `outcome`
 
     @property
     def target(self) -> int:

@@ -91,6 +91,7 @@ class SchedulerState:
         seq.num_planned = 0
         seq.num_total = len(seq.token_ids)
         seq.num_preemptions += 1
+        seq.event_tail = None
         self.counters.num_preemptions += 1
         self.gate.return_seat()
         self.enqueue(seq)
@@ -142,7 +143,7 @@ class SchedulerState:
             group.num_cached_tokens,
             seq.num_preemptions,
             group.queued_s,
-            seq.ttft_s,
+            seq.ttft_s or 0.0,
         )
 
     def _promote(self, siblings: list[Sequence]) -> None:
