@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from datetime import datetime
@@ -17,6 +19,7 @@ from quire.engine.frontend import Frontend
 from quire.engine.inproc import InProcessClient
 from quire.engine.output import OutputChunk, merge
 from quire.engine.process import ProcessClient
+from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import CapacityError, EngineDeadError, ModelLoadError, RequestError
 from quire.executor.fake_tokens import FakeModel, fake_tokens
 from quire.request import FinishReason, SamplingParams
@@ -326,6 +329,34 @@ def test_closing_while_loading_ends_start() -> None:
         await frontend.close()
         with pytest.raises(EngineDeadError, match="closed"):
             await started
+
+    asyncio.run(main())
+
+
+def test_text_streams_go_on_when_the_engine_is_killed() -> None:
+    async def main() -> None:
+        config = engine_config()
+        started: list[ProcessClient] = []
+
+        def start() -> ProcessClient:
+            started.append(ProcessClient(config, executor="fake@5"))
+            return started[-1]
+
+        frontend = frontend_over(Supervisor(start(), start, WallClock(), RestartPolicy(backoff_s=0.0)))
+        await frontend.start()
+        params = [
+            SamplingParams(max_tokens=60, seed=i, n=1 + i % 2, ignore_eos=True, stop=["q", "Zx"], logprobs=1)
+            for i in range(4)
+        ]
+        answers = asyncio.gather(*[collect(frontend, f"p{i}", p) for i, p in enumerate(params)])
+        await asyncio.sleep(0.15)
+        assert frontend.num_requests > 0, "too fast for this test"
+        os.kill(started[0].pid, signal.SIGKILL)
+        disturbed = await asyncio.wait_for(answers, 30)
+        assert len(started) == 2
+        for i, sampling in enumerate(params):
+            assert disturbed[i] == await collect(frontend, f"p{i}", sampling)
+        await frontend.close()
 
     asyncio.run(main())
 

@@ -61,6 +61,7 @@ def main(argv: list[str]) -> None:
             traceback.print_exc()
         outbox.send_multipart(encode(Failure(type(error).__name__, _one_line(error))))
         context.destroy()
+        shutil.rmtree(directory, ignore_errors=True)
         raise SystemExit(1) from None
 
 
