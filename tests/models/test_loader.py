@@ -221,3 +221,10 @@ def test_correction_bias_stays_float32(tmp_path: Path) -> None:
     types = {name: tensor.dtype for name, tensor in load_weights(model, torch.bfloat16).items()}
     assert types.pop("layers.3.moe.correction_bias") == torch.float32
     assert set(types.values()) == {torch.bfloat16}
+
+
+def test_packed_bytes_in_the_place_of_numbers(tmp_path: Path) -> None:
+    stored = tensors()
+    stored["model.norm.weight"] = torch.ones(16, dtype=torch.uint8)
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight is of type uint8"):
+        load_weights(model_config(write_model(tmp_path, stored)), torch.float32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.parity.harness import TOLERANCE, compare, prompts_of, run_ragged
 from transformers import AutoModelForCausalLM
 
 from quire.models.quill import QUILL_NAMES, quill_path
-from tests.parity.harness import TOLERANCE, compare, prompts_of, run_ragged
 
 
 @pytest.mark.parametrize("name", QUILL_NAMES)

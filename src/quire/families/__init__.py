@@ -81,11 +81,11 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
                 f"as they are in {', '.join(SUPPORTED)}."
             )
     quantization = f.nested("quantization_config")
-    if quantization is not None:
+    if quantization is not None and quantization.values.get("quant_method") not in family.quantizations:
         method = quantization.values.get("quant_method", "an unnamed method")
         raise UnsupportedModelError(
             f"{where}: weights quantized by {method!r} (quantization_config) are not supported; supported are "
-            "float32, bfloat16 and float16 safetensors, and GGUF with F32, F16, BF16 or Q8_0."
+            "float32, bfloat16 and float16 safetensors, MXFP4 for gpt-oss, and GGUF with F32, F16, BF16 or Q8_0."
         )
     return family.read(f)
 

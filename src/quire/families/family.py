@@ -18,3 +18,4 @@ class Family:
     architecture: str  # the entry of "architectures" in config.json
     read: Callable[[Fields], ModelSpec]
     weights: Callable[[ModelSpec], WeightMap]
+    quantizations: tuple[str, ...] = ()  # values of quantization_config.quant_method that its map can read

@@ -1,4 +1,7 @@
-"""gpt-oss (arXiv:2508.10925): attention sinks, alternating windows, biased experts with a clamped SwiGLU."""
+"""gpt-oss (arXiv:2508.10925): attention sinks, alternating windows, biased experts with a clamped SwiGLU.
+
+The published checkpoints hold the experts in MXFP4; they are expanded when loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from quire.families.family import Family
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config
 from quire.families.shape import assemble, attention, layer_types, window_of
-from quire.families.weights import LLAMA_NAMES, Take, WeightMap, build_map
+from quire.families.weights import LLAMA_NAMES, Shape, Take, WeightMap, build_map
 from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _NAMES = {**LLAMA_NAMES, "moe.router.weight": "mlp.router.weight", "moe.router.bias": "mlp.router.bias"}
@@ -53,20 +56,31 @@ def read(f: Fields) -> ModelSpec:
 
 
 def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
-    """Experts are stored ``[experts, in, out]``, gate and up in alternate columns: 0, 2, … and 1, 3, …"""
+    """Two forms: ``[experts, in, out]`` in a plain type, or ``[experts, out, in]`` in MXFP4, as the hub has it.
+
+    Gate and up alternate along ``out``: 0, 2, … and 1, 3, …
+    """
     moe = spec.layers[index].mlp.moe
     assert moe is not None
     count, inter, hidden = moe.num_experts, moe.intermediate_size, spec.hidden_size
     folder = f"{prefix}mlp.experts."
+
+    def packed(name: str, shape: Shape, first: int = 0, step: int = 1) -> Take:
+        names = (f"{folder}{name}_blocks", f"{folder}{name}_scales")
+        return Take(names, shape, dim=1, start=first, step=step, encoding="mxfp4")
+
     takes: dict[str, tuple[Take, ...]] = {}
     for first, part in enumerate(("gate", "up")):
-        both = Take(
+        plain = Take(
             (f"{folder}gate_up_proj",), (count, hidden, 2 * inter), transpose=True, dim=1, start=first, step=2
         )
         bias = Take((f"{folder}gate_up_proj_bias",), (count, 2 * inter), dim=1, start=first, step=2)
-        takes[f"moe.{part}.weight"] = (both,)
+        takes[f"moe.{part}.weight"] = (plain, packed("gate_up_proj", (count, 2 * inter, hidden), first, 2))
         takes[f"moe.{part}.bias"] = (bias,)
-    takes["moe.down.weight"] = (Take((f"{folder}down_proj",), (count, inter, hidden), transpose=True),)
+    takes["moe.down.weight"] = (
+        Take((f"{folder}down_proj",), (count, inter, hidden), transpose=True),
+        packed("down_proj", (count, hidden, inter)),
+    )
     takes["moe.down.bias"] = (Take((f"{folder}down_proj_bias",), (count, hidden)),)
     return takes
 
@@ -75,4 +89,4 @@ def weights(spec: ModelSpec) -> WeightMap:
     return build_map(spec, _NAMES, _rules)
 
 
-FAMILY = Family("gpt_oss", "GptOssForCausalLM", read, weights)
+FAMILY = Family("gpt_oss", "GptOssForCausalLM", read, weights, quantizations=("mxfp4",))

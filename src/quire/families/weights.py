@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from quire.modelspec import ModelSpec, weight_shapes
 
@@ -22,6 +23,7 @@ class Take:
     Order: each tensor is checked against ``shape`` → stacked on a new first dimension when ``stacked`` → the last
     two dimensions swapped when ``transpose`` → ``[start:stop:step]`` of dimension ``dim``.
     ``unpermute_heads``: rows come pairwise per head as llama.cpp stores them for its RoPE, and are put back.
+    ``encoding`` "mxfp4": ``names`` are the blocks and the scales of one tensor of ``shape``; its rows may be cut.
     """
 
     names: tuple[str, ...]
@@ -33,6 +35,15 @@ class Take:
     stop: int | None = None
     step: int = 1
     unpermute_heads: int = 0
+    encoding: Literal["plain", "mxfp4"] = "plain"
+
+
+def stored_shapes(take: Take) -> tuple[Shape, ...]:
+    """Return the shape that each of ``take.names`` has in the checkpoint."""
+    if take.encoding == "plain":
+        return (take.shape,) * len(take.names)
+    *rows, columns = take.shape
+    return (*rows, columns // 32, 16), (*rows, columns // 32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,8 @@ def _only_gguf(folder: Path) -> Path:
 def _common_dtype(tensors: Iterable[StoredTensor]) -> str:
     sizes: Counter[str] = Counter()
     for tensor in tensors:
+        if tensor.dtype == "uint8":  # packed: no type to compute in
+            continue
         sizes[tensor.dtype] += tensor.num_bytes
     return sizes.most_common(1)[0][0] if sizes else "bfloat16"
 

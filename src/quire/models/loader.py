@@ -17,13 +17,19 @@ from quire.config import ModelConfig
 from quire.errors import ModelLoadError
 from quire.families import Take, WeightMap, weight_map
 from quire.families.gguf import gguf_weight_map
+from quire.families.weights import stored_shapes
+from quire.models.block_formats import expand_mxfp4, expand_q8_0
 from quire.models.gguf_file import read_gguf
 from quire.models.random_weights import random_weights, stored_dtype
 from quire.models.safetensors_file import StoredTensor, read_checkpoint
 from quire.modelspec import weight_shapes
 
-_TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_Q8_BLOCK = 34  # a float16 scale and 32 int8
+_TORCH = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8,
+}
 
 
 def iter_weights(model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,12 +92,17 @@ def _choose(path: str, names: WeightMap, stored: Mapping[str, StoredTensor]) -> 
             "another model, or the checkpoint has parts that Quire does not run."
         )
     for take in chosen.values():
-        for name in take.names:
-            _check_shape(name, stored[name], take.shape)
+        for name, shape in zip(take.names, stored_shapes(take), strict=True):
+            _check_shape(name, stored[name], shape, packed=take.encoding != "plain")
     return chosen
 
 
-def _check_shape(name: str, stored: StoredTensor, expected: tuple[int, ...]) -> None:
+def _check_shape(name: str, stored: StoredTensor, expected: tuple[int, ...], *, packed: bool) -> None:
+    if (stored.dtype == "uint8") != packed:
+        raise ModelLoadError(
+            f"{stored.file}: {name} is of type {stored.dtype}, which is not how this weight is stored; config.json "
+            "and weights do not belong together."
+        )
     if stored.shape != expected:
         raise ModelLoadError(
             f"{stored.file}: {name} has shape {list(stored.shape)}, and the configuration asks for "
@@ -106,6 +117,11 @@ def _some(names: Iterable[str]) -> str:
 
 def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> torch.Tensor:
     """Do what a `Take` says; see there for the order."""
+    cut: list[slice] = [slice(None)] * (take.dim + 1)
+    cut[take.dim] = slice(take.start, take.stop, take.step)
+    if take.encoding == "mxfp4":  # rows are cut before they are expanded
+        blocks, scales = (_view(stored[name])[tuple(cut)] for name in take.names)
+        return expand_mxfp4(blocks, scales, dtype)
     if take.stacked:
         tensor = torch.empty((len(take.names), *take.shape), dtype=dtype)
         for part, name in zip(tensor, take.names, strict=True):
@@ -115,8 +131,6 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
     if take.transpose:
         tensor = tensor.transpose(-1, -2)
     if take.stop is not None or take.start or take.step != 1:
-        cut = [slice(None)] * tensor.dim()
-        cut[take.dim] = slice(take.start, take.stop, take.step)
         tensor = tensor[tuple(cut)]
     if take.unpermute_heads:
         tensor = _unpermute(tensor, take.unpermute_heads)
@@ -126,7 +140,8 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
 def _view(stored: StoredTensor) -> torch.Tensor:
     """Return the stored tensor as a view of the mapping; Q8_0 is expanded to float32."""
     if stored.dtype == "q8_0":
-        return _expand_q8_0(stored)
+        raw = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
+        return expand_q8_0(raw, stored.shape)
     dtype = _TORCH[stored.dtype]
     count = stored.num_bytes // dtype.itemsize
     if count == 0:
@@ -135,15 +150,6 @@ def _view(stored: StoredTensor) -> torch.Tensor:
         raw = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
         return raw.clone().view(dtype).view(stored.shape)
     return torch.frombuffer(stored.buffer, dtype=dtype, count=count, offset=stored.offset).view(stored.shape)
-
-
-def _expand_q8_0(stored: StoredTensor) -> torch.Tensor:
-    """Blocks of 32: value = scale · int8 (ggml's Q8_0)."""
-    raw = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
-    blocks = raw.view(-1, _Q8_BLOCK)
-    scales = blocks[:, :2].contiguous().view(torch.float16).float()  # [num_blocks, 1]
-    values = blocks[:, 2:].contiguous().view(torch.int8).float()  # [num_blocks, 32]
-    return values.mul_(scales).view(stored.shape)
 
 
 def _unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "F32": ("float32", 4),
     "F16": ("float16", 2),
     "BF16": ("bfloat16", 2),
+    "U8": ("uint8", 1),  # packed blocks, where a family's map says so
 }
 _HEADER_MAX = 100_000_000  # bytes; the reference implementation refuses more too
 INDEX_NAME = "model.safetensors.index.json"
@@ -32,7 +33,7 @@ AGAIN = "the download is incomplete or the file is damaged: download it again"
 class StoredTensor:
     """Where one tensor lies in a mapped file. ``buffer`` keeps the mapping alive."""
 
-    dtype: str  # "float32", "float16", "bfloat16" or, in GGUF, "q8_0"
+    dtype: str  # "float32", "float16", "bfloat16", "uint8" (packed) or, in GGUF, "q8_0"
     shape: tuple[int, ...]
     buffer: mmap.mmap
     offset: int  # bytes from the start of the file

@@ -1,0 +1,30 @@
+"""Expanded blocks against the readers of gguf and transformers."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from quire.models.block_formats import expand_mxfp4, expand_q8_0
+
+
+def test_q8_0() -> None:
+    values = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    expected = torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0).copy())
+    assert torch.equal(expand_q8_0(torch.from_numpy(packed.copy()).flatten(), (3, 64)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(100, 140, (2, 6, 3), dtype=torch.uint8, generator=generator)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(
+        1, 2
+    )  # [experts, rows, columns]
+    assert torch.equal(expand_mxfp4(blocks, scales, dtype), expected)
+    assert torch.equal(expand_mxfp4(blocks, scales, torch.float32), expected.float())
