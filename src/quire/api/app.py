@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
+from random import Random
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -37,7 +39,10 @@ def create_app(
 ) -> FastAPI:
     """Return the API over ``frontend``, which may still be starting (then /readyz and requests answer 503)."""
     metrics = ServerMetrics(frontend.model.names[0], frontend.stats)
-    state = ApiState(frontend, settings, metrics, now, unix_time, int(unix_time()))
+    rng = Random(secrets.randbits(128))  # unique is enough for ids, and a system call for each is dear
+    state = ApiState(
+        frontend, settings, metrics, now, unix_time, lambda: f"{rng.getrandbits(128):032x}", int(unix_time())
+    )
     app = FastAPI(
         title="Quire",
         version=settings.version,
@@ -48,7 +53,7 @@ def create_app(
     )
     app.router.routes.extend(_routes(state))
     app.state.quire = state
-    app.add_middleware(Edge, api_keys=settings.api_keys)
+    app.add_middleware(Edge, api_keys=settings.api_keys, new_id=state.new_id)
     if settings.cors_origins:
         # Outside of Edge: a preflight has no key, and a refusal needs the headers too.
         app.add_middleware(
@@ -77,9 +82,11 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/models/{model_id:path}": models.one,
     }
     post = {"/v1/completions": completion_job, "/v1/chat/completions": chat_job}
-    routes = [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
-    for path, prepare in post.items():
-        routes.append(Route(path, GenerateEndpoint(state, path, prepare), methods=["POST"]))
+    # Routes are tried in order: the busy ones come first.
+    routes = [
+        Route(path, GenerateEndpoint(state, path, make), methods=["POST"]) for path, make in post.items()
+    ]
+    routes += [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
     return routes
 
 

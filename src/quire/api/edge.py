@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hmac
-import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,8 +20,9 @@ _OWN_KEY = "quire.request_id_is_own"
 class Edge:
     """ASGI middleware: names the request (``x-request-id``, the client's own if it sent one) and checks its key."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], new_id: Callable[[], str]) -> None:
         self._app = app
+        self._new_id = new_id
         self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,7 +31,7 @@ class Edge:
             return
         given = usable_request_id(header(scope, b"x-request-id"))
         scope[_OWN_KEY] = given is None
-        scope[_SCOPE_KEY] = given or secrets.token_hex(16)
+        scope[_SCOPE_KEY] = given or self._new_id()
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from quire.api.replies import Head
@@ -15,7 +14,7 @@ def new_head(state: ApiState, prefix: str, model: str) -> Head:
     """Return the head of an answer, under an id that no other request has."""
     info = state.frontend.info
     return Head(
-        id=prefix + secrets.token_hex(16),
+        id=prefix + state.new_id(),
         created=int(state.unix_time()),
         model=model,
         fingerprint=state.settings.system_fingerprint,

@@ -21,6 +21,7 @@ class ApiState:
     metrics: ServerMetrics
     now: Callable[[], float]  # monotonic seconds, for latencies
     unix_time: Callable[[], float]  # seconds since 1970, for "created"
+    new_id: Callable[[], str]  # 32 hexadecimal digits, never twice the same
     started_unix: int
 
     @property
