@@ -92,8 +92,9 @@ class InputBatch:
             row = self._rows[plan.seq_id]
             first_empty = -(-plan.num_computed_tokens // self._block_size)
             for table, start, ids in zip(self._tables, plan.block_start, plan.new_block_ids, strict=True):
-                table[row, start : start + len(ids)] = ids
-                fresh.extend(ids[max(0, first_empty - start) :])
+                if ids:
+                    table[row, start : start + len(ids)] = np.maximum(ids, 0)  # a row without a block is never read
+                    fresh.extend(block for block in ids[max(0, first_empty - start) :] if block >= 0)
         return fresh
 
     def prepare(self, plans: tuple[SeqPlan, ...]) -> PreparedStep:

@@ -80,7 +80,7 @@ def experts(
             rows = x.index_select(0, pairs // top_k)
             taken[pairs] = linear(activate(linear(rows, gate_up[expert])), down[expert])
             start += count
-    parts = taken.view(num_tokens, top_k, -1).float() * weights.unsqueeze(-1)
+    parts = taken.view(num_tokens, top_k, x.shape[1]).float() * weights.unsqueeze(-1)
     total = parts[:, 0].clone()
     for j in range(1, top_k):
         total += parts[:, j]

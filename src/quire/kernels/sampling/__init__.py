@@ -18,8 +18,8 @@ maps it one-to-one to a 64-bit key, a 128-bit counter and one of four output wor
 """
 
 from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
-from quire.kernels.sampling.reference import Streams, gumbel_noise, philox4x32_10
-from quire.kernels.sampling.select import gumbel_argmax, gumbel_argmax_of, top_candidates
+from quire.kernels.sampling.reference import Streams, philox4x32_10
+from quire.kernels.sampling.select import gumbel_argmax, gumbel_argmax_of, gumbel_noise, top_candidates
 
 __all__ = [
     "Streams",

@@ -1,24 +1,29 @@
 """Selection over the vocabulary: Gumbel-max without noise for hopeless ids, and exact top candidates.
 
-`gumbel_argmax` equals `reference.gumbel_argmax` always. On a CPU it makes the random words with numpy (half the time
-of torch's int64 arithmetic), bounds every perturbed score from above with one float32 logarithm, and computes the
+`gumbel_argmax` equals `reference.gumbel_argmax` always. On a CPU it makes the random words with numpy
+(`cpu_words`), bounds every perturbed score from above with one float32 logarithm, and computes the
 exact noise only of the few ids whose bound reaches the best. It moves 4 bytes of logits an id and makes a quarter of
 a Philox block for it; the bound is integer arithmetic.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.sampling import reference
-from quire.kernels.sampling.reference import MULTIPLIERS, ROUNDS, WEYL, WORD, Streams
+from quire.kernels.sampling import cpu_words, reference
+from quire.kernels.sampling.reference import Streams, gumbel_of_words
 
 _IDS_AT_ONCE = 1 << 16  # ids whose words are made together: the temporaries then stay in the L2 cache
 # The bound's float32 rounding errors add up to less than 1e-5 where they matter (scores within 30 of the best).
 _MARGIN = 1e-3
+
+
+def gumbel_noise(streams: Streams, token_ids: Tensor) -> Tensor:
+    """Gumbel noise of each (stream, token id): ``token_ids: int64 [rows, n]`` -> float64 ``[rows, n]``."""
+    if token_ids.device.type != "cpu":
+        return reference.gumbel_noise(streams, token_ids)
+    return gumbel_of_words(torch.from_numpy(cpu_words.random_words(streams, token_ids.numpy())))
 
 
 def gumbel_argmax(scores: Tensor, streams: Streams) -> Tensor:
@@ -40,13 +45,13 @@ def gumbel_argmax(scores: Tensor, streams: Streams) -> Tensor:
     if row_of.numel() == rows:
         return id_of
     exact = scores[row_of, id_of].to(torch.float64)
-    exact += reference.gumbel_noise(streams.take(row_of), id_of[:, None]).squeeze(1)
+    exact += gumbel_noise(streams.take(row_of), id_of[:, None]).squeeze(1)
     return _first_max_by_row(row_of, id_of, exact, rows)
 
 
 def _survivors(scores: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
     """The rows and the ids that may win, at least one a row, int64 ``[n]`` each, sorted by (row, id)."""
-    complement = torch.from_numpy(_uniform_complement(streams, scores.shape[1]))  # v = 1 − u
+    complement = torch.from_numpy(cpu_words.uniform_complement(streams, scores.shape[1]))  # v = 1 − u
     # E = −log(u) lies between v and v / (1 − v), so g = −log(E) lies between −log(v) + log(1 − v) and −log(v):
     # both are tight for the large g that win.
     centered = scores - scores.amax(dim=1, keepdim=True)
@@ -65,42 +70,9 @@ def _first_max_by_row(row_of: Tensor, id_of: Tensor, values: Tensor, rows: int) 
     return drawn.scatter_reduce_(0, row_of[winners], id_of[winners], "amin")
 
 
-def _uniform_complement(streams: Streams, vocab: int) -> NDArray[np.float32]:
-    """About 1 − u of every id, float32 ``[rows, vocab]``: `reference.random_words` in numpy, whole blocks at once."""
-    blocks = (vocab + 3) // 4
-    column = (slice(None), None)
-    seeds = streams.seeds.numpy().astype(np.uint64)[column]
-    mask, shift = np.uint64(WORD), np.uint64(32)
-    rows = seeds.shape[0]
-    zero = np.zeros((rows, blocks), np.uint64)
-    c0 = zero + streams.positions.numpy().astype(np.uint64)[column]
-    c1 = zero + np.arange(blocks, dtype=np.uint64)
-    c2 = zero + np.uint64(streams.purpose)
-    c3 = zero + streams.sample_indices.numpy().astype(np.uint64)[column]
-    k0, k1 = seeds & mask, seeds >> shift
-    multiplier0, multiplier1 = (np.uint64(m) for m in MULTIPLIERS)
-    for _ in range(ROUNDS):
-        product0, product1 = c0 * multiplier0, c2 * multiplier1
-        c0 = np.right_shift(product1, shift, dtype=np.uint64)
-        c0 ^= c1
-        c0 ^= k0
-        c2 = np.right_shift(product0, shift, dtype=np.uint64)
-        c2 ^= c3
-        c2 ^= k1
-        c1 = np.bitwise_and(product1, mask, out=product1)
-        c3 = np.bitwise_and(product0, mask, out=product0)
-        k0, k1 = (k0 + np.uint64(WEYL[0])) & mask, (k1 + np.uint64(WEYL[1])) & mask
-    complement = np.empty((rows, blocks, 4), np.float32)
-    for word, values in enumerate((c0, c1, c2, c3)):
-        complement[:, :, word] = mask - values
-    complement += np.float32(0.5)
-    complement *= np.float32(2.0**-32)
-    return complement.reshape(rows, blocks * 4)[:, :vocab]
-
-
 def gumbel_argmax_of(scores: Tensor, token_ids: Tensor, streams: Streams) -> Tensor:
     """Draw among given ids: ``scores, token_ids: [rows, n]``, −inf for padding -> int64 ``[rows]``."""
-    values = scores.to(torch.float64) + reference.gumbel_noise(streams, token_ids)
+    values = scores.to(torch.float64) + gumbel_noise(streams, token_ids)
     best = values.amax(dim=1, keepdim=True)
     beaten = torch.iinfo(torch.int64).max
     return token_ids.masked_fill(values < best, beaten).amin(dim=1)

@@ -1,0 +1,206 @@
+"""One table of cases for every op: the tests check them against oracles, the benchmark times them.
+
+Sizes include 1, primes, a tile ± 1 and empty batches, beside shapes of real models (marked ``bench``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.activation import ActivationKind
+from quire.kernels.attention import AttentionShape, RaggedBatch
+from quire.kernels.kv_view import KvView, view_layer
+from quire.modelspec import MoeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCase:
+    num_tokens: int
+    in_features: int
+    out_features: int
+    bias: bool = False
+    bench: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RowCase:
+    """Ops over rows: norm, activation, embedding."""
+
+    num_tokens: int
+    size: int
+    bench: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RopeCase:
+    num_tokens: int
+    num_heads: int
+    head_dim: int
+    half: int
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """``lengths``: (queries, KV length after the step) of each sequence."""
+
+    name: str
+    lengths: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    v_head_dim: int = 16
+    block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    v_in_k: bool = False
+    bench: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeCase:
+    name: str
+    num_tokens: int
+    hidden_size: int
+    spec: MoeSpec
+    bench: bool = False
+
+
+LINEAR: tuple[LinearCase, ...] = (
+    LinearCase(0, 16, 8),
+    LinearCase(1, 1, 1),
+    LinearCase(1, 64, 172, bias=True),
+    LinearCase(2, 13, 5),  # MKL's edge kernels break exactness at such sizes unless padded
+    LinearCase(7, 31, 33, bias=True),
+    LinearCase(31, 48, 96),
+    LinearCase(32, 172, 64),
+    LinearCase(33, 257, 8),
+    LinearCase(65, 576, 192, bias=True),
+    LinearCase(1, 2048, 8192, bench=True),
+    LinearCase(32, 2048, 8192, bench=True),
+    LinearCase(512, 2048, 8192, bench=True),
+)
+
+ROWS: tuple[RowCase, ...] = (
+    RowCase(0, 16),
+    RowCase(1, 1),
+    RowCase(1, 7),
+    RowCase(3, 64),
+    RowCase(17, 31),
+    RowCase(31, 33),
+    RowCase(33, 172),
+    RowCase(64, 577),
+    RowCase(1, 2048, bench=True),
+    RowCase(512, 2048, bench=True),
+)
+
+ACTIVATIONS: tuple[ActivationKind, ...] = ("silu", "gelu_tanh", "gelu", "swiglu_oai")
+
+ROPE: tuple[RopeCase, ...] = (
+    RopeCase(0, 2, 8, 4),
+    RopeCase(1, 1, 2, 1),
+    RopeCase(5, 3, 8, 4),
+    RopeCase(17, 6, 64, 32),
+    RopeCase(33, 2, 80, 10),  # partial: 20 of 80 are rotated
+    RopeCase(13, 5, 16, 8, interleaved=True),
+    RopeCase(7, 4, 24, 5, interleaved=True),
+)
+
+ATTENTION: tuple[AttentionCase, ...] = (
+    AttentionCase("empty", ()),
+    AttentionCase("one token", ((1, 1),)),
+    AttentionCase("decode", ((1, 5), (1, 64), (1, 65), (1, 131), (1, 16))),
+    AttentionCase("chunks", ((7, 7), (64, 64), (65, 65), (33, 97), (1, 129), (17, 63))),
+    AttentionCase("mha", ((5, 70), (1, 9)), num_heads=3, num_kv_heads=3, head_dim=8, v_head_dim=8),
+    AttentionCase("mqa, group of 9", ((5, 70), (1, 130)), num_heads=9, num_kv_heads=1),
+    AttentionCase("group of 3", ((11, 75), (1, 1)), num_heads=6, head_dim=80, v_head_dim=80),
+    AttentionCase("v narrower", ((9, 90), (1, 66)), head_dim=24, v_head_dim=6),
+    AttentionCase("window", ((70, 150), (1, 200), (1, 31), (3, 3)), window=32),
+    AttentionCase("window of 1", ((5, 70), (1, 65)), window=1),
+    AttentionCase("odd window", ((40, 101), (1, 67)), window=13),
+    AttentionCase("soft cap", ((20, 80), (1, 33)), soft_cap=5.0),
+    AttentionCase("sinks", ((20, 80), (1, 1), (1, 100)), sinks=True),
+    AttentionCase("sinks, window", ((20, 80), (1, 100)), sinks=True, window=17),
+    AttentionCase("block of 1", ((3, 70), (1, 5)), block_size=1),
+    AttentionCase("block of 5", ((9, 70), (1, 5), (1, 131)), block_size=5),
+    AttentionCase("block of 128", ((9, 200), (1, 129)), block_size=128),
+    AttentionCase(
+        "latent", ((9, 80), (1, 70)), 5, 1, head_dim=40, v_head_dim=32, v_in_k=True
+    ),
+    AttentionCase("latent, odd", ((9, 80), (1, 70)), 20, 1, head_dim=26, v_head_dim=22, v_in_k=True),
+    AttentionCase("1B decode, 32 x 512", ((1, 512),) * 32, 32, 8, 64, 64, bench=True),
+    AttentionCase("1B chunk of 512", ((512, 512),), 32, 8, 64, 64, bench=True),
+)  # fmt: skip
+
+MOE: tuple[MoeCase, ...] = (
+    MoeCase("mixtral", 33, 32, MoeSpec(8, 2, 48)),
+    MoeCase("no tokens", 0, 32, MoeSpec(8, 2, 48)),
+    MoeCase("qwen2-moe", 17, 24, MoeSpec(6, 3, 20, normalize_topk=False)),
+    MoeCase("gpt-oss", 19, 32, MoeSpec(5, 2, 16, scoring="softmax_after_topk")),
+    MoeCase(
+        "deepseek-v2",
+        40,
+        32,
+        MoeSpec(8, 3, 16, normalize_topk=False, routed_scale=16.0, num_groups=4, topk_groups=2),
+    ),
+    MoeCase(
+        "deepseek-v3",
+        40,
+        32,
+        MoeSpec(
+            16, 4, 16, scoring="sigmoid", routed_scale=2.5, correction_bias=True, num_groups=4, topk_groups=2,
+            group_score="top2_sum",
+        ),
+    ),
+    MoeCase("one expert", 3, 7, MoeSpec(1, 1, 5)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Tensors of an `AttentionCase`. Blocks lie in random order; what no sequence owns holds finite rubbish."""
+
+    q: torch.Tensor
+    kv: KvView
+    batch: RaggedBatch
+    shape: AttentionShape
+    sinks: torch.Tensor | None
+
+
+def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.Generator) -> AttentionInputs:
+    """Make the tensors of ``case``: ``q`` and the cache in ``dtype``."""
+    num_blocks = [-(-length // case.block_size) for _, length in case.lengths]
+    total = sum(num_blocks) + 3
+    piece = case.block_size * (case.head_dim + (0 if case.v_in_k else case.v_head_dim))
+    storage = torch.randn(total, 2 * case.num_kv_heads * piece, generator=generator).to(dtype)
+    kv = view_layer(
+        storage,
+        1,
+        num_kv_heads=case.num_kv_heads,
+        block_size=case.block_size,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        v_in_k=case.v_in_k,
+    )
+    order = torch.randperm(total, generator=generator)
+    table = torch.zeros(len(case.lengths), max(num_blocks, default=1), dtype=torch.int64)
+    taken = 0
+    for row, count in enumerate(num_blocks):
+        table[row, :count] = order[taken : taken + count]
+        taken += count
+    cu_seqlens_q = torch.tensor([0, *(n for n, _ in case.lengths)]).cumsum(0)
+    q = torch.randn(int(cu_seqlens_q[-1]), case.num_heads, case.head_dim, generator=generator).to(dtype)
+    return AttentionInputs(
+        q,
+        kv,
+        RaggedBatch(
+            cu_seqlens_q.numpy(),
+            torch.tensor([n for _, n in case.lengths], dtype=torch.int64).numpy(),
+            table.numpy(),
+        ),
+        AttentionShape(case.num_heads, case.head_dim**-0.5, case.window, case.soft_cap),
+        torch.randn(case.num_heads, generator=generator) if case.sinks else None,
+    )

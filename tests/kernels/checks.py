@@ -1,0 +1,68 @@
+"""What every op's test does: compare with an fp64 oracle, and compare bits between batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from quire.kernels.tolerances import tolerance
+
+DTYPES = (torch.float32, torch.bfloat16)
+SEED = 20261120
+
+
+def generator(seed: int = SEED) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run torch with ``count`` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_close(op: str, actual: torch.Tensor, oracle: torch.Tensor) -> None:
+    """Every element within the op's tolerance of the oracle's largest magnitude."""
+    assert actual.shape == oracle.shape
+    if oracle.numel() == 0:
+        return
+    error = (actual.double() - oracle).abs().max().item() / max(oracle.abs().max().item(), 1e-30)
+    bound = tolerance(op, actual.dtype)
+    assert error <= bound, f"{op} {actual.dtype}: error {error:.3g} > {bound:.3g} (seed {SEED})"
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Equal bit for bit (and no NaN on either side)."""
+    assert actual.dtype == expected.dtype
+    assert not torch.isnan(expected).any(), what
+    assert torch.equal(actual, expected), (
+        f"{what}: {(actual != expected).sum()} of {actual.numel()} elements differ (seed {SEED})"
+    )
+
+
+def assert_rows_independent(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    num_rows: int,
+    what: str,
+    batches: Sequence[int] = (1, 2, 7, 33),
+) -> None:
+    """``run(ids)`` computes the rows ``ids`` of a fixed pool of ``num_rows`` as one batch, in that order.
+
+    Every row must have the bits that it has alone: in batches of several sizes, at random places among random
+    others, with one thread and with two.
+    """
+    with threads(1):
+        alone = torch.cat([run(torch.tensor([row])) for row in range(num_rows)])
+    rng = generator(SEED + 1)
+    for count in (1, 2):
+        with threads(count):
+            for size in (*batches, num_rows):
+                ids = torch.randint(num_rows, (size,), generator=rng)
+                assert_same_bits(run(ids), alone[ids], f"{what}, batch of {size}, {count} threads")

@@ -1,0 +1,64 @@
+"""Gated activations: against fp64, and the same bits at every place in a tensor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
+
+from quire.kernels import cases, registry
+from quire.kernels.activation import ActivationKind, gated
+from quire.kernels.registry import Backend
+
+
+def oracle(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+    gate, up = gate_up.double().chunk(2, -1)
+    if kind == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    if kind == "gelu":
+        return gate / 2 * (1 + torch.erf(gate / math.sqrt(2))) * up
+    if kind == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return gate / 2 * (1 + torch.tanh(inner)) * up
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+
+
+@pytest.mark.parametrize("backend", registry.backends("gated"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", cases.ACTIVATIONS)
+@pytest.mark.parametrize("case", [case for case in cases.ROWS if not case.bench], ids=str)
+def test_against_fp64(
+    case: cases.RowCase, kind: ActivationKind, dtype: torch.dtype, backend: Backend
+) -> None:
+    if backend == "whole" and dtype == torch.bfloat16:
+        pytest.skip("rounds twice in bf16 by design; its tolerance is that of the model, not of the op")
+    x = (torch.randn(case.num_tokens, 2 * case.size, generator=generator()) * 4).to(dtype)
+    assert_close("gated", gated(x, kind, backend=backend), oracle(x, kind))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", cases.ACTIVATIONS)
+@pytest.mark.parametrize("size", [1, 7, 16, 31, 33, 172, 577])
+def test_a_row_does_not_depend_on_the_batch(size: int, kind: ActivationKind, dtype: torch.dtype) -> None:
+    pool = (torch.randn(37, 2 * size, generator=generator()) * 4).to(dtype)
+    assert_rows_independent(lambda ids: gated(pool[ids], kind), 37, f"{kind} {size}")
+
+
+@pytest.mark.parametrize("kind", cases.ACTIVATIONS)
+def test_the_place_of_an_element_does_not_matter(kind: ActivationKind) -> None:
+    """A vectorised loop ends in a scalar tail, and torch's own silu and gelu differ there in the last bit."""
+    values = torch.linspace(-12, 12, 4001).repeat(2, 1)  # gate and up
+    expected = gated(values.T.reshape(-1, 2).contiguous(), kind).view(-1)
+    for width in (1, 3, 5, 13, 17, 29, 31, 100):
+        count = 4001 // width * width
+        rows = values[:, :count].reshape(2, -1, width).transpose(0, 1).reshape(-1, 2 * width).contiguous()
+        assert_same_bits(gated(rows, kind).view(-1), expected[:count], f"{kind}, rows of {width}")
+
+
+def test_extremes_are_finite() -> None:
+    x = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    for kind in cases.ACTIVATIONS:
+        assert torch.isfinite(gated(x, kind)).all(), kind

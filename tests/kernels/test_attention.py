@@ -1,0 +1,151 @@
+"""Paged attention against a loop in fp64 over contiguous keys, and its exactness."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator, threads
+
+from quire.kernels import cases, registry
+from quire.kernels.attention import AttentionShape, RaggedBatch, attention
+from quire.kernels.kv_view import KvView
+from quire.kernels.registry import Backend
+
+SMALL = [case for case in cases.ATTENTION if not case.bench]
+
+
+def contiguous(kv: KvView, table: np.ndarray, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one sequence, ``[kv_heads, length, dim]`` in fp64."""
+    blocks = torch.from_numpy(table[: -(-length // kv.block_size)])
+    keys = kv.keys[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
+    values = kv.values[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
+    return keys.double(), values.double()
+
+
+def oracle(made: cases.AttentionInputs) -> torch.Tensor:
+    q, shape = made.q.double(), made.shape
+    out = torch.zeros(*q.shape[:2], made.kv.v_head_dim, dtype=torch.float64)
+    group = shape.num_heads // made.kv.num_kv_heads
+    cu = made.batch.cu_seqlens_q
+    for seq, length in enumerate(made.batch.seq_lens.tolist()):
+        keys, values = contiguous(made.kv, made.batch.block_table[seq], length)
+        for row in range(cu[seq], cu[seq + 1]):
+            position = length - (cu[seq + 1] - row)
+            low = 0 if shape.window is None else max(0, position - shape.window + 1)
+            for head in range(shape.num_heads):
+                seen = slice(low, position + 1)
+                scores = keys[head // group, seen] @ q[row, head] * shape.scale
+                if shape.soft_cap is not None:
+                    scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+                weights = (scores - scores.max()).exp()
+                total = weights.sum()
+                if made.sinks is not None:
+                    total = total + (made.sinks[head].double() - scores.max()).exp()
+                out[row, head] = weights @ values[head // group, seen] / total
+    return out
+
+
+def run(made: cases.AttentionInputs, backend: Backend = "reference") -> torch.Tensor:
+    return attention(made.q, made.kv, made.batch, made.shape, made.sinks, backend=backend)
+
+
+def part(made: cases.AttentionInputs, seq: int, first: int, last: int) -> cases.AttentionInputs:
+    """The queries first … last − 1 of one sequence, as a batch of their own."""
+    cu, length = made.batch.cu_seqlens_q, int(made.batch.seq_lens[seq])
+    length -= int(cu[seq + 1] - cu[seq]) - last
+    return dataclasses.replace(
+        made,
+        q=made.q[cu[seq] + first : cu[seq] + last],
+        batch=RaggedBatch(
+            np.array([0, last - first]), np.array([length]), made.batch.block_table[seq : seq + 1]
+        ),
+    )
+
+
+@pytest.mark.parametrize("backend", registry.backends("attention"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_against_fp64(case: cases.AttentionCase, dtype: torch.dtype, backend: Backend) -> None:
+    made = cases.attention_inputs(case, dtype, generator())
+    assert_close("attention", run(made, backend), oracle(made))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [case for case in SMALL if case.lengths], ids=lambda case: case.name)
+def test_alone_chunked_and_batched_agree(case: cases.AttentionCase, dtype: torch.dtype) -> None:
+    made = cases.attention_inputs(case, dtype, generator())
+    with threads(1):
+        expected = run(made)
+    with threads(2):
+        made.batch.plans.clear()
+        assert_same_bits(run(made), expected, f"{case.name}: two threads")
+    cu = made.batch.cu_seqlens_q
+    for seq, (queries, _) in enumerate(case.lengths):
+        whole = expected[cu[seq] : cu[seq + 1]]
+        assert_same_bits(run(part(made, seq, 0, queries)), whole, f"{case.name}: sequence {seq} alone")
+        for size in (1, 7):
+            pieces = [
+                run(part(made, seq, start, min(start + size, queries))) for start in range(0, queries, size)
+            ]
+            assert_same_bits(torch.cat(pieces), whole, f"{case.name}: sequence {seq} in chunks of {size}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_the_blocks_lie_does_not_matter(dtype: torch.dtype) -> None:
+    """Other block ids, and other rubbish beyond the sequence's end and in blocks that the window has left."""
+    case = cases.AttentionCase("moved", ((5, 150), (1, 90)), window=40)
+    made = cases.attention_inputs(case, dtype, generator())
+    expected = run(made)
+    storage = made.kv.pieces
+    order = torch.randperm(storage.shape[0], generator=generator(9))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    moved = torch.randn(storage.shape, generator=generator(10)).to(dtype)
+    table = made.batch.block_table.copy()
+    for seq, (queries, length) in enumerate(case.lengths):
+        first = max(0, length - queries - 40 + 1)
+        for row in range(-(-length // 16)):
+            block = int(place[table[seq, row]])
+            if (row + 1) * 16 <= first:
+                table[seq, row] = 0
+                continue
+            for position in range(max(first, row * 16), min(length, (row + 1) * 16)):
+                source = KvView(storage, 16, 16, 16), KvView(moved, 16, 16, 16)
+                for old, new in zip(
+                    (source[0].keys, source[0].values), (source[1].keys, source[1].values), strict=True
+                ):
+                    new[block, :, position % 16] = old[made.batch.block_table[seq, row], :, position % 16]
+            table[seq, row] = block
+    batch = RaggedBatch(made.batch.cu_seqlens_q, made.batch.seq_lens, table)
+    actual = attention(made.q, KvView(moved, 16, 16, 16), batch, made.shape)
+    assert_same_bits(actual, expected, "moved")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_batch_in_several_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the work is cut to bound memory, the bits stay."""
+    case = cases.AttentionCase("many", tuple((1 + i % 5, 30 + 7 * i) for i in range(24)))
+    made = cases.attention_inputs(case, dtype, generator())
+    expected = run(made)
+    for limit in (1, 1 << 15, 1 << 17):
+        monkeypatch.setattr("quire.kernels.attention.reference._CHUNK_FLOATS", limit)
+        made.batch.plans.clear()
+        assert_same_bits(run(made), expected, f"chunks of {limit}")
+
+
+def test_a_shape_of_a_real_model() -> None:
+    """32 heads over 8, head_dim 64: decoding rows equal the same rows inside a chunk."""
+    case = cases.AttentionCase("1B", ((40, 300),), 32, 8, 64, 64)
+    made = cases.attention_inputs(case, torch.bfloat16, generator())
+    whole = run(made)
+    for row in (0, 17, 39):
+        assert_same_bits(run(part(made, 0, row, row + 1)), whole[row : row + 1], f"row {row}")
+
+
+def test_scale_is_applied() -> None:
+    made = cases.attention_inputs(SMALL[3], torch.float32, generator())
+    flat = dataclasses.replace(made, shape=AttentionShape(made.shape.num_heads, 0.0))
+    assert_close("attention", run(flat), oracle(flat))

@@ -1,0 +1,77 @@
+"""RoPE against complex fp64 rotation; the KV store against plain indexing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
+
+from quire.kernels import cases
+from quire.kernels.kv_view import view_layer
+from quire.kernels.rope import apply_rope, store_kv
+
+
+def oracle(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    y = x.double().clone()
+    half = cos.shape[-1]
+    turn = torch.complex(cos.double(), sin.double()).unsqueeze(1)
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    turned = torch.complex(y[..., first], y[..., second]) * turn
+    y[..., first], y[..., second] = turned.real, turned.imag
+    return y
+
+
+def make(case: cases.RopeCase, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = generator()
+    x = torch.randn(case.num_tokens, case.num_heads, case.head_dim, generator=rng).to(dtype)
+    angles = torch.rand(case.num_tokens, case.half, generator=rng) * 100
+    return x, angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", cases.ROPE, ids=str)
+def test_against_complex_rotation(case: cases.RopeCase, dtype: torch.dtype) -> None:
+    x, cos, sin = make(case, dtype)
+    y = apply_rope(x, cos, sin, interleaved=case.interleaved)
+    assert_close("rope", y, oracle(x, cos, sin, case.interleaved))
+    assert_same_bits(y[..., 2 * case.half :], x[..., 2 * case.half :], "what is not rotated")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [case for case in cases.ROPE if case.num_tokens], ids=str)
+def test_a_row_does_not_depend_on_the_batch(case: cases.RopeCase, dtype: torch.dtype) -> None:
+    x, cos, sin = make(case, dtype)
+    assert_rows_independent(
+        lambda ids: apply_rope(x[ids], cos[ids], sin[ids], interleaved=case.interleaved),
+        case.num_tokens,
+        str(case),
+    )
+
+
+@pytest.mark.parametrize("v_in_k", [False, True])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_store_kv(block_size: int, v_in_k: bool) -> None:
+    rng = generator()
+    heads, k_dim, v_dim, num_blocks = 3, 8, 6, 7
+    piece = block_size * (k_dim + (0 if v_in_k else v_dim))
+    storage = torch.zeros(num_blocks, 2 * heads * piece)
+    kv = view_layer(
+        storage, 1, num_kv_heads=heads, block_size=block_size, head_dim=k_dim, v_head_dim=v_dim, v_in_k=v_in_k
+    )
+    slots = torch.randperm(num_blocks * block_size, generator=rng)[:5]
+    k = torch.randn(5, heads, k_dim, generator=rng)
+    v = None if v_in_k else torch.randn(5, heads, v_dim, generator=rng)
+    store_kv(k, v, kv, slots // block_size, slots % block_size)
+    assert storage[:, : heads * piece].abs().sum() == 0, "the other layer's slot was written"
+    for i, slot in enumerate(slots.tolist()):
+        block, offset = divmod(slot, block_size)
+        for head in range(heads):
+            base = kv.pieces[block, head]
+            assert_same_bits(base[offset * k_dim : (offset + 1) * k_dim], k[i, head], "K")
+            if v is None:
+                assert_same_bits(kv.values[block, head, offset], k[i, head, :v_dim], "V in K")
+            else:
+                start = block_size * k_dim + offset * v_dim
+                assert_same_bits(base[start : start + v_dim], v[i, head], "V")
+    assert int((kv.pieces != 0).sum()) == 5 * heads * (k_dim + (0 if v_in_k else v_dim))
