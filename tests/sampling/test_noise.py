@@ -10,6 +10,7 @@ import torch
 
 from quire.kernels.sampling import (
     Streams,
+    cpu_words,
     exp_f32,
     gumbel_argmax,
     gumbel_noise,
@@ -82,6 +83,16 @@ def test_stream_layout_as_documented() -> None:
         u = (word + 0.5) / 2**32
         noise = float(gumbel_noise(stream, torch.tensor([[token_id]]))[0, 0])
         assert noise == pytest.approx(-math.log(-math.log(u)), rel=1e-12, abs=1e-12)
+
+
+def test_words_in_numpy_equal_words_in_torch() -> None:
+    stream = streams(9, seed=4, purpose=1)
+    ids = torch.randint(0, 200_000, (9, 40), generator=torch.Generator().manual_seed(0))
+    words = reference.random_words(stream, ids)
+    assert torch.equal(torch.from_numpy(cpu_words.random_words(stream, ids.numpy())), words)
+    every = reference.random_words(stream, torch.arange(103).expand(9, 103))
+    about = torch.from_numpy(cpu_words.uniform_complement(stream, 103))
+    assert torch.allclose(1.0 - (every.double() + 0.5) * 2.0**-32, about.double(), rtol=1e-6, atol=0.0)
 
 
 def test_noise_ends_are_finite() -> None:

@@ -1,9 +1,9 @@
 """Selection over the vocabulary: Gumbel-max without noise for hopeless ids, and exact top candidates.
 
-`gumbel_argmax` equals `reference.gumbel_argmax` always. On a CPU it makes the random words with numpy
-(`cpu_words`), bounds every perturbed score from above with one float32 logarithm, and computes the
-exact noise only of the few ids whose bound reaches the best. It moves 4 bytes of logits an id and makes a quarter of
-a Philox block for it; the bound is integer arithmetic.
+`gumbel_argmax` equals `reference.gumbel_argmax` always. On a CPU it makes the random words with numpy (`cpu_words`),
+bounds every perturbed score from above with one float32 logarithm, and computes the exact noise only of the few ids
+whose bound reaches the best. It reads 4 bytes of logits an id and makes a quarter of a Philox block for it; the time
+goes into the integer arithmetic.
 """
 
 from __future__ import annotations

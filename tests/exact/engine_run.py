@@ -1,0 +1,178 @@
+"""One run of the real scheduler, cache and local executor over random traffic, watched from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tests.exact.models import MAX_MODEL_LEN
+from tests.exact.traffic import STEP_S, Job
+
+from quire.config import (
+    CacheConfig,
+    DeviceInfo,
+    EngineConfig,
+    GateKind,
+    ModelConfig,
+    OrderKind,
+    RunnerConfig,
+    SchedulerConfig,
+)
+from quire.executor.local import LocalExecutor
+from quire.modelspec import ModelSpec
+from quire.request import FinishReason, TokenEvent
+from quire.scheduler.scheduler import Scheduler
+from quire.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """gate × order × budget."""
+
+    gate: GateKind
+    order: OrderKind
+    budget: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the runs exercised; runs add up."""
+
+    policies: set[Policy] = field(default_factory=set)
+    num_steps: int = 0
+    num_draws: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_chunked_prompts: int = 0
+    num_preemptions: int = 0
+    num_forks: int = 0
+    num_aborts: int = 0
+    num_moves: int = 0
+
+    def __iadd__(self, other: Tally) -> Tally:
+        for name in self.__slots__:
+            if name == "policies":
+                self.policies |= other.policies
+            else:
+                setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+    def __str__(self) -> str:
+        cached = self.num_cached_tokens / max(1, self.num_prompt_tokens)
+        return (
+            f"{len(self.policies)} policies, {self.num_steps} steps, {self.num_draws} draws, "
+            f"{self.num_preemptions} preemptions, "
+            f"{cached:.0%} of {self.num_prompt_tokens} prompt tokens from the cache, "
+            f"{self.num_chunked_prompts} prompts in chunks, {self.num_forks} forks, {self.num_moves} block copies, "
+            f"{self.num_aborts} aborts"
+        )
+
+
+@dataclass(slots=True)
+class Ended:
+    """What the client of one sequence got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: str | None = None
+
+
+def engine_config(
+    spec: ModelSpec,
+    dtype: str,
+    *,
+    num_blocks: int,
+    block_size: int,
+    policy: Policy,
+    max_num_seqs: int = 16,
+    num_threads: int = 1,
+    cpu_isa: str = "auto",
+    max_model_len: int = MAX_MODEL_LEN,
+) -> EngineConfig:
+    """A configuration by hand: `resolve` has no say in how small a pool may be."""
+    layout = spec.kv_layout(max_model_len)
+    windows = tuple(group.window for group in layout.groups)
+    return EngineConfig(
+        model=ModelConfig("", "tiny", spec, dtype, dtype, max_model_len, load_format="random", seed=1),
+        kv_layout=layout,
+        cache=CacheConfig(num_blocks, block_size, windows),
+        scheduler=SchedulerConfig(
+            gate=policy.gate,
+            order=policy.order,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=policy.budget,
+            max_model_len=max_model_len,
+            dynamic_max_wait_s=3 * STEP_S,
+        ),
+        runner=RunnerConfig(num_threads, cpu_isa=cpu_isa),
+        device=DeviceInfo("cpu", "test", 1, 2**30, 2**30),
+    )
+
+
+class EngineRun:
+    """Serves ``jobs`` to their end on a virtual clock: one step takes `STEP_S`."""
+
+    def __init__(self, config: EngineConfig, executor: LocalExecutor, policy: Policy) -> None:
+        self._scheduler = Scheduler(config.scheduler, config.cache)
+        self._executor = executor
+        self.tally = Tally(policies={policy})
+        self.ended: dict[tuple[str, int], Ended] = {}
+        self._now_s = 0.0
+        self._prompt_lens: dict[int, int] = {}  # by sequence, of those in their first epoch
+        self._chunked: set[int] = set()
+
+    def serve(self, jobs: Iterable[Job]) -> None:
+        arrivals = sorted(jobs, key=lambda job: job.request.arrival_s, reverse=True)
+        aborts: list[tuple[float, str]] = []
+        for job in arrivals:
+            for index in range(job.request.sampling.n):
+                self.ended[job.request.request_id, index] = Ended()
+            self.tally.num_prompt_tokens += len(job.request.prompt_token_ids)
+            if job.abort_after_steps is not None:
+                when_s = job.request.arrival_s + job.abort_after_steps * STEP_S
+                aborts.append((when_s, job.request.request_id))
+        aborts.sort(reverse=True)
+        while arrivals or aborts or self._scheduler.has_work:
+            while arrivals and arrivals[-1].request.arrival_s <= self._now_s:
+                self._take(self._scheduler.add(arrivals.pop().request, self._now_s))
+            while aborts and aborts[-1][0] <= self._now_s:
+                self._take(self._scheduler.abort(aborts.pop()[1]))
+            self._step()
+            self._now_s += STEP_S
+        stats = self._scheduler.stats()
+        self.tally.num_cached_tokens += stats.num_cached_tokens
+        self.tally.num_preemptions += stats.num_preemptions
+        self.tally.num_forks += stats.num_forks
+        assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks, "blocks leaked"
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan(self._now_s)
+        if plan is None:
+            return
+        self._watch(plan)
+        self._executor.submit(plan)
+        result = self._executor.collect()
+        assert result.error is None, result.error
+        self._take(self._scheduler.apply(result, self._now_s))
+        self._scheduler.check_integrity()
+
+    def _watch(self, plan: StepPlan) -> None:
+        self.tally.num_steps += 1
+        self.tally.num_moves += len(plan.kv_moves)
+        for new in plan.new_seqs:
+            self._prompt_lens[new.seq_id] = len(new.prompt_token_ids)
+        for seq in plan.seqs:
+            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            # The last prompt token of a request with n > 1 is computed by itself; that alone is no chunk.
+            if end < self._prompt_lens[seq.seq_id] - 1 and seq.seq_id not in self._chunked:
+                self._chunked.add(seq.seq_id)
+                self.tally.num_chunked_prompts += 1
+
+    def _take(self, events: Iterable[TokenEvent]) -> None:
+        for event in events:
+            ended = self.ended[event.request_id, event.sample_index]
+            assert ended.reason is None, "an event after the terminal one"
+            ended.token_ids += event.token_ids
+            ended.error = event.error
+            ended.reason = event.finish_reason
+            self.tally.num_aborts += event.finish_reason is FinishReason.ABORT

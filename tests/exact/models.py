@@ -1,0 +1,66 @@
+"""Tiny models with odd sizes: the shapes that vector tails and tiles get wrong first."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+
+VOCAB = 131
+MAX_MODEL_LEN = 320
+EOS = 2
+
+
+def _attention(**changes: object) -> AttentionSpec:
+    base: dict[str, object] = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 12,
+        "v_head_dim": 12,
+        "scale": 1 / sqrt(12),
+        "rope": RopeSpec(theta=10_000.0, dim=12),
+    }
+    return AttentionSpec(**(base | changes))  # type: ignore[arg-type]
+
+
+def _model(family: str, architecture: str, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+    return ModelSpec(
+        family=family,
+        architecture=architecture,
+        vocab_size=VOCAB,
+        hidden_size=44,
+        layers=layers,
+        norm_eps=1e-5,
+        max_position_embeddings=MAX_MODEL_LEN,
+        dtype="float32",
+        eos_token_ids=(EOS,),
+    )
+
+
+def llama() -> ModelSpec:
+    """Grouped-query attention, everything full."""
+    layer = LayerSpec(_attention(), MlpSpec(intermediate_size=75))
+    return _model("llama", "LlamaForCausalLM", (layer, layer))
+
+
+def sliding() -> ModelSpec:
+    """Two cache groups: windows of 20 (not a multiple of the block) beside full attention; sinks, caps, q/k norms."""
+    narrow = LayerSpec(
+        _attention(window=20, soft_cap=8.0, qk_norm="head"),
+        MlpSpec(50, activation="gelu_tanh"),
+        norms="sandwich",
+    )
+    wide = LayerSpec(_attention(sinks=True, qkv_bias=True), MlpSpec(50), norms="sandwich")
+    return _model("llama", "LlamaForCausalLM", (narrow, wide))
+
+
+def moe() -> ModelSpec:
+    """Six experts, two of them a token, and a gated shared one."""
+    experts = MoeSpec(
+        num_experts=6, top_k=2, intermediate_size=22, shared_intermediate_size=30, shared_gate=True
+    )
+    layer = LayerSpec(_attention(num_kv_heads=4), MlpSpec(22, moe=experts))
+    return _model("llama", "LlamaForCausalLM", (layer, layer))
+
+
+MODELS = {"llama": llama, "sliding": sliding, "moe": moe}
