@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.sim.scenario import RequestMaker, Scenario, expected_output
@@ -77,7 +78,7 @@ class Driver:
         self.core = EngineCore(self.scheduler, Watched(self.executor, self.seen), self.clock)
         self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.maker = RequestMaker(scenario, self.rng)
-        self._watch_merges()
+        self._watch()
 
     def run(self) -> Counter[str]:
         """Run to the end and return what was seen. AssertionError where anything is wrong."""
@@ -168,9 +169,6 @@ class Driver:
             self.seen[name] += getattr(stats, f"num_{name}")
         for name in ("cached_tokens", "prompt_tokens", "evicted_blocks", "generated_tokens"):
             self.seen[name] += getattr(stats, f"num_{name}")
-        self.seen["stripped"] += self.scheduler.cache.prefix.num_evicted and bool(
-            self.scenario.cache.windows[0]
-        )
 
     def _check_sample(self, sample: Sample) -> None:
         assert len(sample.ends) == 1, f"{len(sample.ends)} terminal events: {sample}"
@@ -193,12 +191,16 @@ class Driver:
             assert reason == sample.reason
             assert end.stop_token_id == (got[-1] if reason is FinishReason.STOP else None)
 
-    def _watch_merges(self) -> None:
-        publisher = self.scheduler.cache.publisher
-        merge = publisher._merge
+    def _watch(self) -> None:
+        """Count what no statistic shows."""
+        cache = self.scheduler.cache
+        watched = [(cache.publisher, "_merge"), (cache.prefix, "_strip"), (cache.prefix, "fill"), (cache, "slide")]
+        for owner, name in watched:
+            setattr(owner, name, self._counted(name.strip("_"), getattr(owner, name)))
 
-        def counted(*args):  # type: ignore[no-untyped-def]
-            self.seen["merges"] += 1
-            merge(*args)
+    def _counted(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: object) -> object:
+            self.seen[name] += 1
+            return method(*args)
 
-        publisher._merge = counted  # type: ignore[method-assign]
+        return counted

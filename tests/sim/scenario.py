@@ -71,10 +71,10 @@ def make_scenario(seed: int) -> Scenario:
     )
     faulty = rng.random() < 0.4
     faults = FakeFaults(
-        step_error=rng.choice((0.0, 0.03)) if faulty else 0.0,
+        step_error=rng.choice((0.0, 0.03, 0.06)) if faulty else 0.0,
         collect_raises=rng.choice((0.0, 0.02)) if faulty else 0.0,
         submit_raises=rng.choice((0.0, 0.02)) if faulty else 0.0,
-        seq_error=rng.choice((0.0, 0.01)) if faulty else 0.0,
+        seq_error=rng.choice((0.0, 0.01, 0.03)) if faulty else 0.0,
         seed=seed,
     )
     return Scenario(
@@ -100,7 +100,7 @@ class RequestMaker:
         self._rng = rng
         self._count = 0
         self._prefixes = [
-            tuple(rng.randrange(100, 200) for _ in range(scenario.scheduler.max_model_len)) for _ in range(3)
+            tuple(rng.randrange(100, 200) for _ in range(scenario.scheduler.max_model_len)) for _ in range(2)
         ]
 
     def make(self, now: float) -> Request:
@@ -130,8 +130,8 @@ class RequestMaker:
             sampling,
             arrival_s=now,
             priority=rng.randrange(3),
-            cache_salt=rng.choice(("", "", "salt")),
-            adapter=rng.choice(("", "", "", "adapter")),
+            cache_salt="salt" if rng.random() < 0.1 else "",
+            adapter="adapter" if rng.random() < 0.1 else "",
         )
         return self._resumed(request) if rng.random() < 0.15 else request
 

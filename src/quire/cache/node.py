@@ -18,13 +18,17 @@ class Node:
         "last_used",
         "num_used",
         "parent",
+        "parent_hash",
         "step",
         "token_ids",
     )
 
-    def __init__(self, block_hash: bytes, parent: Node | None, block_ids: list[int], step: int) -> None:
+    def __init__(
+        self, block_hash: bytes, parent: Node | None, parent_hash: bytes, block_ids: list[int], step: int
+    ) -> None:
         self.block_hash = block_hash
         self.parent = parent
+        self.parent_hash = parent_hash  # the root's hash where there is no parent
         self.children: dict[Node, None] = {}  # in order of insertion, so that runs replay
         self.block_ids = block_ids  # per cache group, or NO_BLOCK
         self.num_used = 0  # how many of block_ids somebody beside the tree refers to

@@ -83,7 +83,7 @@ class PrefixCache:
         """Publish a block that a sequence holds (`NO_BLOCK` where it does not) and take references for the tree."""
         assert block_hash not in self.nodes
         assert parent is None or parent.alive
-        node = Node(block_hash, parent, list(block_ids), step)
+        node = Node(block_hash, parent, parent_hash, list(block_ids), step)
         groups = node.groups
         assert groups
         self.nodes[block_hash] = node
@@ -96,13 +96,13 @@ class PrefixCache:
             self.events.add(BlockStored(block_hash, parent_hash, node.token_ids, groups))
         return node
 
-    def fill(self, node: Node, group: int, block_id: int, parent_hash: bytes) -> None:
+    def fill(self, node: Node, group: int, block_id: int) -> None:
         """Give ``node`` the block of a sliding group that it lacked."""
         assert node.block_ids[group] == NO_BLOCK
         node.block_ids[group] = block_id
         self._adopt(node, block_id)
         if self.events is not None:
-            self.events.add(BlockStored(node.block_hash, parent_hash, node.token_ids, (group,)))
+            self.events.add(BlockStored(node.block_hash, node.parent_hash, node.token_ids, (group,)))
 
     def mark_used(self, block_id: int) -> None:
         """Somebody took a reference to an idle block of the tree."""
@@ -158,8 +158,7 @@ class PrefixCache:
         stack = [n for n in self.nodes.values() if n.parent is None]
         while stack:
             node = stack.pop()
-            parent_hash = node.parent.block_hash if node.parent is not None else b""
-            yield BlockStored(node.block_hash, parent_hash, node.token_ids, node.groups)
+            yield BlockStored(node.block_hash, node.parent_hash, node.token_ids, node.groups)
             stack.extend(node.children)
 
     def _adopt(self, node: Node, block_id: int) -> None:

@@ -87,7 +87,7 @@ class Publisher:
             if own in (NO_BLOCK, published):
                 continue
             if published == NO_BLOCK:
-                self._prefix.fill(node, group, own, table.parent_hash(row))
+                self._prefix.fill(node, group, own)
                 continue
             references.share(published)
             rows[row] = published

@@ -33,6 +33,7 @@ class Scheduler:
         self, config: SchedulerConfig, cache_config: CacheConfig, events: EventBuffer | None = None
     ) -> None:
         self.cache = CacheManager(cache_config, events)
+        self.cache_events = events  # for a gateway to drain; None: off
         self._state = SchedulerState(config, self.cache)
 
     @property
