@@ -24,6 +24,11 @@ def expand_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype)
     uint8.
     """
     pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)], dtype=dtype)
-    values = pairs[blocks.long()].flatten(-2)  # [..., rows, groups, 32]
-    exponents = scales.to(torch.int32).sub_(127).unsqueeze(-1)
-    return torch.ldexp(values, exponents).to(dtype).flatten(-2)
+    out = torch.empty((*scales.shape[:-1], 32 * scales.shape[-1]), dtype=dtype)
+    for target, packed, scale in zip(
+        out, blocks, scales, strict=True
+    ):  # expert by expert: indices take 8 bytes each
+        powers = torch.exp2(scale.float() - 127.0).to(dtype).unsqueeze(-1)
+        values = pairs[packed.long()].flatten(-2).mul_(powers)  # [rows, groups, 32]
+        target.copy_(values.flatten(-2))
+    return out
