@@ -1,0 +1,88 @@
+"""The commands as a person runs them: each in a process of its own, on Quill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cli.doctor import advice, kernels
+from quire.cli.terminal import Conversation
+
+SMALL = ["--num-kv-blocks", "64", "--max-model-len", "512"]
+
+
+def quire(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "quire.cli", *arguments],
+        input=text,
+        stdin=subprocess.DEVNULL if text is None else None,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")},
+    )
+
+
+def test_run_continues_a_text_and_repeats_itself_with_a_seed() -> None:
+    command = ["run", "quill", "It was a dark and", "--max-tokens", "8", "--sample-seed", "5", *SMALL]
+    first, second = quire(*command), quire(*command)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.strip()
+    assert first.stdout == second.stdout
+
+
+def test_chat_answers_each_line_and_takes_commands(tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    done = quire(
+        "chat", "--max-tokens", "6", *SMALL, text=f"Hello.\n/undo\nGood day.\n/save {saved}\n/exit\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "taken back" in done.stdout
+    assert '"Good day."' in saved.read_text()
+    assert '"Hello."' not in saved.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "/no/such/model", "x"], "there is no file or folder '/no/such/model'"),
+        (["run", "quil", "x"], "did you mean 'quill'"),
+        (["run", "quill", "x", "--gate", "ajar"], "gate = 'ajar' must be one of static, dynamic, continuous"),
+        (["run", "quill", "x", "--kv-memory", "lots"], "kv_memory = 'lots' is not a size"),
+        (["run", "quill", "x", "--max-model-len", "9999999"], "more than the model's 8192 positions"),
+        (["serve", "quill", "--config", "/no/such.toml"], "cannot be read"),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_status_1(arguments: list[str], message: str) -> None:
+    done = quire(*arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("quire: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_doctor_reports_this_machine() -> None:
+    done = quire("doctor")
+    assert done.returncode == 0, done.stderr
+    for word in ("CPU", "Kernels", "Memory", "torch"):
+        assert word in done.stdout
+
+
+def test_doctor_says_what_to_do_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.device._native", None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert any("No C++ compiler was found" in sentence for sentence in advice())
+    assert "torch reference" in kernels()
+
+
+def test_undo_takes_back_a_whole_exchange() -> None:
+    talk = Conversation(
+        "Be brief.", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    )
+    assert talk.undo() == "a"
+    assert talk.messages == [{"role": "system", "content": "Be brief."}]
+    assert talk.undo() is None

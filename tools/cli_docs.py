@@ -1,0 +1,70 @@
+"""Write docs/cli.md from the flags, so that it cannot disagree with --help (tests/cli checks).
+
+python tools/cli_docs.py > docs/cli.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, fields
+from typing import Any
+
+from quire.args import EngineArgs, ServerArgs, flag_name
+
+HEAD = """\
+# The command line
+
+Written by `python tools/cli_docs.py` from `src/quire/args.py`; a test compares them.
+
+    quire serve [MODEL]            serve a model over an OpenAI-compatible API
+    quire run [MODEL] "prompt"     continue one text and print it as it comes
+    quire chat [MODEL]             talk in the terminal; /help lists its commands, Ctrl-C stops an answer
+    quire doctor                   what this machine has, which kernels are used and why, what to install
+    quire version
+
+MODEL is `quill` (the default), `quill-draft`, a local folder, a `.gguf` file, `folder:Q8_0` for one GGUF of several, or
+a hub id. Every setting can also stand in a TOML file given with `--config`; tables only group the keys, and flags win:
+
+    model = "quill"
+    [memory]
+    kv_memory = "4GiB"
+    [scheduling]
+    max_num_seqs = 64
+
+The keys of the file, the keywords of `quire.LLM` and the flags are the same names (`max_num_seqs`, `--max-num-seqs`).
+"""
+
+
+def row(spec: Field[Any]) -> str:
+    flag = f"`{flag_name(spec.name)}`"
+    shown = (
+        {None: "", True: "on", False: "off"} if spec.default is None or isinstance(spec.default, bool) else {}
+    )
+    default = shown.get(spec.default, f"`{spec.default}`")
+    allowed = ", ".join(spec.metadata["choices"])
+    low, high = spec.metadata["low"], spec.metadata["high"]
+    if low is not None or high is not None:
+        allowed = f"{'' if low is None else f'≥ {low:g}'}{'' if high is None else f' ≤ {high:g}'}".strip()
+    return f"| {flag} | {default} | {allowed} | {spec.metadata['help']} |"
+
+
+def document() -> str:
+    parts = [HEAD]
+    for title, kind in (
+        ("Engine: serve, run, chat, and `quire.LLM`", EngineArgs),
+        ("Server: serve", ServerArgs),
+    ):
+        groups: dict[str, list[str]] = {}
+        for spec in fields(kind):
+            groups.setdefault(spec.metadata["group"], []).append(row(spec))
+        parts.append(f"\n## {title}\n")
+        for group, rows in groups.items():
+            parts.append(
+                f"\n### {group}\n\n| flag | default | allowed | meaning |\n|---|---|---|---|\n"
+                + "\n".join(rows)
+                + "\n"
+            )
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    print(document(), end="")
