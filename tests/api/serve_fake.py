@@ -1,10 +1,10 @@
-"""A server process over a `FakeFrontend`: ``python -m tests.api.serve_fake STEP_MS DRAIN_S [fail]``."""
+"""A server process over a `FakeFrontend`: ``python -m tests.api.serve_fake STEP_MS DRAIN_S``."""
 
 from __future__ import annotations
 
 import sys
 
-from tests.api.fake_frontend import FailingFrontend, FakeFrontend
+from tests.api.fake_frontend import FakeFrontend
 
 from quire.api.app import create_app
 from quire.api.server import run
@@ -12,10 +12,9 @@ from quire.api.settings import ApiSettings
 from quire.metrics.log import configure
 
 
-def main(step_ms: str, drain_s: str, *words: str) -> int:
+def main(step_ms: str, drain_s: str) -> int:
     configure("info")
-    kind = FailingFrontend if "fail" in words else FakeFrontend
-    frontend = kind(step_s=float(step_ms) / 1000)
+    frontend = FakeFrontend(step_s=float(step_ms) / 1000)
     app = create_app(frontend, ApiSettings())  # type: ignore[arg-type]
     return run(app, port=0, drain_timeout_s=float(drain_s), on_ready=lambda url, _: print(url, flush=True))
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.api.asgi_client import Api, error_of, events
+
+from quire.metrics.log import configure
 
 OPEN = ["/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"]
 
@@ -157,3 +162,28 @@ def test_two_apps_do_not_share_metrics() -> None:
     first.chat()
     assert samples(first)["vllm:request_params_n_count"] == 1
     assert samples(second)["vllm:request_params_n_count"] == 0
+
+
+def test_log_lines_carry_the_request_id() -> None:
+    out = io.StringIO()
+    logger = logging.getLogger("quire")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    try:
+        configure("debug", stream=out, style="json")
+        api = Api()
+        api.post("/v1/completions", {"prompt": "a", "max_tokens": 3}, headers={"x-request-id": "one"})
+        api.post("/v1/completions", {"prompt": 5}, headers={"x-request-id": "two"})
+        api.frontend.raises = ZeroDivisionError("detail")
+        api.post("/v1/completions", {"prompt": "a"}, headers={"x-request-id": "three"})
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = before
+    done, refused, crashed = (json.loads(line) for line in out.getvalue().splitlines())
+    assert (done["event"], done["level"], done["request_id"]) == ("request_done", "debug", "one")
+    assert (done["prompt_tokens"], done["output_tokens"]) == (1, 3)
+    assert (refused["event"], refused["level"], refused["request_id"]) == ("request_refused", "debug", "two")
+    assert (crashed["event"], crashed["level"], crashed["request_id"]) == (
+        "request_crashed",
+        "error",
+        "three",
+    )
+    assert "ZeroDivisionError: detail" in crashed["traceback"]

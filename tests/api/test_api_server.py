@@ -15,12 +15,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.api.fake_frontend import ANSWER
+from tests.api.fake_frontend import ANSWER, FailingFrontend
 
-from quire.api.server import bind, url_of
+from quire.api.app import create_app
+from quire.api.server import bind, run, url_of
+from quire.api.settings import ApiSettings
 from quire.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
+PATH = "/v1/chat/completions"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 
@@ -60,7 +63,7 @@ def texts(lines: Iterator[str]) -> str:
 def test_sigterm_drains() -> None:
     with server("30", "10") as (process, url), httpx.Client(base_url=url, timeout=10) as client:
         assert client.get("/readyz").status_code == 200
-        with client.stream("POST", "/v1/chat/completions", json=CHAT) as stream:
+        with client.stream("POST", PATH, json=CHAT) as stream:
             lines = stream.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -69,7 +72,7 @@ def test_sigterm_drains() -> None:
                 while other.get("/readyz").status_code != 503:
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
-                refused = other.post("/v1/chat/completions", json=CHAT)
+                refused = other.post(PATH, json=CHAT)
                 assert refused.status_code == 503
                 assert "retry-after" in refused.headers
                 assert other.get("/livez").status_code == 200
@@ -77,9 +80,20 @@ def test_sigterm_drains() -> None:
         assert process.wait(10) == 0
 
 
-def test_after_the_grace_time_requests_are_aborted_with_an_error() -> None:
-    with server("2000", "0.2") as (process, url), httpx.Client(base_url=url, timeout=10) as client:
-        with client.stream("POST", "/v1/chat/completions", json=CHAT) as stream:
+def test_disconnects_over_sockets_and_the_end_of_the_grace_time() -> None:
+    with server("100", "0.2") as (process, url), httpx.Client(base_url=url, timeout=10) as client:
+        with client.stream("POST", PATH, json=CHAT) as stream:
+            next(stream.iter_lines())  # dropping the iterator closes the connection
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(PATH, json={**CHAT, "stream": False}, timeout=0.2)
+        label = '{engine="0",model_name="tiny"}'
+        deadline = time.monotonic() + 10
+        while f"quire:http_disconnects_total{label} 2.0" not in client.get("/metrics").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert f"vllm:num_requests_running{label} 0.0" in client.get("/metrics").text
+
+        with client.stream("POST", PATH, json=CHAT) as stream:
             lines = stream.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -89,36 +103,28 @@ def test_after_the_grace_time_requests_are_aborted_with_an_error() -> None:
         assert process.wait(10) == 0
 
 
-def test_disconnect_over_a_socket_and_second_signal() -> None:
-    with server("100", "60") as (process, url), httpx.Client(base_url=url, timeout=10) as client:
-        with client.stream("POST", "/v1/chat/completions", json=CHAT) as stream:
-            next(stream.iter_lines())
-        with pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/chat/completions", json={**CHAT, "stream": False}, timeout=0.2)
-        deadline = time.monotonic() + 5
-        while (
-            'quire:http_disconnects_total{engine="0",model_name="tiny"} 2.0'
-            not in client.get("/metrics").text
-        ):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in client.get("/metrics").text
-        # A second signal does not wait for the grace time.
-        with client.stream("POST", "/v1/chat/completions", json=CHAT) as stream:
-            lines = stream.iter_lines()  # held: closing the iterator closes the connection
-            next(lines)
-            process.send_signal(signal.SIGINT)
-            time.sleep(0.2)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 0
+def test_a_second_signal_does_not_wait_for_the_grace_time() -> None:
+    with (
+        server("100", "60") as (process, url),
+        httpx.stream("POST", url + PATH, json=CHAT, timeout=10) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
 
 
-def test_an_engine_that_cannot_start_ends_the_server_with_its_reason() -> None:
-    with server("0", "1", "fail") as (process, url):
-        assert url == ""
-        assert process.wait(10) == 1
-        assert process.stderr is not None
-        assert "no model here" in process.stderr.read()
+def test_an_engine_that_cannot_start_ends_the_server_with_its_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = create_app(FailingFrontend(), ApiSettings())  # type: ignore[arg-type]
+    with caplog.at_level("ERROR", "quire"):
+        assert run(app, port=0) == 1
+    (record,) = caplog.records
+    assert record.message == "start_failed"
+    assert record.fields == {"error": "no model here"}  # type: ignore[attr-defined]
 
 
 def test_an_address_that_cannot_be_had() -> None:

@@ -30,6 +30,7 @@ def test_histogram_equals_prometheus_clients_own() -> None:
 def test_latencies_of_a_request_with_two_sequences() -> None:
     metrics = ServerMetrics("m", EngineStats)
     request = metrics.request(10.0, n=2, max_tokens=None, prompt_tokens=7)
+    request.admitted(0.25)
     request.chunk(0, 1, 10.5)
     request.chunk(0, 4, 10.9)  # four tokens in one chunk: gaps of 0.1 s
     request.chunk(0, 0, 10.95)  # text without tokens counts nothing
@@ -42,6 +43,11 @@ def test_latencies_of_a_request_with_two_sequences() -> None:
     assert metrics.finished == {"stop": 1, "length": 0, "abort": 1, "error": 0}
     assert histograms["vllm:e2e_request_latency_seconds"].total == 2.0
     assert histograms["vllm:time_to_first_token_seconds"].total == 1.5
+    phases = [
+        histograms[f"vllm:request_{p}_time_seconds"].total
+        for p in ("queue", "prefill", "decode", "inference")
+    ]
+    assert phases == [0.25, 0.25, 1.5, 1.75]
     itl = histograms["vllm:inter_token_latency_seconds"]
     assert (itl.count, round(itl.total, 9)) == (4, 0.4)
     tpot = histograms["vllm:request_time_per_output_token_seconds"]

@@ -65,8 +65,15 @@ class GenerateEndpoint:
         if generation.disconnected:
             raise Disconnected
         if log.debugging:
-            seconds = self._state.now() - arrival_s
-            log.debug("request_done", request_id=request_id_of(scope), id=job.head.id, seconds=seconds)
+            log.debug(
+                "request_done",
+                request_id=request_id_of(scope),
+                id=job.head.id,
+                prompt_tokens=generation.usage.prompt_tokens,
+                cached_tokens=generation.usage.cached_tokens,
+                output_tokens=generation.usage.completion_tokens,
+                seconds=self._state.now() - arrival_s,
+            )
 
     async def _refuse(self, error: Exception, scope: Scope, send: Send) -> int:
         refusal = refusal_of(error, retry_after_s=self._state.settings.retry_after_s)

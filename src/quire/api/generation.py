@@ -54,7 +54,7 @@ class Generation:
         self._arrival_s = arrival_s
         self._streams: list[RequestStream] = []
         self._metrics: list[RequestMetrics] = []
-        self._usage = Usage()
+        self.usage = Usage()
         self._ended = False  # the last bytes are on their way
         self.disconnected = False
 
@@ -80,7 +80,7 @@ class Generation:
                         prompt_tokens=len(stream.prompt_token_ids),
                     )
                 )
-                self._usage.prompt_tokens += len(stream.prompt_token_ids)
+                self.usage.prompt_tokens += len(stream.prompt_token_ids)
         except BaseException:
             await self.close()
             raise
@@ -128,7 +128,7 @@ class Generation:
         ]
         beside = job.choices.beside(self._streams[0].prompt_token_ids)
         self._ended = True
-        await send_json(send, 200, whole_answer(job.head, job.choices, items, self._usage, beside), headers)
+        await send_json(send, 200, whole_answer(job.head, job.choices, items, self.usage, beside), headers)
 
     async def _answer_stream(self, options: StreamOptions, send: Send, headers: Headers) -> None:
         envelope = Envelope(self._job.head, self._job.choices.chunk_kind, usage_field=options.include_usage)
@@ -155,7 +155,7 @@ class Generation:
             return
         end = b""
         if options.include_usage:
-            end = envelope.frame_with(b"", {"usage": self._usage.to_json()})
+            end = envelope.frame_with(b"", {"usage": self.usage.to_json()})
         await self._send_last(send, end)
 
     async def _send_last(self, send: Send, body: bytes) -> None:
@@ -177,7 +177,7 @@ class Generation:
         if choice is None:
             return b""
         if options.continuous_usage_stats:
-            return envelope.frame_with(choice, {"usage": self._usage.to_json()})
+            return envelope.frame_with(choice, {"usage": self.usage.to_json()})
         return envelope.frame(choice)
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
@@ -200,8 +200,8 @@ class Generation:
             if not metrics.is_admitted:
                 stream = self._streams[prompt]
                 metrics.admitted(stream.queued_s)
-                self._usage.cached_tokens += stream.num_cached_tokens
-            self._usage.completion_tokens += num_tokens
+                self.usage.cached_tokens += stream.num_cached_tokens
+            self.usage.completion_tokens += num_tokens
             metrics.chunk(chunk.index, num_tokens, self._state.now())
         if chunk.finish_reason is not None:
             metrics.finish(chunk.index, chunk.finish_reason.value, self._state.now())

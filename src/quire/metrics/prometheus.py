@@ -33,6 +33,9 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:request_time_per_output_token_seconds": ("(E2EL - TTFT) / (tokens - 1), a sequence.", _ITL_S),
     "vllm:e2e_request_latency_seconds": ("Arrival to the last token, a request.", _LATENCY_S),
     "vllm:request_queue_time_seconds": ("Arrival to first admission, a request.", _LATENCY_S),
+    "vllm:request_prefill_time_seconds": ("First admission to first token, a request.", _LATENCY_S),
+    "vllm:request_decode_time_seconds": ("First token to last token, a request.", _LATENCY_S),
+    "vllm:request_inference_time_seconds": ("First admission to last token, a request.", _LATENCY_S),
     "vllm:request_prompt_tokens": ("Prompt tokens, a request.", _TOKENS),
     "vllm:request_generation_tokens": ("Generated tokens, a sequence.", _TOKENS),
     "vllm:request_params_n": ("n, a request.", _N),
@@ -144,7 +147,16 @@ class ServerMetrics:
 class RequestMetrics:
     """The numbers of one request's stream; one call a chunk."""
 
-    __slots__ = ("_arrival_s", "_first_s", "_last_s", "_open", "_server", "_tokens", "is_admitted")
+    __slots__ = (
+        "_admitted_s",
+        "_arrival_s",
+        "_first_s",
+        "_last_s",
+        "_open",
+        "_server",
+        "_tokens",
+        "is_admitted",
+    )
 
     def __init__(self, server: ServerMetrics, arrival_s: float, n: int) -> None:
         self._server = server
@@ -154,6 +166,7 @@ class RequestMetrics:
         self._tokens = [0] * n
         self._open = set(range(n))
         self.is_admitted = False
+        self._admitted_s = arrival_s
 
     def chunk(self, index: int, num_tokens: int, now_s: float) -> None:
         """Count ``num_tokens`` that sequence ``index`` got at ``now_s``; their gap is shared among them."""
@@ -182,14 +195,24 @@ class RequestMetrics:
             mean_s = (self._last_s[index] - self._first_s[index]) / (tokens - 1)
             server.histograms["vllm:request_time_per_output_token_seconds"].observe(mean_s)
         if not self._open:
-            server.histograms["vllm:e2e_request_latency_seconds"].observe(now_s - self._arrival_s)
+            self._finish_request(now_s)
 
     def admitted(self, queued_s: float) -> None:
         """Count the seconds that the request waited for its first admission."""
         self.is_admitted = True
+        self._admitted_s = self._arrival_s + queued_s
         self._server.histograms["vllm:request_queue_time_seconds"].observe(queued_s)
 
     def abandon(self, now_s: float) -> None:
         """End what is still open as aborted: the client went away."""
         for index in sorted(self._open):
             self.finish(index, "abort", now_s)
+
+    def _finish_request(self, now_s: float) -> None:
+        histograms = self._server.histograms
+        histograms["vllm:e2e_request_latency_seconds"].observe(now_s - self._arrival_s)
+        if self.is_admitted:  # else it was refused, or left while it waited
+            first_s = min((t for t, n in zip(self._first_s, self._tokens, strict=True) if n), default=now_s)
+            histograms["vllm:request_prefill_time_seconds"].observe(max(0.0, first_s - self._admitted_s))
+            histograms["vllm:request_decode_time_seconds"].observe(now_s - first_s)
+            histograms["vllm:request_inference_time_seconds"].observe(max(0.0, now_s - self._admitted_s))
