@@ -115,6 +115,8 @@ def test_errors(tokenizers_folder: Path) -> None:
             tokenizer_from_gguf_metadata(metadata)
     with pytest.raises(ModelLoadError, match="4 tokens but 1 scores"):
         tokenizer_from_gguf_metadata({**good, "tokenizer.ggml.scores": [0.0]})
+    with pytest.raises(ModelLoadError, match="unknown type"):
+        tokenizer_from_gguf_metadata({**good, "tokenizer.ggml.token_type": [2, 1, 1, 9]})
     with pytest.raises(UnsupportedModelError, match="'bert'"):
         tokenizer_from_gguf_metadata({**good, "tokenizer.ggml.model": "bert"})
     byte_level = {**good, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"]}

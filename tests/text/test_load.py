@@ -181,9 +181,16 @@ def test_a_broken_tokenizer_json(text: str, tmp_path: Path) -> None:
 
 def test_a_broken_config(tokenizers_folder: Path, tmp_path: Path) -> None:
     shutil.copy(tokenizers_folder / "llama2" / "tokenizer.model", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json"):
-        load_tokenizer(tmp_path)
+    wrong = ["{", "[]", '{"added_tokens_decoder": [1]}', '{"added_tokens_decoder": {"x": {"content": "a"}}}']
+    wrong += [
+        '{"added_tokens_decoder": {"1": {}}}',
+        '{"additional_special_tokens": 3}',
+        '{"chat_template": ["a"]}',
+    ]
+    for text in wrong:
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json"):
+            load_tokenizer(tmp_path)
 
 
 def test_rank_files_that_are_not_known_or_damaged(tmp_path: Path) -> None:
@@ -210,6 +217,21 @@ def test_files_that_do_not_belong_together(tokenizers_folder: Path, tmp_path: Pa
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "WhoKnows"}')
     with pytest.raises(ModelLoadError, match="WhoKnows"):
         load_tokenizer(tmp_path)
+
+
+def test_a_space_before_every_text(tokenizers_folder: Path, tmp_path: Path) -> None:
+    for file in ("vocab.json", "merges.txt"):
+        shutil.copy(tokenizers_folder / "gpt2" / file, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    with pytest.raises(UnsupportedModelError, match="add_prefix_space"):
+        load_tokenizer(tmp_path)
+    other = tmp_path / "sentencepiece"
+    other.mkdir()
+    shutil.copy(tokenizers_folder / "llama2" / "tokenizer.model", other)
+    (other / "tokenizer_config.json").write_text('{"add_prefix_space": false}')
+    tokenizer = load_tokenizer(other)
+    assert [tokenizer.id_to_token(i) for i in tokenizer.encode("the", add_special_tokens=False)] == ["the"]
+    assert tokenizer.decode(tokenizer.encode(" the")) == " the"
 
 
 def test_an_added_token_at_the_wrong_id(tokenizers_folder: Path, tmp_path: Path) -> None:

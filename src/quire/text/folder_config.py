@@ -24,6 +24,7 @@ class FolderConfig:
     added_tokens: Mapping[int, AddedToken] = field(default_factory=dict)
     add_bos: bool | None = None  # None: the vocabulary's own habit
     add_eos: bool | None = None
+    add_prefix_space: bool | None = None
     clean_up_spaces: bool = False
     # False: only the start of a text gets sentencepiece's extra space; True: also what follows a special token.
     space_after_special: bool = True
@@ -32,7 +33,16 @@ class FolderConfig:
 
 def read_folder_config(folder: Path) -> FolderConfig:
     """Read the configuration files of ``folder``, all of them optional. Raises `ModelLoadError` for broken JSON."""
-    config = read_json(folder / "tokenizer_config.json")
+    try:
+        return _folder_config(folder, read_json(folder / "tokenizer_config.json"))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelLoadError(
+            f"{folder / 'tokenizer_config.json'} or a file beside it has a value of the wrong kind ({error!r}). "
+            "Download it again."
+        ) from error
+
+
+def _folder_config(folder: Path, config: Mapping[str, Any]) -> FolderConfig:
     names = {
         **read_json(folder / "special_tokens_map.json"),
         **{k: v for k, v in config.items() if v is not None},
@@ -50,6 +60,7 @@ def read_folder_config(folder: Path) -> FolderConfig:
         added_tokens=_added_tokens(folder, config, {*roles.values(), *additional}),
         add_bos=_flag(config, "add_bos_token"),
         add_eos=_flag(config, "add_eos_token"),
+        add_prefix_space=_flag(config, "add_prefix_space"),
         clean_up_spaces=config.get("clean_up_tokenization_spaces") is True,
         space_after_special=config.get("legacy") is not False,
         chat_templates=_chat_templates(folder, config),

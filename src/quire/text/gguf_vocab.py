@@ -66,7 +66,13 @@ def _get(metadata: Mapping[str, Any], key: str) -> Any:
 
 
 def _kinds(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[PieceKind]:
-    kinds = [PieceKind(int(kind)) for kind in metadata.get(_PREFIX + "token_type") or [1] * len(tokens)]
+    try:
+        kinds = [PieceKind(kind) for kind in metadata.get(_PREFIX + "token_type") or [1] * len(tokens)]
+    except ValueError as error:
+        raise ModelLoadError(
+            f"The GGUF file has a token of an unknown type ({error}; known are 1 to 6): "
+            "it is damaged, or newer than Quire."
+        ) from error
     if len(kinds) != len(tokens):
         raise ModelLoadError(
             f"The GGUF file has {len(tokens)} tokens but {len(kinds)} token types: it is damaged, download it again."

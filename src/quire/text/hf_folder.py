@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.text.byte_level import add_bos_eos, add_tokens, byte_level_backend
 from quire.text.folder_config import FolderConfig, read_json
 from quire.text.split_patterns import GPT2, QWEN2, Splitting
@@ -114,6 +114,11 @@ def load_vocab_and_merges(folder: Path, config: FolderConfig) -> Tokenizer:
         raise ModelLoadError(
             f"{folder} has vocab.json and merges.txt for the class {class_name!r}, whose way of splitting text is "
             f"unknown. Known: {', '.join(_SPLITTINGS)}. Download the model's tokenizer.json too."
+        )
+    if config.add_prefix_space:
+        raise UnsupportedModelError(
+            f"{folder / 'tokenizer_config.json'} asks for a space before every text (add_prefix_space), which Quire "
+            "does not add to vocab.json and merges.txt. Download the model's tokenizer.json too."
         )
     added = dict(config.added_tokens)
     special = config.special

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from quire.errors import ModelLoadError, UnsupportedModelError
@@ -27,6 +28,8 @@ def load_sentencepiece(path: Path, config: FolderConfig) -> Tokenizer:
     Without word from ``config`` a BPE model adds BOS (Llama, Mistral, Gemma) and a unigram model EOS (T5).
     """
     model = read_sentencepiece(path)
+    if config.add_prefix_space is not None:
+        model = replace(model, add_dummy_prefix=config.add_prefix_space)
     backend = pieces_backend(model, space_after_special=config.space_after_special)
     add_tokens(backend, config.added_tokens)
     own = {

@@ -43,7 +43,8 @@ class Tokenizer:
         self.text_rule = text_rule
         self.special = special
         self.chat_templates: Mapping[str, str] = dict(chat_templates or {})
-        self.vocab_size: int = max(backend.get_vocab_size(), max(added, default=-1) + 1)
+        # Not the number of tokens: ids may have gaps.
+        self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in added.items()}
