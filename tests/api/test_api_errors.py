@@ -208,7 +208,7 @@ def test_bodies_over_the_limit() -> None:
 @pytest.mark.parametrize(
     ("raised", "status", "code"),
     [
-        (CapacityError("full", retryable=True), 503, "queue_full"),
+        (CapacityError("full", retryable=True), 503, "unavailable"),
         (CapacityError("never", retryable=False), 400, "context_length_exceeded"),
         (EngineDeadError("gone"), 503, "engine_dead"),
         (StepError("bad step"), 500, "engine_error"),
@@ -221,7 +221,7 @@ def test_errors_of_the_frontend(raised: Exception, status: int, code: str) -> No
     error = error_of(response, status)
     assert error["code"] == code
     assert error["message"] == str(raised)
-    assert ("retry-after" in response.headers) == (code == "queue_full")
+    assert ("retry-after" in response.headers) == (code == "unavailable")
 
 
 def test_a_bug_is_a_500_without_details() -> None:

@@ -50,43 +50,45 @@ def refused(*names: str, neutral: tuple[Any, ...] = (), hint: str = "") -> dict[
     return {name: Rule(Use.REFUSED, neutral, hint) for name in names}
 
 
-def sift(body: Mapping[str, Any], table: Table, *, lenient: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the used fields that are not null, and the unknown names that ``lenient`` let pass.
+def sift(
+    body: Mapping[str, Any], table: Table, *, prefix: str = "", ignored: list[str] | None = None
+) -> dict[str, Any]:
+    """Return the used fields that are not null. ``prefix`` is the path of ``body`` in the request.
+
+    A list ``ignored`` lets unknown names pass and collects their paths.
 
     Raises:
-        RequestError: a field that is refused, or (unless ``lenient``) a name in no table.
+        RequestError: a field that is refused, or (without ``ignored``) a name in no table.
     """
     kept: dict[str, Any] = {}
-    ignored: list[str] = []
     for name, value in body.items():
         rule = table.get(name)
         if rule is None:
-            if not lenient:
-                raise unknown(name, table)
-            ignored.append(name)
+            if ignored is None:
+                raise _unknown(name, table, prefix)
+            ignored.append(prefix + name)
         elif value is None or rule.use is Use.NO_EFFECT:
             continue
         elif rule.use is Use.USED:
             kept[name] = value
         elif not _is_neutral(rule, value, body):
-            raise _refusal(name, value, rule)
-    return kept, ignored
-
-
-def unknown(name: str, table: Table, prefix: str = "") -> RequestError:
-    """The error for a name in no table."""
-    return RequestError(
-        f"Unknown field {clip(prefix + name)}{nearest(name, table)}. Remove it, or start the server with "
-        "--lenient to have unknown fields ignored.",
-        param=prefix + name,
-        code="unknown_parameter",
-    )
+            raise _refusal(prefix + name, value, rule)
+    return kept
 
 
 def clip(value: Any, limit: int = 80) -> str:
     """``repr`` cut to a length fit for an error message."""
     text = repr(value) if not isinstance(value, str) else repr(value[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _unknown(name: str, table: Table, prefix: str) -> RequestError:
+    return RequestError(
+        f"Unknown field {clip(prefix + name)}{nearest(name, table)}. Remove it, or start the server with "
+        "--lenient to have unknown fields ignored.",
+        param=prefix + name,
+        code="unknown_parameter",
+    )
 
 
 def _is_neutral(rule: Rule, value: Any, body: Mapping[str, Any]) -> bool:

@@ -137,17 +137,11 @@ def parse(
     if not isinstance(body, dict):
         what = f"{prefix.rstrip('.')} = {clip(body)}" if prefix else f"The body {clip(body)}"
         raise RequestError(f"{what} is not allowed: it must be an object.", param=prefix.rstrip(".") or None)
+    kept = sift(body, table, prefix=prefix, ignored=ignored)
     try:
-        kept, unknown_names = sift(body, table, lenient=ignored is not None)
-        if ignored is not None:
-            ignored.extend(prefix + name for name in unknown_names)
         return model.model_validate(kept)
     except ValidationError as error:
         raise _type_error(model, error, body, prefix) from None
-    except RequestError as error:
-        if prefix and error.param is not None and not error.param.startswith(prefix):
-            raise RequestError(f"{prefix}{error}", param=prefix + error.param, code=error.code) from None
-        raise
 
 
 def stream_options(request: GenerationFields, ignored: list[str] | None = None) -> StreamOptions | None:

@@ -59,7 +59,7 @@ def refusal_of(error: Exception, *, retry_after_s: int = 1) -> Refusal:
         case RequestError():
             return Refusal(400, str(error), error.param, error.code)
         case CapacityError() if error.retryable:
-            return busy(str(error), "queue_full", retry_after_s)
+            return busy(str(error), "unavailable", retry_after_s)  # loading or draining
         case CapacityError():
             return Refusal(400, str(error), error.param, "context_length_exceeded")
         case EngineDeadError():
