@@ -101,6 +101,7 @@ class FakeFrontend:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        continues: bool = False,
     ) -> RequestStream:
         if self.raises is not None:
             raise self.raises
@@ -116,7 +117,7 @@ class FakeFrontend:
             arrival_s=0.0,
             seed=7,
         )
-        output = RequestOutputState(request, self.tokenizer, lambda message: None)
+        output = RequestOutputState(request, self.tokenizer, lambda message: None, continues=continues)
         stream = RequestStream(request.request_id, output, lambda: self._give_up(record))
         kwargs = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt, "tenant": tenant}
         record = Submitted(prompt, sampling, kwargs, stream)

@@ -117,9 +117,6 @@ def test_logprobs(client: openai.OpenAI, chat: bool, is_real: bool) -> None:
         ]
 
 
-@pytest.mark.xfail(
-    reason="the detokenizer drops the first space of an answer that goes on from text", strict=False
-)
 def test_an_answer_goes_on_from_the_prompt(client: openai.OpenAI, is_real: bool) -> None:
     """The space of " named" after "girl" stays, so that prompt + text reads as one."""
     (answer,) = ask(client, chat=False, stream=False, temperature=0, max_tokens=8, logprobs=1)

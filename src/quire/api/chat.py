@@ -51,6 +51,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         priority=request.priority,
         cache_salt=request.cache_salt,
         tenant=request.user,
+        continues=bool(request.continue_final_message),
         client_request_id=request.request_id or request.rid,
     )
 

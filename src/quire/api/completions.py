@@ -49,6 +49,7 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
         priority=request.priority,
         cache_salt=request.cache_salt,
         tenant=request.user,
+        continues=True,
         client_request_id=request.request_id or request.rid,
     )
 

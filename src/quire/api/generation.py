@@ -42,6 +42,7 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    continues: bool = False  # the output goes on from the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
 
 
@@ -70,6 +71,7 @@ class Generation:
                     priority=job.priority,
                     cache_salt=job.cache_salt,
                     tenant=job.tenant,
+                    continues=job.continues,
                 )
                 self._streams.append(stream)
                 self._metrics.append(

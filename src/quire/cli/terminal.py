@@ -83,7 +83,9 @@ def run(settings: dict[str, Any], prompt: str | None, sampling: dict[str, Any]) 
     text = prompt if prompt is not None else sys.stdin.read()
 
     async def once(frontend: Frontend) -> bool:
-        _, stopped = await print_stream(await frontend.submit(text, frontend.model.sampling(**sampling)))
+        _, stopped = await print_stream(
+            await frontend.submit(text, frontend.model.sampling(**sampling), continues=True)
+        )
         return stopped
 
     with open_frontend(settings, None) as (frontend, runner):

@@ -89,8 +89,11 @@ class Frontend:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        continues: bool = False,
     ) -> RequestStream:
         """Start a request. A string is tokenized with what the model expects around a text (BOS).
+
+        ``continues``: the output goes on from the prompt's text (a completion), where an answer begins its own.
 
         A refusal by the engine (queue full, can never fit) is the first chunk of the stream, with `FinishReason.ERROR`.
 
@@ -117,7 +120,7 @@ class Frontend:
             tenant=tenant,
         )
         self._check_open()  # the tokenizer may have taken its time
-        state = RequestOutputState(request, self.tokenizer, self._client.send)
+        state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
         stream = RequestStream(name, state, lambda: self._give_up(request.request_id))
         self._open[request.request_id] = stream
         self._idle.clear()

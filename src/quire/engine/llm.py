@@ -86,7 +86,7 @@ class LLM:
         for index, (item, text, sampling) in enumerate(zip(items, texts, params, strict=True)):
             ids = self._tokenizer.encode(text) if text is not None else _ids_of(item, index)
             requests.append(self._request(ids, sampling))
-        return self._run(requests, texts, use_tqdm)
+        return self._run(requests, texts, use_tqdm, continues=True)
 
     def chat(
         self,
@@ -120,7 +120,7 @@ class LLM:
             self._request(self._tokenizer.encode(text, add_special_tokens=False), sampling)
             for text, sampling in zip(texts, params, strict=True)
         ]
-        return self._run(requests, texts, use_tqdm)
+        return self._run(requests, texts, use_tqdm, continues=continue_final_message)
 
     def stream(
         self,
@@ -136,7 +136,7 @@ class LLM:
         else:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         request = self._request(ids, sampling_params or self.get_default_sampling_params())
-        return (chunk for _, chunk in self._chunks(deque([request])))
+        return (chunk for _, chunk in self._chunks(deque([request]), continues=True))
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **options: Any) -> str:
         """Return the prompt text of a conversation; ``options`` as `ChatTemplate.render`."""
@@ -188,12 +188,12 @@ class LLM:
         )
 
     def _run(
-        self, requests: Sequence[Request], texts: Sequence[str | None], show: bool
+        self, requests: Sequence[Request], texts: Sequence[str | None], show: bool, *, continues: bool
     ) -> list[RequestOutput]:
         parts = {r.request_id: [[] for _ in range(r.sampling.n)] for r in requests}  # type: dict[str, list[list[OutputChunk]]]
         states: dict[str, RequestOutputState] = {}
         bar = ProgressBar(len(requests), self._clock, shown=show)
-        for state, chunk in self._chunks(deque(requests)):
+        for state, chunk in self._chunks(deque(requests), continues=continues):
             states[state.request.request_id] = state
             parts[state.request.request_id][chunk.index].append(chunk)
             bar.add(requests=state.finished, tokens=len(chunk.token_ids))
@@ -210,7 +210,9 @@ class LLM:
             for request, text in zip(requests, texts, strict=True)
         ]
 
-    def _chunks(self, waiting: deque[Request]) -> Iterator[tuple[RequestOutputState, OutputChunk]]:
+    def _chunks(
+        self, waiting: deque[Request], *, continues: bool
+    ) -> Iterator[tuple[RequestOutputState, OutputChunk]]:
         """Run all requests to their ends; whatever is left when the caller leaves is aborted."""
         running: dict[str, RequestOutputState] = {}
         try:
@@ -218,7 +220,7 @@ class LLM:
                 while waiting and len(running) < self._max_in_flight:
                     request = waiting.popleft()
                     running[request.request_id] = RequestOutputState(
-                        request, self._tokenizer, self._client.send
+                        request, self._tokenizer, self._client.send, continues=continues
                     )
                     self._client.send(AddRequest(request))
                 for event in self._client.receive():

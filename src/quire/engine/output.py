@@ -75,9 +75,11 @@ class _Sample:
 
     __slots__ = ("detokenizer", "finished", "matcher", "num_tokens")
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, continues: bool) -> None:
         sampling = request.sampling
-        self.detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+        self.detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=sampling.skip_special_tokens, continues=continues
+        )
         self.matcher: StopMatcher | None = None
         if sampling.stop:
             self.matcher = StopMatcher(
@@ -109,15 +111,30 @@ class _Sample:
 
 
 class RequestOutputState:
-    """The output side of one request: n samples, the numbers for usage and timing. Not thread-safe."""
+    """The output side of one request: n samples, the numbers for usage and timing. Not thread-safe.
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, send: Callable[[FinishSample], None]) -> None:
+    ``continues``: the output goes on from the prompt's text, so that a sentencepiece vocabulary's first space stays;
+    an answer to a chat begins a text of its own.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        send: Callable[[FinishSample], None],
+        *,
+        continues: bool = False,
+    ) -> None:
+        special = tokenizer.special_token_ids
+        continues = continues and any(
+            token_id not in special for token_id in reversed(request.prompt_token_ids)
+        )
         self.request = request
         self.num_cached_tokens = 0
         self.queued_s = 0.0
         self.ttft_s = 0.0
         self._send = send
-        self._samples = [_Sample(request, tokenizer) for _ in range(request.sampling.n)]
+        self._samples = [_Sample(request, tokenizer, continues) for _ in range(request.sampling.n)]
         self._preemptions = [0] * request.sampling.n
         self._num_open = request.sampling.n
 
