@@ -1,4 +1,4 @@
-"""The planted faults of `tools/mutants.py`."""
+"""The planted faults of `tools/mutants.py`. A fault is small, plausible, and wrong."""
 
 from __future__ import annotations
 
@@ -18,9 +18,134 @@ class Mutant:
     count: int = 1  # how often ``old`` occurs
 
 
+# The first 36 seeds: every gate × order with 1, 2 and 4 steps in flight.
+FUZZ = tuple(f"tests/sim/test_fuzz.py::test_fuzz[{first}]" for first in (0, 12, 24))
+EXACT = ("tests/exact/test_quick.py",)
 SAMPLER = ("tests/sampling/test_sampler.py",)
+SALTS = ("tests/cache/test_manager.py", "tests/cache/test_block_hash.py")
+KERNELS = ("tests/kernels/test_attention.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "reference-not-released",
+        "an ending sequence keeps one of its blocks",
+        "src/quire/cache/manager.py",
+        "self.references.give_up(table, table.block_ids())",
+        "self.references.give_up(table, table.block_ids()[1:])",
+        FUZZ,
+    ),
+    Mutant(
+        "freed-while-read",
+        "blocks are freed at once, though a step in flight reads them",
+        "src/quire/cache/references.py",
+        "        if self.in_flight(table):\n",
+        "        if False:\n",
+        FUZZ,
+    ),
+    Mutant(
+        "hash-without-parent",
+        "a block's hash forgets what came before it",
+        "src/quire/cache/block_hash.py",
+        "blake2b(parent + body,",
+        "blake2b(body,",
+        FUZZ,
+    ),
+    Mutant(
+        "salt-ignored",
+        "requests of different cache salts share blocks",
+        "src/quire/cache/manager.py",
+        "adapter=adapter, cache_salt=cache_salt)",
+        'adapter=adapter, cache_salt="")',
+        SALTS,
+    ),
+    Mutant(
+        "stale-tail-after-fork",
+        "a fork gets an empty tail block instead of a copy",
+        "src/quire/cache/manager.py",
+        "rows.append(self.references.copy(target, shared[full_rows]))",
+        "rows.append(self.references.take())",
+        FUZZ,
+    ),
+    Mutant(
+        "moves-not-made",
+        "the worker does not copy the blocks that the plan moves",
+        "src/quire/runner/worker.py",
+        "            self.runner.kv.copy(plan.kv_moves)\n",
+        "            pass\n",
+        EXACT,
+    ),
+    Mutant(
+        "full-hit-computes-nothing",
+        "a prompt that is cached whole leaves its last token uncomputed",
+        "src/quire/cache/prefix_cache.py",
+        "min(rows * self._block_size, num_known - 1)",
+        "rows * self._block_size",
+        FUZZ,
+    ),
+    Mutant(
+        "evicts-what-is-used",
+        "a cached block may be evicted while a sequence reads it",
+        "src/quire/cache/node.py",
+        "self.alive and not self.children and not self.num_used",
+        "self.alive and not self.children",
+        FUZZ,
+    ),
+    Mutant(
+        "window-slides-early",
+        "the cache lets go of a window's first row one token too early",
+        "src/quire/cache/windows.py",
+        "max(0, position - w + 1) // self._block_size",
+        "max(0, position - w + 2) // self._block_size",
+        FUZZ,
+    ),
+    Mutant(
+        "window-off-by-one",
+        "attention sees one token more than the window",
+        "src/quire/kernels/attention/tiling.py",
+        "position[:, None, :] <= limit[:, :, None] - window",
+        "position[:, None, :] < limit[:, :, None] - window",
+        KERNELS,
+    ),
+    Mutant(
+        "tile-by-batch",
+        "the attention tile depends on the longest sequence of the batch",
+        "src/quire/kernels/attention/reference.py",
+        "    blocks_per_tile = -(-TILE // kv.block_size)\n",
+        "    blocks_per_tile = min(-(-TILE // kv.block_size), batch.block_table.shape[1])\n",
+        EXACT,
+    ),
+    Mutant(
+        "old-epoch-applied",
+        "the result of a sequence's life before its preemption is applied",
+        "src/quire/scheduler/outcome.py",
+        "        if seq.epoch != epoch:  # a zombie",
+        "        if seq.epoch < 0:  # a zombie",
+        FUZZ,
+    ),
+    Mutant(
+        "failed-step-stays-published",
+        "the blocks of a failed step stay in the prefix tree",
+        "src/quire/cache/publisher.py",
+        "                    self._prefix.withdraw(node)\n",
+        "                    pass\n",
+        FUZZ,
+    ),
+    Mutant(
+        "readers-not-restarted",
+        "who read the blocks of a failed step goes on with them",
+        "src/quire/cache/manager.py",
+        "table.reads = {n.step for n in hit.nodes if n.step > self.references.applied_step}",
+        "table.reads = set()",
+        FUZZ,
+    ),
+    Mutant(
+        "cached-block-cleared",
+        "the worker clears cached blocks when another sequence starts to read them",
+        "src/quire/runner/input_batch.py",
+        "ids[max(0, first_empty - start) :]",
+        "ids",
+        EXACT,
+    ),
     Mutant(
         "rng-without-sample-index",
         "the RNG does not know which of n samples it draws for",
@@ -36,5 +161,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "        len(seq.prompt_token_ids) + len(seq.output_token_ids),\n",
         "        0,\n",
         SAMPLER,
+    ),
+    Mutant(
+        "penalties-lost-on-resumption",
+        "a sequence that comes back has forgotten what it must be penalised for",
+        "src/quire/sampling/batch.py",
+        "penalties_of(seq.sampling, seq.prompt_token_ids, seq.output_token_ids)",
+        "penalties_of(seq.sampling, seq.prompt_token_ids, ())",
+        EXACT,
     ),
 )

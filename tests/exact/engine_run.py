@@ -1,4 +1,4 @@
-"""One run of the real scheduler, cache and local executor over random traffic, watched from outside."""
+"""One run of the real core, scheduler, cache and local executor over random traffic, watched from outside."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tests.exact.models import MAX_MODEL_LEN
 from tests.exact.traffic import STEP_S, Job
 
+from quire.clock import VirtualClock
 from quire.config import (
     CacheConfig,
     DeviceInfo,
@@ -18,11 +19,13 @@ from quire.config import (
     RunnerConfig,
     SchedulerConfig,
 )
+from quire.engine.core import EngineCore
+from quire.engine.inbox import AbortRequest, AddRequest
 from quire.executor.local import LocalExecutor
 from quire.modelspec import ModelSpec
 from quire.request import FinishReason, TokenEvent
 from quire.scheduler.scheduler import Scheduler
-from quire.step import StepPlan
+from quire.step import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def engine_config(
     policy: Policy,
     max_num_seqs: int = 16,
     num_threads: int = 1,
-    cpu_isa: str = "auto",
+    cpu_isa: str = "reference",
     max_model_len: int = MAX_MODEL_LEN,
 ) -> EngineConfig:
     """A configuration by hand: `resolve` has no say in how small a pool may be."""
@@ -109,17 +112,47 @@ def engine_config(
     )
 
 
+class WatchedExecutor:
+    """The local executor, with a look at the plans that pass."""
+
+    def __init__(self, executor: LocalExecutor, tally: Tally) -> None:
+        self.max_in_flight = executor.max_in_flight
+        self._executor = executor
+        self._tally = tally
+        self._prompt_lens: dict[int, int] = {}  # by sequence
+        self._chunked: set[int] = set()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._tally.num_steps += 1
+        self._tally.num_moves += len(plan.kv_moves)
+        for new in plan.new_seqs:
+            self._prompt_lens[new.seq_id] = len(new.prompt_token_ids)
+        for seq in plan.seqs:
+            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            # The last prompt token of a request with n > 1 is computed by itself; that alone is no chunk.
+            if end < self._prompt_lens[seq.seq_id] - 1 and seq.seq_id not in self._chunked:
+                self._chunked.add(seq.seq_id)
+                self._tally.num_chunked_prompts += 1
+        self._executor.submit(plan)
+
+    def collect(self) -> StepResult:
+        result = self._executor.collect()
+        assert result.error is None, result.error
+        return result
+
+    def close(self) -> None:
+        self._executor.close()
+
+
 class EngineRun:
     """Serves ``jobs`` to their end on a virtual clock: one step takes `STEP_S`."""
 
     def __init__(self, config: EngineConfig, executor: LocalExecutor, policy: Policy) -> None:
-        self._scheduler = Scheduler(config.scheduler, config.cache)
-        self._executor = executor
         self.tally = Tally(policies={policy})
         self.ended: dict[tuple[str, int], Ended] = {}
-        self._now_s = 0.0
-        self._prompt_lens: dict[int, int] = {}  # by sequence, of those in their first epoch
-        self._chunked: set[int] = set()
+        self._clock = VirtualClock()
+        self._scheduler = Scheduler(config.scheduler, config.cache)
+        self._core = EngineCore(self._scheduler, WatchedExecutor(executor, self.tally), self._clock)
 
     def serve(self, jobs: Iterable[Job]) -> None:
         arrivals = sorted(jobs, key=lambda job: job.request.arrival_s, reverse=True)
@@ -132,41 +165,20 @@ class EngineRun:
                 when_s = job.request.arrival_s + job.abort_after_steps * STEP_S
                 aborts.append((when_s, job.request.request_id))
         aborts.sort(reverse=True)
-        while arrivals or aborts or self._scheduler.has_work:
-            while arrivals and arrivals[-1].request.arrival_s <= self._now_s:
-                self._take(self._scheduler.add(arrivals.pop().request, self._now_s))
-            while aborts and aborts[-1][0] <= self._now_s:
-                self._take(self._scheduler.abort(aborts.pop()[1]))
-            self._step()
-            self._now_s += STEP_S
-        stats = self._scheduler.stats()
+        while arrivals or aborts or self._core.has_work:
+            now_s = self._clock.now()
+            while arrivals and arrivals[-1].request.arrival_s <= now_s:
+                self._core.put(AddRequest(arrivals.pop().request))
+            while aborts and aborts[-1][0] <= now_s:
+                self._core.put(AbortRequest(aborts.pop()[1]))
+            self._take(self._core.step())
+            self._scheduler.check_integrity()
+            self._clock.advance(STEP_S)
+        stats = self._core.stats()
         self.tally.num_cached_tokens += stats.num_cached_tokens
         self.tally.num_preemptions += stats.num_preemptions
         self.tally.num_forks += stats.num_forks
         assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks, "blocks leaked"
-
-    def _step(self) -> None:
-        plan = self._scheduler.plan(self._now_s)
-        if plan is None:
-            return
-        self._watch(plan)
-        self._executor.submit(plan)
-        result = self._executor.collect()
-        assert result.error is None, result.error
-        self._take(self._scheduler.apply(result, self._now_s))
-        self._scheduler.check_integrity()
-
-    def _watch(self, plan: StepPlan) -> None:
-        self.tally.num_steps += 1
-        self.tally.num_moves += len(plan.kv_moves)
-        for new in plan.new_seqs:
-            self._prompt_lens[new.seq_id] = len(new.prompt_token_ids)
-        for seq in plan.seqs:
-            end = seq.num_computed_tokens + seq.num_scheduled_tokens
-            # The last prompt token of a request with n > 1 is computed by itself; that alone is no chunk.
-            if end < self._prompt_lens[seq.seq_id] - 1 and seq.seq_id not in self._chunked:
-                self._chunked.add(seq.seq_id)
-                self.tally.num_chunked_prompts += 1
 
     def _take(self, events: Iterable[TokenEvent]) -> None:
         for event in events:

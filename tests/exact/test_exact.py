@@ -1,59 +1,29 @@
 """Whatever else is in the batch: logits bitwise and tokens equal to the request run alone.
 
 A case is a tiny model and a dtype; each serves the same 64 requests under several policies with a pool small enough to
-preempt. Over all cases every gate × order × budget occurs. The last test demands that the runs exercised what they
-claim to, and `-s` prints it. See docs/exactness.md.
+preempt. Over all cases every gate × order × budget occurs. One test demands that the runs exercised what they claim
+to, and `-s` prints it. See docs/exactness.md.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections import defaultdict
 
 import pytest
-from tests.exact.alone import AloneDriver
-from tests.exact.engine_run import Ended, EngineRun, Policy, Tally, engine_config
-from tests.exact.models import EOS, MAX_MODEL_LEN, MODELS, VOCAB
-from tests.exact.recorder import Draw, Key, recording
-from tests.exact.traffic import Job, make_jobs
+from tests.exact.engine_run import Policy, Tally
+from tests.exact.models import MODELS, VOCAB
+from tests.exact.suite import POLICIES, Case, deal, serve_and_check, truth_of
 
-from quire.config import GATES, ORDERS
-from quire.executor.local import LocalExecutor
+from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.models import random_weights
 from quire.request import FinishReason, TokenLogprobs
 
-NUM_REQUESTS = 64
-BUDGETS = (16, 48, 256, 2048)
-BLOCK_SIZE = 8
-NUM_BLOCKS = {"llama": 22, "sliding": 44, "moe": 22}  # two sequences of the longest kind hardly fit
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A model, a dtype and the seed of its traffic."""
-
-    model: str
-    dtype: str
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.model}-{self.dtype}-seed{self.seed}"
-
-
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """What each sequence gives alone."""
-
-    jobs: tuple[Job, ...]
-    draws: dict[Key, Draw]
-    outputs: dict[tuple[str, int], tuple[tuple[int, ...], FinishReason]]
-
-
 DTYPES = ("float32", "bfloat16")
 CASES = [Case(model, dtype, seed) for seed, (model, dtype) in enumerate(itertools.product(MODELS, DTYPES), 1)]
-POLICIES = [Policy(*triple) for triple in itertools.product(GATES, ORDERS, BUDGETS)]
+POLICIES_OF: dict[Case, list[Policy]] = defaultdict(list)
+for _case, _policy in deal(CASES):
+    POLICIES_OF[_case].append(_policy)
 TALLIES: dict[Case, Tally] = {}
 
 
@@ -63,83 +33,12 @@ def lively_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_weights, "STD", 0.3)
 
 
-def policies_of(case: Case) -> Iterator[Policy]:
-    """Deal the policies out to the cases, so that all of them together have each one."""
-    start = CASES.index(case) if case in CASES else case.seed % len(CASES)
-    yield from POLICIES[start :: len(CASES)]
-
-
-@cache
-def truth_of(case: Case) -> Truth:
-    """Run every sequence of the case alone, on an engine with room for one."""
-    jobs = make_jobs(case.seed, NUM_REQUESTS, VOCAB, EOS, max_prompt=90, max_output=14)
-    config = engine_config(
-        MODELS[case.model](),
-        case.dtype,
-        num_blocks=2 * MAX_MODEL_LEN // BLOCK_SIZE + 2,
-        block_size=BLOCK_SIZE,
-        policy=POLICIES[0],
-    )
-    outputs = {}
-    with recording() as recorder:
-        driver = AloneDriver(LocalExecutor(config), config.kv_layout, BLOCK_SIZE, MAX_MODEL_LEN)
-        for job in jobs:
-            for index in range(job.request.sampling.n):
-                outputs[job.request.request_id, index] = driver.run(job.request, index)
-    return Truth(tuple(jobs), recorder.draws, outputs)
-
-
-def serve(case: Case, policy: Policy, *, num_threads: int = 1) -> tuple[EngineRun, dict[Key, Draw]]:
-    """Serve the case's traffic in one engine, all together; return what was drawn."""
-    config = engine_config(
-        MODELS[case.model](),
-        case.dtype,
-        num_blocks=NUM_BLOCKS[case.model],
-        block_size=BLOCK_SIZE,
-        policy=policy,
-        num_threads=num_threads,
-    )
-    with recording() as recorder:
-        run = EngineRun(config, LocalExecutor(config), policy)
-        run.serve(truth_of(case).jobs)
-    assert not recorder.conflicts, f"{case}, {policy}: drawn twice and differently: {recorder.conflicts[:5]}"
-    run.tally.num_draws = len(recorder.draws)
-    return run, recorder.draws
-
-
-def check(case: Case, policy: Policy, run: EngineRun, draws: dict[Key, Draw]) -> None:
-    truth = truth_of(case)
-    here = f"{case}, {policy}"
-    other_logits = [
-        key for key, draw in draws.items() if draw.logits_digest != truth.draws[key].logits_digest
-    ]
-    assert not other_logits, (
-        f"{here}: logits of {len(other_logits)} draws differ from alone: {other_logits[:5]}"
-    )
-    other_samples = [key for key, draw in draws.items() if draw != truth.draws[key]]
-    assert not other_samples, f"{here}: equal logits, other samples: {other_samples[:5]}"
-    for (request_id, index), ended in run.ended.items():
-        check_client(f"{here}, {request_id}[{index}]", ended, truth.outputs[request_id, index])
-
-
-def check_client(name: str, ended: Ended, alone: tuple[tuple[int, ...], FinishReason]) -> None:
-    """The stream of events told the client the same tokens and the same end."""
-    output, reason = alone
-    assert ended.error is None, f"{name}: {ended.error}"
-    assert ended.reason is not None, f"{name}: no terminal event"
-    if ended.reason is FinishReason.ABORT:
-        assert tuple(ended.token_ids) == output[: len(ended.token_ids)], name
-    else:
-        assert (tuple(ended.token_ids), ended.reason) == (output, reason), name
-
-
 def run_case(case: Case) -> Tally:
+    """Run a case under its policies, once a session."""
     if case not in TALLIES:
         tally = Tally()
-        for policy in policies_of(case):
-            run, draws = serve(case, policy)
-            check(case, policy, run, draws)
-            tally += run.tally
+        for policy in POLICIES_OF[case]:
+            tally += serve_and_check(case, policy).tally
         TALLIES[case] = tally
     return TALLIES[case]
 
@@ -147,12 +46,6 @@ def run_case(case: Case) -> Tally:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_everyone_together_equals_each_one_alone(case: Case) -> None:
     print(f"\n{case}: {run_case(case)}")
-
-
-def test_two_threads_equal_one() -> None:
-    case = CASES[0]
-    run, draws = serve(case, Policy("continuous", "fcfs", 48), num_threads=2)
-    check(case, Policy("continuous", "fcfs", 48), run, draws)
 
 
 def test_the_traffic_covers_what_it_claims() -> None:
@@ -168,8 +61,8 @@ def test_the_traffic_covers_what_it_claims() -> None:
     assert total.num_forks >= 20
     assert total.num_aborts >= 10
     assert total.num_moves >= 20
-    for tally in TALLIES.values():
-        assert tally.num_preemptions > 0
+    for case in CASES:
+        assert run_case(case).num_preemptions > 0, f"{case} never ran out of blocks"
 
 
 def test_sequences_alone_are_worth_comparing() -> None:
@@ -181,12 +74,25 @@ def test_sequences_alone_are_worth_comparing() -> None:
     assert any(isinstance(draw.sample.logprobs, TokenLogprobs) for draw in truth.draws.values())
 
 
+def test_two_threads_equal_one() -> None:
+    serve_and_check(Case("llama", "float32", 21, num_requests=16), POLICIES[1], num_threads=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("level", NATIVE_LEVELS)
+def test_native_kernels_are_exact_too(level: str, dtype: str) -> None:
+    if level not in backends("linear"):
+        pytest.skip(f"the native extension is not built, or this CPU has no {level}")
+    for model in MODELS:
+        case = Case(model, dtype, 31, num_requests=12, cpu_isa=level)
+        serve_and_check(case, Policy("continuous", "fcfs", 48))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 112))
+@pytest.mark.parametrize("seed", range(100, 106))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)
 def test_more_seeds(model: str, dtype: str, seed: int) -> None:
-    case = Case(model, dtype, seed)
-    for policy in policies_of(case):
-        run, draws = serve(case, policy)
-        check(case, policy, run, draws)
+    case = Case(model, dtype, seed, max_prompt=150, max_output=40)
+    for policy in POLICIES[seed % 6 :: 6]:
+        serve_and_check(case, policy)

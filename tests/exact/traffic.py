@@ -69,9 +69,10 @@ def _sampling(rng: random.Random, vocab: int, eos: int, max_output: int, seed: i
         "bad_words_token_ids": [[rng.randrange(vocab) for _ in range(rng.randint(1, 2))] for _ in range(8)],
         "allowed_token_ids": rng.sample(range(vocab), vocab // 2),
         "logprobs": rng.choice([0, 4]),
-        "stop_token_ids": rng.sample(range(vocab), 4),
     }
     chosen = {name: value for name, value in features.items() if rng.random() < 0.12}
+    if rng.random() < 0.4:
+        chosen["stop_token_ids"] = rng.sample(range(vocab), vocab // 12)
     max_tokens = rng.choice([1, rng.randint(2, 6), rng.randint(max_output // 2, max_output)])
     return SamplingParams(
         n=rng.choice([1, 1, 1, 1, 1, 1, 2, 3]),

@@ -1,0 +1,117 @@
+"""A case (model, dtype, kernels, traffic), what its sequences give alone, and the comparison with a run together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from tests.exact.alone import AloneDriver
+from tests.exact.engine_run import Ended, EngineRun, Policy, engine_config
+from tests.exact.models import EOS, MAX_MODEL_LEN, MODELS, VOCAB
+from tests.exact.recorder import Draw, Key, recording
+from tests.exact.traffic import Job, make_jobs
+
+from quire.config import GATES, ORDERS
+from quire.executor.local import LocalExecutor
+from quire.request import FinishReason
+
+BUDGETS = (16, 48, 256, 2048)
+POLICIES = [Policy(*triple) for triple in itertools.product(GATES, ORDERS, BUDGETS)]
+BLOCK_SIZE = 8
+NUM_BLOCKS = {"llama": 20, "sliding": 40, "moe": 20}  # two sequences of the longest kind do not fit
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, a dtype and the seed of its traffic."""
+
+    model: str
+    dtype: str
+    seed: int
+    num_requests: int = 64
+    cpu_isa: str = "reference"
+    max_prompt: int = 80
+    max_output: int = 14
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.dtype}-{self.cpu_isa}-seed{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What each sequence gives alone."""
+
+    jobs: tuple[Job, ...]
+    draws: dict[Key, Draw]
+    outputs: dict[tuple[str, int], tuple[tuple[int, ...], FinishReason]]
+
+
+def deal(cases: list[Case]) -> Iterator[tuple[Case, Policy]]:
+    """Deal the policies out to the cases, so that all cases together have each one."""
+    for index, policy in enumerate(POLICIES):
+        yield cases[index % len(cases)], policy
+
+
+@cache
+def truth_of(case: Case) -> Truth:
+    """Run every sequence of the case alone, on an engine with room for one."""
+    jobs = make_jobs(
+        case.seed, case.num_requests, VOCAB, EOS, max_prompt=case.max_prompt, max_output=case.max_output
+    )
+    config = engine_config(
+        MODELS[case.model](),
+        case.dtype,
+        num_blocks=2 * MAX_MODEL_LEN // BLOCK_SIZE + 2,
+        block_size=BLOCK_SIZE,
+        policy=POLICIES[0],
+        cpu_isa=case.cpu_isa,
+    )
+    outputs = {}
+    with recording() as recorder:
+        driver = AloneDriver(LocalExecutor(config), config.kv_layout, BLOCK_SIZE, MAX_MODEL_LEN)
+        for job in jobs:
+            for index in range(job.request.sampling.n):
+                outputs[job.request.request_id, index] = driver.run(job.request, index)
+    return Truth(tuple(jobs), recorder.draws, outputs)
+
+
+def serve_and_check(case: Case, policy: Policy, *, num_threads: int = 1) -> EngineRun:
+    """Serve the case's traffic in one engine, all together, and compare with each sequence alone."""
+    longest = -(-(case.max_prompt + case.max_output) // BLOCK_SIZE)
+    config = engine_config(
+        MODELS[case.model](),
+        case.dtype,
+        num_blocks=max(NUM_BLOCKS[case.model], 2 * longest),
+        block_size=BLOCK_SIZE,
+        policy=policy,
+        num_threads=num_threads,
+        cpu_isa=case.cpu_isa,
+    )
+    truth = truth_of(case)
+    here = f"{case}, {policy}"
+    with recording() as recorder:
+        run = EngineRun(config, LocalExecutor(config), policy)
+        run.serve(truth.jobs)
+    assert not recorder.conflicts, f"{here}: drawn twice and differently: {recorder.conflicts[:5]}"
+    draws = recorder.draws
+    run.tally.num_draws = len(draws)
+    other = [key for key, draw in draws.items() if draw.logits_digest != truth.draws[key].logits_digest]
+    assert not other, f"{here}: logits of {len(other)} draws differ from alone: {other[:5]}"
+    other = [key for key, draw in draws.items() if draw != truth.draws[key]]
+    assert not other, f"{here}: equal logits, other samples: {other[:5]}"
+    for (request_id, index), ended in run.ended.items():
+        _check_client(f"{here}, {request_id}[{index}]", ended, truth.outputs[request_id, index])
+    return run
+
+
+def _check_client(name: str, ended: Ended, alone: tuple[tuple[int, ...], FinishReason]) -> None:
+    """The stream of events told the client the same tokens and the same end."""
+    output, reason = alone
+    assert ended.error is None, f"{name}: {ended.error}"
+    assert ended.reason is not None, f"{name}: no terminal event"
+    if ended.reason is FinishReason.ABORT:
+        assert tuple(ended.token_ids) == output[: len(ended.token_ids)], name
+    else:
+        assert (tuple(ended.token_ids), ended.reason) == (output, reason), name

@@ -1,0 +1,24 @@
+"""The exactness suite in small, for a first look and for `tools/mutants.py`: seconds instead of minutes."""
+
+from __future__ import annotations
+
+import pytest
+from tests.exact.engine_run import Policy
+from tests.exact.suite import Case, serve_and_check
+
+from quire.models import random_weights
+
+CASES = [
+    (Case("llama", "float32", 42, num_requests=24), Policy("continuous", "fcfs", 48)),
+    (Case("sliding", "float32", 47, num_requests=24), Policy("continuous", "priority", 256)),
+]
+
+
+@pytest.mark.parametrize(("case", "policy"), CASES, ids=str)
+def test_quick(case: Case, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_weights, "STD", 0.3)
+    tally = serve_and_check(case, policy).tally
+    assert tally.num_preemptions > 0
+    assert tally.num_forks > 0
+    assert tally.num_moves > 0
+    assert tally.num_cached_tokens > 0
