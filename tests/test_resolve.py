@@ -100,7 +100,7 @@ def test_different_models_have_different_block_hashes() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_num_seq": 4}, "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ({"max_num_seq": 4}, "unknown setting 'max_num_seq' \\(did you mean 'max_num_seqs'"),
         ({"max_num_seqs": "4"}, "max_num_seqs = '4' must be of type int"),
         ({"max_num_seqs": True}, "max_num_seqs = True must be of type int"),
         ({"max_num_seqs": 0}, "max_num_seqs = 0 must be at least 1"),

@@ -124,7 +124,7 @@ def test_unknown_fields_are_refused_with_the_nearest_name() -> None:
     assert "'temperature'" in error["message"]
     error = error_of(Api().chat(messages=[{"role": "user", "contents": "hi"}]), 400)
     assert error["param"] == "messages[0].contents"
-    assert error["message"].startswith("Unknown field 'messages[0].contents'; did you mean 'content'?")
+    assert error["message"].startswith("Unknown field 'messages[0].contents' (did you mean 'content'?)")
     assert "'content'" in error["message"]
     error = error_of(Api().chat(stream=True, stream_options={"include_usag": True}), 400)
     assert error["param"] == "stream_options.include_usag"

@@ -58,7 +58,7 @@ def test_toml_keys_are_the_flags_and_flags_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_num_seq = 4", "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ("max_num_seq = 4", "unknown setting 'max_num_seq' \\(did you mean 'max_num_seqs'"),
         ("max_num_seqs = [", "not valid TOML"),
         ("max_num_seqs = 'many'", "must be of type int"),
         ("port = 70000", "must be at most 65535"),
