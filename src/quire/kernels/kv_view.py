@@ -47,6 +47,14 @@ class KvView:
         )
 
 
+def gather_pages(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``rows.index_select(0, index)``, moving four bytes at a time: torch gathers bf16 five times slower."""
+    sizes = (*rows.stride()[:-1], rows.shape[-1], rows.storage_offset())
+    if rows.dtype.itemsize == 2 and all(size % 2 == 0 for size in sizes):
+        return rows.view(torch.float32).index_select(0, index).view(rows.dtype)
+    return rows.index_select(0, index)
+
+
 def view_layer(
     storage: torch.Tensor,
     slot: int,

@@ -23,7 +23,7 @@ import torch
 
 from quire.kernels.attention import tiling
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_view import KvView, gather_pages
 from quire.kernels.registry import register
 
 TILE = 64  # positions
@@ -129,7 +129,7 @@ def _attend(
 def _gather(kv: KvView, blocks: torch.Tensor, num_pairs: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Read the blocks of every pair: fp32 ``[kv_heads · pairs, tile, dim]``, padded with zeros to whole ALIGNs."""
     kv_heads, size = kv.num_kv_heads, kv.block_size
-    pieces = kv.pieces.index_select(0, blocks).view(num_pairs, -1, kv_heads, kv.pieces.shape[-1])
+    pieces = gather_pages(kv.pieces, blocks).view(num_pairs, -1, kv_heads, kv.pieces.shape[-1])
     per_tile = pieces.shape[1]
 
     def unpack(start: int, dim: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from quire.kernels.attention import reference
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_view import KvView, gather_pages
 from quire.kernels.registry import register
 
 _GROUP = 8  # sequences that decode together: more would pad short ones to the length of long ones
@@ -125,8 +125,8 @@ def _gather(kv: KvView, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     parts = kv.pieces.as_strided(((num_blocks - 1) * stride + 2 * kv_heads, part), (part, 1))
     index = table.unsqueeze(1) * stride + 2 * torch.arange(kv_heads).view(-1, 1)
     size = (seqs, kv_heads, blocks * kv.block_size, kv.head_dim)
-    keys = parts.index_select(0, index.view(-1)).view(size)
-    return keys, parts.index_select(0, index.view(-1).add_(1)).view(size)
+    keys = gather_pages(parts, index.view(-1)).view(size)
+    return keys, gather_pages(parts, index.view(-1).add_(1)).view(size)
 
 
 def _take(part: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,129 @@
+"""`StepPlan` → tensors, against a loop over tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.runner.tiny import GREEDY, SEED
+
+from quire.errors import StepError
+from quire.runner.input_batch import InputBatch
+from quire.step import NewSeq, SeqPlan
+
+BLOCK = 16
+
+
+def new_seq(seq_id: int, prompt: tuple[int, ...], output: tuple[int, ...] = (), epoch: int = 0) -> NewSeq:
+    return NewSeq(seq_id, epoch, prompt, output, GREEDY, 0)
+
+
+def test_against_a_loop() -> None:
+    rng = random.Random(SEED)
+    inputs = InputBatch(64, 200, BLOCK, 2)
+    ids: dict[int, list[int]] = {}
+    tables: dict[int, list[list[int]]] = {}
+    plans = []
+    for seq_id in range(100):  # more than the rows it starts with
+        ids[seq_id] = [rng.randrange(1000) for _ in range(rng.randint(1, 200))]
+        cut = rng.randint(1, len(ids[seq_id]))
+        inputs.add(new_seq(seq_id, tuple(ids[seq_id][:cut]), tuple(ids[seq_id][cut:])))
+        computed = rng.randrange(len(ids[seq_id]))
+        rows = rng.choice((len(ids[seq_id]) - computed, rng.randint(1, len(ids[seq_id]) - computed)))
+        tables[seq_id] = [[rng.randrange(5000) for _ in range(13)] for _ in range(2)]
+        plans.append(
+            SeqPlan(
+                seq_id, 0, computed, rows, (0, 3), (tuple(tables[seq_id][0]), tuple(tables[seq_id][1][3:]))
+            )
+        )
+        tables[seq_id][1][:3] = [0, 0, 0]
+    rng.shuffle(plans)
+    inputs.update_tables(tuple(plans))
+    prepared = inputs.prepare(tuple(plans))
+    batch = prepared.batch
+    want_ids, want_positions, want_logits, sampling = [], [], [], []
+    slots: list[list[tuple[int, int]]] = [[], []]
+    for index, plan in enumerate(plans):
+        for position in range(plan.num_computed_tokens, plan.num_computed_tokens + plan.num_scheduled_tokens):
+            want_ids.append(ids[plan.seq_id][position])
+            want_positions.append(position)
+            for group in range(2):
+                slots[group].append((tables[plan.seq_id][group][position // BLOCK], position % BLOCK))
+        if plan.num_computed_tokens + plan.num_scheduled_tokens == len(ids[plan.seq_id]):
+            want_logits.append(len(want_ids) - 1)
+            sampling.append(index)
+    assert batch.input_ids.tolist() == want_ids
+    assert batch.positions.tolist() == want_positions
+    assert batch.logits_indices.tolist() == want_logits
+    assert list(prepared.sampling) == sampling
+    for group in range(2):
+        got = batch.groups[group]
+        assert list(zip(got.slot_blocks.tolist(), got.slot_offsets.tolist(), strict=True)) == slots[group]
+        assert got.ragged.seq_lens.tolist() == [p.num_computed_tokens + p.num_scheduled_tokens for p in plans]
+        for row, plan in enumerate(plans):
+            blocks = -(-int(got.ragged.seq_lens[row]) // BLOCK)
+            assert got.ragged.block_table[row, :blocks].tolist() == tables[plan.seq_id][group][:blocks]
+    assert all(tensor.dtype == torch.int64 for tensor in (batch.input_ids, batch.positions))
+
+
+def test_fresh_blocks_are_those_that_hold_nothing() -> None:
+    inputs = InputBatch(2, 200, BLOCK, 1)
+    inputs.add(new_seq(1, tuple(range(100))))
+    # 20 tokens are computed (a prefix hit and a copied tail): blocks 7 and 8 hold them.
+    plan = SeqPlan(1, 0, 20, 40, (0,), ((7, 8, 9, 4),))
+    assert inputs.update_tables((plan,)) == [9, 4]
+    assert inputs.update_tables((SeqPlan(1, 0, 60, 4),)) == []
+    assert inputs.update_tables((SeqPlan(1, 0, 64, 4, (4,), ((2,),)),)) == [2]
+    # A sliding group whose early rows hold no block any more.
+    assert inputs.update_tables((SeqPlan(1, 0, 32, 4, (0,), ((-1, 5, 6),)),)) == [6]
+    assert inputs.prepare((SeqPlan(1, 0, 32, 4),)).batch.groups[0].ragged.block_table.min() >= 0
+
+
+def test_appended_and_forced_ids() -> None:
+    inputs = InputBatch(2, 64, BLOCK, 1)
+    inputs.add(new_seq(1, (5, 6, 7)))
+    inputs.append(1, 8)
+    assert inputs.prepare((SeqPlan(1, 0, 2, 2),)).batch.input_ids.tolist() == [7, 8]
+    forced = SeqPlan(1, 0, 2, 2, forced_token_ids=(9,))
+    assert inputs.prepare((forced,)).batch.input_ids.tolist() == [7, 9]
+    assert inputs.prepare((SeqPlan(1, 0, 3, 1),)).batch.input_ids.tolist() == [9]
+
+
+def test_rows_are_reused_and_epochs_replace() -> None:
+    inputs = InputBatch(2, 64, BLOCK, 1)
+    inputs.add(new_seq(1, (5, 6, 7), (8,)))
+    inputs.add(new_seq(1, (5, 6), epoch=1))
+    assert inputs.prepare((SeqPlan(1, 1, 0, 2),)).sampling == (0,)
+    inputs.remove(1)
+    inputs.remove(1)
+    assert len(inputs) == 0
+    inputs.add(new_seq(2, (1,)))
+    assert inputs.prepare((SeqPlan(2, 0, 0, 1),)).batch.input_ids.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (SeqPlan(7, 0, 0, 1), "has it not"),
+        (SeqPlan(1, 3, 0, 1), "epoch 0"),
+        (SeqPlan(1, 0, 0, 4), "3 tokens are known"),
+        (SeqPlan(1, 0, 2, 0), "planned"),
+        (SeqPlan(1, 0, 0, 1, num_draft_tokens=2), "drafts"),
+        (SeqPlan(1, 0, 0, 1, max_next_drafts=2), "drafts"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_state_is_refused(plan: SeqPlan, said: str) -> None:
+    inputs = InputBatch(2, 64, BLOCK, 1)
+    inputs.add(new_seq(1, (5, 6, 7)))
+    with pytest.raises(StepError, match=said):
+        inputs.prepare((plan,))
+
+
+def test_room_for_one_token_beyond_the_context() -> None:
+    """The last sampled id may have no row left to be computed in; the scheduler ends the sequence."""
+    inputs = InputBatch(1, BLOCK, BLOCK, 1)
+    inputs.add(new_seq(1, tuple(range(BLOCK))))
+    for token in range(40):
+        inputs.append(1, token)
+    assert inputs.prepare((SeqPlan(1, 0, 0, 1),)).batch.input_ids.tolist() == [0]
