@@ -27,7 +27,9 @@ class Bench:
         caching: bool = True,
         events: EventBuffer | None = None,
     ) -> None:
-        config = CacheConfig(num_blocks, block_size, windows, enable_prefix_caching=caching, model_key="bench")
+        config = CacheConfig(
+            num_blocks, block_size, windows, enable_prefix_caching=caching, model_key="bench"
+        )
         self.cache = CacheManager(config, events)
         self.tables: list[BlockTable] = []
         self.next_step = 0
@@ -46,7 +48,9 @@ class Bench:
         self.cache.references.close_step(min(self.cache.references.steps))
         self.check()
 
-    def admit(self, tokens: Sequence[int], *, salt: str = "", budget: int = 1000) -> tuple[BlockTable, int] | None:
+    def admit(
+        self, tokens: Sequence[int], *, salt: str = "", budget: int = 1000
+    ) -> tuple[BlockTable, int] | None:
         """Admit a prompt in the step being planned and publish what it computes; return table and cached tokens."""
         table = self.cache.new_table(cache_salt=salt)
         admitted = self.cache.admit(table, tokens, len(tokens), budget, whole=False)

@@ -17,15 +17,22 @@ def test_the_hash_is_the_same_for_ever() -> None:
     """Other processes, machines and versions store blocks under these names."""
     root = root_hash("model", 4, adapter="a", cache_salt="s")
     assert root.hex() == "dd278b94923a35c82bdb22e6833028e7c4e49ceec195b9b688aa3ec803a51f89"
-    assert block_hash(root, TOKENS).hex() == "d9845660e4f5a1bc186be0036cbbc1fe592fa7b2ba31ea5d846e9cd6fcc57014"
-    assert page_hash(block_hash(root, TOKENS), 1).hex() == "16c794824ddcab214cc59a248ba169ea58bf81129b0566edb343ffb0ea04c92c"
+    assert (
+        block_hash(root, TOKENS).hex() == "d9845660e4f5a1bc186be0036cbbc1fe592fa7b2ba31ea5d846e9cd6fcc57014"
+    )
+    assert (
+        page_hash(block_hash(root, TOKENS), 1).hex()
+        == "16c794824ddcab214cc59a248ba169ea58bf81129b0566edb343ffb0ea04c92c"
+    )
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1"])
 def test_the_hash_does_not_depend_on_the_process(hash_seed: str) -> None:
     code = "from quire.cache.block_hash import *; print(block_hash(root_hash('m', 16), range(16)).hex())"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == block_hash(root_hash("m", 16), range(16)).hex()
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.cache.cache_bench import NO, Bench
 
 from quire.cache.block_table import BlockTable
 from quire.cache.windows import Windows
-from tests.cache.cache_bench import NO, Bench
 
 PROMPT = tuple(range(10))  # two full blocks of 4 and a half
 
@@ -230,3 +230,14 @@ def test_the_first_rows_sent_are_those_held() -> None:
     table.first_rows = [0, 2]
     table.unsent = True
     assert table.take_unsent() == ((0, 2), ((5, 6, 7), (8,)))
+
+
+@pytest.mark.parametrize("windows", [(None, 5), (3, 17), (None, 1), (16,)])
+def test_a_row_goes_at_the_first_position_that_does_not_see_it(windows: tuple[int | None, ...]) -> None:
+    rule = Windows(windows, 4)
+    before = rule.first_rows(0)
+    for position in range(1, 100):
+        rows = rule.first_rows(position)
+        if rows != before:
+            assert rule.next_slide(before) == position
+        before = rows

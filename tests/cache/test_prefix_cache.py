@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from quire.cache.events import BlockRemoved, BlockStored, EventBuffer, EventsLost
 from tests.cache.cache_bench import Bench
+
+from quire.cache.events import BlockRemoved, BlockStored, EventBuffer, EventsLost
 
 
 def hashes_of(bench: Bench) -> dict[bytes, set[int]]:
@@ -34,6 +35,18 @@ def test_blocks_in_use_are_never_evicted() -> None:
     held, _ = bench.run(tuple(range(12)))
     with bench.step():
         assert bench.admit(tuple(range(50, 62))) is None
+    assert all(h in bench.cache.prefix.nodes for h in held.chain)
+
+
+def test_a_used_block_stays_when_its_last_child_goes() -> None:
+    bench = Bench(num_blocks=5)
+    held, _ = bench.run((*range(8), 90))
+    longer, _ = bench.run((*range(8), 50, 51, 52, 53, 54))
+    bench.release(longer)
+    bench.run(tuple(range(60, 68)))  # takes the idle child
+    assert bench.cache.prefix.num_evicted == 1
+    with bench.step():
+        assert bench.admit((99, 98)) is None
     assert all(h in bench.cache.prefix.nodes for h in held.chain)
 
 

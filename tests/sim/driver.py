@@ -162,7 +162,7 @@ class Driver:
         stats = self.core.stats()
         assert stats.num_running == stats.num_waiting == stats.num_in_flight == 0
         assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks, "blocks leaked"
-        assert self.executor.num_seqs <= self.scenario.scheduler.max_num_seqs * 4, "worker state leaked"
+        assert self.executor.seq_ids <= set(self.scheduler._state.gone), "worker state leaked"
         self.scheduler.cache.prefix.clear()
         assert self.scheduler.cache.pool.num_free == stats.num_blocks
         for name in ("preemptions", "forks", "zombie_results", "failed_steps", "restarted_readers", "chunks"):
@@ -194,7 +194,12 @@ class Driver:
     def _watch(self) -> None:
         """Count what no statistic shows."""
         cache = self.scheduler.cache
-        watched = [(cache.publisher, "_merge"), (cache.prefix, "_strip"), (cache.prefix, "fill"), (cache, "slide")]
+        watched = [
+            (cache.publisher, "_merge"),
+            (cache.prefix, "_strip"),
+            (cache.prefix, "fill"),
+            (cache, "slide"),
+        ]
         for owner, name in watched:
             setattr(owner, name, self._counted(name.strip("_"), getattr(owner, name)))
 

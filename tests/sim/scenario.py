@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config import GATES, ORDERS, CacheConfig, SchedulerConfig
 from quire.executor.fake import FakeFaults
@@ -39,6 +39,8 @@ class Scenario:
     abort_rate: float  # per step
     stop_string_rate: float  # share of the samples that end by a stop string
     policy_rate: float  # per step
+    num_prefixes: int  # that prompts share
+    repeat_rate: float  # share of the prompts that equal the one before
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -69,6 +71,8 @@ def make_scenario(seed: int) -> Scenario:
         enable_chunked_prefill=chunked,
         dynamic_max_wait_s=rng.choice((0.0, 0.05, 0.3)),
     )
+    if seed % 5 == 4:
+        return _hostile(seed, rng, scheduler, cache)
     faulty = rng.random() < 0.4
     faults = FakeFaults(
         step_error=rng.choice((0.0, 0.03, 0.06)) if faulty else 0.0,
@@ -89,6 +93,40 @@ def make_scenario(seed: int) -> Scenario:
         abort_rate=rng.choice((0.0, 0.02, 0.1)),
         stop_string_rate=rng.choice((0.0, 0.2)),
         policy_rate=rng.choice((0.0, 0.0, 0.02)),
+        num_prefixes=2,
+        repeat_rate=0.2,
+    )
+
+
+def _hostile(seed: int, rng: random.Random, scheduler: SchedulerConfig, cache: CacheConfig) -> Scenario:
+    """Draw a scenario in which many read what a step in flight publishes, and that step often fails."""
+    return Scenario(
+        seed=seed,
+        scheduler=replace(
+            scheduler,
+            max_num_batched_tokens=rng.choice((24, 48)),
+            max_num_seqs=12,
+            max_queue=1000,
+            enable_chunked_prefill=True,
+        ),
+        cache=replace(
+            cache, num_blocks=max(cache.num_blocks, 600 // cache.block_size), enable_prefix_caching=True
+        ),
+        model=FakeModel(vocab_size=300, eos_probability=0.05),
+        faults=FakeFaults(
+            step_error=rng.choice((0.05, 0.15)),
+            collect_raises=0.02,
+            seq_error=rng.choice((0.0, 0.04)),
+            seed=seed,
+        ),
+        max_in_flight=rng.choice((2, 4)),
+        num_requests=60,
+        arrivals_per_step=rng.choice((0.7, 1.0)),
+        abort_rate=0.02,
+        stop_string_rate=0.1,
+        policy_rate=0.0,
+        num_prefixes=1,
+        repeat_rate=0.5,
     )
 
 
@@ -99,8 +137,10 @@ class RequestMaker:
         self._scenario = scenario
         self._rng = rng
         self._count = 0
+        self._last: tuple[int, ...] = ()
         self._prefixes = [
-            tuple(rng.randrange(100, 200) for _ in range(scenario.scheduler.max_model_len)) for _ in range(2)
+            tuple(rng.randrange(100, 200) for _ in range(scenario.scheduler.max_model_len))
+            for _ in range(scenario.num_prefixes)
         ]
 
     def make(self, now: float) -> Request:
@@ -113,6 +153,9 @@ class RequestMaker:
             shared = min(shared, length) if rng.random() < 0.5 else length
         prompt = rng.choice(self._prefixes)[:shared]
         prompt += tuple(rng.randrange(100, 200) for _ in range(length - len(prompt)))
+        if self._last and rng.random() < scenario.repeat_rate:
+            prompt = self._last  # the same again, often in the same step
+        self._last = prompt
         max_tokens = rng.randint(1, 24)
         sampling = SamplingParams(
             n=rng.choice((1, 1, 1, 2, 4)),

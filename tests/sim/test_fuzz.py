@@ -1,4 +1,12 @@
-"""Tens of thousands of random steps through the real scheduler, cache and core. A failure prints its seed."""
+"""Tens of thousands of random steps through the real scheduler, cache and core. A failure prints its seed.
+
+Each seed is a scenario (`scenario`) and its run (`driver`): after every step the books of the cache are checked, at
+the end nothing may be held, every sample must have ended once, and its tokens must be the oracle's. The last test
+asserts that the run exercised what it is for.
+
+    pytest tests/sim --fuzz-seed 17        replay one seed
+    pytest tests/sim -m slow               ten times as many
+"""
 
 from __future__ import annotations
 
@@ -8,26 +16,78 @@ import pytest
 from tests.sim.driver import Driver
 from tests.sim.scenario import make_scenario
 
-NUM_SEEDS = 180  # five rounds of 36: every gate × order × steps in flight, with other sizes each time
+from quire.config import GATES, ORDERS
+
+NUM_SEEDS = 72  # two rounds of 36: every gate × order × steps in flight
 SEEDS_PER_TEST = 12
+# What the default run must have done at least (it does two to five times as much).
+COVERAGE = {
+    "steps": 10_000,
+    "preemptions": 300,
+    "forks": 400,
+    "zombie_results": 1000,
+    "aborts in flight": 30,
+    "cached_tokens": 4000,
+    "failed_steps": 150,
+    "restarted_readers": 200,
+    "error step": 300,
+    "error capacity": 100,
+    "error never_fits": 50,
+    "stop strings": 80,
+    "resumed": 200,
+    "chunks": 1500,
+    "mixed steps": 500,
+    "moves": 1000,
+    "merge": 500,
+    "fill": 20,
+    "slide": 2000,
+    "strip": 200,
+    "evicted_blocks": 4000,
+    "policy changes": 30,
+}
+_seen: Counter[str] = Counter()
 
 
 def run_seed(seed: int) -> Counter[str]:
     scenario = make_scenario(seed)
     try:
-        return Driver(scenario).run()
+        seen = Driver(scenario).run()
     except Exception as error:
         raise AssertionError(
             f"seed {seed}: {error}\nreplay: pytest tests/sim --fuzz-seed {seed}\n{scenario}"
         ) from error
+    seen[f"{scenario.scheduler.gate} × {scenario.scheduler.order}"] += seen["steps"]
+    seen[f"{scenario.max_in_flight} in flight"] += seen["steps"]
+    seen[f"{len(scenario.cache.windows)} groups"] += seen["steps"]
+    return seen
 
 
-_seen: Counter[str] = Counter()
+def run_seeds(request: pytest.FixtureRequest, first: int, count: int) -> None:
+    only = request.config.getoption("--fuzz-seed", default=None)
+    for seed in range(first, first + count) if only is None else [only]:
+        _seen.update(run_seed(seed))
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_fuzz(first: int, request: pytest.FixtureRequest) -> None:
-    only = request.config.getoption("--fuzz-seed", default=None)
-    for seed in range(first, first + SEEDS_PER_TEST):
-        if only is None or only == seed:
-            _seen.update(run_seed(seed))
+    if request.config.getoption("--fuzz-seed", default=None) is not None and first:
+        pytest.skip("--fuzz-seed replays one seed")
+    run_seeds(request, first, SEEDS_PER_TEST)
+
+
+def test_the_fuzz_exercised_what_it_is_for() -> None:
+    if _seen["2 in flight"] == 0 or _seen["steps"] < COVERAGE["steps"]:
+        pytest.skip("only after the whole of test_fuzz")
+    print(dict(sorted(_seen.items())))
+    missed = {name: (_seen[name], least) for name, least in COVERAGE.items() if _seen[name] < least}
+    assert not missed, f"(seen, expected at least): {missed}"
+    for pair in (f"{gate} × {order}" for gate in GATES for order in ORDERS):
+        assert _seen[pair] >= 300, f"{pair}: {_seen[pair]} steps"
+    for name in ("1 in flight", "2 in flight", "4 in flight", "1 groups", "2 groups", "3 groups"):
+        assert _seen[name] >= 1000, f"{name}: {_seen[name]} steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 2080, 36))
+def test_fuzz_at_length(first: int, request: pytest.FixtureRequest) -> None:
+    run_seeds(request, first, 36)

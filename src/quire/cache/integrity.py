@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from quire.cache.block_table import BlockTable
@@ -24,15 +23,15 @@ def check_integrity(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
 
 
 def _check_counts(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
-    owners: Counter[int] = Counter()
-    for table in tables:
-        owners.update(table.block_ids())
-    for record in cache.references.steps.values():
-        owners.update(record.held)
-    for node in cache.prefix.nodes.values():
-        owners.update(b for b in node.block_ids if b != NO_BLOCK)
-    for block_id, count in enumerate(cache.pool.ref_counts):
-        assert count == owners[block_id], f"block {block_id}: {count} references, {owners[block_id]} owners"
+    owners = [0] * (cache.pool.num_blocks + 1)  # the last one counts NO_BLOCK
+    held = [b for record in cache.references.steps.values() for b in record.held]
+    rows = [b for table in tables for group in table.rows for b in group]
+    tree = [b for node in cache.prefix.nodes.values() for b in node.block_ids]
+    for block_id in (*held, *rows, *tree):
+        owners[block_id] += 1
+    counts = cache.pool.ref_counts
+    wrong = [b for b in range(cache.pool.num_blocks) if counts[b] != owners[b]]
+    assert not wrong, f"block {wrong[0]}: {counts[wrong[0]]} references, {owners[wrong[0]]} owners"
 
 
 def _check_free_list(cache: CacheManager) -> None:
@@ -44,7 +43,8 @@ def _check_free_list(cache: CacheManager) -> None:
 
 
 def _check_tables(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
-    seen: dict[int, tuple[int, int]] = {}  # block id -> (group, row): no block serves two places
+    # Block id -> (group, row, root): no block serves two places, nor two namespaces (salts, adapters).
+    seen: dict[int, tuple[int, int, bytes]] = {}
     for table in tables:
         assert len(table.rows) == cache.windows.num_groups
         assert len({len(rows) for rows in table.rows}) == 1, "groups have as many rows"
@@ -52,12 +52,13 @@ def _check_tables(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
         for group, rows in enumerate(table.rows):
             first = table.first_rows[group]
             assert first == 0 or cache.windows.windows[group] is not None
-            assert all(b == NO_BLOCK for b in rows[:first])
-            assert all(b != NO_BLOCK for b in rows[first:])
+            assert rows[:first] == [NO_BLOCK] * first
+            assert NO_BLOCK not in rows[first:]
             assert table.unsent or table.sent_rows[group] == len(rows)
             for row in range(first, len(rows)):
-                place = seen.setdefault(rows[row], (group, row))
-                assert place == (group, row), f"block {rows[row]} is at {place} and at {(group, row)}"
+                here = (group, row, table.root)
+                place = seen.setdefault(rows[row], here)
+                assert place == here, f"block {rows[row]} is at {place[:2]} and at {here[:2]}, or in two namespaces"
         _check_path(cache, table)
 
 
@@ -86,8 +87,10 @@ def _check_tree(cache: CacheManager) -> None:
         assert node.alive
         assert node.block_hash == block_hash
         assert node.parent is None or (node.parent.alive and node in node.parent.children)
-        assert all(c.alive and c.parent is node for c in node.children)
-        assert node.groups or node.children, "a node without blocks and children is of no use"
+        for child in node.children:
+            assert child.alive
+            assert child.parent is node
+        assert node.children or node.groups, "a node without blocks and children is of no use"
         used = 0
         for group, block_id in enumerate(node.block_ids):
             if block_id == NO_BLOCK:

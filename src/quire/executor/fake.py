@@ -63,9 +63,9 @@ class FakeExecutor:
         self._out: deque[_Outstanding] = deque()
 
     @property
-    def num_seqs(self) -> int:
-        """How many sequences the worker keeps state of."""
-        return len(self._seqs)
+    def seq_ids(self) -> set[int]:
+        """The sequences that the worker keeps state of."""
+        return set(self._seqs)
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan. It is computed at once; what it gave is seen at `collect`."""

@@ -88,10 +88,12 @@ class Planner:
     def _choose_in_turn(self, decodes: list[Sequence]) -> list[Sequence]:
         """Round robin: whoever waited longest for a row comes first."""
         chosen: list[Sequence] = []
-        for seq in sorted(decodes, key=lambda seq: seq.table.last_step):
+        for seq in sorted(decodes, key=lambda seq: seq.turn):
             end = seq.num_planned + 1
             if end <= seq.table.capacity or self._find_room(seq, end):
                 chosen.append(seq)
+                seq.turn = self._state.next_turn
+                self._state.next_turn += 1
                 if len(chosen) == self._budget.left:
                     break
         return chosen

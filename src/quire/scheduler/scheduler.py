@@ -10,8 +10,6 @@ Every sequence ends with exactly one terminal event, whatever happens.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from quire.cache.events import EventBuffer
 from quire.cache.integrity import check_integrity
 from quire.cache.manager import CacheManager
@@ -22,7 +20,7 @@ from quire.scheduler.admission import add_request
 from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
-from quire.scheduler.state import SchedulerState
+from quire.scheduler.state import Counters, SchedulerState
 from quire.step import StepPlan, StepResult
 
 
@@ -121,5 +119,5 @@ class Scheduler:
             num_idle_blocks=prefix.num_idle,
             num_steps=state.next_step,
             num_evicted_blocks=prefix.num_evicted,
-            **asdict(state.counters),
+            **{name: getattr(state.counters, name) for name in Counters.__slots__},
         )

@@ -51,6 +51,7 @@ class Sequence:
         "table",
         "token_ids",
         "ttft_s",
+        "turn",
     )
 
     def __init__(
@@ -82,6 +83,7 @@ class Sequence:
         ] = []  # to be forked when all of the prompt but its last token is planned
         self.key: SortKey = ()  # rank: smaller comes first
         self.num_preemptions = 0
+        self.turn = 0  # orders decodes where they do not all fit a step: the longest without a row comes first
         self.ttft_s: float | None = None  # arrival to first token
         self.event_tail: tuple[object, ...] | None = None  # see `outcome`
 

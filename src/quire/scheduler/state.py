@@ -63,6 +63,7 @@ class SchedulerState:
     counters: Counters = field(default_factory=Counters)
     next_step: int = 0
     next_seq_id: int = 0
+    next_turn: int = 1
 
     def enqueue(self, seq: Sequence) -> None:
         """Let a sequence wait."""
