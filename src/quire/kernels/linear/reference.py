@@ -48,19 +48,21 @@ def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
 @register("linear", "reference")
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``, one GEMM for every 32 rows."""
-    num_tokens = x.shape[0]
+    num_tokens, in_features = x.shape
     num_rows = round_up(num_tokens, TILE_ROWS)
-    width = packed.data.shape[1]
-    if num_rows != num_tokens or width != x.shape[1] or not x.is_contiguous():
-        tiles = x.new_zeros(num_rows, width)
-        tiles[:num_tokens, : x.shape[1]] = x
-    else:
-        tiles = x
-    y = x.new_empty(num_rows, packed.data.shape[0])
     weight = packed.data.t()
-    for start in range(0, num_rows, TILE_ROWS):
-        torch.mm(tiles[start : start + TILE_ROWS], weight, out=y[start : start + TILE_ROWS])
-    y = y[:num_tokens, : packed.out_features]
+    if num_rows != num_tokens or weight.shape[0] != in_features:
+        x = torch.constant_pad_nd(x, (0, weight.shape[0] - in_features, 0, num_rows - num_tokens))
+    x = x.contiguous()
+    if num_rows == TILE_ROWS:
+        y = torch.mm(x, weight)
+    else:
+        y = x.new_empty(num_rows, weight.shape[1])
+        for start in range(0, num_rows, TILE_ROWS):
+            torch.mm(x[start : start + TILE_ROWS], weight, out=y[start : start + TILE_ROWS])
+    y = y[:num_tokens]
+    if weight.shape[1] != packed.out_features:
+        y = y[:, : packed.out_features]
     return y if packed.bias is None else y + packed.bias
 
 
