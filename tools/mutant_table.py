@@ -83,11 +83,11 @@ MUTANTS: tuple[Mutant, ...] = (
         FUZZ,
     ),
     Mutant(
-        "evicts-what-is-used",
-        "a cached block may be evicted while a sequence reads it",
-        "src/quire/cache/node.py",
-        "self.alive and not self.children and not self.num_used",
-        "self.alive and not self.children",
+        "used-counts-as-idle",
+        "a cached block that a sequence reads again still counts as idle",
+        "src/quire/cache/references.py",
+        "            self.prefix.mark_used(block_id)\n",
+        "            pass\n",
         FUZZ,
     ),
     Mutant(
@@ -168,6 +168,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/sampling/batch.py",
         "penalties_of(seq.sampling, seq.prompt_token_ids, seq.output_token_ids)",
         "penalties_of(seq.sampling, seq.prompt_token_ids, ())",
-        EXACT,
+        SAMPLER,
     ),
 )

@@ -14,7 +14,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "policy"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "policy"), CASES, ids=["llama", "sliding"])
 def test_quick(case: Case, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_weights, "STD", 0.3)
     tally = serve_and_check(case, policy).tally
