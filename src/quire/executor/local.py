@@ -10,7 +10,7 @@ import torch
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.models.loader import iter_weights
-from quire.runner.memory import torch_dtype
+from quire.runner.memory import keep_freed_memory, torch_dtype
 from quire.runner.worker import Worker
 from quire.step import StepPlan, StepResult
 
@@ -34,6 +34,7 @@ class LocalExecutor:
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
         torch.set_num_threads(config.runner.num_threads)
+        keep_freed_memory()
         stream = iter_weights(config.model, torch_dtype(config.model.dtype)) if weights is None else weights
         self.worker = Worker(config, stream, clock or WallClock())
         self._pending: StepPlan | None = None

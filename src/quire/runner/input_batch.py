@@ -93,7 +93,9 @@ class InputBatch:
             first_empty = -(-plan.num_computed_tokens // self._block_size)
             for table, start, ids in zip(self._tables, plan.block_start, plan.new_block_ids, strict=True):
                 if ids:
-                    table[row, start : start + len(ids)] = np.maximum(ids, 0)  # a row without a block is never read
+                    table[row, start : start + len(ids)] = np.maximum(
+                        ids, 0
+                    )  # a row without a block is never read
                     fresh.extend(block for block in ids[max(0, first_empty - start) :] if block >= 0)
         return fresh
 
