@@ -84,6 +84,7 @@ def engine_config(
     spec: ModelSpec,
     dtype: str,
     *,
+    path: str = "",
     num_blocks: int,
     block_size: int,
     policy: Policy,
@@ -96,7 +97,9 @@ def engine_config(
     layout = spec.kv_layout(max_model_len)
     windows = tuple(group.window for group in layout.groups)
     return EngineConfig(
-        model=ModelConfig("", "tiny", spec, dtype, dtype, max_model_len, load_format="random", seed=1),
+        model=ModelConfig(
+            path, "tiny", spec, dtype, dtype, max_model_len, "auto" if path else "random", seed=1
+        ),
         kv_layout=layout,
         cache=CacheConfig(num_blocks, block_size, windows),
         scheduler=SchedulerConfig(

@@ -6,15 +6,18 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from tests.exact.alone import AloneDriver
 from tests.exact.engine_run import Ended, EngineRun, Policy, engine_config
-from tests.exact.models import EOS, MAX_MODEL_LEN, MODELS, VOCAB
+from tests.exact.models import MAX_MODEL_LEN, MODELS
 from tests.exact.recorder import Draw, Key, recording
 from tests.exact.traffic import Job, make_jobs
 
-from quire.config import GATES, ORDERS
+from quire.config import GATES, ORDERS, EngineConfig
 from quire.executor.local import LocalExecutor
+from quire.models.checkpoint import describe
+from quire.modelspec import ModelSpec
 from quire.request import FinishReason
 
 BUDGETS = (16, 48, 256, 2048)
@@ -25,7 +28,7 @@ NUM_BLOCKS = {"llama": 20, "sliding": 40, "moe": 20}  # two sequences of the lon
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, a dtype and the seed of its traffic."""
+    """A model (of `MODELS`, or a checkpoint's folder), a dtype, kernels, and the seed of its traffic."""
 
     model: str
     dtype: str
@@ -36,7 +39,23 @@ class Case:
     max_output: int = 14
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.dtype}-{self.cpu_isa}-seed{self.seed}"
+        return f"{Path(self.model).name}-{self.dtype}-{self.cpu_isa}-seed{self.seed}"
+
+    @property
+    def spec(self) -> ModelSpec:
+        return MODELS[self.model]() if self.model in MODELS else describe(Path(self.model)).spec
+
+    def config(self, num_blocks: int, policy: Policy, *, num_threads: int = 1) -> EngineConfig:
+        return engine_config(
+            self.spec,
+            self.dtype,
+            path="" if self.model in MODELS else self.model,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            policy=policy,
+            num_threads=num_threads,
+            cpu_isa=self.cpu_isa,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +77,14 @@ def deal(cases: list[Case]) -> Iterator[tuple[Case, Policy]]:
 def truth_of(case: Case) -> Truth:
     """Run every sequence of the case alone, on an engine with room for one."""
     jobs = make_jobs(
-        case.seed, case.num_requests, VOCAB, EOS, max_prompt=case.max_prompt, max_output=case.max_output
+        case.seed,
+        case.num_requests,
+        case.spec.vocab_size,
+        case.spec.eos_token_ids,
+        max_prompt=case.max_prompt,
+        max_output=case.max_output,
     )
-    config = engine_config(
-        MODELS[case.model](),
-        case.dtype,
-        num_blocks=2 * MAX_MODEL_LEN // BLOCK_SIZE + 2,
-        block_size=BLOCK_SIZE,
-        policy=POLICIES[0],
-        cpu_isa=case.cpu_isa,
-    )
+    config = case.config(2 * MAX_MODEL_LEN // BLOCK_SIZE + 2, POLICIES[0])
     outputs = {}
     with recording() as recorder:
         driver = AloneDriver(LocalExecutor(config), config.kv_layout, BLOCK_SIZE, MAX_MODEL_LEN)
@@ -80,15 +97,8 @@ def truth_of(case: Case) -> Truth:
 def serve_and_check(case: Case, policy: Policy, *, num_threads: int = 1) -> EngineRun:
     """Serve the case's traffic in one engine, all together, and compare with each sequence alone."""
     longest = -(-(case.max_prompt + case.max_output) // BLOCK_SIZE)
-    config = engine_config(
-        MODELS[case.model](),
-        case.dtype,
-        num_blocks=max(NUM_BLOCKS[case.model], 2 * longest),
-        block_size=BLOCK_SIZE,
-        policy=policy,
-        num_threads=num_threads,
-        cpu_isa=case.cpu_isa,
-    )
+    num_blocks = max(NUM_BLOCKS.get(case.model, 0), 2 * longest)
+    config = case.config(num_blocks, policy, num_threads=num_threads)
     truth = truth_of(case)
     here = f"{case}, {policy}"
     with recording() as recorder:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from tests.exact.engine_run import Policy, Tally
 from tests.exact.models import MODELS, VOCAB
 from tests.exact.suite import POLICIES, Case, deal, serve_and_check, truth_of
 
+from quire.errors import ModelLoadError
 from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.models import random_weights
+from quire.models.quill import quill_path
 from quire.request import FinishReason, TokenLogprobs
 
 DTYPES = ("float32", "bfloat16")
@@ -86,6 +89,21 @@ def test_native_kernels_are_exact_too(level: str, dtype: str) -> None:
     for model in MODELS:
         case = Case(model, dtype, 31, num_requests=12, cpu_isa=level)
         serve_and_check(case, Policy("continuous", "fcfs", 48))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stories260k(dtype: str, shared_data: Path) -> None:
+    case = Case(str(shared_data / "models" / "stories260K" / "hf"), dtype, 51, num_requests=20)
+    serve_and_check(case, Policy("continuous", "longest-prefix", 48))
+
+
+def test_quill() -> None:
+    try:
+        folder = quill_path("quill")
+    except ModelLoadError as error:
+        pytest.skip(str(error))
+    case = Case(str(folder), "bfloat16", 52, num_requests=12)
+    serve_and_check(case, Policy("continuous", "shortest-first", 256))
 
 
 @pytest.mark.slow

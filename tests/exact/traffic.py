@@ -57,7 +57,9 @@ def _prompt(
     return _ids(rng, vocab, rng.randint(1, max_prompt))
 
 
-def _sampling(rng: random.Random, vocab: int, eos: int, max_output: int, seed: int) -> SamplingParams:
+def _sampling(
+    rng: random.Random, vocab: int, eos: tuple[int, ...], max_output: int, seed: int
+) -> SamplingParams:
     features: dict[str, Any] = {
         "top_k": rng.choice([3, 40]),
         "top_p": rng.choice([0.5, 0.95]),
@@ -80,6 +82,6 @@ def _sampling(rng: random.Random, vocab: int, eos: int, max_output: int, seed: i
         seed=seed,
         max_tokens=max_tokens,
         min_tokens=rng.choice([0, 0, 0, min(3, max_tokens)]),
-        eos_token_ids=(eos,),
+        eos_token_ids=eos,
         **chosen,
     )
