@@ -199,6 +199,22 @@ def test_withdrawal_takes_the_readers_along() -> None:
     assert not first[0].publishable, "nothing is published below a block that was withdrawn"
 
 
+def test_an_exchange_for_a_block_in_flight_is_a_read() -> None:
+    """A conversation's next turn may publish, as prompt, what its last turn is still generating."""
+    bench = Bench()
+    first, _ = bench.run((1, 2, 3))
+    with bench.step():
+        first.last_step = bench.next_step - 1
+    with bench.step():
+        second = bench.admit((1, 2, 3, 4, 5))
+    assert second is not None
+    bench.apply()
+    bench.cache.settle(first, [1, 2, 3, 4], 4)
+    bench.check()
+    assert first.rows[0][0] == second[0].rows[0][0]
+    assert first.reads == {2}
+
+
 @pytest.mark.parametrize("window", [1, 4, 5, 16, 17])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_the_lifetime_of_a_window_is_what_sliding_leaves(window: int, block_size: int) -> None:

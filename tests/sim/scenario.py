@@ -138,6 +138,7 @@ class RequestMaker:
         self._rng = rng
         self._count = 0
         self._last: tuple[int, ...] = ()
+        self._turns: list[tuple[int, ...]] = []  # prompts with their answers, as the next turn sends them
         self._prefixes = [
             tuple(rng.randrange(100, 200) for _ in range(scenario.scheduler.max_model_len))
             for _ in range(scenario.num_prefixes)
@@ -155,6 +156,8 @@ class RequestMaker:
         prompt += tuple(rng.randrange(100, 200) for _ in range(length - len(prompt)))
         if self._last and rng.random() < scenario.repeat_rate:
             prompt = self._last  # the same again, often in the same step
+        elif self._turns and rng.random() < 0.15:
+            prompt = rng.choice(self._turns)[: scenario.scheduler.max_model_len - 2]
         self._last = prompt
         max_tokens = rng.randint(1, 24)
         sampling = SamplingParams(
@@ -176,6 +179,7 @@ class RequestMaker:
             cache_salt="salt" if rng.random() < 0.1 else "",
             adapter="adapter" if rng.random() < 0.1 else "",
         )
+        self._turns = [*self._turns[-3:], prompt + tuple(expected_output(request, 0, scenario)[0])]
         return self._resumed(request) if rng.random() < 0.15 else request
 
     def _resumed(self, request: Request) -> Request:

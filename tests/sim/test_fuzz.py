@@ -5,7 +5,7 @@ the end nothing may be held, every sample must have ended once, and its tokens m
 asserts that the run exercised what it is for.
 
     pytest tests/sim --fuzz-seed 17        replay one seed
-    pytest tests/sim -m slow               ten times as many
+    pytest tests/sim -m slow               ten times as many (the default of `make test` leaves them out)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.sim.scenario import make_scenario
 
 from quire.config import GATES, ORDERS
 
-NUM_SEEDS = 72  # two rounds of 36: every gate × order × steps in flight
+NUM_SEEDS = 108  # three rounds of 36: every gate × order × steps in flight
 SEEDS_PER_TEST = 12
 # What the default run must have done at least (it does two to five times as much).
 COVERAGE = {
