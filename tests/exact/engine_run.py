@@ -50,6 +50,7 @@ class Tally:
     num_preemptions: int = 0
     num_forks: int = 0
     num_aborts: int = 0
+    num_failures: int = 0
     num_moves: int = 0
 
     def __iadd__(self, other: Tally) -> Tally:
@@ -115,11 +116,16 @@ def engine_config(
     )
 
 
-class WatchedExecutor:
-    """The local executor, with a look at the plans that pass."""
+INJECTED = "injected"
 
-    def __init__(self, executor: LocalExecutor, tally: Tally) -> None:
+
+class WatchedExecutor:
+    """The local executor, with a look at the plans that pass; every ``fail_every``-th of them fails."""
+
+    def __init__(self, executor: LocalExecutor, tally: Tally, fail_every: int | None) -> None:
         self.max_in_flight = executor.max_in_flight
+        self._fail_every = fail_every
+        self._pending: StepPlan | None = None
         self._executor = executor
         self._tally = tally
         self._prompt_lens: dict[int, int] = {}  # by sequence
@@ -136,12 +142,18 @@ class WatchedExecutor:
             if end < self._prompt_lens[seq.seq_id] - 1 and seq.seq_id not in self._chunked:
                 self._chunked.add(seq.seq_id)
                 self._tally.num_chunked_prompts += 1
-        self._executor.submit(plan)
+        self._pending = plan
 
     def collect(self) -> StepResult:
+        turn, rest = divmod(self._tally.num_steps, self._fail_every) if self._fail_every else (0, 1)
+        plan = self._pending
+        assert plan is not None
+        if rest == 0 and turn % 2 == 0:
+            return StepResult(plan.step, error=INJECTED)  # the worker never heard of it
+        self._executor.submit(plan)
         result = self._executor.collect()
         assert result.error is None, result.error
-        return result
+        return StepResult(result.step, error=INJECTED) if rest == 0 else result
 
     def close(self) -> None:
         self._executor.close()
@@ -150,12 +162,16 @@ class WatchedExecutor:
 class EngineRun:
     """Serves ``jobs`` to their end on a virtual clock: one step takes `STEP_S`."""
 
-    def __init__(self, config: EngineConfig, executor: LocalExecutor, policy: Policy) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: LocalExecutor, policy: Policy, fail_every: int | None = None
+    ) -> None:
         self.tally = Tally(policies={policy})
         self.ended: dict[tuple[str, int], Ended] = {}
         self._clock = VirtualClock()
         self._scheduler = Scheduler(config.scheduler, config.cache)
-        self._core = EngineCore(self._scheduler, WatchedExecutor(executor, self.tally), self._clock)
+        self._core = EngineCore(
+            self._scheduler, WatchedExecutor(executor, self.tally, fail_every), self._clock
+        )
 
     def serve(self, jobs: Iterable[Job]) -> None:
         arrivals = sorted(jobs, key=lambda job: job.request.arrival_s, reverse=True)
@@ -191,3 +207,4 @@ class EngineRun:
             ended.error = event.error
             ended.reason = event.finish_reason
             self.tally.num_aborts += event.finish_reason is FinishReason.ABORT
+            self.tally.num_failures += event.finish_reason is FinishReason.ERROR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
 
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
@@ -63,4 +64,48 @@ def moe() -> ModelSpec:
     return _model("llama", "LlamaForCausalLM", (layer, layer))
 
 
-MODELS = {"llama": llama, "sliding": sliding, "moe": moe}
+def latent() -> ModelSpec:
+    """Multi-head latent attention, and experts chosen within groups by sigmoid scores (DeepSeek-V3)."""
+    attention = AttentionSpec(
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=20,
+        v_head_dim=14,
+        scale=1 / sqrt(20),
+        rope=RopeSpec(theta=10_000.0, dim=8, interleaved=True),
+        q_lora_rank=18,
+        kv_lora_rank=26,
+        qk_nope_head_dim=12,
+    )
+    experts = MoeSpec(
+        num_experts=8,
+        top_k=3,
+        intermediate_size=18,
+        scoring="sigmoid",
+        routed_scale=2.5,
+        correction_bias=True,
+        num_groups=4,
+        topk_groups=2,
+        group_score="top2_sum",
+        shared_intermediate_size=21,
+    )
+    dense, sparse = MlpSpec(40), MlpSpec(18, moe=experts)
+    return _model(
+        "deepseek_v3", "DeepseekV3ForCausalLM", (LayerSpec(attention, dense), LayerSpec(attention, sparse))
+    )
+
+
+def post_norm() -> ModelSpec:
+    """Norms after the blocks, full q/k norms, partial rope, biases, tied and scaled embeddings, capped logits."""
+    attention = _attention(qk_norm="full", rope=RopeSpec(theta=10_000.0, dim=6))
+    layer = LayerSpec(attention, MlpSpec(61, activation="swiglu_oai", bias=True), norms="post")
+    return replace(
+        _model("olmo2", "Olmo2ForCausalLM", (layer, layer)),
+        tie_word_embeddings=True,
+        embedding_scale=3.0,
+        residual_scale=0.5,
+        logits_soft_cap=20.0,
+    )
+
+
+MODELS = {"llama": llama, "sliding": sliding, "moe": moe, "latent": latent, "post_norm": post_norm}

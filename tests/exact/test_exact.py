@@ -23,7 +23,10 @@ from quire.models.quill import quill_path
 from quire.request import FinishReason, TokenLogprobs
 
 DTYPES = ("float32", "bfloat16")
-CASES = [Case(model, dtype, seed) for seed, (model, dtype) in enumerate(itertools.product(MODELS, DTYPES), 1)]
+CASES = [
+    Case(model, dtype, seed)
+    for seed, (model, dtype) in enumerate(itertools.product(("llama", "sliding", "moe"), DTYPES), 1)
+]
 POLICIES_OF: dict[Case, list[Policy]] = defaultdict(list)
 for _case, _policy in deal(CASES):
     POLICIES_OF[_case].append(_policy)
@@ -77,8 +80,23 @@ def test_sequences_alone_are_worth_comparing() -> None:
     assert any(isinstance(draw.sample.logprobs, TokenLogprobs) for draw in truth.draws.values())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", ["latent", "post_norm"])
+def test_other_architectures(model: str, dtype: str) -> None:
+    serve_and_check(Case(model, dtype, 61, num_requests=20), Policy("continuous", "fcfs", 48))
+
+
+@pytest.mark.parametrize("model", ["llama", "sliding"])
+def test_failed_steps_leave_no_trace(model: str) -> None:
+    """Sequences of a failed step end with its error; whoever shared blocks with them is exact all the same."""
+    run = serve_and_check(
+        Case(model, "float32", 71, num_requests=48), Policy("continuous", "priority", 40), fail_every=13
+    )
+    assert run.tally.num_failures >= 10
+
+
 def test_two_threads_equal_one() -> None:
-    serve_and_check(Case("llama", "float32", 21, num_requests=16), POLICIES[1], num_threads=2)
+    serve_and_check(Case("llama", "float32", 21, num_requests=6), POLICIES[1], num_threads=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
