@@ -217,3 +217,18 @@ def test_the_first_in_rank_gets_room_though_one_behind_it_found_none() -> None:
     for _ in range(200):
         ends += [e.request_id for e in step(scheduler) if e.finish_reason is not None]
     assert ends == ["r0", "r1", "r2"]
+
+
+def test_prompt_blocks_are_published_at_plan_and_generated_ones_at_apply() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", 7, max_tokens=9), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    assert scheduler.stats().num_cached_blocks == 1
+    scheduler.apply(answer(scheduler, plan), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    assert plan.seqs[0].num_computed_tokens == 7, "this row fills the second block, of prompt and output"
+    assert scheduler.stats().num_cached_blocks == 1
+    scheduler.apply(answer(scheduler, plan), 0.0)
+    assert scheduler.stats().num_cached_blocks == 2

@@ -3,7 +3,7 @@
     fcfs             arrival
     priority         Request.priority (smaller first), then arrival
     shortest-first   number of prompt tokens, then arrival; the output's length is not known
-    longest-prefix   most tokens in the prefix tree at this moment, then arrival
+    longest-prefix   most tokens in the prefix tree at this moment, then arrival; among the first 128 that wait
 
 The same key ranks running sequences when blocks run out: the last one is preempted first. Running sequences have
 their prefix already, so under longest-prefix they rank by arrival.
@@ -12,7 +12,7 @@ their prefix already, so under longest-prefix they rank by arrival.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from quire.config import OrderKind
 from quire.scheduler.sequence import Sequence, SortKey
@@ -48,12 +48,9 @@ class WaitingQueue:
         assert self._entries[index][1] is seq
         del self._entries[index]
 
-    def ranked(self, num_cached: Callable[[Sequence], int] | None) -> list[Sequence]:
-        """Return all in the order of admission. ``num_cached`` (longest-prefix) tells what the tree has of one."""
-        waiting = [seq for _, seq in self._entries]
-        if num_cached is not None:
-            waiting.sort(key=lambda seq: -num_cached(seq))  # stable: equal prefixes by arrival
-        return waiting
+    def first(self, count: int) -> list[Sequence]:
+        """Return the first ``count`` by rank."""
+        return [seq for _, seq in self._entries[:count]]
 
     def reorder(self) -> None:
         """The keys changed."""

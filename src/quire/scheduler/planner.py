@@ -10,6 +10,9 @@ from quire.scheduler.state import Entry, SchedulerState, StepRecord
 from quire.step import NewSeq, SeqPlan, StepPlan
 
 _new_plan = tuple.__new__  # see `outcome`
+_LOOKAHEAD = (
+    128  # longest-prefix looks up the prefix of so many in each step; more would cost more than a step may
+)
 _NO_BLOCKS: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
 
@@ -143,7 +146,7 @@ class Planner:
         seats = min(seats, config.max_num_seqs - len(state.running))
         if seats <= 0 or self._budget.left == 0:
             return
-        for seq in _in_order_of_entry(state)[:seats]:
+        for seq in _in_order_of_entry(state, seats):
             if self._budget.left == 0 or len(state.running) >= config.max_num_seqs:
                 break
             if not self._admit_one(seq):
@@ -246,7 +249,11 @@ class Planner:
         )
 
 
-def _in_order_of_entry(state: SchedulerState) -> list[Sequence]:
+def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
+    """Return the first ``count`` of those who wait, in the order in which they may enter."""
     if state.config.order != "longest-prefix":
-        return state.waiting.ranked(None)
-    return state.waiting.ranked(lambda seq: state.cache.match(seq.table, seq.token_ids).num_tokens)
+        return state.waiting.first(count)
+    nearest = state.waiting.first(max(count, _LOOKAHEAD))
+    match = state.cache.match
+    nearest.sort(key=lambda seq: -match(seq.table, seq.token_ids).num_tokens)  # stable: ties by arrival
+    return nearest[:count]

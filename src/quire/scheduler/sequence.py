@@ -59,7 +59,8 @@ class Sequence:
     ) -> None:
         request = group.request
         sampling = request.sampling
-        output = request.output_token_ids[sample_index] if request.output_token_ids else ()
+        outputs = request.output_token_ids
+        output = outputs[sample_index] if sample_index < len(outputs) else ()
         self.seq_id = seq_id
         self.request_id = request.request_id
         self.group = group
@@ -83,7 +84,9 @@ class Sequence:
         ] = []  # to be forked when all of the prompt but its last token is planned
         self.key: SortKey = ()  # rank: smaller comes first
         self.num_preemptions = 0
-        self.turn = 0  # orders decodes where they do not all fit a step: the longest without a row comes first
+        self.turn = (
+            0  # orders decodes where they do not all fit a step: the longest without a row comes first
+        )
         self.ttft_s: float | None = None  # arrival to first token
         self.event_tail: tuple[object, ...] | None = None  # see `outcome`
 
