@@ -232,3 +232,28 @@ def test_prompt_blocks_are_published_at_plan_and_generated_ones_at_apply() -> No
     assert scheduler.stats().num_cached_blocks == 1
     scheduler.apply(answer(scheduler, plan), 0.0)
     assert scheduler.stats().num_cached_blocks == 2
+
+
+def test_a_resumed_output_is_published_at_apply_too() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", 7, max_tokens=9, outputs=((1, 2, 3, 4, 5),)), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    assert plan.seqs[0].num_scheduled_tokens == 12
+    assert scheduler.stats().num_cached_blocks == 1
+    scheduler.apply(answer(scheduler, plan), 0.0)
+    assert scheduler.stats().num_cached_blocks == 3
+
+
+def test_a_sibling_of_a_leader_that_failed_behind_it_starts_again() -> None:
+    """It shares full blocks, so no move tells of it; its leader's step in flight does."""
+    scheduler = make_scheduler(caching=False)
+    scheduler.add(request("a", 9, n=2), 0.0)
+    first, second = scheduler.plan(0.0), scheduler.plan(0.0)
+    assert first is not None
+    assert second is not None
+    assert not second.kv_moves
+    events = scheduler.apply(StepResult(first.step, error="failed"), 0.0)
+    assert [e.sample_index for e in events] == [0]
+    assert scheduler.apply(answer(scheduler, second), 0.0) == []
+    assert scheduler.stats().num_restarted_readers == 1
