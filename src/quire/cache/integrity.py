@@ -58,7 +58,9 @@ def _check_tables(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
             for row in range(first, len(rows)):
                 here = (group, row, table.root)
                 place = seen.setdefault(rows[row], here)
-                assert place == here, f"block {rows[row]} is at {place[:2]} and at {here[:2]}, or in two namespaces"
+                assert place == here, (
+                    f"block {rows[row]} is at {place[:2]} and at {here[:2]}, or in two namespaces"
+                )
         _check_path(cache, table)
 
 
