@@ -27,7 +27,7 @@ from mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("src", "tests", "pyproject.toml")
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 # An editable install redirects `import quire` to the real tree, whatever sys.path says; the copy must be what runs.
 LAUNCH = """
 import sys
