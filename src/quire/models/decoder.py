@@ -93,13 +93,15 @@ class Decoder:
         cos_sin = {rope: table.lookup(batch.positions) for rope, table in self._ropes.items()}
         residual = self._embedding(batch.input_ids)
         delta: torch.Tensor | None = None
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             rope = layer.spec.attention.rope
             angles = None if rope is None else cos_sin[rope]
-            delta, residual = layer(delta, residual, angles, batch.groups[self._groups[index]], kv[index])
+            group = batch.groups[self._groups[index]]
+            rows = batch.logits_indices if index == last else None
+            delta, residual = layer(delta, residual, angles, group, kv[index], rows)
         assert delta is not None
-        rows = batch.logits_indices
-        return self._norm.add(delta.index_select(0, rows), residual.index_select(0, rows))[0]
+        return self._norm.add(delta, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``, scaled and capped as the model wants."""
@@ -147,10 +149,16 @@ class DecoderLayer:
         cos_sin: CosSin | None,
         group: GroupBatch,
         kv: KvView,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``residual`` lacks ``delta``, the last block's output, still; returns the same pair for the next layer."""
+        """``residual`` lacks ``delta``, the last block's output, still; returns the same pair for the next layer.
+
+        With ``rows`` (the last layer) only those go on once their keys and values are stored.
+        """
         x, residual = self._enter("attn_norm", delta, residual)
         delta = self._leave("attn_post_norm", self._attention(x, cos_sin, group, kv))
+        if rows is not None:
+            delta, residual = delta.index_select(0, rows), residual.index_select(0, rows)
         x, residual = self._enter("mlp_norm", delta, residual)
         return self._leave("mlp_post_norm", self._mlp(x)), residual
 
