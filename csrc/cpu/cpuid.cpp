@@ -34,7 +34,9 @@ bool bit(uint32_t value, int index) { return (value >> index) & 1u; }
 
 }  // namespace
 
-Features detect() {
+namespace {
+
+Features read_features() {
   Features f;
   const Registers one = leaf(1);
   if (!bit(one.ecx, 27)) return f;  // OSXSAVE: without it XGETBV does not exist
@@ -51,9 +53,11 @@ Features detect() {
   return f;
 }
 
+}  // namespace
+
 #elif defined(__aarch64__)
 
-Features detect() {
+static Features read_features() {
   Features f;
   f.neon = true;  // part of the base architecture
   return f;
@@ -61,9 +65,14 @@ Features detect() {
 
 #else
 
-Features detect() { return {}; }
+static Features read_features() { return {}; }
 
 #endif
+
+const Features& detect() {
+  static const Features features = read_features();
+  return features;
+}
 
 const char* best_isa(const Features& f) {
   if (f.avx512 && f.avx512_vnni && f.avx512_bf16) return "avx512";

@@ -12,8 +12,9 @@ struct Features {
   bool neon = false;
 };
 
-// The features that the CPU has *and* that the operating system saves on a context switch.
-Features detect();
+// The features that the CPU has *and* that the operating system saves on a context switch. Asked once: under a
+// hypervisor every cpuid is an exit of microseconds.
+const Features& detect();
 
 // The best level that the kernels are written for: "avx512" (with VNNI and BF16), "avx2", "neon" or "scalar".
 const char* best_isa(const Features& features);

@@ -3,7 +3,12 @@
 //
 //   kLanes            fp32 lanes of a vector
 //   kRows             rows of the register tile (x kPanel columns, or kTileVectors vectors of them)
-//   dot_bf16(acc,w,x) acc[i] += w[2i] * x[0] + w[2i+1] * x[1], in the level's fixed order
+//   dot(acc,w,x)      acc[i] += w[2i] * x[0] + w[2i+1] * x[1], in the level's fixed order
+//   max, min          of (a, b): b where either is NaN, so pass what may be NaN second
+//   where_less        a < b ? x : y, lane by lane
+//   times_power(p,n)  p * 2^n for an integral n in [-126, 127]
+//   sum, largest      over the lanes, in a fixed order
+//   transpose8        8 x 8 elements of 32 bits; target rows `stride` elements apart
 #pragma once
 
 #include <cstdint>
@@ -55,6 +60,28 @@ inline Vec dot(Vec acc, const Weights& w, const Pair& x) { return _mm512_dpbf16_
 // gcc 12 reloads a weight for every row instead of holding it, and the load ports become the bound: hide its origin.
 inline void keep(Weights& w) { __asm__("" : "+v"(w.v)); }
 inline void keep(Vec& v) { __asm__("" : "+v"(v)); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+inline Vec times_power(Vec p, Vec n) {
+  const __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
+  return _mm512_mul_ps(p, _mm512_castsi512_ps(bits));
+}
+inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
+inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
+inline Vec load(const uint16_t* p) {
+  const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+}
+inline void store(uint16_t* p, Vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
+}
 
 #elif defined(__AVX2__)
 
@@ -86,6 +113,42 @@ inline Vec dot(Vec acc, const Weights& w, const Pair& x) {
 }
 inline void keep(Weights& w) { __asm__("" : "+x"(w.even), "+x"(w.odd)); }
 inline void keep(Vec& v) { __asm__("" : "+x"(v)); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+  return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+inline Vec times_power(Vec p, Vec n) {
+  const __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(bits));
+}
+inline float sum(Vec v) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline float largest(Vec v) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+inline Vec load(const uint16_t* p) {
+  const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
+}
+inline void store(uint16_t* p, Vec v) {
+  const __m256i u = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  __m256i h = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
+  h = _mm256_blendv_epi8(h, quiet, _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)));
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(h, h), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
 
 #else
 
@@ -124,7 +187,68 @@ inline Pair broadcast_pair(const uint16_t* x) {
 inline Vec dot(Vec acc, const Weights& w, const Pair& x) { return fma(w.odd, x.odd, fma(w.even, x.even, acc)); }
 inline void keep(const Weights&) {}
 inline void keep(const Vec&) {}
+template <typename F>
+inline Vec each(const F& f) {
+  return {{f(0), f(1), f(2), f(3)}};
+}
+inline Vec add(Vec a, Vec b) { return each([&](int i) { return a.f[i] + b.f[i]; }); }
+inline Vec sub(Vec a, Vec b) { return each([&](int i) { return a.f[i] - b.f[i]; }); }
+inline Vec mul(Vec a, Vec b) { return each([&](int i) { return a.f[i] * b.f[i]; }); }
+inline Vec div(Vec a, Vec b) { return each([&](int i) { return a.f[i] / b.f[i]; }); }
+inline Vec max(Vec a, Vec b) { return each([&](int i) { return a.f[i] > b.f[i] ? a.f[i] : b.f[i]; }); }
+inline Vec min(Vec a, Vec b) { return each([&](int i) { return a.f[i] < b.f[i] ? a.f[i] : b.f[i]; }); }
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+  return each([&](int i) { return a.f[i] < b.f[i] ? x.f[i] : y.f[i]; });
+}
+inline Vec times_power(Vec p, Vec n) {
+  return each([&](int i) {
+    // A NaN has no integer; its power may be any, since p is NaN then.
+    const uint32_t bits = uint32_t((n.f[i] == n.f[i] ? int32_t(n.f[i]) : 0) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return p.f[i] * power;
+  });
+}
+inline float sum(Vec v) { return (v.f[0] + v.f[2]) + (v.f[1] + v.f[3]); }
+inline float largest(Vec v) {
+  float m = v.f[0];
+  for (int i = 1; i < 4; ++i) m = m > v.f[i] ? m : v.f[i];
+  return m;
+}
+inline Vec load(const uint16_t* p) { return each([&](int i) { return bf16_to_float(p[i]); }); }
+inline void store(uint16_t* p, Vec v) {
+  for (int i = 0; i < 4; ++i) p[i] = float_to_bf16(v.f[i]);
+}
 
+#endif
+
+// rows[i] points to 8 elements; element j of row i goes to target[j * stride + i].
+#if defined(__AVX2__)
+inline void transpose8(const uint32_t* const* rows, uint32_t* target, int64_t stride) {
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i]));
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; ++i) {
+    r[4 * i + 0] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(reinterpret_cast<float*>(target + i * stride), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps(reinterpret_cast<float*>(target + (i + 4) * stride),
+                     _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+}
+#else
+inline void transpose8(const uint32_t* const* rows, uint32_t* target, int64_t stride) {
+  for (int i = 0; i < 8; ++i) {
+    for (int j = 0; j < 8; ++j) target[j * stride + i] = rows[i][j];
+  }
+}
 #endif
 
 }  // namespace quire::cpu::QUIRE_ISA

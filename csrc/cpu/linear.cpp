@@ -3,9 +3,8 @@
 #include "cpu/linear.h"
 
 #include <algorithm>
-#include <cstring>
 
-#include "cpu/cpuid.h"
+#include "cpu/levels.h"
 
 namespace quire::cpu {
 
@@ -52,14 +51,7 @@ void pack(Type type, const void* w, int64_t count, int64_t k, int64_t first, voi
 }
 
 const LinearKernels* linear_kernels(const char* isa) {
-  const Features f = detect();
-#if defined(QUIRE_HAVE_X86_LEVELS)
-  if (std::strcmp(isa, "avx512") == 0 && f.avx512 && f.avx512_bf16 && f.avx512_vnni) return &avx512::kLinear;
-  if (std::strcmp(isa, "avx2") == 0 && f.avx2) return &avx2::kLinear;
-#endif
-  (void)f;
-  if (std::strcmp(isa, "scalar") == 0) return &scalar::kLinear;
-  return nullptr;
+  return kernels_for<LinearKernels>(isa);
 }
 
 }  // namespace quire::cpu

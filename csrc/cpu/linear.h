@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "cpu/levels.h"
 #include "cpu/thread_pool.h"
 
 namespace quire::cpu {
@@ -42,8 +43,6 @@ struct LinearKernels {
 // isa: "avx512", "avx2" or "scalar". Returns null for a level that this build or CPU does not have.
 const LinearKernels* linear_kernels(const char* isa);
 
-namespace avx512 { extern const LinearKernels kLinear; }
-namespace avx2 { extern const LinearKernels kLinear; }
-namespace scalar { extern const LinearKernels kLinear; }
+QUIRE_LEVELS(LinearKernels, kLinear)
 
 }  // namespace quire::cpu

@@ -12,6 +12,8 @@ from quire.kernels import cases, registry
 from quire.kernels.activation import ActivationKind, gated
 from quire.kernels.registry import Backend
 
+EXACT = [backend for backend in registry.backends("gated") if backend != "whole"]
+
 
 def oracle(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     gate, up = gate_up.double().chunk(2, -1)
@@ -39,26 +41,41 @@ def test_against_fp64(
     assert_close("gated", gated(x, kind, backend=backend), oracle(x, kind))
 
 
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", cases.ACTIVATIONS)
 @pytest.mark.parametrize("size", [1, 7, 16, 31, 33, 172, 577])
-def test_a_row_does_not_depend_on_the_batch(size: int, kind: ActivationKind, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_the_batch(
+    size: int, kind: ActivationKind, dtype: torch.dtype, backend: Backend
+) -> None:
     pool = (torch.randn(37, 2 * size, generator=generator()) * 4).to(dtype)
-    assert_rows_independent(lambda ids: gated(pool[ids], kind), 37, f"{kind} {size}")
+    assert_rows_independent(lambda ids: gated(pool[ids], kind, backend=backend), 37, f"{kind} {size}")
 
 
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("kind", cases.ACTIVATIONS)
-def test_the_place_of_an_element_does_not_matter(kind: ActivationKind) -> None:
+def test_the_place_of_an_element_does_not_matter(kind: ActivationKind, backend: Backend) -> None:
     """A vectorised loop ends in a scalar tail, and torch's own silu and gelu differ there in the last bit."""
     values = torch.linspace(-12, 12, 4001).repeat(2, 1)  # gate and up
-    expected = gated(values.T.reshape(-1, 2).contiguous(), kind).view(-1)
+    expected = gated(values.T.reshape(-1, 2).contiguous(), kind, backend=backend).view(-1)
     for width in (1, 3, 5, 13, 17, 29, 31, 100):
         count = 4001 // width * width
         rows = values[:, :count].reshape(2, -1, width).transpose(0, 1).reshape(-1, 2 * width).contiguous()
-        assert_same_bits(gated(rows, kind).view(-1), expected[:count], f"{kind}, rows of {width}")
+        assert_same_bits(
+            gated(rows, kind, backend=backend).view(-1), expected[:count], f"{kind}, rows of {width}"
+        )
 
 
-def test_extremes_are_finite() -> None:
+@pytest.mark.parametrize("backend", EXACT)
+def test_extremes_are_finite(backend: Backend) -> None:
     x = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0]])
     for kind in cases.ACTIVATIONS:
-        assert torch.isfinite(gated(x, kind)).all(), kind
+        assert torch.isfinite(gated(x, kind, backend=backend)).all(), kind
+
+
+@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
+    wide = torch.randn(9, 100, generator=generator()).to(dtype)[:, 7:49]
+    expected = gated(wide.contiguous(), "silu", backend=backend)
+    assert_same_bits(gated(wide, "silu", backend=backend), expected, "strided")

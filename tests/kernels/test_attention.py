@@ -14,6 +14,7 @@ from quire.kernels.attention import AttentionShape, RaggedBatch, attention
 from quire.kernels.kv_view import KvView
 from quire.kernels.registry import Backend
 
+EXACT = [backend for backend in registry.backends("attention") if backend != "whole"]
 SMALL = [case for case in cases.ATTENTION if not case.bench]
 
 
@@ -73,32 +74,39 @@ def test_against_fp64(case: cases.AttentionCase, dtype: torch.dtype, backend: Ba
     assert_close("attention", run(made, backend), oracle(made))
 
 
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in SMALL if case.lengths], ids=lambda case: case.name)
-def test_alone_chunked_and_batched_agree(case: cases.AttentionCase, dtype: torch.dtype) -> None:
+def test_alone_chunked_and_batched_agree(
+    case: cases.AttentionCase, dtype: torch.dtype, backend: Backend
+) -> None:
     made = cases.attention_inputs(case, dtype, generator())
     with threads(1):
-        expected = run(made)
+        expected = run(made, backend)
     with threads(2):
         made.batch.plans.clear()
-        assert_same_bits(run(made), expected, f"{case.name}: two threads")
+        assert_same_bits(run(made, backend), expected, f"{case.name}: two threads")
     cu = made.batch.cu_seqlens_q
     for seq, (queries, _) in enumerate(case.lengths):
         whole = expected[cu[seq] : cu[seq + 1]]
-        assert_same_bits(run(part(made, seq, 0, queries)), whole, f"{case.name}: sequence {seq} alone")
+        assert_same_bits(
+            run(part(made, seq, 0, queries), backend), whole, f"{case.name}: sequence {seq} alone"
+        )
         for size in (1, 7):
             pieces = [
-                run(part(made, seq, start, min(start + size, queries))) for start in range(0, queries, size)
+                run(part(made, seq, start, min(start + size, queries)), backend)
+                for start in range(0, queries, size)
             ]
             assert_same_bits(torch.cat(pieces), whole, f"{case.name}: sequence {seq} in chunks of {size}")
 
 
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_where_the_blocks_lie_does_not_matter(dtype: torch.dtype) -> None:
+def test_where_the_blocks_lie_does_not_matter(dtype: torch.dtype, backend: Backend) -> None:
     """Other block ids, and other rubbish beyond the sequence's end and in blocks that the window has left."""
     case = cases.AttentionCase("moved", ((5, 150), (1, 90)), window=40)
     made = cases.attention_inputs(case, dtype, generator())
-    expected = run(made)
+    expected = run(made, backend)
     storage = made.kv.pieces
     order = torch.randperm(storage.shape[0], generator=generator(9))
     place = torch.empty_like(order)
@@ -120,7 +128,7 @@ def test_where_the_blocks_lie_does_not_matter(dtype: torch.dtype) -> None:
                     new[block, :, position % 16] = old[made.batch.block_table[seq, row], :, position % 16]
             table[seq, row] = block
     batch = RaggedBatch(made.batch.cu_seqlens_q, made.batch.seq_lens, table)
-    actual = attention(made.q, KvView(moved, 16, 16, 16), batch, made.shape)
+    actual = attention(made.q, KvView(moved, 16, 16, 16), batch, made.shape, backend=backend)
     assert_same_bits(actual, expected, "moved")
 
 
@@ -136,16 +144,37 @@ def test_large_batch_in_several_chunks(dtype: torch.dtype, monkeypatch: pytest.M
         assert_same_bits(run(made), expected, f"chunks of {limit}")
 
 
-def test_a_shape_of_a_real_model() -> None:
+@pytest.mark.parametrize("backend", EXACT)
+def test_a_shape_of_a_real_model(backend: Backend) -> None:
     """32 heads over 8, head_dim 64: decoding rows equal the same rows inside a chunk."""
     case = cases.AttentionCase("1B", ((40, 300),), 32, 8, 64, 64)
     made = cases.attention_inputs(case, torch.bfloat16, generator())
-    whole = run(made)
+    whole = run(made, backend)
     for row in (0, 17, 39):
-        assert_same_bits(run(part(made, 0, row, row + 1)), whole[row : row + 1], f"row {row}")
+        assert_same_bits(run(part(made, 0, row, row + 1), backend), whole[row : row + 1], f"row {row}")
 
 
-def test_scale_is_applied() -> None:
+@pytest.mark.parametrize("backend", EXACT)
+def test_scale_is_applied(backend: Backend) -> None:
     made = cases.attention_inputs(SMALL[3], torch.float32, generator())
     flat = dataclasses.replace(made, shape=AttentionShape(made.shape.num_heads, 0.0))
-    assert_close("attention", run(flat), oracle(flat))
+    assert_close("attention", run(flat, backend), oracle(flat))
+
+
+@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_a_cache_of_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, backend: Backend) -> None:
+    made = cases.attention_inputs(SMALL[3], kv_dtype, generator())
+    made = dataclasses.replace(made, q=made.q.to(dtype))
+    assert_close("attention", run(made, backend), oracle(made))
+
+
+@pytest.mark.parametrize("backend", EXACT)
+def test_queries_that_are_a_slice(backend: Backend) -> None:
+    """As layers pass them: the first heads of a fused tensor."""
+    made = cases.attention_inputs(SMALL[3], torch.bfloat16, generator())
+    fused = torch.cat((made.q, torch.full_like(made.q, 7.0)), dim=1)
+    sliced = dataclasses.replace(made, q=fused[:, : made.q.shape[1]])
+    assert_same_bits(run(sliced, backend), run(made, backend), "slice")

@@ -26,6 +26,7 @@ from quire.kernels.linear import (
 )
 from quire.kernels.registry import Backend
 
+EXACT = [backend for backend in registry.backends("linear") if backend != "whole"]
 SMALL = [case for case in cases.LINEAR if not case.bench]
 
 
@@ -63,10 +64,13 @@ def test_rows_come_back_as_written(backend: Backend) -> None:
     assert_same_bits(read_rows(packed, ids), weight[ids], "read_rows")
 
 
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in SMALL if case.num_tokens], ids=str)
-def test_a_row_does_not_depend_on_the_batch(case: cases.LinearCase, dtype: torch.dtype) -> None:
-    packed, _, _ = make(case, dtype, "reference")
+def test_a_row_does_not_depend_on_the_batch(
+    case: cases.LinearCase, dtype: torch.dtype, backend: Backend
+) -> None:
+    packed, _, _ = make(case, dtype, backend)
     pool = torch.randn(37, case.in_features, generator=generator(4)).to(dtype)
     assert_rows_independent(lambda ids: linear(pool[ids], packed), 37, str(case))
 
@@ -88,9 +92,10 @@ def test_many_shapes_any_threads(dtype: torch.dtype) -> None:
                     assert_same_bits(linear(pool[3:4], packed), expected[3:4], what)
 
 
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_rows(dtype: torch.dtype) -> None:
-    packed, _, _ = make(cases.LinearCase(1, 32, 48), dtype, "reference")
+def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
+    packed, _, _ = make(cases.LinearCase(1, 32, 48), dtype, backend)
     wide = torch.randn(32, 80, generator=generator(7)).to(dtype)
     assert_same_bits(linear(wide[:, 16:48], packed), linear(wide[:, 16:48].contiguous(), packed), "strided")
 

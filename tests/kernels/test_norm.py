@@ -6,10 +6,12 @@ import pytest
 import torch
 from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
 
-from quire.kernels import cases
+from quire.kernels import cases, registry
 from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.registry import Backend
 
 EPS = 1e-5
+BACKENDS = registry.backends("rms_norm")
 
 
 def oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -17,36 +19,54 @@ def oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", cases.ROWS, ids=str)
-def test_against_fp64(case: cases.RowCase, dtype: torch.dtype) -> None:
+def test_against_fp64(case: cases.RowCase, dtype: torch.dtype, backend: Backend) -> None:
     rng = generator()
     weight = torch.randn(case.size, generator=rng)
     x = torch.randn(case.num_tokens, case.size, generator=rng).to(dtype)
     residual = torch.randn(case.num_tokens, case.size, generator=rng).to(dtype)
-    assert_close("rms_norm", rms_norm(x, weight, EPS), oracle(x, weight))
-    normed, total = add_rms_norm(x, residual.clone(), weight, EPS)
+    assert_close("rms_norm", rms_norm(x, weight, EPS, backend=backend), oracle(x, weight))
+    normed, total = add_rms_norm(x, residual.clone(), weight, EPS, backend=backend)
     assert_same_bits(total, residual + x, "residual")
     assert_close("rms_norm", normed, oracle(residual + x, weight))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", sorted({case.size for case in cases.ROWS} | {4096, 8192}))
-def test_a_row_does_not_depend_on_the_batch(size: int, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_the_batch(size: int, dtype: torch.dtype, backend: Backend) -> None:
     rng = generator()
     weight = torch.randn(size, generator=rng)
     pool = (torch.randn(35, size, generator=rng) * 3).to(dtype)
     other = torch.randn(35, size, generator=rng).to(dtype)
-    assert_rows_independent(lambda ids: rms_norm(pool[ids], weight, EPS), 35, f"rms_norm {size}")
     assert_rows_independent(
-        lambda ids: add_rms_norm(pool[ids], other[ids], weight, EPS)[0], 35, f"add_rms_norm {size}"
+        lambda ids: rms_norm(pool[ids], weight, EPS, backend=backend), 35, f"rms_norm {size}"
+    )
+    assert_rows_independent(
+        lambda ids: add_rms_norm(pool[ids], other[ids], weight, EPS, backend=backend)[0],
+        35,
+        f"add_rms_norm {size}",
     )
 
 
-def test_heads_with_strides() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_with_strides(backend: Backend) -> None:
     """q and k norms run on slices of a fused projection."""
     rng = generator()
     fused = torch.randn(9, 6 * 16, generator=rng)
     weight = torch.randn(16, generator=rng)
     heads = fused[:, 16:64].unflatten(-1, (3, 16))
-    assert_same_bits(rms_norm(heads, weight, EPS), rms_norm(heads.contiguous(), weight, EPS), "strided heads")
+    assert_same_bits(
+        rms_norm(heads, weight, EPS, backend=backend),
+        rms_norm(heads.contiguous(), weight, EPS, backend=backend),
+        "strided heads",
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_for_every_head(backend: Backend) -> None:
+    rng = generator()
+    x, weight = torch.randn(9, 3, 16, generator=rng), torch.randn(3, 16, generator=rng)
+    assert_close("rms_norm", rms_norm(x, weight, EPS, backend=backend), oracle(x, weight))

@@ -6,9 +6,12 @@ import pytest
 import torch
 from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
 
-from quire.kernels import cases
+from quire.kernels import cases, registry
 from quire.kernels.kv_view import view_layer
+from quire.kernels.registry import Backend
 from quire.kernels.rope import apply_rope, store_kv
+
+BACKENDS = registry.backends("apply_rope")
 
 
 def oracle(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -29,29 +32,34 @@ def make(case: cases.RopeCase, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     return x, angles.cos(), angles.sin()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", cases.ROPE, ids=str)
-def test_against_complex_rotation(case: cases.RopeCase, dtype: torch.dtype) -> None:
+def test_against_complex_rotation(case: cases.RopeCase, dtype: torch.dtype, backend: Backend) -> None:
     x, cos, sin = make(case, dtype)
-    y = apply_rope(x, cos, sin, interleaved=case.interleaved)
+    y = apply_rope(x, cos, sin, interleaved=case.interleaved, backend=backend)
     assert_close("rope", y, oracle(x, cos, sin, case.interleaved))
     assert_same_bits(y[..., 2 * case.half :], x[..., 2 * case.half :], "what is not rotated")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in cases.ROPE if case.num_tokens], ids=str)
-def test_a_row_does_not_depend_on_the_batch(case: cases.RopeCase, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_the_batch(
+    case: cases.RopeCase, dtype: torch.dtype, backend: Backend
+) -> None:
     x, cos, sin = make(case, dtype)
     assert_rows_independent(
-        lambda ids: apply_rope(x[ids], cos[ids], sin[ids], interleaved=case.interleaved),
+        lambda ids: apply_rope(x[ids], cos[ids], sin[ids], interleaved=case.interleaved, backend=backend),
         case.num_tokens,
         str(case),
     )
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("v_in_k", [False, True])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_store_kv(block_size: int, v_in_k: bool) -> None:
+def test_store_kv(block_size: int, v_in_k: bool, backend: Backend) -> None:
     rng = generator()
     heads, k_dim, v_dim, num_blocks = 3, 8, 6, 7
     piece = block_size * (k_dim + (0 if v_in_k else v_dim))
@@ -62,7 +70,7 @@ def test_store_kv(block_size: int, v_in_k: bool) -> None:
     slots = torch.randperm(num_blocks * block_size, generator=rng)[:5]
     k = torch.randn(5, heads, k_dim, generator=rng)
     v = None if v_in_k else torch.randn(5, heads, v_dim, generator=rng)
-    store_kv(k, v, kv, slots // block_size, slots % block_size)
+    store_kv(k, v, kv, slots // block_size, slots % block_size, backend=backend)
     assert storage[:, : heads * piece].abs().sum() == 0, "the other layer's slot was written"
     for i, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, block_size)
@@ -75,3 +83,24 @@ def test_store_kv(block_size: int, v_in_k: bool) -> None:
                 start = block_size * k_dim + offset * v_dim
                 assert_same_bits(base[start : start + v_dim], v[i, head], "V")
     assert int((kv.pieces != 0).sum()) == 5 * heads * (k_dim + (0 if v_in_k else v_dim))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_store_kv_into_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, backend: Backend) -> None:
+    """Slices of a fused projection, rounded as the cache holds them."""
+    fused = torch.randn(5, 4, 8, generator=generator()).to(dtype)
+    kv = view_layer(
+        torch.zeros(3, 2 * 2 * 4 * 8, dtype=kv_dtype),
+        0,
+        num_kv_heads=2,
+        block_size=4,
+        head_dim=8,
+        v_head_dim=8,
+    )
+    slots = torch.tensor([7, 0, 11, 3, 4])
+    store_kv(fused[:, :2], fused[:, 2:], kv, slots // 4, slots % 4, backend=backend)
+    assert_same_bits(kv.keys[slots // 4, :, slots % 4], fused[:, :2].to(kv_dtype), "K")
+    assert_same_bits(kv.values[slots // 4, :, slots % 4], fused[:, 2:].to(kv_dtype), "V")

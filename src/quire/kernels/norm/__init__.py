@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.norm import reference  # noqa: F401  registers
+from quire.kernels.norm import native, reference  # noqa: F401  registers both
 from quire.kernels.registry import Backend, find
 
 __all__ = ["add_rms_norm", "rms_norm"]

@@ -6,7 +6,7 @@ import torch
 
 from quire.kernels.kv_view import KvView
 from quire.kernels.registry import Backend, find
-from quire.kernels.rope import reference  # noqa: F401  registers
+from quire.kernels.rope import native, reference  # noqa: F401  registers both
 
 __all__ = ["apply_rope", "store_kv"]
 

@@ -1,0 +1,49 @@
+// Which table of kernels a level has: one choice for every op.
+#pragma once
+
+#include <cstring>
+
+#include "cpu/cpuid.h"
+
+namespace quire::cpu {
+
+template <typename Kernels>
+struct Levels {
+  const Kernels *avx512, *avx2, *scalar;
+};
+
+// isa: "avx512", "avx2" or "scalar". Returns null for a level that this CPU does not have.
+template <typename Kernels>
+const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
+  const Features& f = detect();
+  if (std::strcmp(isa, "avx512") == 0) return f.avx512 && f.avx512_bf16 && f.avx512_vnni ? levels.avx512 : nullptr;
+  if (std::strcmp(isa, "avx2") == 0) return f.avx2 ? levels.avx2 : nullptr;
+  return std::strcmp(isa, "scalar") == 0 ? levels.scalar : nullptr;
+}
+
+}  // namespace quire::cpu
+
+// Declares the table `name` of every level that is built; elsewhere the level's pointer is null.
+#if defined(QUIRE_HAVE_X86_LEVELS) || defined(QUIRE_ISA)
+#define QUIRE_LEVELS(Kernels, name)                       \
+  namespace avx512 { extern const Kernels name; }         \
+  namespace avx2 { extern const Kernels name; }           \
+  namespace scalar { extern const Kernels name; }         \
+  inline Levels<Kernels> levels_of(const Kernels*) {      \
+    return {&avx512::name, &avx2::name, &scalar::name};   \
+  }
+#else
+#define QUIRE_LEVELS(Kernels, name)                 \
+  namespace scalar { extern const Kernels name; }   \
+  inline Levels<Kernels> levels_of(const Kernels*) { return {nullptr, nullptr, &scalar::name}; }
+#endif
+
+namespace quire::cpu {
+
+// The table of type Kernels of a level, or null.
+template <typename Kernels>
+const Kernels* kernels_for(const char* isa) {
+  return pick_level<Kernels>(isa, levels_of(static_cast<const Kernels*>(nullptr)));
+}
+
+}  // namespace quire::cpu

@@ -1,0 +1,86 @@
+"""Native attention (csrc/cpu/attention_kernel.cpp): tiles of 64 positions at absolute multiples, fp32 softmax and sums.
+
+A row's bits are those of its own keys and values in order of position: see the kernel.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from quire.kernels.attention.batch import AttentionShape, RaggedBatch
+from quire.kernels.kv_view import KvView
+from quire.kernels.registry import NATIVE_LEVELS, register
+
+try:
+    from quire import _native as native
+except ImportError:  # no compiler at install
+    native = None  # type: ignore[assignment]
+
+_KEY = ("native",)
+
+
+def addresses(batch: RaggedBatch) -> tuple[int, int, int, int, int]:
+    """Where the batch's arrays lie, asked once a step: cu_seqlens_q, seq_lens, block_table, num_seqs, its width."""
+    found: tuple[int, int, int, int, int] | None = batch.plans.get(_KEY)
+    if found is None:
+        arrays = (batch.cu_seqlens_q, batch.seq_lens, batch.block_table)
+        for array in arrays:
+            assert array.dtype == np.int64, array.dtype
+            assert array.flags.c_contiguous
+        width = batch.block_table.shape[1] if batch.num_seqs else 0
+        first, second, third = (array.ctypes.data for array in arrays)
+        found = (first, second, third, batch.num_seqs, width)
+        batch.plans[_KEY] = found
+    return found
+
+
+def attention(
+    module: ModuleType,
+    isa: str,
+    q: torch.Tensor,
+    kv: KvView,
+    batch: RaggedBatch,
+    shape: AttentionShape,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """``q [num_tokens, num_heads, head_dim]`` → ``[num_tokens, num_heads, v_head_dim]``."""
+    tokens, num_heads, head_dim = q.shape
+    pieces = kv.pieces
+    if q.stride(2) != 1 or q.stride(1) != head_dim:
+        q = q.contiguous()
+    assert sinks is None or sinks.dtype == torch.float32
+    y = torch.empty(tokens, num_heads, kv.v_head_dim, dtype=q.dtype)
+    module.attention(
+        torch.get_num_threads(),
+        isa,
+        q.dtype == torch.bfloat16,
+        pieces.dtype == torch.bfloat16,
+        q.data_ptr(),
+        q.stride(0),
+        pieces.data_ptr(),
+        pieces.stride(0),
+        pieces.stride(1),
+        0 if sinks is None else sinks.data_ptr(),
+        y.data_ptr(),
+        *addresses(batch),
+        num_heads,
+        pieces.shape[1],
+        head_dim,
+        kv.v_head_dim,
+        kv.block_size,
+        shape.window or 0,
+        shape.scale,
+        shape.soft_cap or 0.0,
+        kv.v_in_k,
+    )
+    return y
+
+
+if native is not None and hasattr(native, "attention"):  # a build older than this source may lack it
+    for level in NATIVE_LEVELS:
+        if native.has_isa(level):
+            register("attention", level)(partial(attention, native, level))

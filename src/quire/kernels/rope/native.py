@@ -1,0 +1,95 @@
+"""Native RoPE and KV store (csrc/cpu/rows_kernel.cpp): the reference's products and sums, so the reference's bits."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from quire.kernels.kv_view import KvView
+from quire.kernels.registry import NATIVE_LEVELS, register
+
+try:
+    from quire import _native as native
+except ImportError:  # no compiler at install
+    native = None  # type: ignore[assignment]
+
+
+def apply_rope(
+    module: ModuleType, isa: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    """``x [num_tokens, num_heads, head_dim]``; ``cos, sin [num_tokens, half]`` fp32."""
+    tokens, heads, head_dim = x.shape
+    half = cos.shape[-1]
+    assert 2 * half <= head_dim
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    y = torch.empty(tokens, heads, head_dim, dtype=x.dtype)
+    module.rope(
+        torch.get_num_threads(),
+        isa,
+        x.dtype == torch.bfloat16,
+        interleaved,
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        y.data_ptr(),
+        tokens,
+        heads,
+        head_dim,
+        half,
+    )
+    return y
+
+
+def store_kv(
+    module: ModuleType,
+    isa: str,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    kv: KvView,
+    block_ids: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    """Rows of the step → pages."""
+    pieces = kv.pieces
+    if k.stride(2) != 1:
+        k = k.contiguous()
+    if v is not None:
+        assert v.dtype == k.dtype, (v.dtype, k.dtype)
+        if v.stride(2) != 1:
+            v = v.contiguous()
+    module.store_kv(
+        torch.get_num_threads(),
+        isa,
+        k.dtype == torch.bfloat16,
+        pieces.dtype == torch.bfloat16,
+        k.data_ptr(),
+        k.stride(0),
+        k.stride(1),
+        0 if v is None else v.data_ptr(),
+        0 if v is None else v.stride(0),
+        0 if v is None else v.stride(1),
+        pieces.data_ptr(),
+        pieces.stride(0),
+        pieces.stride(1),
+        block_ids.data_ptr(),
+        offsets.data_ptr(),
+        k.shape[0],
+        k.shape[1],
+        kv.head_dim,
+        kv.v_head_dim,
+        kv.block_size,
+    )
+
+
+if native is not None and hasattr(native, "rope"):  # a build older than this source may lack it
+    for level in NATIVE_LEVELS:
+        if native.has_isa(level):
+            register("apply_rope", level)(partial(apply_rope, native, level))
+            register("store_kv", level)(partial(store_kv, native, level))
