@@ -9,6 +9,8 @@ import torch
 from tests.kernels.checks import assert_same_bits, threads
 from tests.runner.tiny import SEED, SPECS, Driver, engine_config, prompt_of
 
+from quire.kernels import registry
+from quire.kernels.registry import NATIVE_LEVELS
 from quire.step import KvMove
 
 LENGTHS = {0: 75, 1: 1, 2: 33, 3: 64, 4: 17}
@@ -17,9 +19,12 @@ STEPS = 5
 Logits = dict[tuple[int, int], torch.Tensor]
 
 
-def alone(name: str, dtype: str, block_size: int = 16) -> tuple[Logits, dict[int, list[int]]]:
+def alone(
+    name: str, dtype: str, block_size: int = 16, isa: str = "reference"
+) -> tuple[Logits, dict[int, list[int]]]:
     """Every sequence whole and alone, one after the other."""
-    driver = Driver(engine_config(SPECS[name], dtype, block_size=block_size, num_blocks=2048 // block_size))
+    blocks = 2048 // block_size
+    driver = Driver(engine_config(SPECS[name], dtype, block_size=block_size, num_blocks=blocks, isa=isa))
     for seq_id, length in LENGTHS.items():
         driver.add(seq_id, prompt_of(length, seq_id))
         driver.generate(seq_id, STEPS)
@@ -35,10 +40,20 @@ def compare(actual: Logits, expected: Logits, what: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SPECS)
 def test_ragged_batches_equal_alone(name: str, dtype: str) -> None:
+    check_ragged_batches(name, dtype, "reference")
+
+
+@pytest.mark.parametrize("isa", [level for level in registry.backends("linear") if level in NATIVE_LEVELS])
+@pytest.mark.parametrize("name", SPECS)
+def test_ragged_batches_equal_alone_natively(name: str, isa: str) -> None:
+    check_ragged_batches(name, "bfloat16", isa)
+
+
+def check_ragged_batches(name: str, dtype: str, isa: str) -> None:
     """All sequences together, prompts in random chunks beside decoding ones, pages in random order."""
-    expected, tokens = alone(name, dtype)
+    expected, tokens = alone(name, dtype, isa=isa)
     rng = random.Random(SEED)
-    driver = Driver(engine_config(SPECS[name], dtype), shuffle=True)
+    driver = Driver(engine_config(SPECS[name], dtype, isa=isa), shuffle=True)
     for seq_id, length in LENGTHS.items():
         driver.add(seq_id, prompt_of(length, seq_id))
     while any(len(driver.seqs[i].output) < STEPS for i in LENGTHS):
@@ -51,7 +66,7 @@ def test_ragged_batches_equal_alone(name: str, dtype: str) -> None:
         if chunks:
             with threads(rng.choice((1, 2))):
                 driver.step(*chunks)
-    compare(driver.logits, expected, f"{name} {dtype}")
+    compare(driver.logits, expected, f"{name} {dtype} {isa}")
     assert {i: driver.seqs[i].output for i in LENGTHS} == tokens
 
 
