@@ -59,7 +59,8 @@ def add_rms_norm(
         x = x.contiguous()
     if residual.stride(1) != 1:
         residual = residual.contiguous()
-    y, total = torch.empty(2, tokens, size, dtype=x.dtype)
+    y = torch.empty(tokens, size, dtype=x.dtype)
+    total = torch.empty(tokens, size, dtype=x.dtype)
     module.rms_norm(
         torch.get_num_threads(),
         isa,
