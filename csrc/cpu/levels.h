@@ -23,8 +23,11 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
 
 }  // namespace quire::cpu
 
-// Declares the table `name` of every level that is built; elsewhere the level's pointer is null.
-#if defined(QUIRE_HAVE_X86_LEVELS) || defined(QUIRE_ISA)
+// Declares the table `name` of every level that is built; elsewhere the level's pointer is null. Kernel sources choose
+// nothing and see none of it.
+#if defined(QUIRE_ISA)
+#define QUIRE_LEVELS(Kernels, name)
+#elif defined(QUIRE_HAVE_X86_LEVELS)
 #define QUIRE_LEVELS(Kernels, name)                       \
   namespace avx512 { extern const Kernels name; }         \
   namespace avx2 { extern const Kernels name; }           \

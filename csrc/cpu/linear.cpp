@@ -1,10 +1,8 @@
-// Packing and the choice of a level. Packing is a transpose of 32 rows at a time; it runs once at load and is bound by
-// page faults of the target, not by this loop.
+// Packing: a transpose of 32 rows at a time. It runs once at load and is bound by page faults of the target, not by
+// this loop.
 #include "cpu/linear.h"
 
 #include <algorithm>
-
-#include "cpu/levels.h"
 
 namespace quire::cpu {
 
@@ -48,10 +46,6 @@ void pack(Type type, const void* w, int64_t count, int64_t k, int64_t first, voi
   } else {
     pack_rows<float, 1>(static_cast<const float*>(w), count, k, first, static_cast<float*>(packed), pool);
   }
-}
-
-const LinearKernels* linear_kernels(const char* isa) {
-  return kernels_for<LinearKernels>(isa);
 }
 
 }  // namespace quire::cpu

@@ -34,14 +34,11 @@ int64_t packed_elements(Type type, int64_t n, int64_t k);
 // any order and number (fused matrices are packed tensor by tensor); what is never written must be zero before.
 void pack(Type type, const void* w, int64_t count, int64_t k, int64_t first, void* packed, ThreadPool& pool);
 
-// One entry a kernel and ISA level; the caller picks by cpuid (see kernels_for).
+// One table a level; the caller picks by cpuid (kernels_for in levels.h).
 struct LinearKernels {
   void (*bf16)(const LinearArgs&, ThreadPool&);
   void (*f32)(const LinearArgs&, ThreadPool&);
 };
-
-// isa: "avx512", "avx2" or "scalar". Returns null for a level that this build or CPU does not have.
-const LinearKernels* linear_kernels(const char* isa);
 
 QUIRE_LEVELS(LinearKernels, kLinear)
 
