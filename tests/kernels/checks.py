@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from quire.kernels.threads import choose_threads
 from quire.kernels.tolerances import tolerance
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -21,11 +22,11 @@ def generator(seed: int = SEED) -> torch.Generator:
 def threads(count: int) -> Iterator[None]:
     """Run torch with ``count`` threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    choose_threads(count, torch_is_heavy=True)  # torch's and the native kernels' alike
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        choose_threads(before, torch_is_heavy=True)
 
 
 def assert_close(op: str, actual: torch.Tensor, oracle: torch.Tensor) -> None:

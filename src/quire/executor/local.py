@@ -9,6 +9,7 @@ import torch
 
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
+from quire.kernels.threads import choose_threads
 from quire.models.loader import iter_weights
 from quire.runner.memory import keep_freed_memory, torch_dtype
 from quire.runner.worker import Worker
@@ -33,7 +34,11 @@ class LocalExecutor:
         clock: Clock | None = None,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        torch.set_num_threads(config.runner.num_threads)
+        # The mixture of experts still multiplies in torch.
+        torch_is_heavy = config.runner.cpu_isa == "reference" or any(
+            layer.mlp.moe is not None for layer in config.model.spec.layers
+        )
+        choose_threads(config.runner.num_threads, torch_is_heavy=torch_is_heavy)
         keep_freed_memory()
         stream = iter_weights(config.model, torch_dtype(config.model.dtype)) if weights is None else weights
         self.worker = Worker(config, stream, clock or WallClock())

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 
 from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.threads import num_native_threads
 
 try:
     from quire import _native as native
@@ -24,7 +25,7 @@ def gated(module: ModuleType, isa: str, gate_up: torch.Tensor, kind: str) -> tor
         gate_up = gate_up.contiguous()
     y = torch.empty(num_tokens, width // 2, dtype=gate_up.dtype)
     module.gated(
-        torch.get_num_threads(),
+        num_native_threads(),
         isa,
         gate_up.dtype == torch.bfloat16,
         GATES[kind],

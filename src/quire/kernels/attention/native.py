@@ -14,6 +14,7 @@ import torch
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_view import KvView
 from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.threads import num_native_threads
 
 try:
     from quire import _native as native
@@ -55,7 +56,7 @@ def attention(
     assert sinks is None or sinks.dtype == torch.float32
     y = torch.empty(tokens, num_heads, kv.v_head_dim, dtype=q.dtype)
     module.attention(
-        torch.get_num_threads(),
+        num_native_threads(),
         isa,
         q.dtype == torch.bfloat16,
         pieces.dtype == torch.bfloat16,

@@ -12,6 +12,7 @@ import torch
 
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.threads import num_native_threads
 
 try:
     from quire import _native as native
@@ -33,7 +34,7 @@ def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> Packe
 def write_rows(module: ModuleType, packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
     source = weight.to(packed.data.dtype).contiguous()
     module.pack(
-        torch.get_num_threads(),
+        num_native_threads(),
         TYPES[packed.data.dtype],
         source.data_ptr(),
         source.shape[0],
@@ -59,7 +60,7 @@ def linear(module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear) 
     y = torch.empty(num_tokens, packed.out_features, dtype=dtype)
     bias = packed.bias.float() if packed.bias is not None else None
     module.linear(
-        torch.get_num_threads(),
+        num_native_threads(),
         isa,
         TYPES[dtype],
         x.data_ptr(),

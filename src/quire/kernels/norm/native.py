@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 
 from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.threads import num_native_threads
 
 try:
     from quire import _native as native
@@ -28,7 +29,7 @@ def rms_norm(module: ModuleType, isa: str, x: torch.Tensor, weight: torch.Tensor
         return rms_norm(module, isa, x.view(-1, x.shape[-1]), weight, eps).view(x.shape)
     y = torch.empty(x.shape, dtype=x.dtype)
     module.rms_norm(
-        torch.get_num_threads(),
+        num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
         x.data_ptr(),
@@ -62,7 +63,7 @@ def add_rms_norm(
     y = torch.empty(tokens, size, dtype=x.dtype)
     total = torch.empty(tokens, size, dtype=x.dtype)
     module.rms_norm(
-        torch.get_num_threads(),
+        num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
         x.data_ptr(),

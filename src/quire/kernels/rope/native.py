@@ -9,6 +9,7 @@ import torch
 
 from quire.kernels.kv_view import KvView
 from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.threads import num_native_threads
 
 try:
     from quire import _native as native
@@ -29,7 +30,7 @@ def apply_rope(
         x = x.contiguous()
     y = torch.empty(tokens, heads, head_dim, dtype=x.dtype)
     module.rope(
-        torch.get_num_threads(),
+        num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
         interleaved,
@@ -65,7 +66,7 @@ def store_kv(
         if v.stride(2) != 1:
             v = v.contiguous()
     module.store_kv(
-        torch.get_num_threads(),
+        num_native_threads(),
         isa,
         k.dtype == torch.bfloat16,
         pieces.dtype == torch.bfloat16,

@@ -1,0 +1,28 @@
+"""How many threads the native kernels use: a property of the process, as torch's own number is.
+
+Threads belong to the machine, not to an engine: two engines in one process share them and take turns
+(csrc/bindings.cpp). Nothing depends on the number but speed.
+
+torch's threads and ours must not both be many. An OpenMP worker spins for milliseconds after each of torch's parallel
+regions, on the core that our pinned worker needs: a decode step of a 1B model took 332 ms with two and two threads and
+103 ms where OpenMP's did not spin. So an engine whose heavy ops are all native gives torch one thread.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_chosen = 0  # 0: nobody has chosen, and torch's number counts
+
+
+def choose_threads(num_threads: int, *, torch_is_heavy: bool) -> None:
+    """Give the native kernels ``num_threads``, and torch as many where it still does heavy work, else one."""
+    global _chosen
+    assert num_threads >= 1
+    torch.set_num_threads(num_threads if torch_is_heavy else 1)
+    _chosen = 0 if torch_is_heavy else num_threads
+
+
+def num_native_threads() -> int:
+    """Return the number for the next native call."""
+    return _chosen or torch.get_num_threads()
