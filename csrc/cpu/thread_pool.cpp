@@ -10,6 +10,7 @@ namespace quire::cpu {
 namespace {
 
 constexpr int kSpins = 20000;  // pauses of about 25 ns: half a millisecond
+constexpr int kCallerSpins = 1000;  // 25 us
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -77,8 +78,9 @@ void ThreadPool::run(Body body, void* context) {
   if (parked_.load(std::memory_order_seq_cst) != 0) generation_.notify_all();
   body(context, 0, n);
   for (int spins = 0; pending_.load(std::memory_order_acquire) != 0; ++spins) {
-    // A worker that lost its core to another process comes back after milliseconds: let it have this one.
-    if (spins > kSpins) std::this_thread::yield();
+    // On a busy machine the worker may be waiting for this very core: let it have it. With the long spin every region
+    // then took a millisecond.
+    if (spins > kCallerSpins) std::this_thread::yield();
     pause();
   }
 }
@@ -91,6 +93,7 @@ void ThreadPool::work(int index, int core) {
     while (generation_.load(std::memory_order_acquire) == seen) {
       if (++spins < kSpins) {
         pause();
+        if (spins % 256 == 0) std::this_thread::yield();  // the caller may wait for this core, and bring the work
         continue;
       }
       parked_.fetch_add(1, std::memory_order_seq_cst);
