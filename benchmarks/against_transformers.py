@@ -109,11 +109,11 @@ def batch(given: argparse.Namespace) -> dict[str, Any]:
         print(json.dumps({gate: rates[gate]}), flush=True)
         llm.close()
     reference = load_reference(given.model)
-    seconds = 0.0
-    for first in range(0, len(prompts), 32):
-        part = slice(first, first + 32)
+    seconds, count = 0.0, min(len(prompts), given.reference_requests or len(prompts))
+    for first in range(0, count, 32):
+        part = slice(first, min(first + 32, count))
         seconds += reference_generate(reference, prompts[part], max(lengths[part]))
-    rates["transformers"] = useful / seconds
+    rates["transformers"] = sum(lengths[:count]) / seconds
     return {
         "useful_tokens_per_s": rates,
         "continuous_over_static": rates["continuous"] / rates["static"],
@@ -128,6 +128,12 @@ def main() -> None:
     parser.add_argument("what", choices=["single", "batch"])
     parser.add_argument("--model", required=True)
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument(
+        "--reference-requests",
+        type=int,
+        default=0,
+        help="give transformers only the first N (its batches do not influence each other); 0: all",
+    )
     parser.add_argument("--prompt", type=int, default=32, help="prompt tokens of each request")
     parser.add_argument("--output", type=int, default=64, help="output tokens (single)")
     parser.add_argument("--rounds", type=int, default=3)
