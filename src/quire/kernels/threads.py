@@ -5,7 +5,8 @@ Threads belong to the machine, not to an engine: two engines in one process shar
 
 torch's threads and ours must not both be many. An OpenMP worker spins for milliseconds after each of torch's parallel
 regions, on the core that our pinned worker needs: a decode step of a 1B model took 332 ms with two and two threads and
-103 ms where OpenMP's did not spin (one run each on a busy machine, before our own spinning threads learnt to yield). So an engine whose heavy ops are all native gives torch one thread.
+103 ms where OpenMP's did not spin (one run each on a busy machine, before our own spinning threads learnt to yield).
+So an engine whose heavy ops are all native gives torch one thread.
 """
 
 from __future__ import annotations
