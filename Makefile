@@ -19,7 +19,7 @@ $(BIN)/python:
 
 # torch by itself first, pinned: another package that asks for plain torch would bring the CUDA build.
 # An editable install knows the packages it was made with, so a new one is a reason to install again.
-$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*/* src/quire/*/__init__.py) | $(BIN)/python
+$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/* src/quire/*/__init__.py) | $(BIN)/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e .
 	@touch $@
