@@ -19,6 +19,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (0, ("clock",)),
     (0, ("request",)),
     (0, ("step",)),
+    (0, ("weight_format",)),
     (0, ("modelspec",)),
     (0, ("families",)),
     (0, ("config",)),

@@ -9,6 +9,7 @@ import torch
 
 from quire.kernels.registry import NATIVE_LEVELS, register
 from quire.kernels.threads import num_native_threads
+from quire.kernels.workspace import empty
 
 try:
     from quire import _native as native
@@ -23,7 +24,7 @@ def gated(module: ModuleType, isa: str, gate_up: torch.Tensor, kind: str) -> tor
     num_tokens, width = gate_up.shape
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()
-    y = torch.empty(num_tokens, width // 2, dtype=gate_up.dtype)
+    y = empty(num_tokens, width // 2, dtype=gate_up.dtype)
     module.gated(
         num_native_threads(),
         isa,

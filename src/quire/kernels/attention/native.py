@@ -15,6 +15,7 @@ from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_view import KvView
 from quire.kernels.registry import NATIVE_LEVELS, register
 from quire.kernels.threads import num_native_threads
+from quire.kernels.workspace import empty
 
 try:
     from quire import _native as native
@@ -54,7 +55,7 @@ def attention(
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()
     assert sinks is None or sinks.dtype == torch.float32
-    y = torch.empty(tokens, num_heads, kv.v_head_dim, dtype=q.dtype)
+    y = empty(tokens, num_heads, kv.v_head_dim, dtype=q.dtype)
     module.attention(
         num_native_threads(),
         isa,

@@ -13,6 +13,7 @@ import torch
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.registry import NATIVE_LEVELS, register
 from quire.kernels.threads import num_native_threads
+from quire.kernels.workspace import empty
 
 try:
     from quire import _native as native
@@ -57,7 +58,7 @@ def linear(module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear) 
         x = x.contiguous()
     if in_features % STEP[dtype]:  # the kernel reads whole pairs
         x = torch.nn.functional.pad(x, (0, 1))
-    y = torch.empty(num_tokens, packed.out_features, dtype=dtype)
+    y = empty(num_tokens, packed.out_features, dtype=dtype)
     bias = packed.bias.float() if packed.bias is not None else None
     module.linear(
         num_native_threads(),

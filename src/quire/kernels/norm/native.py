@@ -9,6 +9,7 @@ import torch
 
 from quire.kernels.registry import NATIVE_LEVELS, register
 from quire.kernels.threads import num_native_threads
+from quire.kernels.workspace import empty
 
 try:
     from quire import _native as native
@@ -27,7 +28,7 @@ def rms_norm(module: ModuleType, isa: str, x: torch.Tensor, weight: torch.Tensor
         (tokens, heads, size), head_stride = x.shape, x.stride(1)
     else:
         return rms_norm(module, isa, x.view(-1, x.shape[-1]), weight, eps).view(x.shape)
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = empty(*x.shape, dtype=x.dtype)
     module.rms_norm(
         num_native_threads(),
         isa,
@@ -60,8 +61,8 @@ def add_rms_norm(
         x = x.contiguous()
     if residual.stride(1) != 1:
         residual = residual.contiguous()
-    y = torch.empty(tokens, size, dtype=x.dtype)
-    total = torch.empty(tokens, size, dtype=x.dtype)
+    y = empty(tokens, size, dtype=x.dtype)
+    total = empty(tokens, size, dtype=x.dtype)
     module.rms_norm(
         num_native_threads(),
         isa,

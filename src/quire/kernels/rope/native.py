@@ -10,6 +10,7 @@ import torch
 from quire.kernels.kv_view import KvView
 from quire.kernels.registry import NATIVE_LEVELS, register
 from quire.kernels.threads import num_native_threads
+from quire.kernels.workspace import empty
 
 try:
     from quire import _native as native
@@ -28,7 +29,7 @@ def apply_rope(
     assert sin.is_contiguous()
     if x.stride(2) != 1:
         x = x.contiguous()
-    y = torch.empty(tokens, heads, head_dim, dtype=x.dtype)
+    y = empty(tokens, heads, head_dim, dtype=x.dtype)
     module.rope(
         num_native_threads(),
         isa,
