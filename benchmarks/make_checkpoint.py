@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -30,6 +30,11 @@ ARCHITECTURES = {
         vocab_size=128256, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
         head_dim=64, intermediate_size=8192, max_position_embeddings=131072, tie_word_embeddings=True,
         rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE,
+    ),
+    "qwen3-0.6b": Qwen3Config(
+        vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, intermediate_size=3072, max_position_embeddings=40960, tie_word_embeddings=True,
+        rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
     ),
     "smol-135m": LlamaConfig(
         vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
