@@ -1,129 +1,14 @@
-// The small ops of one ISA level. Each reads its rows once and writes once: bound by cache or memory bandwidth, and at
-// batch 1 by the call itself. Tails go through the same vector operations as whole vectors, on padded copies.
+// RoPE and the store into the KV cache, of one ISA level. Each reads its rows once and writes once: bound by cache or
+// memory bandwidth, and at batch 1 by the call itself.
 #include "cpu/rows.h"
 
 #include <algorithm>
-#include <cmath>
 
-#include "cpu/vec_math.h"
+#include "cpu/row_loops.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
 namespace {
-
-constexpr int64_t kSmallElements = 1 << 15;  // a few us: not worth another thread
-
-template <typename F>
-void over_rows(int64_t rows, int64_t row_elements, ThreadPool& pool, const F& row) {
-  auto body = [&](int thread, int num_threads) {
-    const Range mine = share(rows, thread, num_threads);
-    for (int64_t i = mine.begin; i < mine.end; ++i) row(i);
-  };
-  if (rows * row_elements < kSmallElements) {
-    body(0, 1);
-  } else {
-    pool.run(body);
-  }
-}
-
-// Call f(i, n) for every vector of a row: n lanes of it count.
-template <typename F>
-inline void over_vectors(int64_t size, const F& f) {
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) f(i, kLanes);
-  if (i < size) f(i, static_cast<int>(size - i));
-}
-
-template <typename T>
-inline Vec load_some(const T* p, int n) {
-  if (n == kLanes) return load(p);
-  T padded[kLanes] = {};
-  std::copy(p, p + n, padded);
-  return load(padded);
-}
-
-template <typename T>
-inline void store_some(T* p, Vec v, int n) {
-  if (n == kLanes) {
-    store(p, v);
-    return;
-  }
-  T padded[kLanes];
-  store(padded, v);
-  std::copy(padded, padded + n, p);
-}
-
-template <typename T>
-void norm(const NormArgs& a, ThreadPool& pool) {
-  over_rows(a.tokens * a.heads, a.size, pool, [&](int64_t i) {
-    const int64_t token = i / a.heads, head = i % a.heads;
-    const T* x = static_cast<const T*>(a.x) + token * a.token_stride + head * a.head_stride;
-    const float* weight = a.weight + head * a.weight_stride;
-    T* y = static_cast<T*>(a.y) + i * a.size;
-    if (a.residual != nullptr) {
-      const T* residual = static_cast<const T*>(a.residual) + i * a.residual_stride;
-      T* total = static_cast<T*>(a.sum) + i * a.size;
-      over_vectors(a.size, [&](int64_t j, int n) {
-        store_some(total + j, add(load_some(residual + j, n), load_some(x + j, n)), n);
-      });
-      x = total;
-    }
-    Vec squares[4] = {zero(), zero(), zero(), zero()};  // four chains; element j belongs to chain j / kLanes % 4
-    over_vectors(a.size, [&](int64_t j, int n) {
-      const Vec v = load_some(x + j, n);
-      Vec& chain = squares[j / kLanes % 4];
-      chain = fma(v, v, chain);
-    });
-    const float square = QUIRE_ISA::sum(add(add(squares[0], squares[1]), add(squares[2], squares[3])));
-    const Vec scale = broadcast(1.0f / std::sqrt(square / static_cast<float>(a.size) + a.eps));
-    over_vectors(a.size, [&](int64_t j, int n) {
-      store_some(y + j, mul(mul(load_some(x + j, n), scale), load_some(weight + j, n)), n);
-    });
-  });
-}
-
-inline Vec activate(Gate gate, Vec g, Vec u) {
-  switch (gate) {
-    case Gate::silu:
-      return mul(mul(sigmoid(g), g), u);
-    case Gate::gelu_tanh: {
-      // x/2 (1 + tanh t) = x * sigmoid(2t)
-      const Vec cubed = mul(mul(g, g), g);
-      const Vec t = mul(fma(cubed, broadcast(0.044715f), g), broadcast(1.5957691216f));
-      return mul(mul(g, sigmoid(t)), u);
-    }
-    case Gate::gelu:
-      return mul(mul(mul(g, broadcast(0.5f)), one_plus_erf(mul(g, broadcast(0.70710678f)))), u);
-    case Gate::swiglu_oai: {
-      const Vec limit = broadcast(7.0f);
-      const Vec low = min(limit, g), up = max(broadcast(-7.0f), min(limit, u));
-      return mul(mul(sigmoid(mul(low, broadcast(1.702f))), low), add(up, broadcast(1.0f)));
-    }
-  }
-  return g;
-}
-
-template <typename T, Gate gate>
-void gated_as(const GatedArgs& a, ThreadPool& pool) {
-  over_rows(a.tokens, a.size * 8, pool, [&](int64_t i) {
-    const T* g = static_cast<const T*>(a.gate_up) + i * a.stride;
-    const T* u = g + a.size;
-    T* y = static_cast<T*>(a.y) + i * a.size;
-    over_vectors(a.size, [&](int64_t j, int n) {
-      store_some(y + j, activate(gate, load_some(g + j, n), load_some(u + j, n)), n);
-    });
-  });
-}
-
-template <typename T>
-void gated(const GatedArgs& a, ThreadPool& pool) {
-  switch (a.gate) {
-    case Gate::silu: return gated_as<T, Gate::silu>(a, pool);
-    case Gate::gelu_tanh: return gated_as<T, Gate::gelu_tanh>(a, pool);
-    case Gate::gelu: return gated_as<T, Gate::gelu>(a, pool);
-    case Gate::swiglu_oai: return gated_as<T, Gate::swiglu_oai>(a, pool);
-  }
-}
 
 inline float widen(float f) { return f; }
 inline float widen(uint16_t h) { return bf16_to_float(h); }
@@ -188,16 +73,9 @@ void store_rows(const StoreArgs& a, ThreadPool& pool) {
         : (pieces_wide ? store_as<uint16_t, float> : store_as<uint16_t, uint16_t>))(a, pool);
 }
 
-template <typename Args, void (*wide)(const Args&, ThreadPool&), void (*half)(const Args&, ThreadPool&)>
-void by_type(const Args& a, ThreadPool& pool) {
-  (a.type == Type::f32 ? wide : half)(a, pool);
-}
-
 }  // namespace
 
 extern const RowKernels kRowOps;
-const RowKernels kRowOps = {by_type<NormArgs, norm<float>, norm<uint16_t>>,
-                            by_type<GatedArgs, gated<float>, gated<uint16_t>>,
-                            by_type<RopeArgs, rope<float>, rope<uint16_t>>, store_rows};
+const RowKernels kRowOps = {by_type<RopeArgs, rope<float>, rope<uint16_t>>, store_rows};
 
 }  // namespace quire::cpu::QUIRE_ISA

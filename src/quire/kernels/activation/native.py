@@ -1,4 +1,4 @@
-"""Native gated activations (csrc/cpu/rows_kernel.cpp): one call, the same operations in every lane."""
+"""Native gated activations (csrc/cpu/gated_kernel.cpp): one call, the same operations in every lane."""
 
 from __future__ import annotations
 

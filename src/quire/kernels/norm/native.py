@@ -1,4 +1,4 @@
-"""Native RMSNorm (csrc/cpu/rows_kernel.cpp): one pass for the sum of squares, in an order fixed by the row's length."""
+"""Native RMSNorm (csrc/cpu/norm_kernel.cpp): one pass for the sum of squares, in an order fixed by the row's length."""
 
 from __future__ import annotations
 

@@ -1,0 +1,34 @@
+// Norms and gated activations.
+#include "bind.h"
+#include "cpu/gated.h"
+#include "cpu/norm.h"
+
+namespace nb = nanobind;
+
+namespace quire::cpu {
+
+void bind_norm(nb::module_& m) {
+  m.def(
+      "rms_norm",
+      [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t token_stride, int64_t head_stride,
+         uintptr_t residual, int64_t residual_stride, uintptr_t weight, int64_t weight_stride, float eps, uintptr_t y,
+         uintptr_t sum, int64_t tokens, int64_t heads, int64_t size) {
+        const NormArgs args{at<void>(x),  at<void>(residual), at<float>(weight), at<void>(y),   at<void>(sum),
+                            tokens,       heads,              size,              token_stride,  head_stride,
+                            residual_stride, weight_stride,   eps,               type_of(bf16)};
+        submit(num_threads, [args, run = kernels_of<NormKernels>(isa).norm](ThreadPool& pool) { run(args, pool); });
+      },
+      "RMSNorm of rows (token, head); with residual (else 0) of x + residual, which goes to sum.",
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "gated",
+      [](int num_threads, const std::string& isa, bool bf16, int gate, uintptr_t gate_up, int64_t stride, uintptr_t y,
+         int64_t tokens, int64_t size) {
+        if (gate < 0 || gate > 3) throw std::invalid_argument("gate must be 0 ... 3");
+        const GatedArgs args{at<void>(gate_up), at<void>(y), tokens, size, stride, Gate(gate), type_of(bf16)};
+        submit(num_threads, [args, run = kernels_of<GatedKernels>(isa).gated](ThreadPool& pool) { run(args, pool); });
+      },
+      "act(gate) * up; gate: 0 silu, 1 gelu_tanh, 2 gelu, 3 swiglu_oai.", nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace quire::cpu

@@ -1,0 +1,59 @@
+// Gated activations of one ISA level: one pass, bound by bandwidth.
+#include "cpu/gated.h"
+
+#include "cpu/row_loops.h"
+#include "cpu/vec_math.h"
+
+namespace quire::cpu::QUIRE_ISA {
+
+namespace {
+
+inline Vec activate(Gate gate, Vec g, Vec u) {
+  switch (gate) {
+    case Gate::silu:
+      return mul(mul(sigmoid(g), g), u);
+    case Gate::gelu_tanh: {
+      // x/2 (1 + tanh t) = x * sigmoid(2t)
+      const Vec cubed = mul(mul(g, g), g);
+      const Vec t = mul(fma(cubed, broadcast(0.044715f), g), broadcast(1.5957691216f));
+      return mul(mul(g, sigmoid(t)), u);
+    }
+    case Gate::gelu:
+      return mul(mul(mul(g, broadcast(0.5f)), one_plus_erf(mul(g, broadcast(0.70710678f)))), u);
+    case Gate::swiglu_oai: {
+      const Vec limit = broadcast(7.0f);
+      const Vec low = min(limit, g), up = max(broadcast(-7.0f), min(limit, u));
+      return mul(mul(sigmoid(mul(low, broadcast(1.702f))), low), add(up, broadcast(1.0f)));
+    }
+  }
+  return g;
+}
+
+template <typename T, Gate gate>
+void gated_as(const GatedArgs& a, ThreadPool& pool) {
+  over_rows(a.tokens, a.size * 8, pool, [&](int64_t i) {
+    const T* g = static_cast<const T*>(a.gate_up) + i * a.stride;
+    const T* u = g + a.size;
+    T* y = static_cast<T*>(a.y) + i * a.size;
+    over_vectors(a.size, [&](int64_t j, int n) {
+      store_some(y + j, activate(gate, load_some(g + j, n), load_some(u + j, n)), n);
+    });
+  });
+}
+
+template <typename T>
+void gated(const GatedArgs& a, ThreadPool& pool) {
+  switch (a.gate) {
+    case Gate::silu: return gated_as<T, Gate::silu>(a, pool);
+    case Gate::gelu_tanh: return gated_as<T, Gate::gelu_tanh>(a, pool);
+    case Gate::gelu: return gated_as<T, Gate::gelu>(a, pool);
+    case Gate::swiglu_oai: return gated_as<T, Gate::swiglu_oai>(a, pool);
+  }
+}
+
+}  // namespace
+
+extern const GatedKernels kGated;
+const GatedKernels kGated = {by_type<GatedArgs, gated<float>, gated<uint16_t>>};
+
+}  // namespace quire::cpu::QUIRE_ISA

@@ -1,0 +1,31 @@
+// RMSNorm, a row at a time. Strides are in elements. A row's bits depend on that row alone.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/levels.h"
+#include "cpu/linear.h"
+#include "cpu/thread_pool.h"
+
+namespace quire::cpu {
+
+// y = x / sqrt(mean(x^2) + eps) * weight, for rows (token, head). With `residual`, x + residual is rounded to the type,
+// written to `sum` and normalised.
+struct NormArgs {
+  const void *x, *residual;  // residual and sum [tokens, size] of stride residual_stride and size, or null
+  const float* weight;       // head h has weight + h * weight_stride
+  void *y, *sum;             // y is contiguous
+  int64_t tokens, heads, size;
+  int64_t token_stride, head_stride, residual_stride, weight_stride;
+  float eps;
+  Type type;
+};
+
+
+struct NormKernels {
+  void (*norm)(const NormArgs&, ThreadPool&);
+};
+
+QUIRE_LEVELS(NormKernels, kNorm)
+
+}  // namespace quire::cpu
