@@ -11,12 +11,12 @@ void bind_attention(nb::module_& m) {
       "attention",
       [](int num_threads, const std::string& isa, bool q_bf16, bool kv_bf16, uintptr_t q, int64_t q_stride,
          uintptr_t pieces, int64_t block_stride, int64_t piece_stride, uintptr_t sinks, uintptr_t y,
-         uintptr_t cu_seqlens_q, uintptr_t seq_lens, uintptr_t block_table, int64_t num_seqs, int64_t table_width,
-         int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim, int64_t block_size,
+         uintptr_t cu_seqlens_q, uintptr_t seq_lens, uintptr_t block_table, uintptr_t extents, int64_t num_heads,
+         int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim, int64_t block_size,
          int64_t window, float scale, float cap, bool v_in_k) {
         const AttentionArgs args{
             at<void>(q),      at<void>(pieces),         at<float>(sinks), at<void>(y),  at<int64_t>(cu_seqlens_q),
-            at<int64_t>(seq_lens), at<int64_t>(block_table), num_seqs,    table_width,  num_heads,
+            at<int64_t>(seq_lens), at<int64_t>(block_table), at<int64_t>(extents), num_heads,
             num_kv_heads,     head_dim,                 v_head_dim,       block_size,   q_stride,
             block_stride,     piece_stride,             window,           scale,        cap,
             v_in_k,           type_of(q_bf16),          type_of(kv_bf16)};

@@ -18,14 +18,18 @@ struct AttentionArgs {
   const void* pieces;  // [blocks, num_kv_heads, piece]: K rows, then V rows; strides in elements
   const float* sinks;  // [num_heads] or null
   void* y;             // [tokens, num_heads, v_head_dim], contiguous, of q's type
+  // All that varies between steps of one number of tokens comes by address: a replayed call reads what lies there then.
   const int64_t *cu_seqlens_q, *seq_lens, *block_table;  // [num_seqs + 1], [num_seqs], [num_seqs, table_width]
-  int64_t num_seqs, table_width;
+  const int64_t* extents;                                // num_seqs, table_width
   int64_t num_heads, num_kv_heads, head_dim, v_head_dim, block_size;
   int64_t q_stride, block_stride, piece_stride;
   int64_t window;    // 0: none
   float scale, cap;  // cap 0: none
   bool v_in_k;
   Type q_type, kv_type;
+
+  int64_t num_seqs() const { return extents[0]; }
+  int64_t table_width() const { return extents[1]; }
 };
 
 struct AttentionKernels {

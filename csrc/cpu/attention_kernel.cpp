@@ -247,7 +247,7 @@ class ItemKernel {
   }
 
   const Kv* piece(int64_t block_index) const {
-    const int64_t block = a.block_table[it.seq * a.table_width + block_index];
+    const int64_t block = a.block_table[it.seq * a.table_width() + block_index];
     return static_cast<const Kv*>(a.pieces) + block * a.block_stride + it.kv_head * a.piece_stride;
   }
 
@@ -361,7 +361,7 @@ class ItemKernel {
 void cut(const AttentionArgs& a, std::vector<Item>& items) {
   items.clear();
   const int64_t group = a.num_heads / a.num_kv_heads;
-  for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
+  for (int64_t seq = 0; seq < a.num_seqs(); ++seq) {
     const int64_t length = a.cu_seqlens_q[seq + 1] - a.cu_seqlens_q[seq], start = a.seq_lens[seq] - length;
     const int64_t rows = length * group;
     for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {

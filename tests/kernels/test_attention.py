@@ -178,3 +178,26 @@ def test_queries_that_are_a_slice(backend: Backend) -> None:
     fused = torch.cat((made.q, torch.full_like(made.q, 7.0)), dim=1)
     sliced = dataclasses.replace(made, q=fused[:, : made.q.shape[1]])
     assert_same_bits(run(sliced, backend), run(made, backend), "slice")
+
+
+@pytest.mark.skipif(len(EXACT) == 1, reason="no native version here")
+def test_a_recorded_call_reads_the_batch_of_its_replay() -> None:
+    """Two sequences, then, in the same memory, one with as many queries in all and a shorter table."""
+    from quire import _native as native
+
+    made = cases.attention_inputs(
+        cases.AttentionCase("replay", ((2, 90), (3, 70))), torch.bfloat16, generator()
+    )
+    batch, table = made.batch, made.batch.block_table
+    tape = native.Tape()
+    tape.start()
+    y = run(made, EXACT[0])
+    tape.stop()
+    other = RaggedBatch(np.array([0, 5]), np.array([41]), table[1:, :3].copy())
+    expected = run(dataclasses.replace(made, batch=other), EXACT[0])
+    batch.extents[:] = (1, 3)
+    batch.cu_seqlens_q[:2] = (0, 5)
+    batch.seq_lens[0] = 41
+    table.reshape(-1)[:3] = other.block_table[0]
+    tape.run(2)
+    assert_same_bits(y, expected, "replayed")

@@ -25,12 +25,18 @@ class RaggedBatch:
 
     ``cu_seqlens_q [num_seqs + 1]``, ``seq_lens [num_seqs]`` (KV length after this step), ``block_table
     [num_seqs, max_blocks]``: entries that a sequence does not have, or no longer needs, may be any valid block id.
+    ``extents`` = (num_seqs, max_blocks), in memory because a native call reads them by address, as it does the rest:
+    a recorded step is replayed with all four rewritten in place.
     """
 
     cu_seqlens_q: npt.NDArray[np.int64]
     seq_lens: npt.NDArray[np.int64]
     block_table: npt.NDArray[np.int64]
+    extents: npt.NDArray[np.int64] = field(init=False)
     plans: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.extents = np.array((len(self.seq_lens), self.block_table.shape[1]), np.int64)
 
     @property
     def num_seqs(self) -> int:

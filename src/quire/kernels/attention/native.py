@@ -25,17 +25,15 @@ except ImportError:  # no compiler at install
 _KEY = ("native",)
 
 
-def addresses(batch: RaggedBatch) -> tuple[int, int, int, int, int]:
-    """Where the batch's arrays lie, asked once a step: cu_seqlens_q, seq_lens, block_table, num_seqs, its width."""
-    found: tuple[int, int, int, int, int] | None = batch.plans.get(_KEY)
+def addresses(batch: RaggedBatch) -> tuple[int, ...]:
+    """Where the batch's arrays lie, asked once a step: cu_seqlens_q, seq_lens, block_table, extents."""
+    found: tuple[int, ...] | None = batch.plans.get(_KEY)
     if found is None:
-        arrays = (batch.cu_seqlens_q, batch.seq_lens, batch.block_table)
+        arrays = (batch.cu_seqlens_q, batch.seq_lens, batch.block_table, batch.extents)
         for array in arrays:
             assert array.dtype == np.int64, array.dtype
             assert array.flags.c_contiguous
-        width = batch.block_table.shape[1] if batch.num_seqs else 0
-        first, second, third = (array.ctypes.data for array in arrays)
-        found = (first, second, third, batch.num_seqs, width)
+        found = tuple(array.ctypes.data for array in arrays)
         batch.plans[_KEY] = found
     return found
 
