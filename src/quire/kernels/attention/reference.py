@@ -9,8 +9,8 @@ Why the bits of a row depend on nothing but its own q and the K and V that it se
 
 * a tile starts at an absolute position, so a chunk, a single token and a cached prefix cut the keys alike;
 * both products always have one shape, [row_tile, head_dim] × [head_dim, 64] and [row_tile, 64] × [64, v_head_dim],
-  padded to multiples of 16, where MKL's batched sgemm gave a row the same bits in any place, batch and number of
-  threads (measured with 1 … 8 threads; unpadded it did not, e.g. v_head_dim 6 or 20);
+  padded to multiples of 16, where MKL's batched sgemm gave a row the same bits in any place and batch (measured;
+  unpadded it did not, e.g. v_head_dim 6 or 20), and run on one thread;
 * a tile that a row does not see has w_j = 0 exactly and adds 0, so it may be there or not. This needs finite K and V
   in every block: the worker clears blocks when a sequence gets them.
 
@@ -25,6 +25,7 @@ from quire.kernels.attention import tiling
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_view import KvView, gather_pages
 from quire.kernels.registry import register
+from quire.kernels.threads import one_torch_thread
 
 TILE = 64  # positions
 ALIGN = 16  # elements of head_dim and v_head_dim
@@ -101,14 +102,16 @@ def _attend(
     num_pairs, used, tile = chunk.bias.shape
     keys, values = _gather(kv, chunk.blocks, num_pairs, tile)  # [kv_heads · pairs, tile, dim]
     queries = rows.index_select(1, chunk.pair_row_index).view(kv_heads * num_pairs, row_tile, -1)
-    weights = torch.bmm(queries, keys.transpose(1, 2)).view(kv_heads, num_pairs, row_tile, tile)
+    with one_torch_thread():
+        weights = torch.bmm(queries, keys.transpose(1, 2)).view(kv_heads, num_pairs, row_tile, tile)
     scores = weights[:, :, :used]
     if shape.soft_cap is not None:
         scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
     scores += chunk.bias
     tile_top = scores.amax(-1).clamp_min_(_LOWEST)  # [kv_heads, pairs, used]
     tile_total = scores.sub_(tile_top.unsqueeze(-1)).exp_().sum(-1)
-    partial = torch.bmm(weights.view(-1, row_tile, tile), values).view(kv_heads, num_pairs, row_tile, -1)
+    with one_torch_thread():
+        partial = torch.bmm(weights.view(-1, row_tile, tile), values).view(kv_heads, num_pairs, row_tile, -1)
     partial = partial[:, :, :used]
     if len(chunk.ordinals) == 1:
         return partial, tile_total, tile_top

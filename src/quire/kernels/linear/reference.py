@@ -1,12 +1,14 @@
 """Exact linear: always the same GEMM, 32 rows by the whole matrix, so a row's bits do not depend on the batch.
 
-A library GEMM promises no order of summation, and picks its code by the shape of the product. With the shape fixed
-the code is fixed; what is left is whether the result of a row depends on where in the tile it lies, on the other
-rows, or on the number of threads. Measured with torch 2.13 (MKL for fp32, oneDNN for bf16), 1 … 8 threads:
+A library GEMM promises no order of summation, and picks its code by the shape of the product and the number of
+threads. With both fixed the code is fixed; what is left is whether the result of a row depends on where in the tile it
+lies or on the other rows. Measured with torch 2.13 (MKL for fp32, oneDNN for bf16), on Zen 4 and on Emerald Rapids:
 
 * it does for fp32 where in_features is odd and out_features < 16 (MKL's edge kernels sum in another order);
 * it never did when both are multiples of 32, which is why the matrix is padded with zeros to that;
-  zeros add nothing to a sum, so padding changes no result. Real models hardly pad.
+  zeros add nothing to a sum, so padding changes no result. Real models hardly pad;
+* on the Intel CPU a sum over in_features ≥ 1024 is cut between the threads in some shapes, so every product runs
+  on one thread, whatever torch's number is.
 
 ``tests/kernels/test_linear.py`` checks it on the machine at hand.
 """
@@ -17,6 +19,7 @@ import torch
 
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.registry import register
+from quire.kernels.threads import one_torch_thread
 
 TILE_ROWS = 32
 ALIGN = 32  # features
@@ -54,10 +57,8 @@ def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     if num_rows != num_tokens or weight.shape[0] != in_features:
         x = torch.constant_pad_nd(x, (0, weight.shape[0] - in_features, 0, num_rows - num_tokens))
     x = x.contiguous()
-    if num_rows == TILE_ROWS:
-        y = torch.mm(x, weight)
-    else:
-        y = x.new_empty(num_rows, weight.shape[1])
+    y = x.new_empty(num_rows, weight.shape[1])
+    with one_torch_thread():
         for start in range(0, num_rows, TILE_ROWS):
             torch.mm(x[start : start + TILE_ROWS], weight, out=y[start : start + TILE_ROWS])
     y = y[:num_tokens]
@@ -83,6 +84,7 @@ def head_linear(x: torch.Tensor, packed: torch.Tensor, out_size: int) -> torch.T
     tiles[:, :num_tokens, :in_size] = x.transpose(0, 1)
     y = x.new_empty(num_tokens, num_heads, out_size)
     for start in range(0, num_tokens, TILE_ROWS):
-        product = torch.bmm(tiles[:, start : start + TILE_ROWS], packed)
+        with one_torch_thread():
+            product = torch.bmm(tiles[:, start : start + TILE_ROWS], packed)
         y[start : start + TILE_ROWS] = product[:, : num_tokens - start, :out_size].transpose(0, 1)
     return y
