@@ -70,8 +70,6 @@ class EngineArgs:
     threads: int | None = _flag(
         None, "Compute threads [physical cores].", group="Execution", low=1, high=1024
     )
-    exact: bool = _flag(True, "Bit-for-bit the same tokens in any batch; --no-exact may be faster.",
-                        group="Execution")  # fmt: skip
     cpu_isa: str = _flag("auto", "Level of the native kernels; reference: torch alone.", group="Execution",
                          choices=ISAS)  # fmt: skip
 

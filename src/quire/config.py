@@ -70,10 +70,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """How a worker executes. ``exact`` False is the whole-matrix torch path, labelled "not exact"."""
+    """How a worker executes."""
 
     num_threads: int
-    exact: bool = True
     cpu_isa: str = "reference"  # level of the native kernels; "reference": torch alone
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from quire.config import DeviceInfo
@@ -30,6 +31,25 @@ def detect_device() -> DeviceInfo:
 def cpu_features() -> dict[str, bool]:
     """Return the native extension's view of the instruction sets, empty without it."""
     return dict(_native.cpu_features()) if _native is not None else {}
+
+
+def slow_kernels(device: DeviceInfo, cpu_isa: str) -> str | None:
+    """Say why the kernels of an engine at ``cpu_isa`` are slow on ``device``, and what to do; None: they are not."""
+    if not device.native:
+        compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+        if compiler is None:
+            remedy = "no C++ compiler was found: install one (Debian: apt install g++) and reinstall Quire"
+        else:
+            remedy = (
+                f"{compiler} is here: reinstall Quire (pip install -v . shows what failed; Debian's python3-dev has "
+                "the headers)"
+            )
+        return f"The native extension is not built, so the torch reference runs: exact, and slow. {remedy}."
+    if device.isa == "scalar":
+        return "This CPU has no AVX2, so the scalar kernels run: exact, and slow. Take a CPU with AVX2 or AVX-512."
+    if cpu_isa in ("reference", "scalar"):
+        return f"--cpu-isa {cpu_isa} was asked for: exact, and slow. Without it the {device.isa} kernels run."
+    return None
 
 
 def cpu_name() -> str:

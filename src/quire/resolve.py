@@ -76,7 +76,6 @@ def resolve(args: EngineArgs, spec: ModelSpec, device: DeviceInfo, *, path: str 
         scheduler=_scheduler(args, max_model_len),
         runner=RunnerConfig(
             num_threads=args.threads or device.num_cores,
-            exact=args.exact,
             cpu_isa=_isa(args.cpu_isa, device),
         ),
         device=device,

@@ -14,7 +14,6 @@ from quire.kernels.attention import AttentionShape, RaggedBatch, attention
 from quire.kernels.kv_view import KvView
 from quire.kernels.registry import Backend
 
-EXACT = [backend for backend in registry.backends("attention") if backend != "whole"]
 SMALL = [case for case in cases.ATTENTION if not case.bench]
 
 
@@ -74,7 +73,7 @@ def test_against_fp64(case: cases.AttentionCase, dtype: torch.dtype, backend: Ba
     assert_close("attention", run(made, backend), oracle(made))
 
 
-@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in SMALL if case.lengths], ids=lambda case: case.name)
 def test_alone_chunked_and_batched_agree(
@@ -100,7 +99,7 @@ def test_alone_chunked_and_batched_agree(
             assert_same_bits(torch.cat(pieces), whole, f"{case.name}: sequence {seq} in chunks of {size}")
 
 
-@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_where_the_blocks_lie_does_not_matter(dtype: torch.dtype, backend: Backend) -> None:
     """Other block ids, and other rubbish beyond the sequence's end and in blocks that the window has left."""
@@ -144,7 +143,7 @@ def test_large_batch_in_several_chunks(dtype: torch.dtype, monkeypatch: pytest.M
         assert_same_bits(run(made), expected, f"chunks of {limit}")
 
 
-@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 def test_a_shape_of_a_real_model(backend: Backend) -> None:
     """32 heads over 8, head_dim 64: decoding rows equal the same rows inside a chunk."""
     case = cases.AttentionCase("1B", ((40, 300),), 32, 8, 64, 64)
@@ -154,14 +153,14 @@ def test_a_shape_of_a_real_model(backend: Backend) -> None:
         assert_same_bits(run(part(made, 0, row, row + 1), backend), whole[row : row + 1], f"row {row}")
 
 
-@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 def test_scale_is_applied(backend: Backend) -> None:
     made = cases.attention_inputs(SMALL[3], torch.float32, generator())
     flat = dataclasses.replace(made, shape=AttentionShape(made.shape.num_heads, 0.0))
     assert_close("attention", run(flat, backend), oracle(flat))
 
 
-@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
 )
@@ -171,7 +170,7 @@ def test_a_cache_of_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, bac
     assert_close("attention", run(made, backend), oracle(made))
 
 
-@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 def test_queries_that_are_a_slice(backend: Backend) -> None:
     """As layers pass them: the first heads of a fused tensor."""
     made = cases.attention_inputs(SMALL[3], torch.bfloat16, generator())

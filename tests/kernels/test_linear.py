@@ -26,7 +26,6 @@ from quire.kernels.linear import (
 )
 from quire.kernels.registry import Backend
 
-EXACT = [backend for backend in registry.backends("linear") if backend != "whole"]
 SMALL = [case for case in cases.LINEAR if not case.bench]
 
 
@@ -64,7 +63,7 @@ def test_rows_come_back_as_written(backend: Backend) -> None:
     assert_same_bits(read_rows(packed, ids), weight[ids], "read_rows")
 
 
-@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("backend", registry.backends("linear"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in SMALL if case.num_tokens], ids=str)
 def test_a_row_does_not_depend_on_the_batch(
@@ -95,7 +94,7 @@ def test_many_shapes_any_threads(dtype: torch.dtype) -> None:
                     assert_same_bits(linear(pool[3:4], packed), expected[3:4], what)
 
 
-@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("backend", registry.backends("linear"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
     packed, _, _ = make(cases.LinearCase(1, 32, 48), dtype, backend)

@@ -7,18 +7,17 @@ import pytest
 from quire.kernels import registry
 
 
-def test_exact_takes_no_whole_matrix_version() -> None:
-    assert "whole" not in registry.choose(exact=True).describe().values()
+def test_without_native_kernels_everything_is_the_reference() -> None:
+    assert set(registry.choose().describe().values()) == {"reference"}
 
 
-def test_whole_falls_back_to_the_reference() -> None:
-    chosen = registry.choose(exact=False).describe()
-    assert chosen["linear"] == "whole"
-    assert chosen["rms_norm"] == "reference"
+@pytest.mark.parametrize("level", registry.NATIVE_LEVELS)
+def test_a_level_takes_nothing_of_another(level: str) -> None:
+    assert set(registry.choose(level).describe().values()) <= {level, "reference"}
 
 
 def test_every_op_has_a_reference() -> None:
-    for op in registry.choose(exact=True).describe():
+    for op in registry.choose().describe():
         assert "reference" in registry.backends(op), op
 
 

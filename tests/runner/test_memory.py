@@ -22,7 +22,7 @@ def test_pages_hold_every_layer_once(name: str) -> None:
     """Views of a group's layers tile the page; groups share pages."""
     spec = SPECS[name]
     layout = spec.kv_layout(MAX_LEN)
-    cache = KvCache(spec, layout, 5, 16, "float32", registry.choose(exact=True))
+    cache = KvCache(spec, layout, 5, 16, "float32", registry.choose())
     for group in layout.groups:
         cache.storage.zero_()
         for count, layer in enumerate(group.layers):
@@ -37,7 +37,7 @@ def test_untouched_pages_cost_nothing() -> None:
     layout = spec.kv_layout(MAX_LEN)
     num_blocks = (2 << 30) // layout.page_bytes(16, "bfloat16")
     before = resident_bytes()
-    cache = KvCache(spec, layout, num_blocks, 16, "bfloat16", registry.choose(exact=True))
+    cache = KvCache(spec, layout, num_blocks, 16, "bfloat16", registry.choose())
     assert cache.storage.nbytes > 0.99 * (2 << 30)
     assert resident_bytes() - before < 32 << 20
     cache.clear([0, num_blocks - 1])

@@ -101,7 +101,6 @@ def engine_config(
     *,
     num_blocks: int = 128,
     block_size: int = 16,
-    exact: bool = True,
     isa: str = "reference",
 ) -> EngineConfig:
     layout = spec.kv_layout(MAX_LEN)
@@ -110,7 +109,7 @@ def engine_config(
         kv_layout=layout,
         cache=CacheConfig(num_blocks, block_size, tuple(group.window for group in layout.groups)),
         scheduler=SchedulerConfig(max_num_seqs=8, max_model_len=MAX_LEN),
-        runner=RunnerConfig(num_threads=1, exact=exact, cpu_isa=isa),
+        runner=RunnerConfig(num_threads=1, cpu_isa=isa),
         device=DeviceInfo("cpu", "test", 2, 1 << 34, 1 << 33),
     )
 

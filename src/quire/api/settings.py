@@ -33,6 +33,5 @@ def fingerprint(config: EngineConfig, version: str) -> str:
         config.device.kind,
         config.device.isa if config.runner.cpu_isa == "auto" else config.runner.cpu_isa,
         config.device.native,
-        config.runner.exact,
     )
     return "fp_" + hashlib.blake2b(repr(scope).encode(), digest_size=6).hexdigest()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import platform
-import shutil
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 from rich.console import Console
 from rich.table import Table
 
-from quire.device import cpu_features, detect_device
+from quire.device import cpu_features, detect_device, slow_kernels
 
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2")
 SERVING = ("msgspec", "pyzmq", "fastapi", "uvicorn", "prometheus-client", "typer", "rich")
@@ -35,20 +33,8 @@ def _version(name: str) -> str:
 def advice() -> list[str]:
     """Return one sentence for each thing that the person could do."""
     device = detect_device()
-    found = []
-    if not device.native:
-        compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-        if compiler is None:
-            found.append(
-                "No C++ compiler was found: install one (Debian: apt install g++) and reinstall Quire."
-            )
-        else:
-            found.append(
-                f"{compiler} is here but the native extension is not built: reinstall Quire ("
-                "pip install -v . shows why; Debian's python3-dev has the headers)."
-            )
-    elif device.isa == "scalar":
-        found.append("This CPU has no AVX2: the scalar path runs, and is slow.")
+    slow = slow_kernels(device, device.isa)
+    found = [] if slow is None else [slow]
     missing = [
         name
         for name, found_version, purpose in packages()
@@ -66,8 +52,6 @@ def kernels() -> str:
     device = detect_device()
     if not device.native:
         return "torch reference, exact by fixed tiles (the native extension is not built)"
-    if find_spec("quire.kernels.linear.native") is None:
-        return "torch reference, exact by fixed tiles (no native kernel is written for this version)"
     return f"native ({device.isa}), exact"
 
 

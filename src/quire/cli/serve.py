@@ -26,7 +26,7 @@ def serve(settings: dict[str, Any]) -> int:
 
 
 def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProcess, begin: float) -> int:
-    from quire.device import detect_device
+    from quire.device import detect_device, slow_kernels
     from quire.engine.assemble import configure, load_text
     from quire.engine.process import ProcessClient
     from quire.engine.supervisor import RestartPolicy, Supervisor
@@ -66,11 +66,12 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 
     def announce(url: str, info: EngineInfo) -> None:
         print(
-            start_up_report(url, info, text.model.names[0], time.monotonic() - begin),
+            start_up_report(url, info, text.model.names[0], time.monotonic() - begin, note),
             file=sys.stderr,
             flush=True,
         )
 
+    note = slow_kernels(config.device, config.runner.cpu_isa)
     sock = bind(server_args.host, server_args.port)
     app = create_app(frontend, api)
     return run(app, sock=sock, drain_timeout_s=server_args.drain_timeout_s, on_ready=announce)
@@ -80,14 +81,14 @@ def _list(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def start_up_report(url: str, info: Any, name: str, seconds: float) -> str:
-    """The short start-up log: model, bytes, kernels, KV tokens, seconds, and a line to try."""
-    exact = "exact" if info.determinism == "exact" else "not exact: tokens may depend on the batch"
+def start_up_report(url: str, info: Any, name: str, seconds: float, note: str | None = None) -> str:
+    """The short start-up log: model, bytes, kernels (and why they are slow), KV tokens, seconds, and a line to try."""
+    slow = f"         {note}\n" if note else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me a story."}}], "max_tokens": 64}}'
     return (
         f"model    {name}, {info.weight_bytes / GIB:.2f} GiB of weights\n"
-        f"kernels  {info.kernels} ({exact})\n"
-        f"cache    {info.num_kv_tokens:,} tokens in up to {info.kv_bytes / GIB:.2f} GiB\n"
+        f"kernels  {info.kernels} ({info.determinism})\n"
+        f"{slow}cache    {info.num_kv_tokens:,} tokens in up to {info.kv_bytes / GIB:.2f} GiB\n"
         f"ready    in {seconds:.1f} s on {url}\n\n"
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         f"    -d '{body}'\n"

@@ -16,7 +16,7 @@ from rich.console import Console
 from quire.args import EngineArgs
 from quire.cli.flags import pick
 from quire.clock import WallClock
-from quire.device import detect_device
+from quire.device import detect_device, slow_kernels
 from quire.engine.assemble import configure, load_text
 from quire.engine.frontend import Frontend
 from quire.engine.process import ProcessClient
@@ -56,6 +56,8 @@ def open_frontend(
             try:
                 with err.status(f"loading {args.model} …"):
                     runner.run(frontend.start())
+                if note := slow_kernels(config.device, config.runner.cpu_isa):
+                    err.print(note, style="dim", markup=False)
                 yield frontend, runner
             finally:
                 runner.run(frontend.close())

@@ -77,7 +77,7 @@ def load_text(
         vocab_size=config.model.spec.vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*checkpoint.spec.eos_token_ids, *tokenizer.eos_token_ids))),
         generation_defaults=defaults,
-        determinism="exact" if config.runner.exact else "batch-dependent",
+        determinism="exact",
     )
     return TextSide(tokenizer, template, model)
 

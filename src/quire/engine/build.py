@@ -42,7 +42,7 @@ def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
         kv_bytes=blocks * config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype),
         weight_bytes=config.model.spec.weight_bytes(config.model.dtype),
         kernels=_kernels(config, executor),
-        determinism="exact" if config.runner.exact else "batch-dependent",
+        determinism="exact",
         load_s=load_s,
         pid=os.getpid(),
     )
@@ -72,7 +72,7 @@ def _kernels(config: EngineConfig, executor: str) -> str:
         return executor
     from quire.kernels import registry
 
-    chosen = registry.choose(exact=config.runner.exact, isa=config.runner.cpu_isa).describe()
+    chosen = registry.choose(config.runner.cpu_isa).describe()
     native = sorted({op.split(".")[0] for op, backend in chosen.items() if backend in registry.NATIVE_LEVELS})
     torch = sorted({backend for backend in chosen.values() if backend not in registry.NATIVE_LEVELS})
     parts = [f"{config.runner.cpu_isa} {', '.join(native)}"] if native else []

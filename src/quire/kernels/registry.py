@@ -1,7 +1,6 @@
 """Which implementation of an op runs. Every op names its versions here; an engine chooses once, at build.
 
     reference   readable torch, exact: the bits of a row depend on nothing but that row (docs/kernels.md)
-    whole       torch on whole matrices: faster than the reference, bits depend on the batch ("not exact")
     avx512, avx2, scalar   C++ (csrc/cpu), one source compiled for each level, exact within a level
     triton      GPU
 
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-Backend = Literal["reference", "whole", "scalar", "avx2", "avx512", "triton"]
+Backend = Literal["reference", "scalar", "avx2", "avx512", "triton"]
 NATIVE_LEVELS: tuple[Backend, ...] = ("avx512", "avx2", "scalar")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,7 +59,7 @@ class KernelChoice:
         return {op: self.backend(op) for op in sorted({name for name, _ in _TABLE})}
 
 
-def choose(*, exact: bool, isa: str = "reference") -> KernelChoice:
+def choose(isa: str = "reference") -> KernelChoice:
     """Return the choice for a CPU engine: native kernels of level ``isa`` where there are any, else torch."""
     native: tuple[Backend, ...] = tuple(level for level in NATIVE_LEVELS if level == isa)
-    return KernelChoice((*native, "reference") if exact else (*native, "whole", "reference"))
+    return KernelChoice((*native, "reference"))

@@ -24,7 +24,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         model = config.model
-        kernels = registry.choose(exact=config.runner.exact, isa=config.runner.cpu_isa)
+        kernels = registry.choose(config.runner.cpu_isa)
         self.decoder = Decoder(
             model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels
         )

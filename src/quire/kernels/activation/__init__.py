@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from quire.kernels.activation import native, reference, whole  # noqa: F401  registers them
+from quire.kernels.activation import native, reference  # noqa: F401  registers them
 from quire.kernels.registry import Backend, find
 
 __all__ = ["ActivationKind", "gated"]

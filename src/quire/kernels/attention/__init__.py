@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.attention import native, reference, whole  # noqa: F401  registers them
+from quire.kernels.attention import native, reference  # noqa: F401  registers them
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_view import KvView
 from quire.kernels.registry import Backend, find

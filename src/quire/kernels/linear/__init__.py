@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.linear import native, reference, whole  # noqa: F401  registers them
+from quire.kernels.linear import native, reference  # noqa: F401  registers them
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.registry import Backend, find
 
