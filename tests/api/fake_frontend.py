@@ -127,13 +127,11 @@ class FakeFrontend:
         task.add_done_callback(self._tasks.discard)
         return stream
 
-    async def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **kwargs: Any
-    ) -> list[int]:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **kwargs: Any) -> str:
         self.rendered.append((list(messages), kwargs))
         if any(m["role"] == "tool" and not m.get("tool_call_id") for m in messages):
             raise RequestError("The chat template refuses these messages.", param="messages")
-        return self.tokenizer.encode(self.chat_template.render(messages))
+        return self.chat_template.render(messages)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [END] * add_special_tokens + self.tokenizer.encode(text)

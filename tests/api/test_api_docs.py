@@ -19,6 +19,8 @@ END = "<!-- end of fields -->\n"
 TABLES = {
     "/v1/chat/completions": field_tables.CHAT,
     "/v1/completions": field_tables.COMPLETIONS,
+    "/tokenize": field_tables.TOKENIZE,
+    "/detokenize": field_tables.DETOKENIZE,
     "messages[i]": field_tables.MESSAGE,
     "stream_options": field_tables.STREAM_OPTIONS,
 }

@@ -95,7 +95,7 @@ BAD: list[tuple[str, dict[str, Any], str, list[str]]] = [
     ("completions", {"prompt": ""}, "prompt", ["empty"]),
     ("completions", {"logprobs": 21}, "logprobs", ["21", "0…20"]),
     ("completions", {"logprobs": True}, "logprobs", ["True", "an integer"]),
-    ("completions", {"echo": True}, "echo", ["not supported"]),
+    ("completions", {"echo": True, "logprobs": 1}, "echo", ["not supported"]),
     ("completions", {"suffix": "x"}, "suffix", ["not supported"]),
 ]  # fmt: skip
 

@@ -194,10 +194,12 @@ def test_a_name_may_come_again_while_late_events_of_the_first_are_under_way() ->
 
 def test_chats_are_rendered_without_a_second_bos() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
-        prompt = await frontend.render_chat([{"role": "user", "content": "hi"}])
+        text = frontend.chat_text([{"role": "user", "content": "hi"}])
+        prompt = await frontend.tokenize(text, add_special_tokens=False)
         assert prompt == [BOS, *ids("[user] hi\n[assistant] ")]
         last = {"role": "assistant", "content": "well"}
-        prompt = await frontend.render_chat([last], continue_final_message=True)
+        text = frontend.chat_text([last], continue_final_message=True)
+        prompt = await frontend.tokenize(text, add_special_tokens=False)
         assert prompt == [BOS, *ids("[assistant] well")]
         assert await frontend.tokenize("y" * 9000) == list(ids("y" * 9000))
 

@@ -17,11 +17,12 @@ from starlette.routing import Route
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.edge import Edge, request_id_of
-from quire.api.endpoint import GenerateEndpoint
+from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
 from quire.api.health import Models, Probes
 from quire.api.refusals import Refusal, refusal_of
 from quire.api.settings import ApiSettings
 from quire.api.state import ApiState
+from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.errors import QuireError
 from quire.metrics.log import Log
@@ -81,11 +82,13 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/models": models.listed,
         "/v1/models/{model_id:path}": models.one,
     }
-    post = {"/v1/completions": completion_job, "/v1/chat/completions": chat_job}
+    generate = {"/v1/completions": completion_job, "/v1/chat/completions": chat_job}
+    compute = {"/tokenize": tokenize, "/detokenize": detokenize, "/v1/chat/completions/render": render}
     # Routes are tried in order: the busy ones come first.
     routes = [
-        Route(path, GenerateEndpoint(state, path, make), methods=["POST"]) for path, make in post.items()
+        Route(path, GenerateEndpoint(state, path, job), methods=["POST"]) for path, job in generate.items()
     ]
+    routes += [Route(path, JsonEndpoint(state, path, run), methods=["POST"]) for path, run in compute.items()]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
     return routes
 

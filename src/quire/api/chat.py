@@ -9,7 +9,7 @@ from quire.api.generation import Job
 from quire.api.identity import new_head
 from quire.api.logprobs import TokenNames
 from quire.api.messages import template_messages
-from quire.api.protocol import ChatRequest, parse, stream_options
+from quire.api.protocol import ChatPrompt, ChatRequest, parse, stream_options
 from quire.api.replies import ChatChoices
 from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
@@ -30,8 +30,6 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
     request = parse(ChatRequest, body, field_tables.CHAT, ignored=ignored)
     model = state.check_model(request.model)
     options = stream_options(request, ignored)
-    messages = template_messages(request.messages, ignored)
-    _name_developers(state, messages)
     sampling = sampling_params(
         request,
         state.model.generation_defaults,
@@ -39,11 +37,13 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         logprobs=_num_logprobs(request),
         logprobs_param="top_logprobs",
     )
-    prompt = await state.frontend.render_chat(messages, None, **_template_kwargs(request))
+    text = chat_prompt(state, request, ignored)
+    prompt = await state.frontend.tokenize(text, add_special_tokens=False)
     names = TokenNames(state.frontend.tokenizer.token_bytes, as_ids=request.return_tokens_as_token_ids)
     choices = ChatChoices(names, with_logprobs=request.logprobs, with_ids=request.return_token_ids)
     return Job(
         prompts=[prompt],
+        prompt_text=text,
         sampling=sampling,
         head=new_head(state, choices.id_prefix, model),
         choices=choices,
@@ -53,7 +53,19 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         tenant=request.user,
         continues=bool(request.continue_final_message),
         client_request_id=request.request_id or request.rid,
+        truncate_to=request.truncate_prompt_tokens,
     )
+
+
+def chat_prompt(state: ApiState, request: ChatPrompt, ignored: list[str] | None) -> str:
+    """Return the text that the model's template makes of the messages.
+
+    Raises:
+        RequestError: a message that is wrong, or that the template refuses.
+    """
+    messages = template_messages(request.messages, ignored)
+    _name_developers(state, messages)
+    return state.frontend.chat_text(messages, None, **_template_kwargs(request))
 
 
 def _name_developers(state: ApiState, messages: list[dict[str, Any]]) -> None:
@@ -92,7 +104,7 @@ def _num_logprobs(request: ChatRequest) -> int | None:
     return None
 
 
-def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
+def _template_kwargs(request: ChatPrompt) -> dict[str, Any]:
     kwargs: dict[str, Any] = {}
     for name, value in (request.chat_template_kwargs or {}).items():
         if name in _RESERVED_KWARGS:

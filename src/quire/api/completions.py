@@ -31,6 +31,11 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
     if not request.add_special_tokens:
         tokenize = state.frontend.tokenize
         prompts = [await tokenize(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
+    if request.echo and request.logprobs is not None:
+        raise RequestError(
+            "echo = true with logprobs is not supported yet: log-probabilities of the prompt are not computed.",
+            param="echo",
+        )
     defaults = state.model.generation_defaults
     max_tokens = request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS
     sampling = sampling_params(
@@ -51,6 +56,8 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
         tenant=request.user,
         continues=True,
         client_request_id=request.request_id or request.rid,
+        truncate_to=request.truncate_prompt_tokens,
+        echo=request.echo,
     )
 
 

@@ -1,4 +1,4 @@
-"""The POST endpoints that generate: read, check, run, answer; one ASGI callable for all of them."""
+"""The POST endpoints: read, check, run, answer; one ASGI callable a kind of endpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from quire.api.body import Disconnected, read_json, send_json
@@ -20,15 +21,16 @@ log = Log("api")
 
 # (state, body, names that --lenient lets pass, or None when strict) → job
 Prepare = Callable[[ApiState, Any, list[str] | None], Awaitable[Job]]
+# The same → the JSON value of the answer.
+Compute = Callable[[ApiState, Any, list[str] | None], Awaitable[Any]]
 
 
-class GenerateEndpoint:
-    """An ASGI application for one path."""
+class PostEndpoint:
+    """An ASGI application for one path: read under limits, check, answer, or refuse in OpenAI's form."""
 
-    def __init__(self, state: ApiState, path: str, prepare: Prepare) -> None:
+    def __init__(self, state: ApiState, path: str) -> None:
         self._state = state
         self._path = path
-        self._prepare = prepare
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = self._state.now()
@@ -43,18 +45,55 @@ class GenerateEndpoint:
         self._state.metrics.response(self._path, status)
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, receive: Receive, send: Send) -> None:
-        ignored: list[str] | None = [] if self._state.settings.lenient else None
+        raise NotImplementedError
+
+    def _ignored(self) -> list[str] | None:
+        """Where unknown names are collected; None refuses them."""
+        return [] if self._state.settings.lenient else None
+
+    async def _refuse(self, error: Exception, scope: Scope, send: Send) -> int:
+        refusal = refusal_of(error, retry_after_s=self._state.settings.retry_after_s)
+        request_id = request_id_of(scope)
+        if not isinstance(error, QuireError):
+            log.exception("request_crashed", request_id=request_id, path=self._path)
+        elif refusal.status >= 500:
+            log.error("request_failed", request_id=request_id, status=refusal.status, error=refusal.message)
+        elif log.debugging:
+            log.debug("request_refused", request_id=request_id, status=refusal.status, error=refusal.message)
+        await send_json(send, refusal.status, refusal.body(), refusal.headers)
+        return refusal.status
+
+
+class JsonEndpoint(PostEndpoint):
+    """An endpoint that computes one JSON value and runs nothing on the engine."""
+
+    def __init__(self, state: ApiState, path: str, compute: Compute) -> None:
+        super().__init__(state, path)
+        self._compute = compute
+
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, receive: Receive, send: Send) -> None:
+        ignored = self._ignored()
+        answer = await self._compute(self._state, body, ignored)
+        await send_json(send, 200, msgspec.json.encode(answer), ignored_header(ignored))
+
+
+class GenerateEndpoint(PostEndpoint):
+    """An endpoint that runs a `Job`."""
+
+    def __init__(self, state: ApiState, path: str, prepare: Prepare) -> None:
+        super().__init__(state, path)
+        self._prepare = prepare
+
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, receive: Receive, send: Send) -> None:
+        ignored = self._ignored()
         job = await self._prepare(self._state, body, ignored)
         adopt_request_id(scope, job.client_request_id)
-        headers = []
-        if ignored:
-            headers.append((b"x-quire-ignored-fields", ", ".join(ignored).encode("ascii", "replace")))
         generation = Generation(self._state, job, arrival_s)
         watcher: asyncio.Task[None] | None = None
         try:
             await generation.submit()
             watcher = asyncio.create_task(_watch(receive, generation))
-            await generation.answer(send, headers)
+            await generation.answer(send, ignored_header(ignored))
         except QuireError:
             if not generation.disconnected:
                 raise
@@ -75,17 +114,12 @@ class GenerateEndpoint:
                 seconds=self._state.now() - arrival_s,
             )
 
-    async def _refuse(self, error: Exception, scope: Scope, send: Send) -> int:
-        refusal = refusal_of(error, retry_after_s=self._state.settings.retry_after_s)
-        request_id = request_id_of(scope)
-        if not isinstance(error, QuireError):
-            log.exception("request_crashed", request_id=request_id, path=self._path)
-        elif refusal.status >= 500:
-            log.error("request_failed", request_id=request_id, status=refusal.status, error=refusal.message)
-        elif log.debugging:
-            log.debug("request_refused", request_id=request_id, status=refusal.status, error=refusal.message)
-        await send_json(send, refusal.status, refusal.body(), refusal.headers)
-        return refusal.status
+
+def ignored_header(ignored: list[str] | None) -> list[tuple[bytes, bytes]]:
+    """The header that names the fields which --lenient let pass."""
+    if not ignored:
+        return []
+    return [(b"x-quire-ignored-fields", ", ".join(ignored).encode("ascii", "replace"))]
 
 
 async def _watch(receive: Receive, generation: Generation) -> None:

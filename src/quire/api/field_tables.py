@@ -76,7 +76,7 @@ OPENAI_COMPLETIONS: dict[str, Rule] = {
     **_OPENAI_SAMPLING,
     **used("prompt"),
     **_BEST_OF,
-    **refused("echo", neutral=(False,), hint="Put the prompt before the answer yourself."),
+    **used("echo"),
     **refused("suffix", neutral=("",), hint="Write the model's fill-in-the-middle tokens into the prompt."),
 }
 
@@ -97,6 +97,7 @@ _EXTENDED_SAMPLING = used(
     "request_id",
     "return_token_ids",
     "return_tokens_as_token_ids",
+    "truncate_prompt_tokens",
 )
 
 VLLM: dict[str, Rule] = {
@@ -106,7 +107,6 @@ VLLM: dict[str, Rule] = {
     **refused("length_penalty", neutral=(1.0,), hint=_NO_BEAMS),
     **refused("prompt_logprobs", hint=_NO_PROMPT_LOGPROBS),
     **refused("logprob_token_ids", hint="Ask for top_logprobs."),
-    **refused("truncate_prompt_tokens", hint="Shorten the prompt before sending it."),
     **refused("spaces_between_special_tokens", neutral=(True,)),
     **refused("structured_outputs", "structural_tag", hint=_NO_GRAMMAR),
     **refused("guided_json", "guided_regex", "guided_choice", "guided_grammar", hint=_NO_GRAMMAR),
@@ -180,6 +180,15 @@ CHAT: dict[str, Rule] = {
 COMPLETIONS: dict[str, Rule] = {
     **ANTHROPIC, **QUIRE, **SGLANG, **VLLM, **VLLM_COMPLETIONS, **OPENAI_COMPLETIONS,
 }  # fmt: skip
+
+TOKENIZE: dict[str, Rule] = {
+    **used("model", "prompt", "messages", "add_special_tokens", "return_token_strs"),
+    **used("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"),
+    **refused("tools", neutral=([],), hint=_NO_TOOLS),
+    **refused("chat_template", hint=_STORED_TEMPLATE),
+    **refused("mm_processor_kwargs", neutral=({},), hint=_TEXT_ONLY),
+}
+DETOKENIZE: dict[str, Rule] = used("model", "tokens")
 
 STREAM_OPTIONS: dict[str, Rule] = {
     **used("include_usage", "continuous_usage_stats"),

@@ -16,7 +16,7 @@ from quire.api.replies import Choice, Choices, Envelope, Head, Usage, whole_answ
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.engine.stream import RequestStream
-from quire.errors import QuireError
+from quire.errors import QuireError, RequestError
 from quire.metrics.log import Log
 from quire.metrics.prometheus import RequestMetrics
 from quire.request import FinishReason, SamplingParams
@@ -44,6 +44,11 @@ class Job:
     tenant: str = ""
     continues: bool = False  # the output goes on from the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
+    prompt_text: str | None = None  # of a chat: what its template made
+    truncate_to: int | None = (
+        None  # keep this many tokens at the end of each prompt; -1: what the context holds
+    )
+    echo: bool = False  # each choice begins with its prompt's text
 
 
 class Generation:
@@ -55,6 +60,7 @@ class Generation:
         self._arrival_s = arrival_s
         self._streams: list[RequestStream] = []
         self._metrics: list[RequestMetrics] = []
+        self._echoes: list[str] = []  # text of each prompt, with `echo`
         self.usage = Usage()
         self._ended = False  # the last bytes are on their way
         self.disconnected = False
@@ -63,7 +69,10 @@ class Generation:
         """Start all prompts, or none."""
         job, single = self._job, len(self._job.prompts) == 1
         try:
-            for i, prompt in enumerate(job.prompts):
+            for i, given in enumerate(job.prompts):
+                prompt = await self._cut(given)
+                if job.echo:
+                    self._echoes.append(prompt if isinstance(prompt, str) else self._text_of(prompt))
                 stream = await self._state.frontend.submit(
                     prompt,
                     job.sampling,
@@ -86,6 +95,28 @@ class Generation:
         except BaseException:
             await self.close()
             raise
+
+    async def _cut(self, prompt: str | list[int]) -> str | list[int]:
+        """Apply ``truncate_prompt_tokens``; what goes is counted in the usage, never silent."""
+        asked, limit = self._job.truncate_to, self._state.model.max_model_len
+        if asked is None:
+            return prompt
+        if asked != -1 and not 1 <= asked <= limit:
+            raise RequestError(
+                f"truncate_prompt_tokens = {asked} is not allowed: it must be an integer in 1…{limit} (the context of "
+                "this model), or -1 for as many as the context holds.",
+                param="truncate_prompt_tokens",
+            )
+        ids = await self._state.frontend.tokenize(prompt) if isinstance(prompt, str) else prompt
+        room = limit - (self._job.sampling.max_tokens or 1) if asked == -1 else asked
+        kept = ids[-max(room, 1) :]
+        self.usage.truncated_tokens += len(ids) - len(kept)
+        return prompt if len(kept) == len(ids) else kept
+
+    def _text_of(self, ids: list[int]) -> str:
+        return self._state.frontend.tokenizer.decode(
+            ids, skip_special_tokens=self._job.sampling.skip_special_tokens
+        )
 
     async def answer(self, send: Send, headers: Headers) -> None:
         """Send the answer. An error before the first byte is raised, one after it is an event of the stream."""
@@ -116,6 +147,8 @@ class Generation:
         job = self._job
         n = job.sampling.n
         collected = [Choice() for _ in range(len(job.prompts) * n)]
+        for i, choice in enumerate(collected):
+            choice.text.extend(self._echoes[i // n : i // n + 1])
         async with aclosing(self._chunks()) as chunks:
             async for index, chunk in chunks:
                 choice = collected[index]
@@ -169,7 +202,8 @@ class Generation:
         beside = choices.beside(self._streams[0].prompt_token_ids)
         frames = []
         for index in range(len(self._job.prompts) * self._job.sampling.n):
-            opening = choices.opening(index)
+            prompt = index // self._job.sampling.n
+            opening = choices.opening(index, self._echoes[prompt] if self._echoes else "")
             if opening is not None:
                 frames.append(envelope.frame_with(opening, beside) if beside else envelope.frame(opening))
         return b"".join(frames)

@@ -69,6 +69,7 @@ class GenerationFields(Wire):
     rid: Text | None = None
     return_token_ids: Boolean = False
     return_tokens_as_token_ids: Boolean = False
+    truncate_prompt_tokens: Integer | None = None
 
 
 class CompletionRequest(GenerationFields):
@@ -77,19 +78,25 @@ class CompletionRequest(GenerationFields):
     prompt: Any = None
     logprobs: Integer | None = None
     add_special_tokens: Boolean = True
+    echo: Boolean = False
 
 
-class ChatRequest(GenerationFields):
-    """Body of ``/v1/chat/completions``. ``messages`` are checked by `quire.api.messages`."""
+class ChatPrompt(Wire):
+    """What a chat template renders. ``messages`` are checked by `quire.api.messages`."""
 
     messages: Annotated[list[Any], Field(description="a list of at least one message", min_length=1)]
-    logprobs: Boolean = False
-    top_logprobs: Integer | None = None
-    max_completion_tokens: Integer | None = None
     add_generation_prompt: Boolean | None = None
     continue_final_message: Boolean | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
     documents: Annotated[list[dict[str, Any]] | None, Field(description="a list of objects")] = None
+
+
+class ChatRequest(GenerationFields, ChatPrompt):
+    """Body of ``/v1/chat/completions``."""
+
+    logprobs: Boolean = False
+    top_logprobs: Integer | None = None
+    max_completion_tokens: Integer | None = None
 
 
 class FunctionCall(Wire):

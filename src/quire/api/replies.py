@@ -26,13 +26,17 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    truncated_tokens: int = 0  # cut off by truncate_prompt_tokens; not in prompt_tokens
 
     def to_json(self) -> dict[str, Any]:
+        details = {"cached_tokens": self.cached_tokens}
+        if self.truncated_tokens:
+            details["truncated_tokens"] = self.truncated_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": details,
         }
 
 
@@ -99,8 +103,8 @@ class ChatChoices:
         self._with_logprobs = with_logprobs
         self._with_ids = with_ids
 
-    def opening(self, index: int) -> bytes | None:
-        """The chunk that names the role, before any content."""
+    def opening(self, index: int, echo: str) -> bytes | None:
+        """The chunk that names the role, before any content; chats are not echoed."""
         return (
             b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             % index
@@ -159,9 +163,11 @@ class CompletionChoices:
         self._with_ids = with_ids
         self._renderers: dict[int, CompletionLogprobs] = {}
 
-    def opening(self, index: int) -> bytes | None:
-        """Text completions open without a role."""
-        return None
+    def opening(self, index: int, echo: str) -> bytes | None:
+        """The chunk with the prompt's text, where it is asked for."""
+        if not echo:
+            return None
+        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, _encode(echo))
 
     def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
         """The choice object of one chunk; None when there is nothing to say yet."""

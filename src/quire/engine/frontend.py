@@ -127,7 +127,7 @@ class Frontend:
         self._client.send(AddRequest(request))
         return stream
 
-    async def render_chat(
+    def chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -136,8 +136,8 @@ class Frontend:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         **variables: Any,
-    ) -> list[int]:
-        """Return the prompt ids of a chat. The template writes BOS itself; none is added to it.
+    ) -> str:
+        """Return the prompt text of a chat. The template writes BOS itself: tokenize it without special tokens.
 
         ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are more
         for the template to see (`enable_thinking` …).
@@ -151,7 +151,7 @@ class Frontend:
                 "--chat-template FILE.",
                 param="messages",
             )
-        text = self.chat_template.render(
+        return self.chat_template.render(
             messages,
             tools=tools,
             documents=documents,
@@ -161,7 +161,6 @@ class Frontend:
             continue_final_message=continue_final_message,
             variables=variables,
         )
-        return await self.tokenize(text, add_special_tokens=False)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``; a long text is tokenized on a thread, so that streams keep flowing."""

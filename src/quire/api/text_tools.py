@@ -1,0 +1,93 @@
+"""``/tokenize``, ``/detokenize`` (vLLM's forms) and ``/v1/chat/completions/render``: prompts without running them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from quire.api import field_tables
+from quire.api.chat import chat_job, chat_prompt
+from quire.api.fields import clip
+from quire.api.protocol import Boolean, ChatPrompt, Text, TokenIds, Wire, parse
+from quire.api.state import ApiState
+from quire.errors import RequestError
+
+
+class TokenizeRequest(ChatPrompt):
+    """Body of ``/tokenize``: a ``prompt``, or ``messages`` that the chat template renders."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    # Here alone messages may be absent.
+    messages: Annotated[list[Any] | None, Field(description="a list of messages")] = None  # type: ignore[assignment]
+    add_special_tokens: Boolean | None = None
+    return_token_strs: Boolean = False
+
+
+class DetokenizeRequest(Wire):
+    """Body of ``/detokenize``."""
+
+    model: Text | None = None
+    tokens: TokenIds
+
+
+async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
+    """Return ``{count, max_model_len, tokens, token_strs}``.
+
+    Raises:
+        RequestError: neither or both of prompt and messages, or a field that belongs to the other.
+    """
+    request = parse(TokenizeRequest, body, field_tables.TOKENIZE, ignored=ignored)
+    state.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("Send either prompt (a string) or messages (a list), one of them.", param="prompt")
+    if request.prompt is not None:
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"):
+            if getattr(request, name) is not None:
+                raise RequestError(f"{name} is only allowed with messages.", param=name)
+        special = request.add_special_tokens is not False
+        ids = await state.frontend.tokenize(request.prompt, add_special_tokens=special)
+    else:
+        text = chat_prompt(state, request, ignored)
+        ids = await state.frontend.tokenize(text, add_special_tokens=request.add_special_tokens is True)
+    tokenizer = state.frontend.tokenizer
+    strings = [tokenizer.id_to_token(i) or "" for i in ids] if request.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": state.model.max_model_len,
+        "tokens": ids,
+        "token_strs": strings,
+    }
+
+
+async def detokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
+    """Return ``{prompt}``: the text of the ids, special tokens included.
+
+    Raises:
+        RequestError: an id outside the vocabulary, by its place.
+    """
+    request = parse(DetokenizeRequest, body, field_tables.DETOKENIZE, ignored=ignored)
+    state.check_model(request.model)
+    size = state.model.vocab_size
+    for i, token_id in enumerate(request.tokens):
+        if not 0 <= token_id < size:
+            raise RequestError(
+                f"tokens[{i}] = {clip(token_id)} is not allowed: token ids of this model are 0…{size - 1}.",
+                param=f"tokens[{i}]",
+            )
+    return {"prompt": state.frontend.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+
+
+async def render(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
+    """Check a whole chat request and return its prompt as text and ids, as the engine would get them."""
+    job = await chat_job(state, body, ignored)
+    ids = job.prompts[0]
+    return {
+        "object": "chat.completion.render",
+        "model": job.head.model,
+        "prompt": job.prompt_text,
+        "prompt_token_ids": ids,
+        "count": len(ids),
+        "max_model_len": state.model.max_model_len,
+    }
