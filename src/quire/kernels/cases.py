@@ -13,6 +13,7 @@ from quire.kernels.activation import ActivationKind
 from quire.kernels.attention import AttentionShape, RaggedBatch
 from quire.kernels.kv_view import KvView, view_layer
 from quire.modelspec import MoeSpec
+from quire.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,27 @@ LINEAR: tuple[LinearCase, ...] = (
     LinearCase(1, 2048, 8192, bench=True),
     LinearCase(32, 2048, 8192, bench=True),
     LinearCase(512, 2048, 8192, bench=True),
+)
+
+# in_features that are whole groups, end in a short one, and are no multiple of a quad; out_features off the panels.
+QUANTIZED: tuple[LinearCase, ...] = (
+    LinearCase(0, 64, 8),
+    LinearCase(1, 1, 1),
+    LinearCase(3, 64, 172, bias=True),
+    LinearCase(2, 13, 5),
+    LinearCase(7, 131, 33, bias=True),
+    LinearCase(13, 256, 96),
+    LinearCase(40, 1100, 70, bias=True),
+    LinearCase(65, 576, 192, bias=True),
+    LinearCase(1, 2048, 8192, bench=True),
+    LinearCase(8, 2048, 8192, bench=True),
+    LinearCase(32, 2048, 8192, bench=True),
+    LinearCase(512, 2048, 8192, bench=True),
+)
+
+FORMATS: tuple[WeightFormat, ...] = (
+    *(WeightFormat("int8", group, offset) for group in (None, 16, 32, 64, 128) for offset in (False, True)),
+    *(WeightFormat("int4", group, offset) for group in (32, 64, 128) for offset in (False, True)),
 )
 
 ROWS: tuple[RowCase, ...] = (

@@ -10,6 +10,8 @@ import torch
 
 TOLERANCES: dict[str, dict[torch.dtype, float]] = {
     "linear": {torch.float32: 2e-6, torch.bfloat16: 8e-3},
+    # Beside the roundings of `linear`: group scales held in 11 bits. The oracle has the same int8 rows.
+    "quantized_linear": {torch.float32: 5e-4, torch.bfloat16: 8e-3},
     "head_linear": {torch.float32: 2e-6, torch.bfloat16: 8e-3},
     "rms_norm": {torch.float32: 1e-6, torch.bfloat16: 5e-3},
     "gated": {torch.float32: 1e-6, torch.bfloat16: 5e-3},

@@ -1,27 +1,35 @@
 """``y = x · Wᵀ + b``. The weights are held in the layout that the backend wants, written row range by row range.
 
-    packed = pack_empty(out_features, in_features, dtype, bias=..., backend=...)
+    packed = pack_empty(out_features, in_features, dtype, bias=..., backend=..., format=...)
     write_rows(packed, start, weight[n, in_features])     # several matrices fused into one: q, k, v; gate, up
     y = linear(x, packed)                                 # [num_tokens, out_features]
     rows = read_rows(packed, ids)                         # [len(ids), in_features], for tied embeddings
 
 Writing in ranges lets a loader build fused matrices tensor by tensor, without a second copy of the model.
+
+A quantized matrix is written as `QuantizedWeight` and multiplies int8 activations (`kernels.quantized_rows`). `linear`
+quantizes plain rows itself; who has several uses for them, or an op that writes them at once, gives `QuantizedRows`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from quire.kernels.linear import native, reference  # noqa: F401  registers them
-from quire.kernels.linear.packed import PackedLinear
-from quire.kernels.registry import Backend, find
+from quire.kernels.linear import native, quantized_reference, reference  # noqa: F401  registers them
+from quire.kernels.linear.packed import GROUPS, RANGE, PackedLinear, QuantizedWeight
+from quire.kernels.quantized_rows import QuantizedRows
+from quire.kernels.registry import NATIVE_LEVELS, Backend, find
+from quire.weight_format import PLAIN, WeightFormat
 
 __all__ = [
     "PackedLinear",
+    "QuantizedRows",
+    "QuantizedWeight",
     "head_linear",
     "linear",
     "pack_empty",
     "pack_heads",
+    "quantize_rows",
     "read_rows",
     "write_bias",
     "write_rows",
@@ -29,22 +37,42 @@ __all__ = [
 
 
 def pack_empty(
-    out_features: int, in_features: int, dtype: torch.dtype, *, bias: bool, backend: Backend
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    *,
+    bias: bool,
+    backend: Backend,
+    format: WeightFormat = PLAIN,
 ) -> PackedLinear:
-    """Return a matrix in the layout of ``backend``, to be filled with `write_rows`."""
-    packed: PackedLinear = find("linear.pack_empty", backend)(out_features, in_features, dtype)
-    packed.backend = backend
+    """Return a matrix in the layout of ``backend``, to be filled with `write_rows`. ``dtype`` is the activations'."""
+    packed: PackedLinear
+    if format.quantized:
+        assert format.group in GROUPS[format.kind], (format, GROUPS)
+        packed = find("quantized_linear.pack_empty", backend)(out_features, in_features, format)
+    else:
+        packed = find("linear.pack_empty", backend)(out_features, in_features, dtype)
+    packed.backend, packed.format, packed.dtype = backend, format, dtype
     if bias:
-        packed.bias = torch.zeros(out_features, dtype=dtype)
+        wide = format.quantized or backend in NATIVE_LEVELS  # these add it in fp32
+        packed.bias = torch.zeros(out_features, dtype=torch.float32 if wide else dtype)
     return packed
 
 
-def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
-    """Put ``weight [n, in_features]`` at the output features ``start … start + n − 1``."""
-    assert weight.dim() == 2
-    assert weight.shape[1] == packed.in_features, (weight.shape, packed.in_features)
-    assert 0 <= start <= start + weight.shape[0] <= packed.out_features
-    find("linear.write_rows", packed.backend)(packed, start, weight)
+def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor | QuantizedWeight) -> None:
+    """Put ``weight [n, in_features]`` at the output features ``start … start + n − 1``, quantized if ``packed`` is."""
+    num_rows, in_features = weight.shape
+    assert in_features == packed.in_features, (weight.shape, packed.in_features)
+    assert 0 <= start <= start + num_rows <= packed.out_features
+    if isinstance(weight, QuantizedWeight):
+        assert weight.format == packed.format, (weight.format, packed.format)
+        if num_rows and in_features:
+            low, high = RANGE[packed.format.kind]
+            assert low <= int(weight.q.min()) <= int(weight.q.max()) <= high, packed.format
+        find("quantized_linear.write_rows", packed.backend)(packed, start, weight)
+    else:
+        assert not packed.format.quantized, packed.format
+        find("linear.write_rows", packed.backend)(packed, start, weight)
 
 
 def write_bias(packed: PackedLinear, start: int, bias: torch.Tensor) -> None:
@@ -55,13 +83,28 @@ def write_bias(packed: PackedLinear, start: int, bias: torch.Tensor) -> None:
 
 def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
     """Return rows of the matrix, ``[len(ids), in_features]``: the embedding look-up of a tied output matrix."""
-    rows: torch.Tensor = find("linear.read_rows", packed.backend)(packed, ids)
+    op = "quantized_linear.read_rows" if packed.format.quantized else "linear.read_rows"
+    rows: torch.Tensor = find(op, packed.backend)(packed, ids)
     return rows
 
 
-def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+def quantize_rows(x: torch.Tensor, group: int | None, *, backend: Backend = "reference") -> QuantizedRows:
+    """``x [num_tokens, in_features]`` as int8 for linears of that group (`WeightFormat.group`)."""
+    rows: QuantizedRows = find("quantize_rows", backend)(x, group)
+    return rows
+
+
+def linear(x: torch.Tensor | QuantizedRows, packed: PackedLinear) -> torch.Tensor:
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]`` in x's dtype (rows may be strided)."""
-    y: torch.Tensor = find("linear", packed.backend)(x, packed)
+    y: torch.Tensor
+    if not packed.format.quantized:
+        assert isinstance(x, torch.Tensor), "rows are quantized for quantized weights only"
+        y = find("linear", packed.backend)(x, packed)
+        return y
+    rows = quantize_rows(x, packed.format.group, backend=packed.backend) if isinstance(x, torch.Tensor) else x
+    assert rows.in_features == packed.in_features, (rows.in_features, packed.in_features)
+    assert rows.group == packed.format.group, (rows.group, packed.format)
+    y = find("quantized_linear", packed.backend)(rows, packed)
     return y
 
 

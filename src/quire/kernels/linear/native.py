@@ -59,7 +59,6 @@ def linear(module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear) 
     if in_features % STEP[dtype]:  # the kernel reads whole pairs
         x = torch.nn.functional.pad(x, (0, 1))
     y = empty(num_tokens, packed.out_features, dtype=dtype)
-    bias = packed.bias.float() if packed.bias is not None else None
     module.linear(
         num_native_threads(),
         isa,
@@ -67,7 +66,7 @@ def linear(module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear) 
         x.data_ptr(),
         x.stride(0),
         packed.data.data_ptr(),
-        bias.data_ptr() if bias is not None else 0,
+        packed.bias.data_ptr() if packed.bias is not None else 0,
         y.data_ptr(),
         packed.out_features,
         TYPES[dtype],

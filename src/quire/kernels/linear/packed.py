@@ -6,18 +6,34 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
 from quire.weight_format import PLAIN, WeightFormat
+
+GROUPS: dict[str, tuple[int | None, ...]] = {"int8": (None, 16, 32, 64, 128), "int4": (32, 64, 128)}
+RANGE = {"int8": (-128, 127), "int4": (-8, 7)}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A quantized matrix on its way into a packed layout; see `quire.weight_format` for the formula."""
+    """A quantized matrix on its way into a packed layout; see `quire.weight_format` for the formula.
+
+    The last group of a row may be short. An int8 −128 is taken too (some checkpoints have it).
+    """
 
     format: WeightFormat
     q: torch.Tensor  # int8 [out, in]: −127 … 127, or −8 … 7 for int4
     scale: torch.Tensor  # fp32 [out, in / group]
     offset: torch.Tensor | None = None  # fp32, the same shape; present where format.has_offset
+
+    def __post_init__(self) -> None:
+        assert self.format.quantized
+        assert self.q.dtype == torch.int8, self.q.dtype
+        expected = (self.q.shape[0], num_groups(self.q.shape[1], self.format.group))
+        assert self.scale.shape == expected, (self.scale.shape, expected)
+        assert (self.offset is not None) == self.format.has_offset
+        if self.offset is not None:
+            assert self.offset.shape == expected, (self.offset.shape, expected)
 
     @property
     def shape(self) -> torch.Size:
@@ -26,11 +42,34 @@ class QuantizedWeight:
 
 @dataclass(slots=True)
 class PackedLinear:
-    """``data`` is opaque but to the backend. ``bias [out_features]`` is plain."""
+    """``data``, ``scale`` and ``offset`` are opaque but to the backend."""
 
     out_features: int
     in_features: int
     data: torch.Tensor
-    bias: torch.Tensor | None = None
+    bias: torch.Tensor | None = (
+        None  # [out_features]: fp32, but in the weights' dtype for plain torch backends
+    )
     backend: Backend = "reference"
     format: WeightFormat = PLAIN
+    dtype: torch.dtype = torch.float32  # of what `read_rows` returns: the model's
+    scale: torch.Tensor | None = None  # fp32
+    offset: torch.Tensor | None = None  # fp32
+
+
+def storable_scales(
+    scale: torch.Tensor, offset: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Scales and offsets of groups, fp32 ``[out, groups]``, as fp16 times a power of two of the output feature.
+
+    Returns (fp16 scales, fp16 offsets, fp32 ``[out]`` powers). So every scale that is an fp16 or bf16 number is held
+    exactly, as long as a feature's largest is not 2²⁹ times its smallest; others are rounded to 11 bits.
+    """
+    largest = scale.abs().amax(1)
+    if offset is not None:
+        largest = torch.maximum(largest, offset.abs().amax(1))
+    exponent = torch.frexp(largest).exponent - 15  # the largest becomes 16,384 … 32,768
+    usable = torch.isfinite(largest) & (largest > 0)
+    power = torch.where(usable, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+    inverse = (1.0 / power).unsqueeze(1)
+    return (scale * inverse).half(), None if offset is None else (offset * inverse).half(), power

@@ -1,0 +1,65 @@
+"""Activations as int8, row by row: what a linear with int8 or int4 weights multiplies.
+
+    scale = max|x| / 127        q = round(x · (127 / max|x|)), ties to even        sums = Σ q over each group of inputs
+
+in fp32, one rounding an operation, so every backend has the same bits. ``sums`` are there because weights are stored
+unsigned, or have offsets: Σ (q_w + c)·q_x = Σ q_w·q_x + c·Σ q_x.
+
+A row with |x| < `SMALLEST` everywhere becomes zeros with scale 0. A row with NaN or infinity becomes zeros with scale
+NaN, so that every output of it is NaN: a broken row stays visible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.workspace import empty
+
+SMALLEST = 2.0**-100  # below, 127 / max|x| overflows fp32
+STRIDE_ALIGN = 64  # bytes: a cache line, and a row of an AMX tile
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """``group`` is the weight's (None: one group); the last group may be short, its missing inputs are zeros."""
+
+    q: torch.Tensor  # int8 [num_tokens, row_stride]; zeros from in_features on
+    scale: torch.Tensor  # fp32 [num_tokens]
+    sums: torch.Tensor  # int32 [num_tokens, num_groups]
+    in_features: int
+    group: int | None
+    dtype: torch.dtype  # of the rows that were quantized, and of what a linear makes of them
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q.shape[0]
+
+
+def num_groups(in_features: int, group: int | None) -> int:
+    return 1 if group is None else -(-in_features // group)
+
+
+def padded_size(in_features: int, group: int | None) -> int:
+    """Return the inputs that weights are stored for: whole groups, or whole quads."""
+    step = group or 4
+    return -(-in_features // step) * step
+
+
+def row_stride(in_features: int, group: int | None) -> int:
+    """Return the bytes from row to row: padded to lines, and not to a multiple of 512, which fills few cache sets."""
+    stride = -(-padded_size(in_features, group) // STRIDE_ALIGN) * STRIDE_ALIGN
+    return stride + STRIDE_ALIGN if stride % 512 == 0 else stride
+
+
+def empty_rows(num_tokens: int, in_features: int, group: int | None, dtype: torch.dtype) -> QuantizedRows:
+    """Return rows for a native op to fill, the padding too."""
+    return QuantizedRows(
+        empty(num_tokens, row_stride(in_features, group), dtype=torch.int8),
+        empty(num_tokens, dtype=torch.float32),
+        empty(num_tokens, num_groups(in_features, group), dtype=torch.int32),
+        in_features,
+        group,
+        dtype,
+    )

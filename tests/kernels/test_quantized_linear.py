@@ -1,0 +1,183 @@
+"""Linears with int8 and int4 weights: against fp64, against the reference's bits, and row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.kernels.checks import (
+    DTYPES,
+    SEED,
+    assert_close,
+    assert_rows_independent,
+    assert_same_bits,
+    generator,
+    threads,
+)
+
+from quire.kernels import cases, registry
+from quire.kernels.linear import (
+    PackedLinear,
+    QuantizedWeight,
+    linear,
+    pack_empty,
+    quantize_rows,
+    read_rows,
+    write_bias,
+    write_rows,
+)
+from quire.kernels.linear.packed import RANGE, storable_scales
+from quire.kernels.linear.quantized_reference import dequantize
+from quire.kernels.quantized_rows import num_groups
+from quire.kernels.registry import Backend
+from quire.weight_format import WeightFormat
+
+BACKENDS = registry.backends("quantized_linear")
+SMALL = [case for case in cases.QUANTIZED if not case.bench]
+
+
+def case_id(value: object) -> str:
+    if isinstance(value, WeightFormat):
+        return f"{value.kind}-{value.group}{'-offset' if value.has_offset else ''}"
+    if isinstance(value, cases.LinearCase):
+        return f"{value.num_tokens}x{value.in_features}x{value.out_features}"
+    return str(value).removeprefix("torch.")
+
+
+def random_weight(out_features: int, in_features: int, format: WeightFormat) -> QuantizedWeight:
+    rng = generator()
+    low, high = RANGE[format.kind]
+    q = torch.randint(low, high + 1, (out_features, in_features), generator=rng).to(torch.int8)
+    groups = num_groups(in_features, format.group)
+    scale = (torch.rand(out_features, groups, generator=rng) + 0.1) * 0.01
+    offset = torch.randn(out_features, groups, generator=rng) * 0.02 if format.has_offset else None
+    return QuantizedWeight(format, q, scale, offset)
+
+
+def part(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    offset = None if weight.offset is None else weight.offset[rows]
+    return QuantizedWeight(weight.format, weight.q[rows], weight.scale[rows], offset)
+
+
+def make(
+    case: cases.LinearCase, format: WeightFormat, dtype: torch.dtype, backend: Backend
+) -> tuple[PackedLinear, QuantizedWeight, torch.Tensor]:
+    weight = random_weight(case.out_features, case.in_features, format)
+    bias = torch.randn(case.out_features, generator=generator(1)).to(dtype)
+    packed = pack_empty(
+        case.out_features, case.in_features, dtype, bias=case.bias, backend=backend, format=format
+    )
+    cut = case.out_features // 3  # in two parts, as fused matrices arrive, the later first
+    write_rows(packed, cut, part(weight, slice(cut, None)))
+    write_rows(packed, 0, part(weight, slice(cut)))
+    if case.bias:
+        write_bias(packed, 0, bias)
+    else:
+        bias = torch.zeros_like(bias)
+    return packed, weight, bias
+
+
+def rows_of(num_tokens: int, size: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:
+    return torch.randn(num_tokens, size, generator=generator(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
+@pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
+@pytest.mark.parametrize("case", SMALL, ids=case_id)
+def test_against_fp64(
+    case: cases.LinearCase, format: WeightFormat, dtype: torch.dtype, backend: Backend
+) -> None:
+    packed, weight, bias = make(case, format, dtype, backend)
+    x = rows_of(case.num_tokens, case.in_features, dtype)
+    rows = quantize_rows(x, format.group)
+    oracle = rows.q[:, : case.in_features].double() * rows.scale.double().unsqueeze(1)
+    offset = None if weight.offset is None else weight.offset.double()
+    repeats = format.group or case.in_features
+    w = weight.q.double() * weight.scale.double().repeat_interleave(repeats, 1)[:, : case.in_features]
+    if offset is not None:
+        w = w + offset.repeat_interleave(repeats, 1)[:, : case.in_features]
+    y = linear(x, packed)
+    assert y.dtype == dtype
+    assert_close("quantized_linear", y, oracle @ w.T + bias.double())
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
+@pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
+@pytest.mark.parametrize("case", SMALL, ids=case_id)
+def test_same_bits_as_the_reference(
+    case: cases.LinearCase, format: WeightFormat, dtype: torch.dtype, backend: Backend
+) -> None:
+    x = rows_of(case.num_tokens, case.in_features, dtype)
+    expected = linear(x, make(case, format, dtype, "reference")[0])
+    assert_same_bits(linear(x, make(case, format, dtype, backend)[0]), expected, f"{case} {format}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
+@pytest.mark.parametrize("size", [(131, 33), (1100, 70)])
+def test_a_row_does_not_depend_on_the_batch(
+    size: tuple[int, int], format: WeightFormat, backend: Backend
+) -> None:
+    packed, _, _ = make(cases.LinearCase(1, *size, bias=True), format, torch.bfloat16, backend)
+    pool = rows_of(40, size[0], torch.bfloat16, seed=4)
+    assert_rows_independent(lambda ids: linear(pool[ids], packed), 40, f"{size} {format}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("group", [None, 16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
+@pytest.mark.parametrize("size", [1, 13, 64, 131, 512, 1100])
+def test_rows_are_quantized_alike(size: int, dtype: torch.dtype, group: int | None, backend: Backend) -> None:
+    x = rows_of(37, size, dtype)
+    x[3] = 0
+    x[4] *= 1e-35
+    x[5, 0], x[6, size // 2], x[7, -1] = torch.nan, torch.inf, -torch.inf
+    x[8] = torch.arange(size) % 255 - 127  # integers and halves
+    x[9] = (torch.arange(size) % 509 - 254) / 2
+    x = torch.cat([x, x], 1)[:, :size]  # rows apart
+    expected = quantize_rows(x, group)
+    for count in (1, 2):
+        with threads(count):
+            rows = quantize_rows(x, group, backend=backend)
+        assert torch.equal(rows.q, expected.q), SEED
+        assert torch.equal(rows.sums, expected.sums), SEED
+        assert torch.equal(rows.scale.view(torch.int32) == 0, expected.scale.view(torch.int32) == 0)
+        torch.testing.assert_close(rows.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
+def test_broken_rows_stay_visible(format: WeightFormat, backend: Backend) -> None:
+    packed, _, _ = make(cases.LinearCase(1, 64, 33, bias=True), format, torch.bfloat16, backend)
+    x = rows_of(5, 64, torch.bfloat16)
+    whole = linear(x, packed)
+    x[1, 7], x[3, 0] = torch.nan, -torch.inf
+    y = linear(x, packed)
+    assert torch.isnan(y[[1, 3]]).all()
+    assert_same_bits(y[[0, 2, 4]], whole[[0, 2, 4]], "rows beside broken ones")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
+def test_rows_come_back(format: WeightFormat, backend: Backend) -> None:
+    case = cases.LinearCase(1, 131, 70)
+    packed, weight, _ = make(case, format, torch.bfloat16, backend)
+    expected = read_rows(make(case, format, torch.bfloat16, "reference")[0], torch.arange(70))
+    ids = torch.tensor([69, 0, 5, 5])
+    assert_same_bits(read_rows(packed, ids), expected[ids], "read_rows")
+    plain = dequantize(weight.q, weight.scale, weight.offset, format.group)
+    torch.testing.assert_close(expected.float(), plain, rtol=2**-8, atol=2**-11)
+    assert read_rows(packed, ids[:0]).shape == (0, 131)
+
+
+def test_group_scales_of_checkpoints_are_kept_exactly() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        scale = (torch.rand(9, 7, generator=generator()) * 1e-3 + 1e-6).to(dtype).float()
+        mantissas, _, power = storable_scales(scale, None)
+        assert_same_bits(mantissas.float() * power.unsqueeze(1), scale, str(dtype))
+    mantissas, offsets, power = storable_scales(torch.zeros(2, 3), torch.zeros(2, 3))
+    assert offsets is not None
+    assert torch.isfinite(power).all()
+    assert not mantissas.any()
+    assert not offsets.any()
