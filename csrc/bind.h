@@ -40,5 +40,6 @@ void bind_norm(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_tape(nanobind::module_& m);
+void bind_probe(nanobind::module_& m);
 
 }  // namespace quire::cpu

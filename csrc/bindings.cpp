@@ -34,4 +34,5 @@ NB_MODULE(_native, m) {
   bind_rows(m);
   bind_attention(m);
   bind_tape(m);
+  bind_probe(m);
 }

@@ -9,6 +9,9 @@ struct Features {
   bool avx512 = false;       // F, BW, DQ, VL
   bool avx512_vnni = false;  // vpdpbusd
   bool avx512_bf16 = false;  // vdpbf16ps
+  bool amx_tile = false;     // tile registers, which the operating system lets this process use
+  bool amx_int8 = false;     // tdpb..d
+  bool amx_bf16 = false;     // tdpbf16ps
   bool neon = false;
 };
 
