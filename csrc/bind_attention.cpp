@@ -20,8 +20,7 @@ void bind_attention(nb::module_& m) {
             num_kv_heads,     head_dim,                 v_head_dim,       block_size,   q_stride,
             block_stride,     piece_stride,             window,           scale,        cap,
             v_in_k,           type_of(q_bf16),          type_of(kv_bf16)};
-        submit(num_threads,
-               [args, run = kernels_of<AttentionKernels>(isa).attention](ThreadPool& pool) { run(args, pool); });
+        submit(num_threads, args, {}, kernels_of<AttentionKernels>(isa).attention);
       },
       "Attention over pages, see kernels/attention; window, cap and sinks 0 for none.",
       nb::call_guard<nb::gil_scoped_release>());

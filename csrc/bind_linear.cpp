@@ -28,7 +28,7 @@ void bind_linear(nb::module_& m) {
         const LinearArgs args{at<void>(x), at<void>(packed), at<float>(bias), at<void>(y),    rows,
                               n,           k,                x_stride,        y_stride,       type_of(y_type)};
         const auto run = type_of(type) == Type::bf16 ? kernels.bf16 : kernels.f32;
-        submit(num_threads, [args, run](ThreadPool& pool) { run(args, pool); });
+        submit(num_threads, args, {&LinearArgs::rows}, run);
       },
       "y[rows, n] = x[rows, k] @ w.T (+ bias), packed weights; bias 0 for none.",
       nb::call_guard<nb::gil_scoped_release>());

@@ -16,7 +16,7 @@ void bind_norm(nb::module_& m) {
         const NormArgs args{at<void>(x),  at<void>(residual), at<float>(weight), at<void>(y),   at<void>(sum),
                             tokens,       heads,              size,              token_stride,  head_stride,
                             residual_stride, weight_stride,   eps,               type_of(bf16)};
-        submit(num_threads, [args, run = kernels_of<NormKernels>(isa).norm](ThreadPool& pool) { run(args, pool); });
+        submit(num_threads, args, {&NormArgs::tokens}, kernels_of<NormKernels>(isa).norm);
       },
       "RMSNorm of rows (token, head); with residual (else 0) of x + residual, which goes to sum.",
       nb::call_guard<nb::gil_scoped_release>());
@@ -26,7 +26,7 @@ void bind_norm(nb::module_& m) {
          int64_t tokens, int64_t size) {
         if (gate < 0 || gate > 3) throw std::invalid_argument("gate must be 0 ... 3");
         const GatedArgs args{at<void>(gate_up), at<void>(y), tokens, size, stride, Gate(gate), type_of(bf16)};
-        submit(num_threads, [args, run = kernels_of<GatedKernels>(isa).gated](ThreadPool& pool) { run(args, pool); });
+        submit(num_threads, args, {&GatedArgs::tokens}, kernels_of<GatedKernels>(isa).gated);
       },
       "act(gate) * up; gate: 0 silu, 1 gelu_tanh, 2 gelu, 3 swiglu_oai.", nb::call_guard<nb::gil_scoped_release>());
 }

@@ -14,7 +14,7 @@ void bind_rows(nb::module_& m) {
          int64_t head_dim, int64_t half) {
         const RopeArgs args{at<void>(x), at<float>(cos), at<float>(sin), at<void>(y), tokens,      heads,
                             head_dim,    half,           token_stride,   head_stride, interleaved, type_of(bf16)};
-        submit(num_threads, [args, run = kernels_of<RowKernels>(isa).rope](ThreadPool& pool) { run(args, pool); });
+        submit(num_threads, args, {&RopeArgs::tokens}, kernels_of<RowKernels>(isa).rope);
       },
       "Rotate the first 2 * half elements of every head.", nb::call_guard<nb::gil_scoped_release>());
   m.def(
@@ -28,7 +28,7 @@ void bind_rows(nb::module_& m) {
                              v_head_dim,     block_size,     k_token_stride,   k_head_stride,
                              v_token_stride, v_head_stride,  block_stride,     piece_stride,
                              type_of(bf16),  type_of(pieces_bf16)};
-        submit(num_threads, [args, run = kernels_of<RowKernels>(isa).store](ThreadPool& pool) { run(args, pool); });
+        submit(num_threads, args, {&StoreArgs::tokens}, kernels_of<RowKernels>(isa).store);
       },
       "Write rows of K and V (0 where it is in K) into the pages.", nb::call_guard<nb::gil_scoped_release>());
 }

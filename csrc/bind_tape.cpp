@@ -6,12 +6,22 @@ namespace nb = nanobind;
 namespace quire::cpu {
 
 void bind_tape(nb::module_& m) {
-  nb::class_<Tape>(m, "Tape", "Native calls of one thread, recorded between start and stop.")
+  nb::class_<Tape>(m, "Tape", "The native calls of a step, recorded once and replayed for every step.")
       .def(nb::init<>())
-      .def("start", &Tape::start, "Record the native calls that this thread makes from now on, beside running them.")
+      .def(
+          "start",
+          [](Tape& tape, int64_t tokens, int64_t logits) { tape.start({tokens, logits}); },
+          "Note the native calls that this thread makes from now on, and do not run them. The numbers are those of the "
+          "largest step, different.",
+          nb::arg("tokens"), nb::arg("logits"))
       .def("stop", &Tape::stop, "End the recording.")
-      .def("run", &Tape::run, "Run the recorded calls again, in order, with the memory that they were made with.",
-           nb::arg("num_threads"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "run",
+          [](const Tape& tape, int num_threads, int64_t tokens, int64_t logits) {
+            tape.run(num_threads, {tokens, logits});
+          },
+          "Run the recorded calls, in order, with the memory that they were made with.", nb::arg("num_threads"),
+          nb::arg("tokens"), nb::arg("logits"), nb::call_guard<nb::gil_scoped_release>())
       .def("__len__", &Tape::size);
 }
 

@@ -1,6 +1,7 @@
 #include "tape.h"
 
 #include <stdexcept>
+#include <string>
 
 namespace quire::cpu {
 
@@ -20,8 +21,11 @@ const PoolLease::Entry& PoolLease::find(int num_threads) {
 
 Tape* Tape::recording() { return current; }
 
-void Tape::start() {
+void Tape::start(const Counts& limits) {
   if (current != nullptr) throw std::logic_error("a tape is recording on this thread already");
+  if (limits[0] == limits[1]) throw std::invalid_argument("the limits of a tape must be different numbers");
+  limits_ = limits;
+  calls_.clear();
   current = this;
 }
 
@@ -30,9 +34,21 @@ void Tape::stop() {
   current = nullptr;
 }
 
-void Tape::run(int num_threads) const {
+int Tape::kind_of(int64_t count) const {
+  for (size_t kind = 0; kind < limits_.size(); ++kind) {
+    if (count == limits_[kind]) return static_cast<int>(kind);
+  }
+  throw std::logic_error("a native call over " + std::to_string(count) + " rows cannot be replayed at other counts");
+}
+
+void Tape::run(int num_threads, const Counts& counts) const {
+  for (size_t kind = 0; kind < limits_.size(); ++kind) {
+    if (counts[kind] < 0 || counts[kind] > limits_[kind]) {
+      throw std::out_of_range("a replay is larger than the step that was recorded");
+    }
+  }
   const PoolLease pool(num_threads);
-  for (const Call& call : calls_) call(pool.get());
+  for (const Call& call : calls_) call(pool.get(), counts);
 }
 
 }  // namespace quire::cpu

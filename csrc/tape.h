@@ -1,15 +1,20 @@
-// Who runs a native call: at once on the compute threads, and, while a tape records, again whenever the tape is replayed.
+// Who runs a native call: the compute threads, at once; or, while a tape records, the tape, whenever it is replayed.
 //
-// A decode step of a small model is some 300 calls of a few microseconds; from Python each costs as much again in
-// checks and argument passing. A step of a shape that was seen before is replayed as one call without the GIL (the
-// CPU's answer to CUDA graphs). A call is remembered with its addresses: whoever records keeps the memory where it is.
+// A step of a small model is some 300 calls of a few microseconds; from Python each costs as much again in checks and
+// argument passing. So a step is recorded once, at its largest shape and without running, and every step is then one
+// call without the GIL (the CPU's answer to CUDA graphs). A call takes the number of its rows, the step's tokens or the
+// rows that give logits, from each replay, and all else that changes by address: one tape serves every step. Whoever
+// records keeps the memory where it is, with room for the largest shape.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -37,32 +42,57 @@ class PoolLease {
   std::lock_guard<std::mutex> lock_;
 };
 
+// How many tokens a step has, and how many of their rows give logits.
+using Counts = std::array<int64_t, 2>;
+
 class Tape {
  public:
-  using Call = std::function<void(ThreadPool&)>;
+  using Call = std::function<void(ThreadPool&, const Counts&)>;
 
-  // Calls submitted on this thread are recorded between start and stop. Tapes do not nest.
-  void start();
+  // Between start and stop the calls that this thread submits are noted and not run. `limits`: the largest step, two
+  // different numbers, by which a call's counts are told apart. Tapes do not nest.
+  void start(const Counts& limits);
   void stop();
   void add(Call call) { calls_.push_back(std::move(call)); }
-  void run(int num_threads) const;
+  void run(int num_threads, const Counts& counts) const;
   int64_t size() const { return static_cast<int64_t>(calls_.size()); }
+
+  // Which of the counts a call's number is; throws where it is none of them: then the call cannot be replayed.
+  int kind_of(int64_t count) const;
 
   // The tape that records on this thread, or null.
   static Tape* recording();
 
  private:
+  Counts limits_{};
   std::vector<Call> calls_;
 };
 
-// Every binding ends here: `call(pool)` must be a copyable value (it captures argument structs, never references).
+// Every op's binding ends here: run(args, pool). `counts` names the fields of args that change with the step.
+template <typename Args>
+void submit(int num_threads, const Args& args, std::initializer_list<int64_t Args::*> counts,
+            void (*run)(const Args&, ThreadPool&)) {
+  Tape* tape = Tape::recording();
+  if (tape == nullptr) {
+    const PoolLease pool(num_threads);
+    run(args, pool.get());
+    return;
+  }
+  std::vector<std::pair<int64_t Args::*, int>> fields;
+  for (const auto field : counts) fields.emplace_back(field, tape->kind_of(args.*field));
+  tape->add([args, run, fields](ThreadPool& pool, const Counts& now) {
+    Args with_counts = args;
+    for (const auto& [field, kind] : fields) with_counts.*field = now[kind];
+    run(with_counts, pool);
+  });
+}
+
+// For calls that do not belong to a step, and for ops that name no counts: they end a recording.
 template <typename F>
 void submit(int num_threads, F call) {
-  {
-    const PoolLease pool(num_threads);
-    call(pool.get());
-  }
-  if (Tape* tape = Tape::recording()) tape->add(Tape::Call(std::move(call)));
+  if (Tape::recording() != nullptr) throw std::logic_error("a native call that cannot be replayed at other counts");
+  const PoolLease pool(num_threads);
+  call(pool.get());
 }
 
 }  // namespace quire::cpu

@@ -1,34 +1,70 @@
-"""Recorded native calls run again with the memory that they were made with."""
+"""Native calls, recorded at the largest shape, run again at any smaller one with what then lies in the memory."""
 
 import pytest
 import torch
 
+from quire.kernels.activation import gated
 from quire.kernels.linear import linear, pack_empty, write_rows
 
 native = pytest.importorskip("quire._native", reason="the native extension is not built")
+LIMITS = {"tokens": 8, "logits": 4}
 
 
-def test_a_replay_computes_with_what_now_lies_in_the_memory() -> None:
+def test_a_replay_takes_the_rows_of_its_step_and_the_memory_as_it_is() -> None:
     level = native.best_isa()
     packed = pack_empty(48, 64, torch.float32, bias=False, backend=level)
     write_rows(packed, 0, torch.randn(48, 64))
-    x = torch.randn(3, 64)
+    x = torch.randn(8, 64)
     tape = native.Tape()
-    tape.start()
+    tape.start(**LIMITS)
     y = linear(x, packed)
+    few = linear(x[:4], packed)
     tape.stop()
-    assert len(tape) == 1
-    x.copy_(torch.randn(3, 64))
-    tape.run(2)
-    assert torch.equal(y, linear(x, packed))
+    assert len(tape) == 2
+    y.fill_(7.0)
+    few.fill_(7.0)
+    for tokens, logits in ((3, 1), (8, 4), (0, 0), (5, 4)):
+        x.copy_(torch.randn(8, 64))
+        before = y.clone(), few.clone()
+        tape.run(2, tokens=tokens, logits=logits)
+        want = linear(x, packed)
+        for got, old, rows in ((y, before[0], tokens), (few, before[1], logits)):
+            assert torch.equal(got[:rows], want[:rows])
+            assert torch.equal(got[rows:], old[rows:]), "rows beyond the step's were written"
+
+
+def test_recording_runs_nothing() -> None:
+    x = torch.randn(8, 32)
+    tape = native.Tape()
+    tape.start(**LIMITS)
+    y = gated(x, "silu", backend=native.best_isa())
+    tape.stop()
+    y.fill_(7.0)
+    assert torch.equal(y, torch.full_like(y, 7.0))
+    tape.run(1, **LIMITS)
+    assert torch.equal(y, gated(x, "silu", backend=native.best_isa()))
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    tape = native.Tape()
+    tape.start(**LIMITS)
+    try:
+        with pytest.raises(RuntimeError, match="over 5 rows cannot be replayed"):
+            gated(torch.randn(5, 32), "silu", backend=native.best_isa())
+    finally:
+        tape.stop()
+    with pytest.raises(IndexError, match="larger than the step"):
+        tape.run(1, tokens=9, logits=1)
+    with pytest.raises(ValueError, match="different numbers"):
+        tape.start(tokens=4, logits=4)
 
 
 def test_tapes_do_not_nest() -> None:
     tape, other = native.Tape(), native.Tape()
-    tape.start()
+    tape.start(**LIMITS)
     try:
         with pytest.raises(RuntimeError, match="recording on this thread already"):
-            other.start()
+            other.start(**LIMITS)
         with pytest.raises(RuntimeError, match="not recording"):
             other.stop()
     finally:
