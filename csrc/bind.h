@@ -39,6 +39,7 @@ void bind_linear(nanobind::module_& m);
 void bind_norm(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
+void bind_pointwise(nanobind::module_& m);
 void bind_tape(nanobind::module_& m);
 void bind_probe(nanobind::module_& m);
 

@@ -33,6 +33,7 @@ NB_MODULE(_native, m) {
   bind_norm(m);
   bind_rows(m);
   bind_attention(m);
+  bind_pointwise(m);
   bind_tape(m);
   bind_probe(m);
 }

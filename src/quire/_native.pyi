@@ -113,6 +113,33 @@ def attention(
     cap: float,
     v_in_k: bool,
 ) -> None: ...
+def gather(
+    num_threads: int, isa: str, bf16: bool, table: int, stride: int, ids: int, y: int, rows: int, size: int
+) -> None: ...
+def add_rows(
+    num_threads: int,
+    isa: str,
+    bf16: bool,
+    x: int,
+    stride: int,
+    other: int,
+    other_stride: int,
+    y: int,
+    rows: int,
+    size: int,
+) -> None: ...
+def scale_rows(
+    num_threads: int,
+    isa: str,
+    bf16: bool,
+    x: int,
+    stride: int,
+    scale: float,
+    cap: float,
+    y: int,
+    rows: int,
+    size: int,
+) -> None: ...
 
 class Tape:
     def __init__(self) -> None: ...

@@ -1,0 +1,40 @@
+// Gathers of rows, and pointwise ops.
+#include "bind.h"
+#include "cpu/gather.h"
+#include "cpu/pointwise.h"
+
+namespace nb = nanobind;
+
+namespace quire::cpu {
+
+void bind_pointwise(nb::module_& m) {
+  m.def(
+      "gather",
+      [](int num_threads, const std::string& isa, bool bf16, uintptr_t table, int64_t stride, uintptr_t ids,
+         uintptr_t y, int64_t rows, int64_t size) {
+        const GatherArgs args{at<void>(table), at<int64_t>(ids), at<void>(y), rows, size, stride, type_of(bf16)};
+        submit(num_threads, args, {&GatherArgs::rows}, kernels_of<GatherKernels>(isa).gather);
+      },
+      "Rows `ids` of a table [.., size] with rows `stride` elements apart; stride 0: of a packed weight.",
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "add_rows",
+      [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t stride, uintptr_t other,
+         int64_t other_stride, uintptr_t y, int64_t rows, int64_t size) {
+        const PointwiseArgs args{at<void>(x), at<void>(other), at<void>(y), rows, size,
+                                 stride,      other_stride,    1.0f,        0.0f, type_of(bf16)};
+        submit(num_threads, args, {&PointwiseArgs::rows}, kernels_of<PointwiseKernels>(isa).add);
+      },
+      "y = x + other.", nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "scale_rows",
+      [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t stride, float scale, float cap,
+         uintptr_t y, int64_t rows, int64_t size) {
+        const PointwiseArgs args{at<void>(x), nullptr, at<void>(y), rows, size,
+                                 stride,      0,       scale,       cap,  type_of(bf16)};
+        submit(num_threads, args, {&PointwiseArgs::rows}, kernels_of<PointwiseKernels>(isa).scale);
+      },
+      "y = x * scale, then cap * tanh(y / cap) where cap is not 0.", nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace quire::cpu

@@ -1,0 +1,37 @@
+"""Sums and factors between the other ops, where a family has them: residual sums, scales, the cap of logits."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.pointwise import native, reference  # noqa: F401  registers both
+from quire.kernels.registry import Backend, find
+
+__all__ = ["add_rows", "cap_logits", "scale_rows"]
+
+
+def add_rows(x: torch.Tensor, other: torch.Tensor, *, backend: Backend = "reference") -> torch.Tensor:
+    """``x + other``, both ``[num_tokens, size]``, in their dtype."""
+    y: torch.Tensor = find("add_rows", backend)(x, other)
+    return y
+
+
+def scale_rows(x: torch.Tensor, scale: float, *, backend: Backend = "reference") -> torch.Tensor:
+    """``x · scale`` in fp32, rounded once; ``x [num_tokens, size]``. Itself where ``scale`` is 1."""
+    if scale == 1.0:
+        return x
+    y: torch.Tensor = find("scale_rows", backend)(x, scale)
+    return y
+
+
+def cap_logits(
+    logits: torch.Tensor, scale: float, cap: float | None, *, backend: Backend = "reference"
+) -> torch.Tensor:
+    """``cap · tanh(logits · scale / cap)``, without a cap ``logits · scale``; fp32 ``[num_logits, vocab_size]``.
+
+    May reuse the memory of ``logits``. The cap is Gemma 2's (arXiv:2408.00118, §2), the scale Granite's.
+    """
+    if scale == 1.0 and cap is None:
+        return logits
+    y: torch.Tensor = find("cap_logits", backend)(logits, scale, cap)
+    return y
