@@ -190,7 +190,7 @@ def test_a_recorded_call_reads_the_batch_of_its_replay() -> None:
     )
     batch, table = made.batch, made.batch.block_table
     tape = native.Tape()
-    tape.start()
+    tape.start(tokens=5, logits=1)
     y = run(made, level)
     tape.stop()
     other = RaggedBatch(np.array([0, 5]), np.array([41]), table[1:, :3].copy())
@@ -199,5 +199,5 @@ def test_a_recorded_call_reads_the_batch_of_its_replay() -> None:
     batch.cu_seqlens_q[:2] = (0, 5)
     batch.seq_lens[0] = 41
     table.reshape(-1)[:3] = other.block_table[0]
-    tape.run(2)
+    tape.run(2, tokens=5, logits=1)
     assert_same_bits(y, expected, "replayed")

@@ -1,4 +1,4 @@
-"""Pointwise ops in torch: one operation and one rounding an element, so exact as they stand (tanh is: see activation)."""
+"""Pointwise ops in torch: one operation and one rounding an element, so exact as they stand."""
 
 from __future__ import annotations
 
