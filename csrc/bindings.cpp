@@ -17,13 +17,16 @@ NB_MODULE(_native, m) {
         d["avx512"] = f.avx512;
         d["avx512_vnni"] = f.avx512_vnni;
         d["avx512_bf16"] = f.avx512_bf16;
+        d["amx_tile"] = f.amx_tile;
+        d["amx_int8"] = f.amx_int8;
+        d["amx_bf16"] = f.amx_bf16;
         d["neon"] = f.neon;
         return d;
       },
       "Instruction sets that the CPU has and the operating system supports: dict[str, bool].");
   m.def(
       "best_isa", [] { return std::string(best_isa(detect())); },
-      "The best level the kernels are written for: avx512 | avx2 | neon | scalar.");
+      "The best level the kernels are built for: amx | avx512 | avx2 | neon | scalar.");
 
   m.def(
       "has_isa", [](const std::string& isa) { return kernels_for<LinearKernels>(isa.c_str()) != nullptr; },

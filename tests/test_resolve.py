@@ -127,10 +127,14 @@ def test_the_isa_level_is_the_best_unless_forced_lower() -> None:
 
     assert level("auto") == "avx512"
     assert level("avx2") == "avx2"
+    assert level("auto", isa="amx") == "amx"
+    assert level("avx512", isa="amx") == "avx512"
     assert level("auto", isa="neon") == "scalar"
     assert level("auto", native=False) == "reference"
     assert level("reference") == "reference"
     with pytest.raises(ConfigError, match="more than this CPU has: at most 'avx2'"):
         level("avx512", isa="avx2")
+    with pytest.raises(ConfigError, match="more than this CPU has: at most 'avx512'"):
+        level("amx")
     with pytest.raises(ConfigError, match="not built"):
         level("avx2", native=False)

@@ -94,7 +94,10 @@ const Features& detect() {
 }
 
 const char* best_isa(const Features& f) {
-  if (f.avx512 && f.avx512_vnni && f.avx512_bf16) return "avx512";
+#if defined(QUIRE_HAVE_AMX)
+  if (has_amx(f)) return "amx";
+#endif
+  if (has_avx512(f)) return "avx512";
   if (f.avx2) return "avx2";
   if (f.neon) return "neon";
   return "scalar";

@@ -12,11 +12,25 @@ struct Levels {
   const Kernels *avx512, *avx2, *scalar;
 };
 
-// isa: "avx512", "avx2" or "scalar". Returns null for a level that this CPU does not have.
+// The table of the amx level: that of avx512, with what is faster on tiles in its place. A family that has such kernels
+// overloads this for its table (QUIRE_AMX_LEVEL below); the others have none and run avx512's.
+template <typename Kernels>
+Kernels with_amx(const Kernels& avx512) {
+  return avx512;
+}
+
+// isa: "amx", "avx512", "avx2" or "scalar". Returns null for a level that this CPU does not have.
 template <typename Kernels>
 const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
   const Features& f = detect();
-  if (std::strcmp(isa, "avx512") == 0) return f.avx512 && f.avx512_bf16 && f.avx512_vnni ? levels.avx512 : nullptr;
+#if defined(QUIRE_HAVE_AMX)
+  if (std::strcmp(isa, "amx") == 0) {
+    if (!has_amx(f)) return nullptr;
+    static const Kernels table = with_amx(*levels.avx512);
+    return &table;
+  }
+#endif
+  if (std::strcmp(isa, "avx512") == 0) return has_avx512(f) ? levels.avx512 : nullptr;
   if (std::strcmp(isa, "avx2") == 0) return f.avx2 ? levels.avx2 : nullptr;
   return std::strcmp(isa, "scalar") == 0 ? levels.scalar : nullptr;
 }
@@ -39,6 +53,13 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
 #define QUIRE_LEVELS(Kernels, name)                 \
   namespace scalar { extern const Kernels name; }   \
   inline Levels<Kernels> levels_of(const Kernels*) { return {nullptr, nullptr, &scalar::name}; }
+#endif
+
+// Declares that the family whose table is `Kernels` has kernels of the amx level, where the build has that level.
+#if defined(QUIRE_HAVE_AMX)
+#define QUIRE_AMX_LEVEL(Kernels) Kernels with_amx(const Kernels& avx512);
+#else
+#define QUIRE_AMX_LEVEL(Kernels)
 #endif
 
 namespace quire::cpu {

@@ -41,5 +41,6 @@ struct LinearKernels {
 };
 
 QUIRE_LEVELS(LinearKernels, kLinear)
+QUIRE_AMX_LEVEL(LinearKernels)
 
 }  // namespace quire::cpu

@@ -16,7 +16,7 @@ from quire.errors import ConfigError, nearest
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "random")
-ISAS = ("auto", "reference", "scalar", "avx2", "avx512")
+ISAS = ("auto", "reference", "scalar", "avx2", "avx512", "amx")
 
 
 def _flag(

@@ -22,7 +22,7 @@ class DeviceInfo:
     num_cores: int  # physical cores this process may use
     memory_total_bytes: int
     memory_available_bytes: int  # the lesser of MemAvailable and what the cgroup leaves
-    isa: str = "scalar"  # cpu: scalar | avx2 | avx512 (with VNNI and BF16)
+    isa: str = "scalar"  # cpu: scalar | avx2 | avx512 (with VNNI and BF16) | amx
     native: bool = False  # the native extension is importable
 
 

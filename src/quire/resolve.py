@@ -89,7 +89,7 @@ def _dtype(asked: str, spec: ModelSpec) -> str:
     )  # a CPU has no fast float16; the range of bfloat16 holds it
 
 
-LEVELS = ("scalar", "avx2", "avx512")  # each has what those before it have
+LEVELS = ("scalar", "avx2", "avx512", "amx")  # each has what those before it have
 
 
 def _isa(asked: str, device: DeviceInfo) -> str:

@@ -67,16 +67,18 @@ def _executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
 
 
 def _kernels(config: EngineConfig, executor: str) -> str:
-    """Return which kernels run, for a person: "avx512 linear; reference for the rest; 2 threads"."""
+    """Return which kernels run, for a person: "amx linear; avx512 attention; reference (torch) for the rest"."""
     if not executor.startswith("local"):
         return executor
     from quire.kernels import registry
 
     chosen = registry.choose(config.runner.cpu_isa).describe()
-    native = sorted({op.split(".")[0] for op, backend in chosen.items() if backend in registry.NATIVE_LEVELS})
+    parts = []
+    for level in registry.NATIVE_LEVELS:
+        ops = sorted({op.split(".")[0] for op, backend in chosen.items() if backend == level})
+        parts += [f"{level} {', '.join(ops)}"] if ops else []
     torch = sorted({backend for backend in chosen.values() if backend not in registry.NATIVE_LEVELS})
-    parts = [f"{config.runner.cpu_isa} {', '.join(native)}"] if native else []
-    parts += [f"{' and '.join(torch)} (torch)" + (" for the rest" if native else "")] if torch else []
+    parts += [f"{' and '.join(torch)} (torch)" + (" for the rest" if parts else "")] if torch else []
     return "; ".join([*parts, f"{config.runner.num_threads} threads"])
 
 

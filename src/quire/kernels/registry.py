@@ -2,6 +2,7 @@
 
     reference   readable torch, exact: the bits of a row depend on nothing but that row (docs/kernels.md)
     avx512, avx2, scalar   C++ (csrc/cpu), one source compiled for each level, exact within a level
+    amx         C++ on Intel's matrix tiles, for ops that gain by them; an engine of this level takes avx512 else
     triton      GPU
 
 The table is filled at import and never changes afterwards, so two engines with different choices fit in one process.
@@ -13,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-Backend = Literal["reference", "scalar", "avx2", "avx512", "triton"]
-NATIVE_LEVELS: tuple[Backend, ...] = ("avx512", "avx2", "scalar")
+Backend = Literal["reference", "scalar", "avx2", "avx512", "amx", "triton"]
+NATIVE_LEVELS: tuple[Backend, ...] = ("amx", "avx512", "avx2", "scalar")
+VECTOR_LEVELS: tuple[Backend, ...] = ("avx512", "avx2", "scalar")  # of an op without a version for tiles
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TABLE: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -62,4 +64,6 @@ class KernelChoice:
 def choose(isa: str = "reference") -> KernelChoice:
     """Return the choice for a CPU engine: native kernels of level ``isa`` where there are any, else torch."""
     native: tuple[Backend, ...] = tuple(level for level in NATIVE_LEVELS if level == isa)
+    if isa == "amx":
+        native = ("amx", "avx512")
     return KernelChoice((*native, "reference"))

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.registry import VECTOR_LEVELS, register
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 
@@ -85,7 +85,7 @@ def add_rms_norm(
 
 
 if native is not None and hasattr(native, "rms_norm"):  # a build older than this source may lack it
-    for level in NATIVE_LEVELS:
+    for level in VECTOR_LEVELS:
         if native.has_isa(level):
             register("rms_norm", level)(partial(rms_norm, native, level))
             register("add_rms_norm", level)(partial(add_rms_norm, native, level))

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from quire.kernels.kv_view import KvView
-from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.registry import VECTOR_LEVELS, register
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 
@@ -91,7 +91,7 @@ def store_kv(
 
 
 if native is not None and hasattr(native, "rope"):  # a build older than this source may lack it
-    for level in NATIVE_LEVELS:
+    for level in VECTOR_LEVELS:
         if native.has_isa(level):
             register("apply_rope", level)(partial(apply_rope, native, level))
             register("store_kv", level)(partial(store_kv, native, level))

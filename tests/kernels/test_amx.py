@@ -1,0 +1,94 @@
+"""The amx level: rows of a tile do not know each other, and tile state is a matter of one thread and one call."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tests.kernels.checks import assert_same_bits, generator, threads
+
+from quire.kernels import registry
+from quire.kernels.linear import PackedLinear, linear, pack_empty, write_bias, write_rows
+
+if "amx" not in registry.backends("linear"):
+    pytest.skip("this CPU or build has no AMX", allow_module_level=True)
+
+from quire import _native as native
+
+NUM_ROWS = 70
+
+
+def packed(
+    in_features: int, out_features: int, dtype: torch.dtype, backend: registry.Backend
+) -> PackedLinear:
+    rng = generator()
+    made = pack_empty(out_features, in_features, dtype, bias=True, backend=backend)
+    write_rows(made, 0, torch.randn(out_features, in_features, generator=rng).to(dtype))
+    write_bias(made, 0, torch.randn(out_features, generator=rng).to(dtype))
+    return made
+
+
+@pytest.mark.parametrize("in_features", [1, 2, 31, 32, 33, 63, 64, 577, 2048])
+@pytest.mark.parametrize("out_features", [1, 31, 33, 100])
+def test_every_number_of_rows_gives_the_same_bits(in_features: int, out_features: int) -> None:
+    weight = packed(in_features, out_features, torch.bfloat16, "amx")
+    pool = torch.randn(NUM_ROWS, in_features, generator=generator(3)).bfloat16()
+    with threads(1):
+        alone = torch.cat([linear(pool[row : row + 1], weight) for row in range(NUM_ROWS)])
+    for count in (1, 2):
+        with threads(count):
+            for rows in range(1, NUM_ROWS + 1):
+                first = rows * 7 % (NUM_ROWS - rows + 1)  # another place in the tile than alone
+                what = f"{in_features} x {out_features}, {rows} rows from {first}, {count} threads"
+                assert_same_bits(
+                    linear(pool[first : first + rows], weight), alone[first : first + rows], what
+                )
+
+
+def test_more_rows_than_a_pass() -> None:
+    weight = packed(96, 130, torch.bfloat16, "amx")
+    pool = torch.randn(1100, 96, generator=generator(4)).bfloat16()
+    with threads(2):
+        whole = linear(pool, weight)
+        for row in (0, 255, 256, 511, 512, 1023, 1024, 1099):
+            assert_same_bits(linear(pool[row : row + 1], weight), whole[row : row + 1], f"row {row}")
+
+
+def test_what_lies_behind_a_row_does_not_count() -> None:
+    """k = 40 and 33: the last step of 32 k reaches beyond the row, where NaNs lie here."""
+    for in_features in (33, 40):
+        weight = packed(in_features, 64, torch.bfloat16, "amx")
+        wide = torch.full((20, 80), float("nan"), dtype=torch.bfloat16)
+        even = in_features + in_features % 2
+        wide[:, :even] = 0
+        wide[:, :in_features] = torch.randn(20, in_features, generator=generator(5)).bfloat16()
+        rows = wide[:, :in_features]
+        assert_same_bits(linear(rows, weight), linear(rows.contiguous(), weight), f"{in_features}")
+
+
+def test_the_level_is_whole() -> None:
+    """Ops without a version for tiles run avx512's."""
+    weight, x = packed(64, 48, torch.float32, "amx"), torch.randn(5, 64)
+    other = packed(64, 48, torch.float32, "avx512")
+    assert_same_bits(linear(x, weight), linear(x, other), "fp32")
+    y, expected = torch.empty(5, 32), torch.empty(5, 32)
+    for level, to in (("amx", y), ("avx512", expected)):
+        native.gated(1, level, False, 0, x.data_ptr(), 64, to.data_ptr(), 5, 32)
+    assert_same_bits(y, expected, "gated")
+
+
+def test_engines_of_one_process_do_not_disturb_each_other() -> None:
+    """Calls of several threads with several pools, each call with tiles of another shape."""
+    weight = packed(256, 512, torch.bfloat16, "amx")
+    pool = torch.randn(NUM_ROWS, 256, generator=generator(6)).bfloat16()
+    with threads(2):
+        expected = {rows: linear(pool[:rows], weight) for rows in range(1, NUM_ROWS)}
+
+        def serve(start: int) -> None:
+            for i in range(150):
+                rows = 1 + (start + 11 * i) % (NUM_ROWS - 1)
+                assert_same_bits(linear(pool[:rows], weight), expected[rows], f"{rows} rows beside others")
+
+        with ThreadPoolExecutor(4) as workers:
+            list(workers.map(serve, range(4)))
