@@ -22,6 +22,17 @@ void bind_tape(nb::module_& m) {
           },
           "Run the recorded calls, in order, with the memory that they were made with.", nb::arg("num_threads"),
           nb::arg("tokens"), nb::arg("logits"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "run_timed",
+          [](const Tape& tape, int num_threads, int64_t tokens, int64_t logits) {
+            nb::list calls;
+            for (const auto& [what, seconds] : tape.run_timed(num_threads, {tokens, logits})) {
+              calls.append(nb::make_tuple(what, seconds));
+            }
+            return calls;
+          },
+          "Run them and return (mangled name of the op's arguments, seconds) of each, for benchmarks.",
+          nb::arg("num_threads"), nb::arg("tokens"), nb::arg("logits"))
       .def("__len__", &Tape::size);
 }
 

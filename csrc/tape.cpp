@@ -1,5 +1,6 @@
 #include "tape.h"
 
+#include <chrono>
 #include <stdexcept>
 #include <string>
 
@@ -41,14 +42,32 @@ int Tape::kind_of(int64_t count) const {
   throw std::logic_error("a native call over " + std::to_string(count) + " rows cannot be replayed at other counts");
 }
 
-void Tape::run(int num_threads, const Counts& counts) const {
+void Tape::check(const Counts& counts) const {
   for (size_t kind = 0; kind < limits_.size(); ++kind) {
     if (counts[kind] < 0 || counts[kind] > limits_[kind]) {
       throw std::out_of_range("a replay is larger than the step that was recorded");
     }
   }
+}
+
+void Tape::run(int num_threads, const Counts& counts) const {
+  check(counts);
   const PoolLease pool(num_threads);
-  for (const Call& call : calls_) call(pool.get(), counts);
+  for (const Entry& entry : calls_) entry.call(pool.get(), counts);
+}
+
+std::vector<std::pair<std::string, double>> Tape::run_timed(int num_threads, const Counts& counts) const {
+  using Clock = std::chrono::steady_clock;
+  check(counts);
+  std::vector<std::pair<std::string, double>> taken;
+  taken.reserve(calls_.size());
+  const PoolLease pool(num_threads);
+  for (const Entry& entry : calls_) {
+    const Clock::time_point start = Clock::now();
+    entry.call(pool.get(), counts);
+    taken.emplace_back(entry.what->name(), std::chrono::duration<double>(Clock::now() - start).count());
+  }
+  return taken;
 }
 
 }  // namespace quire::cpu

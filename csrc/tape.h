@@ -15,6 +15,8 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <string>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -53,8 +55,11 @@ class Tape {
   // different numbers, by which a call's counts are told apart. Tapes do not nest.
   void start(const Counts& limits);
   void stop();
-  void add(Call call) { calls_.push_back(std::move(call)); }
+  // `what`: the type of the arguments, which names the op.
+  void add(const std::type_info& what, Call call) { calls_.push_back({&what, std::move(call)}); }
   void run(int num_threads, const Counts& counts) const;
+  // The same, and the seconds of each call by its op.
+  std::vector<std::pair<std::string, double>> run_timed(int num_threads, const Counts& counts) const;
   int64_t size() const { return static_cast<int64_t>(calls_.size()); }
 
   // Which of the counts a call's number is; throws where it is none of them: then the call cannot be replayed.
@@ -64,8 +69,15 @@ class Tape {
   static Tape* recording();
 
  private:
+  struct Entry {
+    const std::type_info* what;
+    Call call;
+  };
+
+  void check(const Counts& counts) const;
+
   Counts limits_{};
-  std::vector<Call> calls_;
+  std::vector<Entry> calls_;
 };
 
 // Every op's binding ends here: run(args, pool). `counts` names the fields of args that change with the step.
@@ -80,7 +92,7 @@ void submit(int num_threads, const Args& args, std::initializer_list<int64_t Arg
   }
   std::vector<std::pair<int64_t Args::*, int>> fields;
   for (const auto field : counts) fields.emplace_back(field, tape->kind_of(args.*field));
-  tape->add([args, run, fields](ThreadPool& pool, const Counts& now) {
+  tape->add(typeid(Args), [args, run, fields](ThreadPool& pool, const Counts& now) {
     Args with_counts = args;
     for (const auto& [field, kind] : fields) with_counts.*field = now[kind];
     run(with_counts, pool);

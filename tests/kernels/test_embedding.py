@@ -1,23 +1,71 @@
-"""Embedding rows and their scale."""
+"""Rows of a table, plain and out of a packed weight; sums, scales and caps of rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator
+from tests.kernels.checks import (
+    DTYPES,
+    assert_close,
+    assert_rows_independent,
+    assert_same_bits,
+    generator,
+    threads,
+)
 
-from quire.kernels import cases
-from quire.kernels.embedding import embedding
+from quire.kernels import cases, registry
+from quire.kernels.embedding import take_rows
+from quire.kernels.linear import pack_empty, read_rows, write_rows
+from quire.kernels.pointwise import add_rows, cap_logits, scale_rows
+from quire.kernels.registry import Backend
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", registry.backends("take_rows"))
 @pytest.mark.parametrize("case", cases.ROWS, ids=str)
-def test_rows(case: cases.RowCase, dtype: torch.dtype) -> None:
+def test_rows(case: cases.RowCase, backend: Backend, dtype: torch.dtype) -> None:
     rng = generator()
-    table = torch.randn(101, case.size, generator=rng).to(dtype)
+    wide = torch.randn(101, case.size + 3, generator=rng).to(dtype)
     ids = torch.randint(101, (case.num_tokens,), generator=rng)
-    before = table.clone()
-    assert_same_bits(embedding(ids, table, 1.0), table[ids], "scale 1")
-    scale = float(torch.tensor(case.size**0.5).to(dtype))  # rounded as the models do
-    assert_close("embedding", embedding(ids, table, case.size**0.5), (table[ids] * scale).double())
-    assert_same_bits(table, before, "the table")
+    for table in (wide[:, : case.size].contiguous(), wide[:, 1 : case.size + 1]):
+        assert_same_bits(take_rows(table, ids, backend=backend), table[ids], "rows")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", registry.backends("linear.read_rows"))
+@pytest.mark.parametrize("case", cases.ROWS, ids=str)
+def test_rows_of_a_packed_weight(case: cases.RowCase, backend: Backend, dtype: torch.dtype) -> None:
+    rng = generator()
+    weight = torch.randn(101, case.size, generator=rng).to(dtype)
+    packed = pack_empty(101, case.size, dtype, bias=False, backend=backend)
+    write_rows(packed, 0, weight)
+    ids = torch.randint(101, (case.num_tokens,), generator=rng)
+    assert_same_bits(read_rows(packed, ids), weight[ids], "rows")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", registry.backends("add_rows"))
+@pytest.mark.parametrize("case", cases.ROWS, ids=str)
+def test_sums_and_scales(case: cases.RowCase, backend: Backend, dtype: torch.dtype) -> None:
+    rng = generator()
+    wide = torch.randn(case.num_tokens, 2 * case.size, generator=rng).to(dtype)
+    x, other = wide[:, : case.size], wide[:, case.size :]
+    before = wide.clone()
+    with threads(2):
+        assert_same_bits(add_rows(x, other, backend=backend), x + other, "sum")
+        assert_same_bits(scale_rows(x, 0.37, backend=backend), x * 0.37, "scale")
+    assert scale_rows(x, 1.0, backend=backend) is x
+    assert_same_bits(wide, before, "the arguments")
+
+
+@pytest.mark.parametrize("backend", registry.backends("cap_logits"))
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_caps(cap: float | None, backend: Backend) -> None:
+    logits = torch.randn(33, 1031, generator=generator()) * 20
+    oracle = logits.double() * 0.7
+    if cap is not None:
+        oracle = cap * torch.tanh(oracle / cap)
+    assert_close("pointwise", cap_logits(logits.clone(), 0.7, cap, backend=backend), oracle)
+    assert_rows_independent(
+        lambda ids: cap_logits(logits[ids], 0.7, cap, backend=backend), 33, f"cap {cap}, {backend}"
+    )

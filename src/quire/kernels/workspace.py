@@ -1,10 +1,88 @@
-"""Where native ops put their results: every one allocates with `empty`, so that a recorded step can say where."""
+"""Where native ops put their results: every one allocates with `empty`, so that a recorded step can say where.
+
+While a step is recorded (`kernels.tape`) results lie in an `Arena`, whose memory stays where it is. It gives and takes
+back as an allocator does: what Python lets go of is given again, so the addresses that are recorded overlap exactly as
+those of a plain run would, and a step needs no more memory than that. Outside a recording `empty` is torch's own.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import prod
+
 import torch
+
+_LINE = 64  # bytes
+_SLAB = 1 << 20  # bytes mapped at least at a time
+
+
+class Arena:
+    """Mapped memory; a page costs nothing until a step is large enough to touch it."""
+
+    def __init__(self) -> None:
+        self._slabs: list[mmap.mmap] = []
+        self._free: list[tuple[int, int, int]] = []  # (slab, start, end), sorted, none adjacent
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that has its memory until it and its views are gone."""
+        num_bytes = prod(shape) * dtype.itemsize
+        assert num_bytes > 0, shape
+        size = -(-num_bytes // _LINE) * _LINE
+        slab, start = self._take(size)
+        memory = (ctypes.c_uint8 * num_bytes).from_buffer(self._slabs[slab], start)
+        weakref.finalize(memory, self._give_back, slab, start, start + size)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes mapped: at least what the largest step touches."""
+        return sum(len(slab) for slab in self._slabs)
+
+    def _take(self, size: int) -> tuple[int, int]:
+        fitting = [span for span in self._free if span[2] - span[1] >= size]
+        if not fitting:
+            self._slabs.append(mmap.mmap(-1, max(size, _SLAB), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            fitting = [(len(self._slabs) - 1, 0, max(size, _SLAB))]
+            self._free.append(fitting[0])
+        best = min(fitting, key=lambda span: span[2] - span[1])
+        self._free.remove(best)
+        slab, start, end = best
+        if start + size < end:
+            self._free.append((slab, start + size, end))
+            self._free.sort()
+        return slab, start
+
+    def _give_back(self, slab: int, start: int, end: int) -> None:
+        for span in tuple(self._free):
+            if span[0] == slab and span[2] == start:
+                start = span[1]
+                self._free.remove(span)
+            elif span[0] == slab and span[1] == end:
+                end = span[2]
+                self._free.remove(span)
+        self._free.append((slab, start, end))
+        self._free.sort()
+
+
+_arena: ContextVar[Arena | None] = ContextVar("arena", default=None)
+
+
+@contextmanager
+def allocating_in(arena: Arena) -> Iterator[None]:
+    """`empty` takes from ``arena`` inside the block, on this thread."""
+    token = _arena.set(arena)
+    try:
+        yield
+    finally:
+        _arena.reset(token)
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialised tensor of the CPU."""
-    return torch.empty(shape, dtype=dtype)
+    arena = _arena.get()
+    return torch.empty(shape, dtype=dtype) if arena is None else arena.empty(shape, dtype)

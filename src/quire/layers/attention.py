@@ -11,7 +11,7 @@ from quire.kernels.kv_view import KvView
 from quire.kernels.registry import KernelChoice
 from quire.kernels.rope import apply_rope, store_kv
 from quire.layers.linear import Linear
-from quire.layers.norm import RmsNorm
+from quire.layers.norm import HeadNorm, RmsNorm
 from quire.layers.step_batch import GroupBatch
 from quire.layers.weights import Place, copy_into, prefixed
 from quire.modelspec import AttentionSpec
@@ -44,10 +44,13 @@ class Attention:
             {"o": hidden_size}, spec.num_heads * spec.v_head_dim, dtype, kernels, bias=spec.o_bias
         )
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
-        self._norms: tuple[RmsNorm, RmsNorm] | None = None
-        if spec.qk_norm != "none":
-            sizes = (q, k) if spec.qk_norm == "full" else (spec.head_dim, spec.head_dim)
-            self._norms = tuple(RmsNorm(n, eps, kernels, plus_one=norm_plus_one) for n in sizes)  # type: ignore[assignment]
+        self._norms: tuple[RmsNorm, RmsNorm] | None = None  # over all of q, all of k
+        if spec.qk_norm == "full":
+            self._norms = tuple(RmsNorm(n, eps, kernels, plus_one=norm_plus_one) for n in (q, k))  # type: ignore[assignment]
+        self._head_norm: HeadNorm | None = None
+        if spec.qk_norm == "head":
+            heads = {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads}
+            self._head_norm = HeadNorm(heads, spec.head_dim, eps, kernels, plus_one=norm_plus_one)
         self._sinks = torch.zeros(spec.num_heads) if spec.sinks else None
         self._rope = partial(apply_rope, backend=kernels.backend("apply_rope"))
         self._store = partial(store_kv, backend=kernels.backend("store_kv"))
@@ -58,6 +61,8 @@ class Attention:
         if self._norms is not None:
             found.update(prefixed("q_norm.", self._norms[0].places()))
             found.update(prefixed("k_norm.", self._norms[1].places()))
+        if self._head_norm is not None:
+            found.update(self._head_norm.places())
         if self._sinks is not None:
             found["sinks"] = copy_into(self._sinks)
         return found
@@ -69,24 +74,23 @@ class Attention:
         spec, num_tokens = self._spec, x.shape[0]
         q_width, k_width, _ = self._widths
         qkv = self._qkv(x)
-        qk = qkv[:, : q_width + k_width]
         if self._norms is not None:
-            qk = self._normalise(qk, q_width)
-        heads = torch.unflatten(
-            qk, -1, (-1, spec.head_dim)
-        )  # [num_tokens, num_heads + num_kv_heads, head_dim]
-        if cos_sin is not None:
-            assert spec.rope is not None
-            heads = self._rope(heads, *cos_sin, interleaved=spec.rope.interleaved)
-        q, k = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
+            q = self._rotate(self._norms[0](qkv[:, :q_width]), cos_sin)
+            k = self._rotate(self._norms[1](qkv[:, q_width : q_width + k_width]), cos_sin)
+        else:
+            heads = self._rotate(qkv[:, : q_width + k_width], cos_sin)
+            q, k = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
         v = torch.unflatten(qkv[:, q_width + k_width :], -1, (-1, spec.v_head_dim))
         self._store(k, v, kv, group.slot_blocks, group.slot_offsets)
         out = self._attend(q, kv, group.ragged, self._shape, self._sinks)
         return self._o(out.reshape(num_tokens, -1))
 
-    def _normalise(self, qk: torch.Tensor, q_width: int) -> torch.Tensor:
-        assert self._norms is not None
-        q, k = qk[:, :q_width], qk[:, q_width:]
-        if self._spec.qk_norm == "head":
-            q, k = (torch.unflatten(part, -1, (-1, self._spec.head_dim)) for part in (q, k))
-        return torch.cat((self._norms[0](q), self._norms[1](k)), dim=1).flatten(1)
+    def _rotate(self, x: torch.Tensor, cos_sin: CosSin | None) -> torch.Tensor:
+        """``x [num_tokens, heads of q, k or both · head_dim]`` → ``[num_tokens, heads, head_dim]``, normalised."""
+        heads = torch.unflatten(x, -1, (-1, self._spec.head_dim))
+        if self._head_norm is not None:
+            heads = self._head_norm(heads)
+        if cos_sin is None:
+            return heads
+        assert self._spec.rope is not None
+        return self._rope(heads, *cos_sin, interleaved=self._spec.rope.interleaved)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.embedding import embedding
-from quire.kernels.embedding.reference import scale_rows
+from quire.kernels.embedding import take_rows
 from quire.kernels.linear import read_rows
+from quire.kernels.pointwise import scale_rows
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
 from quire.layers.weights import Place, copy_into
@@ -25,8 +25,9 @@ class Embedding:
         tied: bool,
         scale: float,
     ) -> None:
-        self._backend = kernels.backend("embedding")
-        self._scale = scale
+        self._take_backend = kernels.backend("take_rows")
+        self._scale_backend = kernels.backend("scale_rows")
+        self._scale = torch.tensor(scale, dtype=dtype).item()  # rounded first, as the models were trained
         self._table = None if tied else torch.empty(vocab_size, hidden_size, dtype=dtype)
         self._head = Linear({"head": vocab_size}, hidden_size, dtype, kernels)
 
@@ -37,11 +38,13 @@ class Embedding:
         return {"embed.weight": copy_into(self._table), "lm_head.weight": head}
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``."""
+        """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, scaled (Gemma, Granite)."""
         if self._table is None:
-            return scale_rows(read_rows(self._head.packed, input_ids), self._scale)
-        return embedding(input_ids, self._table, self._scale, backend=self._backend)
+            rows = read_rows(self._head.packed, input_ids)
+        else:
+            rows = take_rows(self._table, input_ids, backend=self._take_backend)
+        return scale_rows(rows, self._scale, backend=self._scale_backend)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden [num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``."""
-        return self._head(hidden).float()
+        return self._head(hidden, out_dtype=torch.float32)

@@ -40,6 +40,6 @@ class Linear:
             start += features
         return found
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``."""
-        return linear(x, self.packed)
+    def __call__(self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``, in x's dtype if nothing is said."""
+        return linear(x, self.packed, out_dtype=out_dtype)

@@ -1,6 +1,9 @@
-"""RMSNorm with its weight."""
+"""RMSNorm with its weight, over rows and over heads."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -36,3 +39,40 @@ class RmsNorm:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(norm(residual + x), residual + x)``."""
         return add_rms_norm(x, residual, self.weight, self.eps, backend=self._add_backend)
+
+
+class HeadNorm:
+    """Over each head of several kinds at once: ``heads``: name → how many heads have that weight."""
+
+    def __init__(
+        self,
+        heads: Mapping[str, int],
+        size: int,
+        eps: float,
+        kernels: KernelChoice,
+        *,
+        plus_one: bool = False,
+    ) -> None:
+        self._heads = dict(heads)
+        self._weight = torch.zeros(sum(heads.values()), size)
+        self._eps = eps
+        self._plus_one = plus_one
+        self._backend = kernels.backend("rms_norm")
+
+    def places(self) -> dict[str, Place]:
+        """Return ``{name}.weight [size]``."""
+        found: dict[str, Place] = {}
+        start = 0
+        for name, count in self._heads.items():
+            found[f"{name}.weight"] = partial(self._place, slice(start, start + count))
+            start += count
+        return found
+
+    def _place(self, heads: slice, tensor: torch.Tensor) -> None:
+        self._weight[heads] = tensor
+        if self._plus_one:
+            self._weight[heads] += 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[num_tokens, all heads in order, size]`` → the same shape and dtype."""
+        return rms_norm(x, self._weight, self._eps, backend=self._backend)

@@ -18,29 +18,33 @@ _BLOCK = 1024  # positions added to the table at a time
 
 
 class RopeTable:
-    """cos and sin of every position so far needed; grows with the longest sequence, not with max_model_len."""
+    """cos and sin of every position so far needed, each ``[max_positions, dim / 2]`` fp32, times the attention factor.
+
+    The tables do not move, so that a recorded step may read them; memory that is not filled yet costs nothing.
+    """
 
     def __init__(self, spec: RopeSpec, max_model_len: int) -> None:
         self.spec = spec
         self.inv_freq = inverse_frequencies(spec, max_model_len)  # [dim / 2]
         self.factor = attention_factor(spec)
-        self._cos = torch.empty(0, spec.dim // 2)
-        self._sin = torch.empty(0, spec.dim // 2)
+        max_positions = (-(-max_model_len // _BLOCK) + 1) * _BLOCK
+        self.cos = torch.empty(max_positions, spec.dim // 2)
+        self.sin = torch.empty(max_positions, spec.dim // 2)
+        self.num_positions = 0
 
-    def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``positions [num_tokens]`` int64 → fp32 ``cos, sin [num_tokens, dim / 2]``, times the attention factor."""
-        if positions.numel():
-            longest = int(positions.max()) + 1
-            while self._cos.shape[0] < longest:
-                self._grow()
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-
-    def _grow(self) -> None:
-        start = self._cos.shape[0]
-        count = max(_BLOCK, start)  # doubling; a value does not depend on the call that made it
-        angles = torch.arange(start, start + count, dtype=torch.float32).unsqueeze(1) * self.inv_freq
-        self._cos = torch.cat((self._cos, angles.cos() * self.factor))
-        self._sin = torch.cat((self._sin, angles.sin() * self.factor))
+    def cover(self, num_positions: int) -> None:
+        """Fill the tables for the positions below ``num_positions``. No value depends on the call that makes it."""
+        assert num_positions <= self.cos.shape[0], (
+            f"{num_positions} positions; there is room for {len(self.cos)}"
+        )
+        while self.num_positions < num_positions:
+            start = self.num_positions
+            end = min(max(2 * start, _BLOCK), self.cos.shape[0])  # doubling
+            positions = torch.arange(start, end, dtype=torch.float32)
+            angles = positions.unsqueeze(1) * self.inv_freq
+            torch.mul(angles.cos(), self.factor, out=self.cos[start:end])
+            torch.mul(angles.sin(), self.factor, out=self.sin[start:end])
+            self.num_positions = end
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:

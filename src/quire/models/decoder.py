@@ -8,11 +8,14 @@ dtype; each row is computed from its own row and from the cache alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
 from quire.errors import ModelLoadError
+from quire.kernels.embedding import take_rows
 from quire.kernels.kv_view import KvView
+from quire.kernels.pointwise import add_rows, cap_logits, scale_rows
 from quire.kernels.registry import KernelChoice
 from quire.layers.attention import Attention, CosSin
 from quire.layers.embedding import Embedding
@@ -57,6 +60,8 @@ class Decoder:
             rope = layer.attention.rope
             if rope is not None and rope not in self._ropes:
                 self._ropes[rope] = RopeTable(rope, max_model_len)
+        self._take_rows = partial(take_rows, backend=kernels.backend("take_rows"))
+        self._cap_logits = partial(cap_logits, backend=kernels.backend("cap_logits"))
         self._places = self._collect_places()
 
     def _collect_places(self) -> dict[str, Place]:
@@ -85,12 +90,20 @@ class Decoder:
             some = ", ".join(sorted(self._missing)[:3])
             raise ModelLoadError(f"{len(self._missing)} weights are missing from the checkpoint: {some}, …")
 
+    def cover(self, num_positions: int) -> None:
+        """Have the angles of the positions below ``num_positions`` ready: before every `forward`."""
+        for table in self._ropes.values():
+            table.cover(num_positions)
+
     def forward(self, batch: StepBatch, kv: Sequence[KvView]) -> torch.Tensor:
         """Compute all rows of the step, storing their K and V; ``kv`` has one view a layer.
 
         Returns the hidden rows that sample, after the last norm: ``[num_logits, hidden_size]``.
         """
-        cos_sin = {rope: table.lookup(batch.positions) for rope, table in self._ropes.items()}
+        cos_sin = {
+            rope: (self._take_rows(table.cos, batch.positions), self._take_rows(table.sin, batch.positions))
+            for rope, table in self._ropes.items()
+        }
         residual = self._embedding(batch.input_ids)
         delta: torch.Tensor | None = None
         last = len(self._layers) - 1
@@ -106,10 +119,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``, scaled and capped as the model wants."""
         logits = self._embedding.logits(hidden)
-        if self.spec.logits_scale != 1.0:
-            logits *= self.spec.logits_scale
-        cap = self.spec.logits_soft_cap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return self._cap_logits(logits, self.spec.logits_scale, self.spec.logits_soft_cap)
 
 
 class DecoderLayer:
@@ -134,6 +144,9 @@ class DecoderLayer:
         names = [] if spec.norms == "post" else ["attn_norm", "mlp_norm"]
         names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
         self._norms = {name: RmsNorm(hidden, eps, kernels, plus_one=plus_one) for name in names}
+        self._take_rows = partial(take_rows, backend=kernels.backend("take_rows"))
+        self._add_rows = partial(add_rows, backend=kernels.backend("add_rows"))
+        self._scale_rows = partial(scale_rows, backend=kernels.backend("scale_rows"))
 
     def places(self) -> dict[str, Place]:
         found = prefixed("attn.", self._attention.places())
@@ -158,7 +171,7 @@ class DecoderLayer:
         x, residual = self._enter("attn_norm", delta, residual)
         delta = self._leave("attn_post_norm", self._attention(x, cos_sin, group, kv))
         if rows is not None:
-            delta, residual = delta.index_select(0, rows), residual.index_select(0, rows)
+            delta, residual = self._take_rows(delta, rows), self._take_rows(residual, rows)
         x, residual = self._enter("mlp_norm", delta, residual)
         return self._leave("mlp_post_norm", self._mlp(x)), residual
 
@@ -169,7 +182,7 @@ class DecoderLayer:
         if delta is None:
             return (residual if norm is None else norm(residual)), residual
         if norm is None:
-            residual = residual + delta
+            residual = self._add_rows(residual, delta)
             return residual, residual
         return norm.add(delta, residual)
 
@@ -177,4 +190,4 @@ class DecoderLayer:
         norm = self._norms.get(name)
         if norm is not None:
             x = norm(x)
-        return x if self._scale == 1.0 else x * self._scale
+        return self._scale_rows(x, self._scale)

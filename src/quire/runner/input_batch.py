@@ -9,31 +9,52 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from quire.errors import StepError
-from quire.kernels.attention import RaggedBatch
-from quire.layers.step_batch import GroupBatch, StepBatch
+from quire.layers.step_batch import StepBatch
+from quire.runner.step_buffers import StepBuffers
 from quire.step import NewSeq, SeqPlan
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """What the model runs on, and which of the plan's sequences (by index) sample, in the order of the logits."""
+    """A step in ``buffers``: the tensors the model runs on, and which of the plan's sequences (by index) sample.
 
-    batch: StepBatch
+    The sampling sequences are in the order of the logits.
+    """
+
+    buffers: StepBuffers
+    num_tokens: int
+    num_seqs: int
     sampling: tuple[int, ...]
+    num_positions: int  # all positions of the step are below it
+
+    @property
+    def batch(self) -> StepBatch:
+        """Views of the buffers, made anew."""
+        return self.buffers.batch(self.num_tokens, self.num_seqs, len(self.sampling))
 
 
 class InputBatch:
-    """Ids and block tables of the worker's sequences."""
+    """Ids and block tables of the worker's sequences.
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> None:
+    Steps of up to ``max_num_batched_tokens`` tokens share `buffers`; a larger one gets its own.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        max_num_batched_tokens: int = 1,
+    ) -> None:
         self._block_size = block_size
         self._max_blocks = -(-max_model_len // block_size) + 1
+        # A step's tokens and its logits rows must differ in number where it is recorded (`kernels.tape`).
+        max_seqs = min(max_num_seqs, max_num_batched_tokens)
+        max_tokens = max(max_num_batched_tokens, max_seqs + 1)
+        self.buffers = StepBuffers(max_tokens, max_seqs, self._max_blocks, num_groups)
         self._max_tokens = self._max_blocks * block_size
         # np.zeros maps untouched memory: rows and columns that are never used cost nothing.
         self._token_ids = np.zeros((max_num_seqs, self._max_tokens), np.int32)
@@ -100,38 +121,44 @@ class InputBatch:
         return fresh
 
     def prepare(self, plans: tuple[SeqPlan, ...]) -> PreparedStep:
-        """Return the tensors of the step; rows are in the order of ``plans``, positions ascending in each."""
-        self._check(plans)
-        rows = np.array([self._rows[plan.seq_id] for plan in plans], np.int64)
+        """Write the step into buffers; rows are in the order of ``plans``, positions ascending in each.
+
+        Raises `StepError` where a plan does not fit what is known here.
+        """
+        rows = np.array(self._check(plans), np.int64)
         computed = np.array([plan.num_computed_tokens for plan in plans], np.int64)
         lengths = np.array([plan.num_scheduled_tokens for plan in plans], np.int64)
-        cu_seqlens_q = np.zeros(len(plans) + 1, np.int64)
+        num_tokens, num_seqs = int(lengths.sum()), len(plans)
+        to = self.buffers
+        if not to.fits(num_tokens, num_seqs):
+            to = StepBuffers(num_tokens, num_seqs, self._max_blocks, len(self._tables))
+        cu_seqlens_q, seq_lens = to.cu_seqlens_q[: num_seqs + 1], to.seq_lens[:num_seqs]
         np.cumsum(lengths, out=cu_seqlens_q[1:])
-        seq_lens = computed + lengths
-        owner = np.repeat(np.arange(len(plans)), lengths)  # [num_tokens]
-        positions = np.arange(cu_seqlens_q[-1]) + (computed - cu_seqlens_q[:-1])[owner]
-        token_rows = rows[owner]
+        np.add(computed, lengths, out=seq_lens)
+        if num_tokens == num_seqs:  # one row each
+            positions, token_rows = computed, rows
+        else:
+            owner = np.repeat(np.arange(num_seqs), lengths)  # [num_tokens]
+            positions = np.arange(num_tokens) + (computed - cu_seqlens_q[:-1])[owner]
+            token_rows = rows[owner]
+        to.positions[:num_tokens] = positions
+        to.input_ids[:num_tokens] = self._token_ids[token_rows, positions]
+        columns = positions // self._block_size
+        np.subtract(positions, columns * self._block_size, out=to.slot_offsets[:num_tokens])
+        longest = int(seq_lens.max(initial=1))
+        width = -(-longest // self._block_size)
+        for table, slot_blocks, block_table in zip(
+            self._tables, to.slot_blocks, to.block_tables, strict=True
+        ):
+            slot_blocks[:num_tokens] = table[token_rows, columns]
+            block_table[:num_seqs, :width] = table[rows, :width]
         sampling = np.flatnonzero(seq_lens == self._num_tokens[rows])
-        width = int(-(-seq_lens.max(initial=1) // self._block_size))
-        columns, offsets = np.divmod(positions, self._block_size)
-        slot_offsets = torch.from_numpy(offsets)
-        groups = tuple(
-            GroupBatch(
-                slot_blocks=torch.from_numpy(table[token_rows, columns].astype(np.int64)),
-                slot_offsets=slot_offsets,
-                ragged=RaggedBatch(cu_seqlens_q, seq_lens, table[rows, :width].astype(np.int64)),
-            )
-            for table in self._tables
-        )
-        batch = StepBatch(
-            input_ids=torch.from_numpy(self._token_ids[token_rows, positions].astype(np.int64)),
-            positions=torch.from_numpy(positions),
-            logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampling] - 1),
-            groups=groups,
-        )
-        return PreparedStep(batch, tuple(sampling.tolist()))
+        to.logits_indices[: sampling.size] = cu_seqlens_q[1:][sampling] - 1
+        return PreparedStep(to, num_tokens, num_seqs, tuple(sampling.tolist()), longest)
 
-    def _check(self, plans: tuple[SeqPlan, ...]) -> None:
+    def _check(self, plans: tuple[SeqPlan, ...]) -> list[int]:
+        """Return the row of each."""
+        rows = []
         for plan in plans:
             row = self._rows.get(plan.seq_id)
             if row is None or self._epochs[plan.seq_id] != plan.epoch:
@@ -151,6 +178,8 @@ class InputBatch:
                     f"Sequence {plan.seq_id}: rows {plan.num_computed_tokens} + {plan.num_scheduled_tokens} are "
                     f"planned, and {known} tokens are known."
                 )
+            rows.append(row)
+        return rows
 
     def _force(self, row: int, forced: tuple[int, ...]) -> None:
         """Overwrite the last known ids (beams)."""

@@ -33,7 +33,9 @@ class Worker:
             config.model.max_model_len,
             config.cache.block_size,
             len(config.kv_layout.groups),
+            config.scheduler.max_num_batched_tokens,
         )
+        self.runner.record(self._inputs.buffers)
         self._refused: dict[int, str] = {}  # sequences that the sampler would not take, with the reason
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -92,7 +94,7 @@ class Worker:
         self.runner.kv.clear(self._inputs.update_tables(plans))
         prepared = self._inputs.prepare(plans)
         seq_ids = [plans[index].seq_id for index in prepared.sampling]
-        samples = self.runner.run(prepared.batch, seq_ids)
+        samples = self.runner.run(prepared, seq_ids)
         return dict(zip(seq_ids, samples, strict=True))
 
     def _result(self, plan: SeqPlan, sample: SeqSample | None) -> SeqResult:

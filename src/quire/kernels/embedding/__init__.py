@@ -1,21 +1,16 @@
-"""Rows of the embedding table."""
+"""Rows of a table by their indices: token embeddings, the rows that sample, the angles of positions."""
 
 from __future__ import annotations
 
 import torch
 
-from quire.kernels.embedding import reference  # noqa: F401  registers
+from quire.kernels.embedding import native, reference  # noqa: F401  registers both
 from quire.kernels.registry import Backend, find
 
-__all__ = ["embedding"]
+__all__ = ["take_rows"]
 
 
-def embedding(
-    input_ids: torch.Tensor, table: torch.Tensor, scale: float, *, backend: Backend = "reference"
-) -> torch.Tensor:
-    """``input_ids [num_tokens]`` int64, ``table [vocab_size, hidden_size]`` → ``[num_tokens, hidden_size]``.
-
-    ``scale`` multiplies the rows (Gemma, Granite), rounded to the table's dtype first, as the models were trained.
-    """
-    y: torch.Tensor = find("embedding", backend)(input_ids, table, scale)
+def take_rows(table: torch.Tensor, ids: torch.Tensor, *, backend: Backend = "reference") -> torch.Tensor:
+    """``table [num_rows, size]``, ``ids [num_tokens]`` int64 → ``[num_tokens, size]``, a copy."""
+    y: torch.Tensor = find("take_rows", backend)(table, ids)
     return y

@@ -13,6 +13,8 @@ quantizes plain rows itself; who has several uses for them, or an op that writes
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quire.kernels.linear import native, quantized_reference, reference  # noqa: F401  registers them
@@ -94,16 +96,23 @@ def quantize_rows(x: torch.Tensor, group: int | None, *, backend: Backend = "ref
     return rows
 
 
-def linear(x: torch.Tensor | QuantizedRows, packed: PackedLinear) -> torch.Tensor:
-    """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]`` in x's dtype (rows may be strided)."""
+def linear(
+    x: torch.Tensor | QuantizedRows, packed: PackedLinear, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]`` (rows may be strided).
+
+    The result is in x's dtype, or in ``out_dtype``, where a native sum comes as it is, in fp32.
+    """
     y: torch.Tensor
     if not packed.format.quantized:
         assert isinstance(x, torch.Tensor), "rows are quantized for quantized weights only"
-        y = find("linear", packed.backend)(x, packed)
+        y = find("linear", packed.backend)(x, packed, out_dtype or x.dtype)
         return y
     rows = quantize_rows(x, packed.format.group, backend=packed.backend) if isinstance(x, torch.Tensor) else x
     assert rows.in_features == packed.in_features, (rows.in_features, packed.in_features)
     assert rows.group == packed.format.group, (rows.group, packed.format)
+    if out_dtype is not None:
+        rows = replace(rows, dtype=out_dtype)
     y = find("quantized_linear", packed.backend)(rows, packed)
     return y
 

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from quire.kernels.embedding.native import take_packed_rows
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.registry import NATIVE_LEVELS, register
 from quire.kernels.threads import num_native_threads
@@ -45,12 +46,13 @@ def write_rows(module: ModuleType, packed: PackedLinear, start: int, weight: tor
     )
 
 
-def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
-    rows = packed.data[ids // PANEL, :, ids % PANEL]  # [num_ids, in/step, step]
-    return rows.flatten(1)[:, : packed.in_features]
+def read_rows(module: ModuleType, isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    return take_packed_rows(module, isa, packed.data, packed.in_features, ids)
 
 
-def linear(module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+def linear(
+    module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype
+) -> torch.Tensor:
     dtype = packed.data.dtype
     assert x.dtype == dtype, (x.dtype, dtype)
     num_tokens, in_features = x.shape
@@ -58,7 +60,7 @@ def linear(module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear) 
         x = x.contiguous()
     if in_features % STEP[dtype]:  # the kernel reads whole pairs
         x = torch.nn.functional.pad(x, (0, 1))
-    y = empty(num_tokens, packed.out_features, dtype=dtype)
+    y = empty(num_tokens, packed.out_features, dtype=out_dtype)
     module.linear(
         num_native_threads(),
         isa,
@@ -69,7 +71,7 @@ def linear(module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear) 
         packed.bias.data_ptr() if packed.bias is not None else 0,
         y.data_ptr(),
         packed.out_features,
-        TYPES[dtype],
+        TYPES[out_dtype],
         num_tokens,
         packed.out_features,
         in_features,
@@ -82,5 +84,5 @@ if native is not None:
         if native.has_isa(level):
             register("linear.pack_empty", level)(pack_empty)
             register("linear.write_rows", level)(partial(write_rows, native))
-            register("linear.read_rows", level)(read_rows)
+            register("linear.read_rows", level)(partial(read_rows, native, level))
             register("linear", level)(partial(linear, native, level))

@@ -49,7 +49,7 @@ def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
 
 
 @register("linear", "reference")
-def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+def linear(x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype) -> torch.Tensor:
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``, one GEMM for every 32 rows."""
     num_tokens, in_features = x.shape
     num_rows = round_up(num_tokens, TILE_ROWS)
@@ -64,7 +64,7 @@ def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     y = y[:num_tokens]
     if weight.shape[1] != packed.out_features:
         y = y[:, : packed.out_features]
-    return y if packed.bias is None else y + packed.bias
+    return (y if packed.bias is None else y + packed.bias).to(out_dtype)
 
 
 def pack_heads(weight: torch.Tensor) -> torch.Tensor:

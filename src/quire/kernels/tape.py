@@ -1,0 +1,97 @@
+"""A step recorded once and replayed for every step: the native calls of a forward, without Python between them.
+
+Recording runs the Python of a forward at the largest shape that a step may have, and none of its kernels (csrc/tape.h):
+what it notes is each call with its addresses. A replay is one call, with the step's numbers of tokens and logits rows.
+
+That is sound only where every byte of the forward is written by a native call. So a recording watches torch: an
+operation that makes new data, rather than another view of memory, ends it with `NotRecordable`, and so does a native
+call whose rows are neither the step's tokens nor its logits. Nothing is guessed; such a model runs call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quire.kernels.threads import num_native_threads
+from quire.kernels.workspace import Arena, allocating_in
+
+try:
+    from quire import _native as native
+except ImportError:  # no compiler at install
+    native = None  # type: ignore[assignment]
+
+
+class NotRecordable(Exception):
+    """The forward does something that a replay would not do; the text says what."""
+
+
+class StepTape:
+    """``forward()`` is called once, here; it works on tensors of ``max_tokens`` and ``max_logits`` rows.
+
+    Both tell a call's rows apart, so they must differ. What it reads must stay where it is for as long as the tape.
+
+    Raises:
+        NotRecordable: the forward is not native throughout.
+    """
+
+    def __init__(self, forward: Callable[[], torch.Tensor], max_tokens: int, max_logits: int) -> None:
+        if native is None or not hasattr(native, "Tape"):
+            raise NotRecordable("the native extension is not built")
+        self.max_tokens = max_tokens
+        self.max_logits = max_logits
+        self._arena = Arena()
+        self._tape = native.Tape()
+        self._tape.start(tokens=max_tokens, logits=max_logits)
+        try:
+            with allocating_in(self._arena), _OnlyViews():
+                self.output = forward()  # [max_logits, ...]: where every replay leaves its result
+        except RuntimeError as error:  # from a native call
+            raise NotRecordable(str(error)) from error
+        finally:
+            self._tape.stop()
+
+    def __len__(self) -> int:
+        return len(self._tape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the largest step would use."""
+        return self._arena.num_bytes
+
+    def run(self, num_tokens: int, num_logits: int) -> torch.Tensor:
+        """Compute a step; returns its rows of `output`, which the next replay overwrites."""
+        self._tape.run(num_native_threads(), num_tokens, num_logits)
+        return self.output[:num_logits]
+
+    def run_timed(self, num_tokens: int, num_logits: int) -> dict[str, float]:
+        """Compute a step and return the seconds of each op in it: what benchmarks ask."""
+        seconds: dict[str, float] = {}
+        for mangled, taken in self._tape.run_timed(num_native_threads(), num_tokens, num_logits):
+            name = mangled.removesuffix("E").rpartition("cpu")[2].lstrip("0123456789").removesuffix("Args")
+            seconds[name] = seconds.get(name, 0.0) + taken
+        return seconds
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Lets pass the torch operations that return views of their arguments and write nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        known = {
+            leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)
+        }
+        made = tree_leaves(result)
+        views = all(_is_tensor(leaf) and leaf.untyped_storage().data_ptr() in known for leaf in made)
+        if func._schema.is_mutable or not views:
+            raise NotRecordable(f"torch's {func} computes in the middle of it")
+        return result
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
