@@ -17,6 +17,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (0, ("_native",)),
     (0, ("errors",)),
     (0, ("clock",)),
+    (0, ("structured_outputs",)),
     (0, ("request",)),
     (0, ("step",)),
     (0, ("weight_format",)),

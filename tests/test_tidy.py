@@ -26,6 +26,7 @@ LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/build.py": "the choice of an executor",
+    "text/grammar_library.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
     "__init__.py": "LLM and friends are resolved lazily",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
 }

@@ -8,14 +8,16 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM as LLM
     from quire.engine.results import RequestOutput as RequestOutput
     from quire.request import SamplingParams as SamplingParams
+    from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "quire.engine.llm",
     "RequestOutput": "quire.engine.results",
     "SamplingParams": "quire.request",
+    "StructuredOutputsParams": "quire.structured_outputs",
 }
 
 

@@ -66,6 +66,7 @@ class ModelConfig:
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
     quantize: str | None = None
     seed: int = 0  # of load_format="random"
+    tokenizer: str = ""  # its folder or file: the worker reads it when the first grammar comes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from quire.errors import RequestError
+from quire.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -61,6 +62,9 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None  # how many alternatives beside the drawn token, 0…20
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = (
+        None  # taken out by the frontend: it goes as `Request.grammar`
+    )
     # Filled by the frontend:
     eos_token_ids: Sequence[int] = ()  # empty with ignore_eos
     bad_words_token_ids: Sequence[Sequence[int]] = ()
@@ -131,6 +135,11 @@ def _check(params: SamplingParams) -> None:
                 raise _bad(name, token_id, "token ids (integers ≥ 0)")
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise _bad("allowed_token_ids", [], "a list of at least one token id, or null")
+    form = params.structured_outputs
+    if form is not None and not isinstance(form, StructuredOutputsParams):
+        raise _bad("structured_outputs", form, "a StructuredOutputsParams, or None")
+    if form is not None and params.ignore_eos:
+        raise _bad("ignore_eos", True, f"false with {form.param}: a complete answer ends with an EOS token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +157,7 @@ class Request:
     cache_salt: str = ""  # requests share cached blocks only within one salt
     tenant: str = ""
     adapter: str = ""  # empty: the base model
-    grammar: str | None = None
+    grammar: str | None = None  # in the form that `quire.text.grammar_matcher` compiles
     # After a restart of the engine: what each of the n sequences had already produced.
     output_token_ids: tuple[tuple[int, ...], ...] = ()
     # After a restart: samples whose terminal event was already delivered; they are not computed again.

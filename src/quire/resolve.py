@@ -39,8 +39,10 @@ def parse_bytes(text: str | int, *, name: str = "kv_memory") -> int:
     return size
 
 
-def resolve(args: EngineArgs, spec: ModelSpec, device: DeviceInfo, *, path: str = "") -> EngineConfig:
-    """Choose everything that ``args`` leave open. ``path`` is where the model was found.
+def resolve(
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, *, path: str = "", tokenizer: str = ""
+) -> EngineConfig:
+    """Choose everything that ``args`` leave open. ``path`` and ``tokenizer`` are where the two were found.
 
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
@@ -64,6 +66,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, device: DeviceInfo, *, path: str 
             load_format=args.load_format,  # type: ignore[arg-type]
             quantize=None,
             seed=args.seed,
+            tokenizer=tokenizer,
         ),
         kv_layout=layout,
         cache=CacheConfig(

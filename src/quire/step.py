@@ -44,7 +44,7 @@ class NewSeq:
     sampling: SamplingParams  # seed, eos_token_ids and max_tokens are set by now
     sample_index: int  # which of n: part of the RNG key
     adapter_slot: int = 0  # 0: the base model
-    grammar: str | None = None  # source text
+    grammar: str | None = None  # source text, as `Request.grammar`
 
 
 class SeqPlan(NamedTuple):

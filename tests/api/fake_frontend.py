@@ -21,6 +21,7 @@ from quire.errors import CapacityError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from quire.text.chat_template import ChatTemplate
+from quire.text.grammar import grammar_source
 from quire.text.token_text import BYTE_OF_CHAR, token_text_of
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
@@ -107,6 +108,7 @@ class FakeFrontend:
             raise self.raises
         if self.state != "ready":
             raise CapacityError(f"The server is {self.state}.", retryable=True)
+        form = sampling.structured_outputs
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         request = prepare_request(
             request_id or f"r{next(self._ids)}",
@@ -116,6 +118,7 @@ class FakeFrontend:
             self.tokenizer,
             arrival_s=0.0,
             seed=7,
+            grammar=None if form is None else grammar_source(form),
         )
         output = RequestOutputState(request, self.tokenizer, lambda message: None, continues=continues)
         stream = RequestStream(request.request_id, output, lambda: self._give_up(record))

@@ -23,6 +23,9 @@ TABLES = {
     "/detokenize": field_tables.DETOKENIZE,
     "messages[i]": field_tables.MESSAGE,
     "stream_options": field_tables.STREAM_OPTIONS,
+    "response_format": field_tables.RESPONSE_FORMAT,
+    "response_format.json_schema": field_tables.JSON_SCHEMA_FORMAT,
+    "structured_outputs": field_tables.STRUCTURED_OUTPUTS,
 }
 
 

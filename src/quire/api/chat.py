@@ -36,6 +36,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         max_tokens=_max_tokens(request),
         logprobs=_num_logprobs(request),
         logprobs_param="top_logprobs",
+        ignored=ignored,
     )
     text = chat_prompt(state, request, ignored)
     prompt = await state.frontend.tokenize(text, add_special_tokens=False)

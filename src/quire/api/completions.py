@@ -39,7 +39,12 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
     defaults = state.model.generation_defaults
     max_tokens = request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS
     sampling = sampling_params(
-        request, defaults, max_tokens=max_tokens, logprobs=request.logprobs, logprobs_param="logprobs"
+        request,
+        defaults,
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        logprobs_param="logprobs",
+        ignored=ignored,
     )
     names = TokenNames(state.frontend.tokenizer.token_bytes, as_ids=request.return_tokens_as_token_ids)
     choices = CompletionChoices(

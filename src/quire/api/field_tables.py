@@ -12,7 +12,6 @@ from typing import Any
 from quire.api.fields import Rule, Use, no_effect, refused, used
 
 _NO_TOOLS = "Tool calling is not supported yet."
-_NO_GRAMMAR = "Structured output is not supported yet."
 _NO_BEAMS = "Beam search is not supported yet."
 _NO_PROMPT_LOGPROBS = "Log-probabilities of the prompt are not supported yet."
 _NO_REASONING = "Reasoning text is not parsed out of the content yet."
@@ -66,7 +65,7 @@ OPENAI_CHAT: dict[str, Rule] = {
     **refused("reasoning_effort", hint="Pass what the template takes in chat_template_kwargs."),
     **refused("web_search_options", hint="There is no web search."),
     **refused("moderation", hint="There is no moderation."),
-    **refused("response_format", neutral=({"type": "text"},), hint=_NO_GRAMMAR),
+    **used("response_format"),
     **refused("tools", "functions", neutral=([],), hint=_NO_TOOLS),
     **refused("tool_choice", neutral=("none", "auto"), hint=_NO_TOOLS),
     **refused("function_call", neutral=("none", "auto"), hint=_NO_TOOLS),
@@ -108,9 +107,8 @@ VLLM: dict[str, Rule] = {
     **refused("prompt_logprobs", hint=_NO_PROMPT_LOGPROBS),
     **refused("logprob_token_ids", hint="Ask for top_logprobs."),
     **refused("spaces_between_special_tokens", neutral=(True,)),
-    **refused("structured_outputs", "structural_tag", hint=_NO_GRAMMAR),
-    **refused("guided_json", "guided_regex", "guided_choice", "guided_grammar", hint=_NO_GRAMMAR),
-    **refused("guided_whitespace_pattern", hint=_NO_GRAMMAR),
+    **used("structured_outputs", "structural_tag", "guided_whitespace_pattern"),
+    **used("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     **no_effect("guided_decoding_backend"),  # names how, not what, to constrain
     **refused("logits_processors", neutral=([],), hint="Use logit_bias, bad_words or allowed_token_ids."),
     **refused("mm_processor_kwargs", "media_io_kwargs", neutral=({},), hint=_TEXT_ONLY),
@@ -118,7 +116,7 @@ VLLM: dict[str, Rule] = {
     **refused("thinking_token_budget", hint=_NO_REASONING),
     **refused("repetition_detection"),
     **refused("include_reasoning", neutral=(True,), hint=_NO_REASONING),
-    **refused("response_format", neutral=({"type": "text"},), hint=_NO_GRAMMAR),
+    **used("response_format"),
 }
 
 VLLM_CHAT: dict[str, Rule] = {
@@ -136,7 +134,7 @@ VLLM_COMPLETIONS: dict[str, Rule] = {
 SGLANG: dict[str, Rule] = {
     **_EXTENDED_SAMPLING,
     **used("rid"),
-    **refused("regex", "ebnf", "json_schema", hint=_NO_GRAMMAR),
+    **used("regex", "ebnf", "json_schema"),
     **refused("stop_regex", neutral=([],), hint="Use stop."),
     **refused("no_stop_trim", neutral=(False,), hint="Use include_stop_str_in_output."),
     **refused("lora_path", hint=_NATIVE_WEIGHTS),
@@ -168,7 +166,7 @@ ANTHROPIC: dict[str, Rule] = {
     **refused("system", hint="Send a message with the role 'system'."),
     **refused("stop_sequences", hint="Use stop."),
     **refused("thinking", neutral=({"type": "disabled"},), hint=_NO_REASONING),
-    **refused("output_config", "output_format", hint=_NO_GRAMMAR),
+    **refused("output_config", "output_format", hint="Use response_format."),
     **refused("mcp_servers", neutral=([],), hint=_NO_TOOLS),
     **refused("container", "context_management", "speed"),
 }
@@ -189,6 +187,19 @@ TOKENIZE: dict[str, Rule] = {
     **refused("mm_processor_kwargs", neutral=({},), hint=_TEXT_ONLY),
 }
 DETOKENIZE: dict[str, Rule] = used("model", "tokens")
+
+RESPONSE_FORMAT: dict[str, Rule] = used("type", "json_schema", "structures", "triggers", "format")
+
+JSON_SCHEMA_FORMAT: dict[str, Rule] = {
+    **used("name", "schema", "strict"),
+    **no_effect("description"),  # OpenAI shows it to the model; here the messages are all that the model sees
+}
+
+STRUCTURED_OUTPUTS: dict[str, Rule] = {
+    **used("json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern"),
+    **used("disable_any_whitespace", "disable_additional_properties"),
+    **no_effect("disable_fallback"),  # there is one backend
+}
 
 STREAM_OPTIONS: dict[str, Rule] = {
     **used("include_usage", "continuous_usage_stats"),

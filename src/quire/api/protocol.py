@@ -21,6 +21,8 @@ Boolean = Annotated[bool, Strict(), Field(description="true or false")]
 Text = Annotated[str, Strict(), Field(description="a string")]
 TokenIds = Annotated[list[Annotated[int, Strict()]], Field(description="a list of token ids (integers)")]
 
+AnySchema = Annotated[str | dict[str, Any], Field(description="a JSON schema: an object, or its text")]
+
 
 class Wire(BaseModel):
     """Base of the wire models: frozen, strict, no name beyond the declared ones."""
@@ -62,6 +64,17 @@ class GenerationFields(Wire):
     bad_words: Annotated[list[str] | None, Field(description="a list of strings")] = None
     allowed_token_ids: TokenIds | None = None
     skip_special_tokens: Boolean | None = None
+    response_format: Annotated[dict[str, Any] | None, Field(description="an object with a type")] = None
+    structured_outputs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    guided_json: AnySchema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Annotated[list[str] | None, Field(description="a list of strings")] = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
+    structural_tag: Annotated[str | dict[str, Any] | None, Field(description="an object, or its text")] = None
+    json_schema: AnySchema | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
     priority: Integer = 0
     cache_salt: Text = ""
     user: Text = ""
@@ -169,7 +182,7 @@ def _type_error(
     """Name the first wrong field, its value and what is allowed. Union branches in the path are left out."""
     first = error.errors(include_url=False, include_context=False)[0]
     name = str(first["loc"][0])
-    field = model.model_fields[name]
+    field = next(f for own, f in model.model_fields.items() if name in (own, f.alias))
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return RequestError(
             f"{prefix}{name} is required: it must be {_allowed(field)}.",

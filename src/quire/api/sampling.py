@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.api.fields import clip
 from quire.api.protocol import GenerationFields
+from quire.api.structured import structured_outputs
 from quire.errors import RequestError
 from quire.request import SamplingParams
 
@@ -25,10 +26,12 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     logprobs_param: str,
+    ignored: list[str] | None = None,
 ) -> SamplingParams:
     """Build `SamplingParams`: the request's values, else the model's ``defaults``, else the fields' own.
 
     ``max_tokens`` None means the rest of the context. ``logprobs_param`` is what the client calls `logprobs`.
+    ``ignored`` collects unknown names, as in `parse`.
 
     Raises:
         RequestError: a value out of range, named as the client named it.
@@ -41,7 +44,8 @@ def sampling_params(
     if request.logit_bias is not None:
         values["logit_bias"] = _logit_bias(request.logit_bias)
     try:
-        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs)
+        form = structured_outputs(request, ignored)
+        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form)
     except RequestError as error:
         if error.param == "logprobs" and logprobs_param != "logprobs":
             message = str(error).replace("logprobs", logprobs_param, 1)

@@ -15,13 +15,10 @@ from quire.args import EngineArgs
 from quire.config import DeviceInfo, EngineConfig
 from quire.engine.model_info import ModelInfo
 from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint, describe
-from quire.models.gguf_file import read_gguf
+from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
 from quire.models.hub import locate
 from quire.resolve import resolve
 from quire.text.chat_template import ChatTemplate
-from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
-from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 
 # The keys of generation_config.json that SamplingParams has; its max_new_tokens is no default of an API.
@@ -46,7 +43,8 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
     """
     path = locate(args.model, revision=args.revision)
     checkpoint = describe(path, args.load_format)
-    return resolve(args, checkpoint.spec, device, path=str(checkpoint.path)), checkpoint
+    tokenizer = str(args.tokenizer or checkpoint.tokenizer)
+    return resolve(args, checkpoint.spec, device, path=str(checkpoint.path), tokenizer=tokenizer), checkpoint
 
 
 def load_text(
@@ -66,7 +64,7 @@ def load_text(
         ModelLoadError: the tokenizer or a template is missing or broken.
         ConfigError: the file of ``chat_template`` cannot be read.
     """
-    tokenizer = _load_tokenizer(Path(args.tokenizer) if args.tokenizer else checkpoint.tokenizer)
+    tokenizer = read_tokenizer(Path(config.model.tokenizer))
     template = ChatTemplate.of(tokenizer, local_time, _read_template(chat_template))
     defaults = {
         k: v for k, v in asdict(checkpoint.generation).items() if k in SAMPLING_DEFAULTS and v is not None
@@ -80,12 +78,6 @@ def load_text(
         determinism="exact",
     )
     return TextSide(tokenizer, template, model)
-
-
-def _load_tokenizer(path: Path) -> Tokenizer:
-    if path.suffix == ".gguf":
-        return tokenizer_from_gguf_metadata(read_gguf(path).metadata)
-    return load_tokenizer(path)
 
 
 def _read_template(path: str | None) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from quire.clock import Clock
 from quire.engine.client import EngineClient, EngineInfo
+from quire.engine.grammar_check import GrammarChecker
 from quire.engine.inbox import AbortRequest, AddRequest
 from quire.engine.model_info import ModelInfo
 from quire.engine.output import RequestOutputState
@@ -58,6 +59,7 @@ class Frontend:
         self._client = client
         self._clock = clock
         self._draw_seed = draw_seed
+        self._grammars = GrammarChecker(tokenizer, model.vocab_size, model.eos_token_ids)
         self._open: dict[str, RequestStream] = {}
         self._num_submitted = 0
         self._idle = asyncio.Event()
@@ -106,6 +108,10 @@ class Frontend:
         arrival_s = self._clock.now()
         name = request_id or f"req-{secrets.token_hex(8)}"
         self._num_submitted += 1
+        form = sampling.structured_outputs
+        grammar: str | None = None
+        if form is not None:
+            grammar = await asyncio.wrap_future(self._grammars.submit(form))
         request = prepare_request(
             # Unique even when a name comes again while late events of its first bearer are on their way.
             f"{name}/{self._num_submitted}",
@@ -118,6 +124,7 @@ class Frontend:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            grammar=grammar,
         )
         self._check_open()  # the tokenizer may have taken its time
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
@@ -192,6 +199,7 @@ class Frontend:
     async def close(self) -> None:
         """Abort what is in flight and stop the engine. May be called again."""
         await self.drain(0.0)
+        self._grammars.close()
         if self._pump is None:
             await asyncio.to_thread(self._client.close)
         else:

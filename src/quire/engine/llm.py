@@ -17,6 +17,7 @@ from typing import Any
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, load_text
+from quire.engine.grammar_check import GrammarChecker
 from quire.engine.inbox import AbortRequest, AddRequest
 from quire.engine.inproc import InProcessClient
 from quire.engine.llm_args import llm_args
@@ -57,6 +58,7 @@ class LLM:
         self._chat_template = text.chat_template
         self._clock = clock
         self._seeds = random.Random(args.seed)
+        self._grammars = GrammarChecker(text.tokenizer, text.model.vocab_size, text.model.eos_token_ids)
         self._num_requests = 0
         # More would be refused by the queue of the scheduler, which protects servers.
         self._max_in_flight = max(1, args.max_queue)
@@ -153,6 +155,7 @@ class LLM:
     def close(self) -> None:
         """Free the engine; the object cannot be used afterwards."""
         self._client.close()
+        self._grammars.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -177,6 +180,7 @@ class LLM:
     def _request(self, ids: Sequence[int], sampling: SamplingParams) -> Request:
         request_id = str(self._num_requests)
         self._num_requests += 1
+        form = sampling.structured_outputs
         return prepare_request(
             request_id,
             ids,
@@ -185,6 +189,7 @@ class LLM:
             self._tokenizer,
             arrival_s=self._clock.now(),
             seed=self._seeds.getrandbits(SEED_BITS),
+            grammar=None if form is None else self._grammars.check(form),
         )
 
     def _run(

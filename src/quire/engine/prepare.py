@@ -30,12 +30,16 @@ def prepare_request(
     priority: int = 0,
     cache_salt: str = "",
     tenant: str = "",
+    grammar: str | None = None,
 ) -> Request:
     """Return the request as the core sees it. ``seed`` is used where ``sampling`` gives none.
+
+    ``grammar`` is what `GrammarChecker` made of ``sampling.structured_outputs``.
 
     Raises:
         RequestError: names the field; for a length, the three numbers (prompt, max_tokens, limit).
     """
+    assert (grammar is None) == (sampling.structured_outputs is None)
     ids = tuple(prompt_token_ids)
     check_token_ids("prompt", ids, model.vocab_size)
     if not ids:
@@ -52,6 +56,7 @@ def prepare_request(
         max_tokens=_max_tokens(len(ids), sampling, model.max_model_len),
         eos_token_ids=() if sampling.ignore_eos else model.eos_token_ids,
         bad_words_token_ids=bad_words_ids(sampling.bad_words, tokenizer),
+        structured_outputs=None,
     )
     return Request(
         request_id=request_id,
@@ -61,6 +66,7 @@ def prepare_request(
         priority=priority,
         cache_salt=cache_salt,
         tenant=tenant,
+        grammar=grammar,
     )
 
 

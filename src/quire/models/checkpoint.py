@@ -16,6 +16,9 @@ from quire.families.gguf import spec_from_gguf
 from quire.models.gguf_file import read_gguf
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_safetensors
 from quire.modelspec import ModelSpec
+from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
+from quire.text.load import load_tokenizer
+from quire.text.tokenizer import Tokenizer
 
 Kind = Literal["safetensors", "gguf", "random"]
 
@@ -142,6 +145,13 @@ def _generation(folder: Path) -> tuple[GenerationDefaults, tuple[int, ...]]:
         max_new_tokens=f.optional_integer("max_new_tokens", minimum=1),
     )
     return defaults, f.integers("eos_token_id")
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer at `Checkpoint.tokenizer`. Raises `ModelLoadError` where there is none."""
+    if path.suffix == ".gguf":
+        return tokenizer_from_gguf_metadata(read_gguf(path).metadata)
+    return load_tokenizer(path)
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from quire.kernels import registry
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.step_batch import StepBatch
 from quire.models.decoder import Decoder
+from quire.runner.grammars import Grammars
 from quire.runner.input_batch import PreparedStep
 from quire.runner.memory import KvCache, torch_dtype
 from quire.runner.step_buffers import StepBuffers
@@ -45,6 +46,7 @@ class ModelRunner:
             kernels,
         )
         self.sampler = Sampler(model.spec.vocab_size)
+        self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
         self.observe_logits: ObserveLogits | None = None
         self.tape: StepTape | None = None
         self._taped: StepBuffers | None = None  # whose steps `tape` computes
@@ -77,7 +79,13 @@ class ModelRunner:
             positions = step.buffers.positions[rows].tolist()
             for seq_id, position, row in zip(seq_ids, positions, logits, strict=True):
                 self.observe_logits(seq_id, position, row)
-        return self.sampler.sample(logits, seq_ids)
+        failed = self.grammars.apply(logits, seq_ids)
+        samples = self.sampler.sample(logits, seq_ids)
+        if failed:
+            errors = {i: failed[seq_id] for i, seq_id in enumerate(seq_ids) if seq_id in failed}
+            samples = [SeqSample(-1, error=errors[i]) if i in errors else s for i, s in enumerate(samples)]
+        self.grammars.follow(seq_ids, samples)
+        return samples
 
     def _logits_of(self, batch: StepBatch) -> torch.Tensor:
         """``[num_logits, vocab_size]`` fp32."""

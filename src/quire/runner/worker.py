@@ -61,6 +61,7 @@ class Worker:
         if seq_id in self._inputs:
             self._inputs.remove(seq_id)
             self.runner.sampler.remove(seq_id)
+            self.runner.grammars.remove(seq_id)
         self._refused.pop(seq_id, None)
 
     def _admit(self, plan: StepPlan) -> None:
@@ -76,8 +77,6 @@ class Worker:
         """Give the sequence to the sampler; return why it cannot run here, or None."""
         if new.adapter_slot:
             return f"adapter slot {new.adapter_slot} is asked for; this worker runs no adapters."
-        if new.grammar is not None:
-            return "a grammar is asked for; this worker runs none."
         ids = (*new.prompt_token_ids, *new.output_token_ids)
         if not ids or not 0 <= min(ids) <= max(ids) < self._vocab_size:
             return f"prompt ids must be in 0…{self._vocab_size - 1}, at least one."
@@ -85,6 +84,7 @@ class Worker:
             self.runner.sampler.add(new)
         except RequestError as error:
             return str(error)
+        self.runner.grammars.add(new)
         return None
 
     def _compute(self, plans: tuple[SeqPlan, ...]) -> dict[int, SeqSample]:

@@ -132,8 +132,8 @@ class Sampler:
 
 
 _ALL_FORBIDDEN = (
-    "no token may be drawn: allowed_token_ids, bad_words, min_tokens and logit_bias together forbid every id; "
-    "loosen one of them."
+    "no token may be drawn: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together "
+    "forbid every id; loosen one of them."
 )
 _NOT_FINITE = "the model's logits are not finite (NaN or infinity): the checkpoint or its dtype is at fault."
 

@@ -1,0 +1,80 @@
+"""`StructuredOutputsParams`: the form that an answer must have, in vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import RequestError
+
+# Exactly one of these is given.
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What constrains the output. Wrong values raise `RequestError` that names the field as ``param`` calls it."""
+
+    json: str | dict[str, Any] | None = None  # a JSON schema, as an object or as its text
+    regex: str | None = None  # Rust's regex syntax, the whole output
+    choice: Sequence[str] | None = None  # one of these strings
+    grammar: str | None = None  # Lark, or GBNF/EBNF ("root ::= …")
+    json_object: bool | None = None  # true: any JSON object
+    structural_tag: str | dict[str, Any] | None = None  # tags whose content has a form, within free text
+    whitespace_pattern: str | None = None  # of JSON: a regex of what may stand between two tokens of it
+    disable_any_whitespace: bool = False  # of JSON: no whitespace outside of strings
+    disable_additional_properties: bool = False  # of JSON: objects are closed where the schema does not say
+    param: str = "structured_outputs"  # what the client called it, for errors
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            said = f"has {' and '.join(given)}" if given else "is empty"
+            raise self.wrong(f"{self.param} {said}: give exactly one of {', '.join(KINDS)}.")
+        self._check_types(given[0])
+        self._check_json_options(given[0])
+
+    @property
+    def kind(self) -> str:
+        """Which of `KINDS` is given."""
+        return next(name for name in KINDS if getattr(self, name) is not None)
+
+    def wrong(self, message: str) -> RequestError:
+        """Return the error that says ``message`` of this field."""
+        return RequestError(message, param=self.param)
+
+    def _check_types(self, kind: str) -> None:
+        value = getattr(self, kind)
+        texts = kind == "choice" and isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        allowed = {
+            "json": (isinstance(value, str | dict), "a JSON schema: an object, or a string that holds one"),
+            "regex": (isinstance(value, str), "a regular expression (a string)"),
+            "choice": (texts and len(value) > 0, "a list of at least one string"),
+            "grammar": (isinstance(value, str), "a Lark or EBNF grammar (a string)"),
+            "json_object": (value is True, "true (leave it out for free text)"),
+            "structural_tag": (isinstance(value, str | dict), "an object, or a string that holds one"),
+        }
+        fine, what = allowed[kind]
+        if not fine:
+            raise self.wrong(f"{self.param}: {kind} = {value!r:.80} is not allowed: it must be {what}.")
+
+    def _check_json_options(self, kind: str) -> None:
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise self.wrong(f"{self.param}: {name} must be true or false.")
+        pattern = self.whitespace_pattern
+        if pattern is not None and not isinstance(pattern, str):
+            raise self.wrong(f"{self.param}: whitespace_pattern must be a regular expression (a string).")
+        if pattern is not None and self.disable_any_whitespace:
+            raise self.wrong(
+                f"{self.param}: whitespace_pattern and disable_any_whitespace contradict each other: send one."
+            )
+        options = pattern is not None or self.disable_any_whitespace or self.disable_additional_properties
+        if options and kind not in ("json", "json_object"):
+            raise self.wrong(
+                f"{self.param}: whitespace_pattern, disable_any_whitespace and disable_additional_properties belong to "
+                f"json and json_object, not to {kind}."
+            )

@@ -1,0 +1,119 @@
+"""The helper process: bad grammars are refused in time, whatever they do to a compiler, and the next one is fine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.engine.toy import EOS, VOCAB, byte_tokenizer
+
+from quire.engine import grammar_check
+from quire.engine.grammar_check import GrammarChecker
+from quire.errors import CapacityError, RequestError
+from quire.structured_outputs import StructuredOutputsParams
+
+FINE = StructuredOutputsParams(json={"type": "object"})
+
+
+@pytest.fixture
+def checker() -> Iterator[GrammarChecker]:
+    made = GrammarChecker(byte_tokenizer(), VOCAB, (EOS, VOCAB + 7))
+    yield made
+    made.close()
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def wide(count: int) -> dict[str, Any]:
+    pattern = "(a|b|ab|ba){1,300}c{100}[a-z]{1,900}"
+    return {"type": "object", "properties": {f"k{i}": {"pattern": pattern + str(i)} for i in range(count)}}
+
+
+SLOW = StructuredOutputsParams(json=wide(3000))
+WRONG = [
+    (StructuredOutputsParams(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+    (StructuredOutputsParams(regex="(?=a)b"), "look-ahead"),
+    (StructuredOutputsParams(regex="[a"), "unclosed"),
+    (StructuredOutputsParams(grammar="start: nothing"), "nothing"),
+    (StructuredOutputsParams(json=nested(200)), "recursion limit"),
+    (StructuredOutputsParams(json='{"items":' * 50_000), "too deep"),
+    (StructuredOutputsParams(regex="(" * 50_000 + "a" + ")" * 50_000), "invalid regex"),
+]
+
+
+def test_what_is_wrong_is_named(checker: GrammarChecker) -> None:
+    for params, said in WRONG:
+        with pytest.raises(RequestError, match=said) as caught:
+            checker.check(params)
+        assert caught.value.param == "structured_outputs"
+        assert len(str(caught.value)) < 800
+    assert "json_schema" in checker.check(FINE)
+    assert len(checker._all) == 1, "one process was enough"
+
+
+def test_what_takes_too_long_is_refused(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "COMPILE_LIMIT_S", 2.0)
+    checker.check(FINE)
+    start = time.monotonic()
+    with pytest.raises(RequestError, match="longer than"):
+        checker.check(SLOW)
+    assert time.monotonic() - start < 4.0
+    with pytest.raises(RequestError):
+        checker.check(SLOW)  # remembered
+    assert checker.check(StructuredOutputsParams(regex="a")), "a new helper takes over"
+
+
+def test_a_helper_that_dies_is_an_answer(checker: GrammarChecker) -> None:
+    checker.check(FINE)
+    (helper,) = checker._all
+    helper._popen.kill()
+    with pytest.raises(RequestError, match="memory or stack"):
+        checker.check(StructuredOutputsParams(regex="ab"))
+    assert checker.check(StructuredOutputsParams(regex="abc"))
+    assert checker.check(FINE)
+
+
+def test_a_bad_grammar_does_not_hold_up_a_good_one(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_check, "COMPILE_LIMIT_S", 3.0)
+    slow = checker.submit(SLOW)
+    assert checker.check(FINE)
+    assert not slow.done()
+    with pytest.raises(RequestError):
+        slow.result()
+
+
+def test_the_queue_is_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "_MAX_WAITING", 2)
+    futures = [checker.submit(StructuredOutputsParams(regex=f"a{i}")) for i in range(2)]
+    with pytest.raises(CapacityError) as caught:
+        checker.submit(StructuredOutputsParams(regex="b"))
+    assert caught.value.retryable
+    assert all(future.result() for future in futures)
+
+
+def test_the_event_loop_goes_on_meanwhile(checker: GrammarChecker) -> None:
+    async def ticks() -> int:
+        future = asyncio.wrap_future(checker.submit(StructuredOutputsParams(regex="x")))
+        count = 0
+        while not future.done():
+            await asyncio.sleep(0.005)
+            count += 1
+        assert future.result()
+        return count
+
+    assert asyncio.run(ticks()) > 3
+
+
+def test_no_eos_no_grammar() -> None:
+    with pytest.raises(RequestError, match="EOS"):
+        GrammarChecker(byte_tokenizer(), VOCAB, ()).check(FINE)
