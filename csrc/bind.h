@@ -36,6 +36,7 @@ const Kernels& kernels_of(const std::string& isa) {
 
 // One a file; `bindings.cpp` calls them all.
 void bind_linear(nanobind::module_& m);
+void bind_quantized(nanobind::module_& m);
 void bind_norm(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);

@@ -33,6 +33,7 @@ NB_MODULE(_native, m) {
       "Whether this build and CPU can run a level.");
 
   bind_linear(m);
+  bind_quantized(m);
   bind_norm(m);
   bind_rows(m);
   bind_attention(m);

@@ -21,6 +21,7 @@ from quire.kernels.linear import (
     linear,
     pack_empty,
     quantize_rows,
+    quantized_native,
     read_rows,
     write_bias,
     write_rows,
@@ -181,3 +182,17 @@ def test_group_scales_of_checkpoints_are_kept_exactly() -> None:
     assert torch.isfinite(power).all()
     assert not mantissas.any()
     assert not offsets.any()
+
+
+@pytest.mark.skipif("avx2" not in BACKENDS, reason="no AVX2 here")
+@pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 40])
+def test_avx2_without_vnni_has_the_same_bits(num_tokens: int, format: WeightFormat) -> None:
+    """The level takes AVX-VNNI where the CPU has it; laptops without it take this."""
+    case = cases.LinearCase(num_tokens, 1100, 70, bias=True)
+    packed, _, _ = make(case, format, torch.bfloat16, "avx2")
+    signs = rows_of(num_tokens, 1100, torch.bfloat16).sign()  # ±127: the largest sums there are
+    rows = quantize_rows(signs, format.group)
+    actual = quantized_native.linear(quantized_native.native, "avx2_madd", rows, packed)
+    expected = linear(rows, make(case, format, torch.bfloat16, "reference")[0])
+    assert_same_bits(actual, expected, f"{num_tokens} {format}")

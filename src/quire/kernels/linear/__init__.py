@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from quire.kernels.linear import native, quantized_reference, reference  # noqa: F401  registers them
+from quire.kernels.linear import native, quantized_native, quantized_reference, reference  # noqa: F401  registers them
 from quire.kernels.linear.packed import GROUPS, RANGE, PackedLinear, QuantizedWeight
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import NATIVE_LEVELS, Backend, find

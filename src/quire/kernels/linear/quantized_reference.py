@@ -17,12 +17,13 @@ import torch
 
 from quire.kernels.linear.packed import PackedLinear, QuantizedWeight, storable_scales
 from quire.kernels.quantized_rows import SMALLEST, QuantizedRows, num_groups, padded_size, row_stride
-from quire.kernels.registry import NATIVE_LEVELS, Backend, register
+from quire.kernels.registry import register
 from quire.weight_format import WeightFormat
 
 EXACT_SUM = 1024  # products of two int8 whose sum fp32 holds exactly, in any order
 
 
+@register("quantize_rows", "reference")
 def quantize_rows(x: torch.Tensor, group: int | None) -> QuantizedRows:
     """``x [num_tokens, in_features]``; the contract is in `kernels.quantized_rows`."""
     in_features = x.shape[1]
@@ -30,7 +31,10 @@ def quantize_rows(x: torch.Tensor, group: int | None) -> QuantizedRows:
     largest = values.abs().amax(1, keepdim=True)  # NaN and infinity come through
     finite = torch.isfinite(largest)
     used = finite & (largest >= SMALLEST)
-    q = torch.where(used, torch.round(values * (127.0 / largest)), 0.0)
+    inverse = (
+        torch.full_like(largest, 127.0) / largest
+    )  # 127.0 / largest is a reciprocal and a product in torch
+    q = torch.where(used, torch.round(values * inverse), 0.0)
     scale = torch.where(used, largest / 127.0, torch.where(finite, 0.0, torch.nan))
     rows = torch.zeros(x.shape[0], row_stride(in_features, group), dtype=torch.int8)
     rows[:, :in_features] = q
@@ -39,6 +43,7 @@ def quantize_rows(x: torch.Tensor, group: int | None) -> QuantizedRows:
     return QuantizedRows(rows, scale.squeeze(1), sums, in_features, group, x.dtype)
 
 
+@register("quantized_linear.pack_empty", "reference")
 def pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
     """int8 ``[out, in]`` (int4 too), scales and offsets fp32 ``[out, groups]`` as the native layouts can hold them."""
     groups = num_groups(in_features, format.group)
@@ -51,6 +56,7 @@ def pack_empty(out_features: int, in_features: int, format: WeightFormat) -> Pac
     )
 
 
+@register("quantized_linear.write_rows", "reference")
 def write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> None:
     assert packed.scale is not None
     place = slice(start, start + weight.shape[0])
@@ -66,6 +72,7 @@ def write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> Non
         packed.offset[place] = offset
 
 
+@register("quantized_linear.read_rows", "reference")
 def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
     assert packed.scale is not None
     offset = None if packed.offset is None else packed.offset[ids]
@@ -82,6 +89,7 @@ def dequantize(
     return w if offset is None else w + offset.repeat_interleave(repeats, 1)[:, :in_features]
 
 
+@register("quantized_linear", "reference")
 def linear(rows: QuantizedRows, packed: PackedLinear) -> torch.Tensor:
     """``rows`` of in_features → ``[num_tokens, out_features]`` in the dtype that they had."""
     assert packed.scale is not None
@@ -112,12 +120,3 @@ def _dots(x: torch.Tensor, w: torch.Tensor, start: int, end: int) -> torch.Tenso
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return (a.double() * b.double() + c.double()).float()
-
-
-BACKENDS: tuple[Backend, ...] = ("reference", *NATIVE_LEVELS)
-for backend in BACKENDS:
-    register("quantize_rows", backend)(quantize_rows)
-    register("quantized_linear", backend)(linear)
-    register("quantized_linear.pack_empty", backend)(pack_empty)
-    register("quantized_linear.write_rows", backend)(write_rows)
-    register("quantized_linear.read_rows", backend)(read_rows)

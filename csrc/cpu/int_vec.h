@@ -1,0 +1,217 @@
+// The integer half of isa.h: dot products of bytes, one 32-bit lane a column, exact at every level.
+//
+//   Codes, Nibbles    kLanes columns of four unsigned bytes; Nibbles are at most 15
+//   Quad              four signed bytes of a row, for every lane
+//   dot(acc, w, x)    acc[i] += w[4i] * x[0] + ... + w[4i+3] * x[3]
+//   fused(a, b, c)    a * b + c with one rounding (isa.h's fma has two at the scalar level)
+//   bits(v), max_bits, largest_bits      |v| as integers: in their order infinity and NaN come last
+//   store_rounded     kLanes floats within +-127 as int8, ties to even
+//   load_half         kLanes fp16 numbers
+//
+// Tiles: kChannelRows x kVectors<R> accumulators over all of K; kGroupRows x kVectors<R> of integers and as many floats.
+#pragma once
+
+#include <cmath>
+
+#include "cpu/isa.h"
+
+namespace quire::cpu::QUIRE_ISA {
+
+inline uint32_t float_bits(float f) {
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  return u;
+}
+
+#if defined(__AVX512BF16__)
+
+using IVec = __m512i;
+constexpr int kChannelRows = 12, kGroupRows = 6;
+template <int R>
+constexpr int kVectors = 2;
+struct Codes {
+  __m512i v;
+};
+struct Nibbles {
+  __m512i v;
+};
+struct Quad {
+  __m512i v;
+};
+inline IVec broadcast(int32_t i) { return _mm512_set1_epi32(i); }
+inline Codes load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Nibbles low_nibbles(const Codes& c) { return {_mm512_and_si512(c.v, _mm512_set1_epi8(15))}; }
+inline Nibbles high_nibbles(const Codes& c) {
+  return {_mm512_and_si512(_mm512_srli_epi16(c.v, 4), _mm512_set1_epi8(15))};
+}
+inline Quad broadcast_quad(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return {_mm512_set1_epi32(four)};
+}
+// Not the intrinsic: with it gcc 12 copies every accumulator and spills (notes on CPU kernels, section 4).
+inline IVec dot_bytes(IVec acc, __m512i w, __m512i x) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
+  return acc;
+}
+inline IVec dot(IVec acc, const Codes& w, const Quad& x) { return dot_bytes(acc, w.v, x.v); }
+inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) { return dot_bytes(acc, w.v, x.v); }
+inline Vec to_float(IVec v) { return _mm512_cvtepi32_ps(v); }
+inline Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+inline IVec bits(Vec v) { return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff)); }
+inline IVec max_bits(IVec a, IVec b) { return _mm512_max_epu32(a, b); }
+inline uint32_t largest_bits(IVec v) { return _mm512_reduce_max_epu32(v); }
+inline void store_rounded(int8_t* p, Vec v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+inline Vec load_half(const uint8_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+#elif defined(__AVX2__)
+
+using IVec = __m256i;
+inline IVec broadcast(int32_t i) { return _mm256_set1_epi32(i); }
+struct Nibbles {
+  __m256i v;
+};
+#if defined(QUIRE_AVX_VNNI)
+constexpr int kChannelRows = 6, kGroupRows = 3;
+struct Codes {
+  __m256i v;
+};
+struct Quad {
+  __m256i v;
+};
+inline Codes load_codes(const uint8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+inline __m256i raw(const Codes& c) { return c.v; }
+inline Quad quad_of(__m256i v) { return {v}; }
+inline IVec dot_bytes(IVec acc, __m256i w, __m256i x) {
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(x));
+  return acc;
+}
+inline IVec dot(IVec acc, const Codes& w, const Quad& x) { return dot_bytes(acc, w.v, x.v); }
+inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) { return dot_bytes(acc, w.v, x.v); }
+#else
+// vpmaddubsw saturates, so bytes are widened: the even ones and the odd ones of a quad as 16-bit pairs for vpmaddwd.
+// Nibbles cannot saturate it: 2 * 15 * 127.
+constexpr int kChannelRows = 4, kGroupRows = 2;
+struct Codes {
+  __m256i even, odd;
+};
+struct Quad {
+  __m256i v, even, odd;
+};
+inline Codes load_codes(const uint8_t* p) {
+  const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm256_and_si256(v, _mm256_set1_epi16(255)), _mm256_srli_epi16(v, 8)};
+}
+inline __m256i raw(const Codes& c) { return _mm256_or_si256(c.even, _mm256_slli_epi16(c.odd, 8)); }
+inline Quad quad_of(__m256i v) {
+  return {v, _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), _mm256_srai_epi16(v, 8)};
+}
+inline IVec dot(IVec acc, const Codes& w, const Quad& x) {
+  return _mm256_add_epi32(acc, _mm256_add_epi32(_mm256_madd_epi16(w.even, x.even), _mm256_madd_epi16(w.odd, x.odd)));
+}
+inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w.v, x.v), _mm256_set1_epi16(1)));
+}
+#endif
+template <int R>
+constexpr int kVectors = R == 1 ? 4 : 2;  // one row: a whole panel at once, so that it streams
+inline Nibbles low_nibbles(const Codes& c) { return {_mm256_and_si256(raw(c), _mm256_set1_epi8(15))}; }
+inline Nibbles high_nibbles(const Codes& c) {
+  return {_mm256_and_si256(_mm256_srli_epi16(raw(c), 4), _mm256_set1_epi8(15))};
+}
+inline Quad broadcast_quad(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return quad_of(_mm256_set1_epi32(four));
+}
+inline Vec to_float(IVec v) { return _mm256_cvtepi32_ps(v); }
+inline Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+inline IVec bits(Vec v) { return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff)); }
+inline IVec max_bits(IVec a, IVec b) { return _mm256_max_epu32(a, b); }
+inline uint32_t largest_bits(IVec v) {
+  __m128i m = _mm_max_epu32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1))));
+}
+inline void store_rounded(int8_t* p, Vec v) {
+  const __m256i i = _mm256_cvtps_epi32(v);
+  const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(half, half));
+}
+inline Vec load_half(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+#else
+
+struct IVec {
+  int32_t i[4];
+};
+constexpr int kChannelRows = 2, kGroupRows = 2;
+template <int R>
+constexpr int kVectors = 8;
+struct Codes {
+  const uint8_t* p;
+};
+struct Nibbles {
+  const uint8_t* p;
+  int shift;
+};
+struct Quad {
+  const int8_t* p;
+};
+inline IVec broadcast(int32_t i) { return {{i, i, i, i}}; }
+inline Codes load_codes(const uint8_t* p) { return {p}; }
+inline Nibbles low_nibbles(const Codes& c) { return {c.p, 0}; }
+inline Nibbles high_nibbles(const Codes& c) { return {c.p, 4}; }
+inline Quad broadcast_quad(const int8_t* x) { return {x}; }
+inline IVec dot(IVec acc, const Codes& w, const Quad& x) {
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 4; ++j) acc.i[i] += int32_t(w.p[4 * i + j]) * x.p[j];
+  }
+  return acc;
+}
+inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) {
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 4; ++j) acc.i[i] += int32_t((w.p[4 * i + j] >> w.shift) & 15) * x.p[j];
+  }
+  return acc;
+}
+inline Vec to_float(IVec v) { return each([&](int i) { return float(v.i[i]); }); }
+inline Vec fused(Vec a, Vec b, Vec c) {
+  return each([&](int i) { return float(double(a.f[i]) * double(b.f[i]) + double(c.f[i])); });
+}
+inline IVec bits(Vec v) {
+  IVec u;
+  for (int i = 0; i < 4; ++i) u.i[i] = int32_t(float_bits(v.f[i]) & 0x7fffffffu);
+  return u;
+}
+inline IVec max_bits(IVec a, IVec b) {
+  for (int i = 0; i < 4; ++i) a.i[i] = a.i[i] > b.i[i] ? a.i[i] : b.i[i];
+  return a;
+}
+inline uint32_t largest_bits(IVec v) {
+  const IVec m = max_bits(v, {{v.i[2], v.i[3], 0, 0}});
+  return uint32_t(m.i[0] > m.i[1] ? m.i[0] : m.i[1]);
+}
+inline void store_rounded(int8_t* p, Vec v) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  for (int i = 0; i < 4; ++i) p[i] = int8_t((v.f[i] + magic) - magic);
+}
+inline Vec load_half(const uint8_t* p) {
+  return each([&](int i) {
+    uint16_t h;
+    std::memcpy(&h, p + 2 * i, 2);
+    const int exponent = (h >> 10) & 31, mantissa = h & 1023;
+    const float magnitude = exponent == 0    ? std::ldexp(float(mantissa), -24)
+                            : exponent == 31 ? (mantissa != 0 ? NAN : INFINITY)
+                                             : std::ldexp(float(mantissa + 1024), exponent - 25);
+    return (h & 0x8000) != 0 ? -magnitude : magnitude;
+  });
+}
+
+#endif
+
+}  // namespace quire::cpu::QUIRE_ISA

@@ -1,0 +1,67 @@
+// Packing of quantized weights, and the choice of the level's kernels.
+#include "cpu/quantized.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace quire::cpu {
+
+namespace {
+
+// One row of one group: `size` codes (fewer than the group's where the row ends) to its column of the block.
+void pack_codes(const QuantizedFormat& format, const int8_t* q, int64_t size, int64_t column, uint8_t* block) {
+  const int zero = format.bits == 8 ? 128 : 8;
+  for (int64_t i = 0; i < size; ++i) {
+    const auto code = static_cast<uint8_t>(q[i] + zero);
+    const int64_t quad = i / 4;
+    if (format.bits == 8) {
+      block[(quad * kPanel + column) * 4 + i % 4] = code;
+    } else {
+      uint8_t& both = block[(quad / 2 * kPanel + column) * 4 + i % 4];
+      both = quad % 2 == 0 ? uint8_t((both & 0xf0) | code) : uint8_t((both & 0x0f) | (code << 4));
+    }
+  }
+}
+
+void pack_panel_row(const QuantizedFormat& format, const int8_t* q, const uint16_t* scale, const uint16_t* offset,
+                    int64_t k, int64_t column, uint8_t* panel) {
+  const int64_t codes = format.code_bytes(k), size = format.group == 0 ? k : format.group;
+  for (int64_t g = 0; g < format.groups(k); ++g) {
+    uint8_t* block = panel + g * format.block_bytes(k);
+    pack_codes(format, q + g * size, std::min(size, k - g * size), column, block);
+    if (format.group == 0) continue;
+    std::memcpy(block + codes + column * 2, scale + g, 2);
+    if (format.has_offset) std::memcpy(block + codes + (kPanel + column) * 2, offset + g, 2);
+  }
+}
+
+}  // namespace
+
+void pack_quantized(const QuantizedFormat& format, const int8_t* q, const uint16_t* scale, const uint16_t* offset,
+                    int64_t count, int64_t k, int64_t first, uint8_t* packed, ThreadPool& pool) {
+  const int64_t first_panel = first / kPanel;
+  const int64_t panels = (first + count - 1) / kPanel - first_panel + 1;
+  const int64_t groups = format.groups(k);
+  pool.run([&](int thread, int num_threads) {
+    const Range mine = share(panels, thread, num_threads);
+    for (int64_t p = first_panel + mine.begin; p < first_panel + mine.end; ++p) {
+      const int64_t begin = std::max(first, p * kPanel), end = std::min(first + count, (p + 1) * kPanel);
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t i = row - first;
+        pack_panel_row(format, q + i * k, scale + i * groups, offset + i * groups, k, row % kPanel,
+                       packed + p * format.panel_bytes(k));
+      }
+    }
+  });
+}
+
+const QuantizedKernels* quantized_kernels(const char* isa) {
+  const bool plain = std::strcmp(isa, "avx2_madd") == 0;
+  const QuantizedKernels* kernels = kernels_for<QuantizedKernels>(plain ? "avx2" : isa);
+#if defined(QUIRE_HAVE_X86_LEVELS)
+  if (kernels == &avx2::kQuantized && !plain && detect().avx_vnni) return &avx2_vnni::kQuantized;
+#endif
+  return kernels;
+}
+
+}  // namespace quire::cpu

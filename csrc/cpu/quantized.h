@@ -1,0 +1,80 @@
+// y[m][n] = sum_k x[m][k] * w[n][k] (+ bias[n]) with int8 activations and int8 or int4 weights, w = scale * q + offset
+// for every group of inputs of an output feature. The order of arithmetic is that of
+// kernels/linear/quantized_reference.py, so every level has the same bits.
+//
+// Packed layout, one linear stream a panel of 32 columns; bytes are unsigned (int8: q + 128, int4: q + 8):
+//     one scale a column    [N/32] [K/4][32][4]                                           scales (and offsets) apart, fp32
+//     int8 groups           [N/32][K/G] { [G/4][32][4],  32 fp16 scales (, 32 fp16 offsets) }
+//     int4 groups           [N/32][K/G] { [G/8][32][4],  32 fp16 scales (, 32 fp16 offsets) }
+//                           low nibbles are quad 2i of k, high nibbles quad 2i + 1
+// K is padded to whole groups (quads); the activations are zero there.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/levels.h"
+#include "cpu/linear.h"
+#include "cpu/thread_pool.h"
+
+namespace quire::cpu {
+
+struct QuantizedFormat {
+  int bits;       // 8 or 4
+  int64_t group;  // inputs; 0: one scale a column (8 bits only)
+  bool has_offset;
+
+  int64_t groups(int64_t k) const { return group == 0 ? 1 : (k + group - 1) / group; }
+  int64_t code_bytes(int64_t k) const { return (group == 0 ? (k + 3) / 4 * 4 : group) * kPanel * bits / 8; }
+  // A group's codes, scales and offsets of one panel.
+  int64_t block_bytes(int64_t k) const {
+    return code_bytes(k) + (group == 0 ? 0 : kPanel * 2 * (has_offset ? 2 : 1));
+  }
+  int64_t panel_bytes(int64_t k) const { return groups(k) * block_bytes(k); }
+};
+
+// Rows of kernels/quantized_rows.py.
+struct QuantizedRows {
+  int8_t* q;      // [rows, stride]
+  float* scale;   // [rows]
+  int32_t* sums;  // [rows, groups]
+  int64_t stride;
+};
+
+struct QuantizedLinearArgs {
+  QuantizedRows x;
+  const uint8_t* packed;
+  const float* scale;   // [panels * 32]: of the column, or the power of two that its fp16 scales are multiplied with
+  const float* offset;  // [panels * 32] where one scale a column has offsets
+  const float* bias;    // [n] or null
+  void* y;              // [rows, n] of y_type, contiguous
+  int64_t rows, n, k;
+  QuantizedFormat format;
+  Type y_type;
+};
+
+struct QuantizeArgs {
+  const void* x;  // [rows, k], rows x_stride elements apart
+  QuantizedRows y;
+  int64_t rows, k, x_stride, group;  // group 0: the whole row
+  Type type;
+};
+
+// Write rows [first, first + count) of a matrix, given as q [count, k] and fp16 scales and offsets [count, groups] (null
+// for one scale a column), into its packed form.
+void pack_quantized(const QuantizedFormat& format, const int8_t* q, const uint16_t* scale, const uint16_t* offset,
+                    int64_t count, int64_t k, int64_t first, uint8_t* packed, ThreadPool& pool);
+
+struct QuantizedKernels {
+  void (*linear)(const QuantizedLinearArgs&, ThreadPool&);
+  void (*quantize)(const QuantizeArgs&, ThreadPool&);
+};
+
+#if defined(QUIRE_HAVE_X86_LEVELS) && !defined(QUIRE_ISA)
+namespace avx2_vnni { extern const QuantizedKernels kQuantized; }
+#endif
+QUIRE_LEVELS(QuantizedKernels, kQuantized)
+
+// The level's kernels; for "avx2" those with AVX-VNNI where the CPU has it ("avx2_madd": without, for tests).
+const QuantizedKernels* quantized_kernels(const char* isa);
+
+}  // namespace quire::cpu

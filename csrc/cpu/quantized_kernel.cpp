@@ -1,0 +1,231 @@
+// Linears with int8 and int4 weights, of one ISA level (isa.h, int_vec.h).
+//
+// Algorithm: as linear_kernel.cpp: panels of 32 columns outermost and split over threads, row tiles inside, one template
+// for every number of rows. Bytes: N * K (or half, and the scales) of weights a pass of at most 512 rows. Bound: memory
+// bandwidth for few rows, the byte dot products for many; groups add one fma each (two with offsets). What unsigned
+// storage adds to a dot, zero * sum(x), is taken away by the initial value of the accumulator.
+#include "cpu/quantized.h"
+
+#include <algorithm>
+
+#include "cpu/int_vec.h"
+#include "cpu/quantize_row.h"
+#include "cpu/row_loops.h"
+
+namespace quire::cpu::QUIRE_ISA {
+
+namespace {
+
+constexpr int64_t kPassRows = 512;  // more rows than this fall out of the caches while a panel is in use
+constexpr int64_t kSmallWork = 1 << 19;  // multiply-adds
+
+// Where a tile works, and the lines of the next panel that it prefetches.
+struct Place {
+  const uint8_t* panel;
+  int64_t row, column;  // the first of each; the column within the matrix
+  int64_t first_lane;   // of the panel's 32
+  const char* next;
+  int64_t next_lines;
+};
+
+inline void prefetch(const Place& at, int64_t line) {
+  if (line < at.next_lines) __builtin_prefetch(at.next + line * 64, 0, 2);
+}
+
+// t * s_x (+ bias), rounded to the type; column and lane of the first of kLanes results.
+inline void write(const QuantizedLinearArgs& a, int64_t row, int64_t column, Vec t) {
+  const int n = static_cast<int>(std::min<int64_t>(kLanes, a.n - column));
+  if (n <= 0) return;
+  const Vec x_scale = broadcast(a.x.scale[row]);
+  const Vec y = a.bias == nullptr ? mul(t, x_scale) : fused(t, x_scale, load_some(a.bias + column, n));
+  if (a.y_type == Type::f32) {
+    store_some(static_cast<float*>(a.y) + row * a.n + column, y, n);
+  } else {
+    store_some(static_cast<uint16_t*>(a.y) + row * a.n + column, y, n);
+  }
+}
+
+// One scale a column: integers over all of K.
+struct Channel {
+  static constexpr int kTileRows = kChannelRows;
+
+  template <int R>
+  static void tile(const QuantizedLinearArgs& a, const Place& at) {
+    constexpr int V = kVectors<R>;
+    IVec acc[R][V];
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-128 * a.x.sums[at.row + r]);
+    }
+    const int8_t* x = a.x.q + at.row * a.x.stride;
+    const uint8_t* w = at.panel + at.first_lane * 4;
+    const int64_t quads = (a.k + 3) / 4;
+    for (int64_t s = 0; s < quads; ++s) {
+      Codes codes[V];
+      for (int v = 0; v < V; ++v) codes[v] = load_codes(w + v * kLanes * 4);
+      for (int r = 0; r < R; ++r) {
+        const Quad quad = broadcast_quad(x + r * a.x.stride + s * 4);
+        for (int v = 0; v < V; ++v) acc[r][v] = dot(acc[r][v], codes[v], quad);
+      }
+      prefetch(at, s);
+      w += kPanel * 4;
+    }
+    for (int v = 0; v < V; ++v) {
+      const int64_t column = at.column + v * kLanes;
+      const Vec scale = load(a.scale + column);
+      for (int r = 0; r < R; ++r) {
+        Vec t = mul(to_float(acc[r][v]), scale);
+        if (a.offset != nullptr) {
+          t = fused(broadcast(static_cast<float>(a.x.sums[at.row + r])), load(a.offset + column), t);
+        }
+        write(a, at.row + r, column, t);
+      }
+    }
+  }
+};
+
+// Groups: integers within a group, then one fma into the tile's floats, groups ascending.
+template <int kBits, bool kOffset>
+struct Grouped {
+  static constexpr int kTileRows = kGroupRows;
+  static constexpr int kZero = kBits == 8 ? 128 : 8;
+
+  template <int R, int V>
+  static inline void add_codes(IVec (&acc)[R][V], const int8_t* x, int64_t stride, const uint8_t* w, int64_t group) {
+    for (int64_t i = 0; i < group; i += kBits == 8 ? 4 : 8) {
+      Codes codes[V];
+      for (int v = 0; v < V; ++v) codes[v] = load_codes(w + v * kLanes * 4);
+      if constexpr (kBits == 8) {
+        add_quad<R, V>(acc, x + i, stride, codes);
+      } else {
+        Nibbles nibbles[V];
+        for (int v = 0; v < V; ++v) nibbles[v] = low_nibbles(codes[v]);
+        add_quad<R, V>(acc, x + i, stride, nibbles);
+        for (int v = 0; v < V; ++v) nibbles[v] = high_nibbles(codes[v]);
+        add_quad<R, V>(acc, x + i + 4, stride, nibbles);
+      }
+      w += kPanel * 4;
+    }
+  }
+
+  template <int R, int V, typename W>
+  static inline void add_quad(IVec (&acc)[R][V], const int8_t* x, int64_t stride, const W (&w)[V]) {
+    for (int r = 0; r < R; ++r) {
+      const Quad quad = broadcast_quad(x + r * stride);
+      for (int v = 0; v < V; ++v) acc[r][v] = dot(acc[r][v], w[v], quad);
+    }
+  }
+
+  template <int R>
+  static void tile(const QuantizedLinearArgs& a, const Place& at) {
+    constexpr int V = kVectors<R>;
+    const int64_t group = a.format.group, groups = a.format.groups(a.k);
+    const int64_t codes = a.format.code_bytes(a.k), block = a.format.block_bytes(a.k);
+    const int64_t lines = (at.next_lines + groups - 1) / groups;  // to prefetch, a group
+    const int32_t* sums = a.x.sums + at.row * groups;
+    Vec f[R][V];
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < V; ++v) f[r][v] = zero();
+    }
+    const int8_t* x = a.x.q + at.row * a.x.stride;
+    const uint8_t* w = at.panel;
+    for (int64_t g = 0; g < groups; ++g) {
+      IVec acc[R][V];
+      for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-kZero * sums[r * groups + g]);
+      }
+      add_codes<R, V>(acc, x, a.x.stride, w + at.first_lane * 4, group);
+      for (int64_t i = 0; i < lines; ++i) prefetch(at, g * lines + i);
+      for (int v = 0; v < V; ++v) {
+        const uint8_t* scales = w + codes + (at.first_lane + v * kLanes) * 2;
+        const Vec scale = load_half(scales);
+        for (int r = 0; r < R; ++r) f[r][v] = fused(to_float(acc[r][v]), scale, f[r][v]);
+        if constexpr (kOffset) {
+          const Vec offset = load_half(scales + kPanel * 2);
+          for (int r = 0; r < R; ++r) {
+            f[r][v] = fused(broadcast(static_cast<float>(sums[r * groups + g])), offset, f[r][v]);
+          }
+        }
+      }
+      x += group;
+      w += block;
+    }
+    for (int v = 0; v < V; ++v) {
+      const int64_t column = at.column + v * kLanes;
+      const Vec power = load(a.scale + column);
+      for (int r = 0; r < R; ++r) write(a, at.row + r, column, mul(f[r][v], power));
+    }
+  }
+};
+
+// R rows by all 32 columns of a panel, as many columns at a time as fit into registers.
+template <typename F, int R>
+void panel_rows(const QuantizedLinearArgs& a, Place at) {
+  constexpr int64_t kWidth = kVectors<R> * kLanes;
+  const int64_t lines = at.next_lines;
+  for (int64_t lane = 0; lane < kPanel && at.column < a.n; lane += kWidth) {
+    at.first_lane = lane;
+    at.next_lines = lane == 0 ? lines : 0;
+    F::template tile<R>(a, at);
+    at.column += kWidth;
+  }
+}
+
+template <typename F, int R = F::kTileRows>
+void rows_of(int64_t rows, const QuantizedLinearArgs& a, const Place& at) {
+  if (rows == R) {
+    panel_rows<F, R>(a, at);
+  } else if constexpr (R > 1) {
+    rows_of<F, R - 1>(rows, a, at);
+  }
+}
+
+template <typename F>
+void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
+  const int64_t panels = (a.n + kPanel - 1) / kPanel, panel_bytes = a.format.panel_bytes(a.k);
+  auto body = [&](int thread, int num_threads) {
+    const Range mine = share(panels, thread, num_threads);
+    for (int64_t first = 0; first < a.rows; first += kPassRows) {
+      const int64_t rows = std::min(kPassRows, a.rows - first);
+      const int tiles = static_cast<int>((rows + F::kTileRows - 1) / F::kTileRows);
+      for (int64_t p = mine.begin; p < mine.end; ++p) {
+        const uint8_t* panel = a.packed + p * panel_bytes;
+        const bool ahead = p + 1 < mine.end && tiles > 1;  // one tile streams: the hardware prefetcher does it
+        for (int t = 0; t < tiles; ++t) {
+          const Range tile = share(rows, t, tiles);  // even: 16 rows are 8 + 8, not 12 + 4
+          const Range lines = ahead ? share(panel_bytes / 64, t, tiles) : Range{0, 0};
+          const char* next = reinterpret_cast<const char*>(panel + panel_bytes) + lines.begin * 64;
+          rows_of<F>(tile.end - tile.begin, a,
+                     {panel, first + tile.begin, p * kPanel, 0, next, lines.end - lines.begin});
+        }
+      }
+    }
+  };
+  // Below some 5 us of work the other threads are not worth waking. The split changes no bit.
+  if (a.rows * a.n * a.k < kSmallWork) {
+    body(0, 1);
+  } else {
+    pool.run(body);
+  }
+}
+
+void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
+  const QuantizedFormat& f = a.format;
+  if (f.group == 0) return linear_as<Channel>(a, pool);
+  if (f.bits == 8) return (f.has_offset ? linear_as<Grouped<8, true>> : linear_as<Grouped<8, false>>)(a, pool);
+  return (f.has_offset ? linear_as<Grouped<4, true>> : linear_as<Grouped<4, false>>)(a, pool);
+}
+
+template <typename T>
+void quantize(const QuantizeArgs& a, ThreadPool& pool) {
+  const int64_t groups = a.group == 0 ? 1 : (a.k + a.group - 1) / a.group;
+  over_rows(a.rows, a.k, pool, [&](int64_t row) {
+    quantize_row(static_cast<const T*>(a.x) + row * a.x_stride, a.k, a.group, a.y, row, groups);
+  });
+}
+
+}  // namespace
+
+extern const QuantizedKernels kQuantized;
+const QuantizedKernels kQuantized = {linear, by_type<QuantizeArgs, quantize<float>, quantize<uint16_t>>};
+
+}  // namespace quire::cpu::QUIRE_ISA
