@@ -31,7 +31,7 @@ def format_words(format: WeightFormat) -> tuple[int, int, bool]:
 
 
 def pack_empty(module: ModuleType, out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
-    """uint8 ``[out/32, groups, bytes of a group]``; scales fp32 ``[out]``, of groups the powers of two; whole panels."""
+    """uint8 ``[out/32, groups, group bytes]``; fp32 ``[out]`` scales, of groups the powers of two; whole panels."""
     panels = -(-out_features // PANEL)
     block = module.quantized_block_bytes(*format_words(format), in_features)
     return PackedLinear(
