@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from quire.kernels import huge_pages
 from quire.kernels.embedding.native import take_packed_rows
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.registry import NATIVE_LEVELS, register
@@ -30,7 +31,7 @@ def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> Packe
     """Zeros as ``[out/32, in/step, 32, step]``, the last panel and an odd last k padded."""
     step = STEP[dtype]
     shape = (-(-out_features // PANEL), -(-in_features // step), PANEL, step)
-    return PackedLinear(out_features, in_features, torch.zeros(shape, dtype=dtype))
+    return PackedLinear(out_features, in_features, huge_pages.zeros(*shape, dtype=dtype))
 
 
 def write_rows(module: ModuleType, packed: PackedLinear, start: int, weight: torch.Tensor) -> None:

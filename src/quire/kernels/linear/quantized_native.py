@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 
+from quire.kernels import huge_pages
 from quire.kernels.linear.packed import PackedLinear, QuantizedWeight, storable_scales
 from quire.kernels.linear.quantized_reference import dequantize
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, num_groups
@@ -37,7 +38,7 @@ def pack_empty(module: ModuleType, out_features: int, in_features: int, format: 
     return PackedLinear(
         out_features,
         in_features,
-        torch.zeros(panels, num_groups(in_features, format.group), block, dtype=torch.uint8),
+        huge_pages.zeros(panels, num_groups(in_features, format.group), block, dtype=torch.uint8),
         scale=torch.zeros(panels * PANEL),
         offset=torch.zeros(panels * PANEL) if format.has_offset and format.group is None else None,
     )
@@ -87,7 +88,7 @@ def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
             offset = parts[each, :, PANEL + columns].float() * scale
         scale = parts[each, :, columns].float() * scale
         codes = codes[:, :, :size]
-    quads = codes.unflatten(2, (-1, PANEL, 4))[panels, :, :, columns]  # [num_ids, groups, quads, 4]
+    quads = torch.unflatten(codes, 2, (-1, PANEL, 4))[panels, :, :, columns]  # [num_ids, groups, quads, 4]
     if format.kind == "int4":
         quads = torch.stack([quads & 15, quads >> 4], 3)
     q = quads.flatten(1)[:, : packed.in_features].float() - ZERO[format.kind]

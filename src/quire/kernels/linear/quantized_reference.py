@@ -39,7 +39,9 @@ def quantize_rows(x: torch.Tensor, group: int | None) -> QuantizedRows:
     rows = torch.zeros(x.shape[0], row_stride(in_features, group), dtype=torch.int8)
     rows[:, :in_features] = q
     groups = num_groups(in_features, group)
-    sums = rows[:, : padded_size(in_features, group)].unflatten(1, (groups, -1)).sum(-1, dtype=torch.int32)
+    sums = torch.unflatten(rows[:, : padded_size(in_features, group)], 1, (groups, -1)).sum(
+        -1, dtype=torch.int32
+    )
     return QuantizedRows(rows, scale.squeeze(1), sums, in_features, group, x.dtype)
 
 
