@@ -8,7 +8,7 @@ PORT ?= 8000
 ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve test test-slow test-gpu exact mutants parity lint bench clean
+.PHONY: help install dev serve test test-slow test-gpu exact mutants parity lint bench bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -60,6 +60,9 @@ lint: dev  ## ruff and mypy
 
 bench: install  ## scheduler benchmark; the others: benchmarks/README.md
 	$(BIN)/python benchmarks/scheduler_step.py $(ARGS)
+
+bench-peers: dev  ## Quire beside its peers on CPU (ARGS="--models … --workloads …"); first run benchmarks/peers/{install,convert}.py
+	$(BIN)/python benchmarks/peers/bench.py run $(ARGS)
 
 clean:  ## remove what make made
 	rm -rf $(VENV) build

@@ -1,0 +1,102 @@
+"""Where each engine lives and how its adapter is started: Python, script, checkpoint, options, variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# CPUID family and model → name (/proc/cpuinfo).
+CORES = {
+    (6, 106): "icelake",
+    (6, 143): "sapphirerapids",
+    (6, 207): "emeraldrapids",
+    (6, 173): "graniterapids",
+    (25, 1): "zen3",
+    (25, 17): "zen4",
+    (26, 2): "zen5",
+}
+GGUF_NAMES = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
+VLLM_NAMES = {"int8": "w8a8", "int4": "w4a16"}
+
+
+def cpuinfo() -> dict[str, str]:
+    pairs = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def machine_name() -> str:
+    """Return the name of the results file: "emeraldrapids-2core"."""
+    info = cpuinfo()
+    core = CORES.get((int(info.get("cpu family", 0)), int(info.get("model", 0))), os.uname().machine)
+    return f"{core}-{len(os.sched_getaffinity(0))}core"
+
+
+def machine_words() -> str:
+    info = cpuinfo()
+    memory = Path("/proc/meminfo").read_text().split()[1]
+    return f"{machine_name()} ({info.get('model name', '')}, {int(memory) / 2**20:.1f} GiB)"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    command: list[str]
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+class Environment:
+    """``home`` has a folder an engine (`install.py`) and ``models`` (`convert.py`)."""
+
+    def __init__(self, home: Path, checkpoints: Path) -> None:
+        self.home = home
+        self.checkpoints = checkpoints
+        noted = home / "versions.json"
+        self.versions: dict[str, str] = json.loads(noted.read_text()) if noted.exists() else {}
+
+    def can(self, engine: str, workload: str) -> bool:
+        """transformers has no scheduler to give arrivals to."""
+        return not (engine == "transformers" and workload == "D")
+
+    def adapter(self, engine: str, model: str, precision: str, isa: str) -> Adapter | None:
+        """Return how to run an engine, or None where it does not offer the combination."""
+        if isa != "native" and engine not in ("quire", "llama.cpp"):
+            return None
+        source, made = self.checkpoints / model, self.home / "models"
+        if engine == "quire":
+            options: dict[str, Any] = {} if precision == "bf16" else {"quantize": precision}
+            options |= {} if isa == "native" else {"cpu_isa": isa}
+            return self._python("engine_quire", sys.executable, source, options)
+        if engine == "transformers":
+            return (
+                self._python("engine_transformers", sys.executable, source) if precision == "bf16" else None
+            )
+        if engine == "llama.cpp":
+            options = {"bin": str(self.home / f"llama-{isa}" / "bin")}
+            file = made / f"{model}.{GGUF_NAMES[precision]}.gguf"
+            return self._python("engine_llamacpp", sys.executable, file, options)
+        python = self.home / engine / "bin" / "python"
+        if engine == "openvino":
+            return self._python("engine_openvino", str(python), made / f"{model}.ov-{precision}")
+        assert engine == "vllm", f"engine {engine!r}"
+        folder = source if precision == "bf16" else made / f"{model}.{VLLM_NAMES[precision]}"
+        return self._python("engine_vllm", str(python), folder, environ=self._vllm())
+
+    def _python(
+        self, script: str, python: str, model: Path, options: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None,
+    ) -> Adapter:  # fmt: skip
+        command = [python, str(HERE / f"{script}.py"), "--model", str(model)]
+        command += ["--options", json.dumps(options or {})]
+        return Adapter(command, {"HF_HUB_OFFLINE": "1", **(environ or {})})
+
+    def _vllm(self) -> dict[str, str]:
+        """What vLLM's CPU guide asks for: tcmalloc and Intel's OpenMP, loaded first."""
+        found = [*Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
+        found += (self.home / "vllm" / "lib").glob("libiomp5.so")
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        return {"LD_PRELOAD": ":".join(map(str, found)), "VLLM_CPU_OMP_THREADS_BIND": cores}

@@ -1,0 +1,57 @@
+"""The results file: one JSON object a line, one line a cell; a later line of the same cell replaces an earlier one."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Cell = dict[str, Any]
+KEY = ("model", "precision", "isa", "workload", "engine", "round")
+
+
+def key(cell: Cell) -> tuple[Any, ...]:
+    return tuple(cell[name] for name in KEY)
+
+
+class Results:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cells: dict[tuple[Any, ...], Cell] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                cell = json.loads(line)
+                self.cells[key(cell)] = cell
+
+    def add(self, cells: Iterable[Cell]) -> None:
+        with self.path.open("a") as file:
+            for cell in cells:
+                self.cells[key(cell)] = cell
+                file.write(json.dumps(cell) + "\n")
+
+    def select(self, **wanted: Any) -> Iterator[Cell]:
+        """Yield the cells whose fields equal ``wanted``."""
+        for cell in self.cells.values():
+            if all(cell.get(name) == value for name, value in wanted.items()):
+                yield cell
+
+
+def metrics(cell: Cell) -> dict[str, float]:
+    """Return the figures of a cell: tokens a second for prefill, decode and B; seconds for ttft, C and D."""
+    if "failed" in cell:
+        return {}
+    total = statistics.median(cell["total_s"])
+    if cell["workload"] == "A":
+        first = statistics.median(cell["prefill_s"])
+        return {"prefill": 512 / first, "ttft": first, "decode": 127 / (total - first)}
+    if cell["workload"] == "B":
+        return {"B": cell["output_tokens"] / total}
+    return {cell["workload"]: total}
+
+
+def median(cells: Iterable[Cell], metric: str) -> float | None:
+    """Return the median over rounds, or None where no round has the metric."""
+    values = [m[metric] for m in map(metrics, cells) if metric in m]
+    return statistics.median(values) if values else None

@@ -1,0 +1,156 @@
+"""Render the results file as Markdown: medians, ratios to the best peer, shares of the bound."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from facts import FACTS, Bounds, peak, shape_of
+from results import Cell, Results, median, metrics
+
+ENGINES = ("quire", "vllm", "llama.cpp", "openvino", "transformers")
+PRECISIONS = ("bf16", "int8", "int4")
+# metric → (workload, heading, whether more is better)
+METRICS = {
+    "prefill": ("A", "A prefill tok/s", True),
+    "ttft": ("A", "A TTFT s", False),
+    "decode": ("A", "A decode tok/s", True),
+    "B": ("B", "B out tok/s", True),
+    "C": ("C", "C s", False),
+    "D": ("D", "D s", False),
+}
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def probes(cell: Cell) -> tuple[float, dict[str, float]]:
+    """Return (bytes a second, instruction → operations a second), the mean of before and after."""
+    before, after = cell["before"], cell["after"]
+    dots = {name: (before["dots"][name] + after["dots"][name]) / 2 for name in before["dots"]}
+    return (before["read"] + after["read"]) / 2, dots
+
+
+def share(cell: Cell, metric: str, models: Path) -> float | None:
+    """Return the figure of a cell as a part of its bound."""
+    shape, fact = shape_of(models / cell["model"]), FACTS[cell["engine"], cell["precision"]]
+    read, dots = probes(cell)
+    _, operations = peak(dots, cell["precision"], cell["isa"])
+    weight_bytes = cell.get("weight_bytes") or shape.weight_bytes(fact)
+    bound = Bounds(shape, fact, weight_bytes, read, operations).of(metric)
+    if bound is None:
+        return None
+    value = metrics(cell)[metric]
+    return value / bound if METRICS[metric][2] else bound / value
+
+
+def entry(cells: list[Cell], metric: str, models: Path) -> str:
+    """Return "value (share of bound)" of an engine, "failed" or nothing."""
+    value = median(cells, metric)
+    if value is None:
+        failed = any("failed" in cell for cell in cells)
+        return "failed" if failed else ""
+    parts = [share(cell, metric, models) for cell in cells if "failed" not in cell]
+    shares = [part for part in parts if part is not None]
+    return number(value) + (f" ({statistics.median(shares):.0%})" if shares else "")
+
+
+def ratio(results: Results, metric: str, **where: str) -> str:
+    """Return Quire's median over the best peer's, above 1 where Quire is better; the peer is named."""
+    workload, _, more = METRICS[metric]
+    found = {
+        engine: median(results.select(workload=workload, engine=engine, **where), metric)
+        for engine in ENGINES
+    }
+    peers = {e: v for e, v in found.items() if v is not None and e != "quire"}
+    if not peers:
+        return ""
+    best = (max if more else min)(peers, key=lambda e: peers[e])
+    ours = found["quire"]
+    if ours is None:
+        return f"best: {best}"
+    return f"**{ours / peers[best] if more else peers[best] / ours:.2f}×** {best}"
+
+
+def grid(results: Results, models: Path, model: str, isa: str) -> list[str]:
+    lines = []
+    for precision in PRECISIONS:
+        where = {"model": model, "isa": isa, "precision": precision}
+        shown = [m for m, (w, _, _) in METRICS.items() if any(results.select(workload=w, **where))]
+        engines = [e for e in ENGINES if any(results.select(engine=e, **where))]
+        if not shown:
+            continue
+        lines += [f"\n| {precision} | GB/token | " + " | ".join(METRICS[m][1] for m in shown) + " | rounds |"]
+        lines += ["|---" * (len(shown) + 3) + "|"]
+        for engine in engines:
+            cells = list(results.select(engine=engine, **where))
+            fact = FACTS[engine, precision]
+            weight = next((c["weight_bytes"] for c in cells if c.get("weight_bytes")), None)
+            weight = weight or shape_of(models / model).weight_bytes(fact)
+            row = [engine, f"{weight / 1e9:.2f}"]
+            row += [entry([c for c in cells if c["workload"] == METRICS[m][0]], m, models) for m in shown]
+            rounds = len({c["round"] for c in cells if "failed" not in c})
+            lines.append("| " + " | ".join([*row, str(rounds)]) + " |")
+        ratios = [ratio(results, m, **where) for m in shown]
+        lines.append("| Quire / best peer | | " + " | ".join(ratios) + " | |")
+    return lines
+
+
+def spread(values: Iterable[float], unit: float) -> str:
+    ordered = sorted(values)
+    low, middle, high = ordered[0], statistics.median(ordered), ordered[-1]
+    return f"{middle / unit:.4g} ({low / unit:.4g} … {high / unit:.4g})"
+
+
+def ceilings(results: Results) -> list[str]:
+    sides = [cell[side] for cell in results.cells.values() for side in ("before", "after")]
+    lines = ["", "| ceiling, all threads | median (least … most) over all visits |", "|---|---|"]
+    lines.append(f"| read, 2 GiB, one stream a thread, GB/s | {spread((s['read'] for s in sides), 1e9)} |")
+    for name in sides[0]["dots"]:
+        values = [s["dots"][name] for s in sides if name in s["dots"]]
+        lines.append(f"| {name}, Gop/s | {spread(values, 1e9)} |")
+    return lines
+
+
+def what_is_quantized(used: set[tuple[str, str]]) -> list[str]:
+    lines = ["", "| engine | precision | weights | output matrix | activations | KV |", "|---" * 6 + "|"]
+    for engine, precision in FACTS:
+        if (engine, precision) in used:
+            f = FACTS[engine, precision]
+            lines.append(f"| {engine} | {precision} | {f.weights} | {f.head} | {f.activations} | {f.kv} |")
+    return lines
+
+
+def failures(results: Results) -> list[str]:
+    lines = []
+    for cell in results.select():
+        if "failed" in cell:
+            what = " ".join(
+                str(cell[k]) for k in ("model", "precision", "isa", "workload", "engine", "round")
+            )
+            lines.append(f"* {what}: {cell['failed']}")
+    return ["", "## Failed", "", *lines] if lines else []
+
+
+def render(results: Results, models: Path, head: str) -> str:
+    """Return the whole page; ``head`` says machine, date, versions."""
+    cells = list(results.cells.values())
+    lines = [
+        head,
+        "",
+        "Figures are medians over rounds; in brackets the share of the bound (bandwidth or dot units,",
+    ]
+    lines += [
+        "whichever binds, from the probes before and after each visit). Ratios above 1: Quire is faster."
+    ]
+    for model in dict.fromkeys(cell["model"] for cell in cells):
+        for isa in dict.fromkeys(cell["isa"] for cell in cells if cell["model"] == model):
+            lines += ["", f"## {model}" + ("" if isa == "native" else f", forced {isa}")]
+            lines += grid(results, models, model, isa)
+    lines += ["", "## The machine's ceilings", *ceilings(results)]
+    lines += ["", "## What is quantized"]
+    lines += what_is_quantized({(cell["engine"], cell["precision"]) for cell in cells})
+    lines += failures(results)
+    return "\n".join(lines) + "\n"
