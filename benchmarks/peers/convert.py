@@ -30,13 +30,13 @@ def to_vllm(source: Path, made: Path) -> None:
     for scheme in ("w8a8", "w4a16"):
         target = made / f"{source.name}.{scheme}"
         if not (target / "model.safetensors").exists():
-            sh(sys.executable, HERE / "compressed_tensors.py", source, target, "--scheme", scheme)
+            sh(sys.executable, HERE / "vllm_checkpoint.py", source, target, "--scheme", scheme)
 
 
 def to_gguf(source: Path, made: Path, tools: Path) -> None:
     plain = made / f"{source.name}.bf16.gguf"
     if not plain.exists():
-        sh(sys.executable, HERE / "gguf_file.py", source, plain)
+        sh(sys.executable, HERE / "gguf_checkpoint.py", source, plain)
     for kind in ("q8_0", "q4_0"):
         target = made / f"{source.name}.{kind}.gguf"
         if not target.exists():

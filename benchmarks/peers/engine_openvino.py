@@ -1,6 +1,6 @@
-"""OpenVINO GenAI: the continuous-batching pipeline with prefix caching for all workloads, its defaults otherwise.
+"""OpenVINO GenAI: LLMPipeline for one request, its continuous-batching pipeline with prefix caching for more.
 
-Options: ``{"pipeline": "llm"}`` takes LLMPipeline instead (its single-stream front), which A is measured with.
+Both are loaded: LLMPipeline is what its guide names for one stream, and the faster there. Its defaults otherwise.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ class OpenvinoEngine:
         scheduler.max_num_batched_tokens = 2048
         scheduler.max_num_seqs = 64
         self.pipe = openvino_genai.ContinuousBatchingPipeline(str(model), scheduler, "CPU", options)
+        self.single = openvino_genai.LLMPipeline(str(model), "CPU", **options)
 
     def generate(self, items: Sequence[Item]) -> list[int]:
+        if len(items) == 1:
+            return [len(self.single.generate(tensor(items[0]), generation(items[0])).tokens[0])]
         results = self.pipe.generate([tensor(i) for i in items], [generation(i) for i in items])
         return [len(result.m_generation_ids[0]) for result in results]
 
@@ -54,23 +57,5 @@ class OpenvinoEngine:
         return counts
 
 
-class SingleStreamEngine:
-    """LLMPipeline: one request after another."""
-
-    def __init__(self, model: Path, options: dict[str, Any]) -> None:
-        self.pipe = openvino_genai.LLMPipeline(str(model), "CPU", **options)
-
-    def generate(self, items: Sequence[Item]) -> list[int]:
-        return [len(self.pipe.generate(tensor(item), generation(item)).tokens[0]) for item in items]
-
-    def replay(self, items: Sequence[Item]) -> list[int]:
-        raise NotImplementedError
-
-
-def load(model: Path, options: dict[str, Any]) -> OpenvinoEngine | SingleStreamEngine:
-    kind = OpenvinoEngine if options.pop("pipeline", "batching") == "batching" else SingleStreamEngine
-    return kind(model, options)
-
-
 if __name__ == "__main__":
-    main(load)
+    main(OpenvinoEngine)

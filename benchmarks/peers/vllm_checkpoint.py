@@ -1,6 +1,6 @@
 """Write a round-to-nearest quantized copy of a checkpoint in compressed-tensors form, which vLLM loads.
 
-    python benchmarks/peers/compressed_tensors.py /tmp/models/llama-1b /tmp/peers/models/llama-1b.w8a8 --scheme w8a8
+    python benchmarks/peers/vllm_checkpoint.py /tmp/models/llama-1b /tmp/peers/models/llama-1b.w8a8 --scheme w8a8
 
 w8a8:  int8 weights, one scale an output feature; activations to int8 a token, at run time.
 w4a16: int4 weights, one scale a group of inputs (the largest of 128, 64, 32 that divides every layer).

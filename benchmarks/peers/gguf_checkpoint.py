@@ -1,6 +1,6 @@
 """Write a checkpoint of the Llama or Qwen3 architecture as a bf16 GGUF file, which llama.cpp loads and quantizes.
 
-    python benchmarks/peers/gguf_file.py /tmp/models/llama-1b /tmp/peers/models/llama-1b.bf16.gguf
+    python benchmarks/peers/gguf_checkpoint.py /tmp/models/llama-1b /tmp/peers/models/llama-1b.bf16.gguf
 
 Tensor names, metadata keys and the interleaved order of rotary pairs are those of the GGUF specification.
 """
