@@ -18,6 +18,7 @@ Written by `python tools/cli_docs.py` from `src/quire/args.py`; a test compares 
     quire serve [MODEL]            serve a model over an OpenAI-compatible API
     quire run [MODEL] "prompt"     continue one text and print it as it comes
     quire chat [MODEL]             talk in the terminal; /help lists its commands, Ctrl-C stops an answer
+    quire bench kernel             time single ops beside this machine's bounds (--op, --isa, --threads, --json)
     quire doctor                   what this machine has, which kernels are used and why, what to install
     quire version
 

@@ -1,4 +1,4 @@
-"""`quire`: serve | run | chat | doctor. Each command imports what it needs when it runs, so that --help is quick."""
+"""`quire`: serve | run | chat | bench | doctor. Each command imports what it needs when it runs: --help is quick."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+bench_app = typer.Typer(help="Measure: kernel.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 ModelArgument = Annotated[
     str | None,
@@ -91,6 +94,28 @@ def chat(
     given = {"max_tokens": max_tokens or 512, "temperature": temperature}
     sampling = {k: v for k, v in given.items() if v is not None}
     raise typer.Exit(chat(with_model(model, settings), system, sampling, chat_template))
+
+
+@bench_app.command("kernel")
+def bench_kernel(
+    op: Annotated[
+        str | None,
+        typer.Option("--op", help="linear, attention, norm or sampling [all].", show_default=False),
+    ] = None,
+    isa: Annotated[
+        str | None,
+        typer.Option("--isa", help="Level of the kernels [the best of this CPU].", show_default=False),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Threads [one a core].", min=1, show_default=False)
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time for each line.", min=0.0)] = 0.3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time single ops beside the read bandwidth and the dot peak that this machine gives now."""
+    from quire.bench.kernel_report import kernel
+
+    kernel(op, isa, threads, seconds, as_json=as_json)
 
 
 @app.command()

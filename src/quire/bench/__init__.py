@@ -1,0 +1,1 @@
+"""Benchmarks: `kernel` times single ops beside what the machine gives."""

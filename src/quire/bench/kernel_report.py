@@ -1,0 +1,42 @@
+"""What `quire bench kernel` prints: the rows of `quire.bench.kernel` for a person or as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from quire.bench import kernel as bench
+from quire.device import detect_device
+
+
+def kernel(op: str | None, isa: str | None, threads: int | None, seconds: float, *, as_json: bool) -> None:
+    """Time the kernels and print them.
+
+    Raises:
+        ConfigError: an op or a level that is not there, or no native kernels at all.
+    """
+    device = detect_device()
+    level, num_threads = isa or device.isa, threads or device.num_cores
+    bounds, rows = bench.run(op, level, num_threads, seconds)  # type: ignore[arg-type]
+    if as_json:
+        print(json.dumps({"isa": level, "threads": num_threads, **bench.as_dict(bounds, rows)}))
+        return
+    console = Console()
+    console.print(f"{level}, {num_threads} threads. Bounds now: {bounds}")
+    table = Table("op", "case", "level", box=None, pad_edge=False)
+    for heading in ("µs", "GB/s", "Gop/s", "bound µs", "of bound"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.op,
+            row.case,
+            row.isa,
+            f"{row.microseconds:.1f}",
+            f"{row.gb_s:.1f}",
+            f"{row.gop_s:.0f}",
+            "" if row.bound_us is None else f"{row.bound_us:.1f}",
+            "" if row.share is None else f"{row.share:.0%}",
+        )
+    console.print(table)
