@@ -43,7 +43,10 @@ class EngineArgs:
     tokenizer: str | None = _flag(None, "Folder of the tokenizer, if it is not the model's.", group="Model")
     dtype: str = _flag("auto", "Compute type; auto is the checkpoint's (float16 runs as bfloat16 on a CPU).",
                        group="Model", choices=DTYPES)  # fmt: skip
-    quantize: str | None = _flag(None, "Not supported yet: any value is refused.", group="Model")
+    quantize: str | None = _flag(None, "Weights: int8, int4, int4-g64 …, or none to expand a quantized checkpoint [as "
+                                 "stored].", group="Model")  # fmt: skip
+    quantize_head: str | None = _flag(None, "The same for the output matrix [int8 with --quantize].",
+                                      group="Model")  # fmt: skip
     load_format: str = _flag("auto", "Format of the weights; random needs only a config.json.",
                              group="Model", choices=LOAD_FORMATS)  # fmt: skip
     seed: int = _flag(0, "Seed of random weights.", group="Model", low=0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.modelspec import KvLayout, ModelSpec
+from quire.weight_format import WeightFormat
 
 GateKind = Literal["static", "dynamic", "continuous"]
 OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix"]
@@ -64,9 +65,11 @@ class ModelConfig:
     kv_dtype: str  # "bfloat16" | "float32"
     max_model_len: int
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
-    quantize: str | None = None
+    quantize: str | None = None  # what the person asked for
     seed: int = 0  # of load_format="random"
     tokenizer: str = ""  # its folder or file: the worker reads it when the first grammar comes
+    formats: dict[str, WeightFormat] = field(default_factory=dict)  # of quantized weights, by canonical name
+    remarks: tuple[str, ...] = ()  # matrices that are held otherwise than asked, and why
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,13 @@ Canonical weight names, with shapes (`weight_shapes`): linears are stored ``[out
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
+from types import MappingProxyType
 from typing import Literal
+
+from quire.weight_format import PLAIN, WeightFormat
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
@@ -223,8 +227,14 @@ class ModelSpec:
         """Bytes of K and V that one token takes in the layers of ``group`` (without padding)."""
         return sum(self.layers[i].attention.kv_elements_per_token for i in group.layers) * DTYPE_BYTES[dtype]
 
-    def weight_bytes(self, dtype: str = "bfloat16") -> int:
-        return self.num_params * DTYPE_BYTES[dtype]
+    def weight_bytes(
+        self, dtype: str = "bfloat16", formats: Mapping[str, WeightFormat] = MappingProxyType({})
+    ) -> int:
+        """Bytes of all weights in memory; ``formats``: canonical name → format of those that are quantized."""
+        return sum(
+            matrix_bytes(shape, dtype, formats.get(name, PLAIN))
+            for name, shape in weight_shapes(self).items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +260,11 @@ class KvLayout:
             if layer in group.layers:
                 return g, group.layers.index(layer)
         raise AssertionError(f"layer {layer} is in no group")
+
+
+def matrix_bytes(shape: tuple[int, ...], dtype: str, held: WeightFormat) -> int:
+    """Bytes of one weight; the matrices of experts ``[experts, out, in]`` count as ``experts · out`` rows."""
+    return held.num_bytes(prod(shape[:-1]), shape[-1], DTYPE_BYTES[dtype])
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
+from operator import itemgetter
 
 from quire.args import EngineArgs
 from quire.config import CacheConfig, DeviceInfo, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
+from quire.weight_format import WeightFormat
+from quire.weight_plan import plan_weights
 
 KV_SHARE = 0.5  # of the available memory that the weights leave, when nothing is said
 UNITS = {
@@ -40,21 +44,28 @@ def parse_bytes(text: str | int, *, name: str = "kv_memory") -> int:
 
 
 def resolve(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, *, path: str = "", tokenizer: str = ""
+    args: EngineArgs,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    *,
+    path: str = "",
+    tokenizer: str = "",
+    stored: Mapping[str, WeightFormat] | None = None,
 ) -> EngineConfig:
     """Choose everything that ``args`` leave open. ``path`` and ``tokenizer`` are where the two were found.
+
+    ``stored``: how the matrices that the checkpoint has quantized can be held (`Checkpoint.formats`).
 
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
-    if args.quantize is not None:
-        raise ConfigError(
-            f"quantize = {args.quantize!r} is not supported yet: leave it out to run the checkpoint's type"
-        )
     dtype = _dtype(args.dtype, spec)
-    max_model_len, num_blocks = _lengths(args, spec, device, dtype)
+    plan = plan_weights(spec, stored or {}, args.quantize, args.quantize_head)
+    weights = spec.weight_bytes(dtype, plan.formats)
+    max_model_len, num_blocks = _lengths(args, spec, device, dtype, weights)
     layout = spec.kv_layout(max_model_len)
-    model_key = hashlib.blake2b(f"{path}|{args.seed}|{spec!r}|{dtype}".encode(), digest_size=16).hexdigest()
+    scope = f"{path}|{args.seed}|{spec!r}|{dtype}|{sorted(plan.formats.items(), key=itemgetter(0))!r}"
+    model_key = hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()
     return EngineConfig(
         model=ModelConfig(
             path=path,
@@ -64,9 +75,11 @@ def resolve(
             kv_dtype=dtype,
             max_model_len=max_model_len,
             load_format=args.load_format,  # type: ignore[arg-type]
-            quantize=None,
+            quantize=args.quantize,
             seed=args.seed,
             tokenizer=tokenizer,
+            formats=plan.formats,
+            remarks=plan.remarks,
         ),
         kv_layout=layout,
         cache=CacheConfig(
@@ -128,7 +141,9 @@ def _scheduler(args: EngineArgs, max_model_len: int) -> SchedulerConfig:
     )
 
 
-def _lengths(args: EngineArgs, spec: ModelSpec, device: DeviceInfo, dtype: str) -> tuple[int, int]:
+def _lengths(
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, dtype: str, weights: int
+) -> tuple[int, int]:
     """Return (max_model_len, num_blocks) so that at least one sequence of max_model_len fits."""
     asked_len = args.max_model_len
     if asked_len is not None and asked_len > spec.max_position_embeddings:
@@ -136,7 +151,7 @@ def _lengths(args: EngineArgs, spec: ModelSpec, device: DeviceInfo, dtype: str) 
             f"max_model_len = {asked_len} is more than the model's {spec.max_position_embeddings} positions"
         )
     wanted = asked_len or spec.max_position_embeddings
-    num_blocks = args.num_kv_blocks or _blocks_in_memory(args, spec, device, dtype, wanted)
+    num_blocks = args.num_kv_blocks or _blocks_in_memory(args, spec, device, dtype, wanted, weights)
     while wanted > 1:
         need = blocks_for_sequence(spec, wanted, args.block_size, args.max_num_batched_tokens)
         if need <= num_blocks:
@@ -161,8 +176,9 @@ def blocks_for_sequence(spec: ModelSpec, length: int, block_size: int, chunk: in
     return total
 
 
-def _blocks_in_memory(args: EngineArgs, spec: ModelSpec, device: DeviceInfo, dtype: str, max_len: int) -> int:
-    weights = spec.weight_bytes(dtype)
+def _blocks_in_memory(
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, dtype: str, max_len: int, weights: int
+) -> int:
     available = device.memory_available_bytes
     page = spec.kv_layout(max_len).page_bytes(args.block_size, dtype)
     if args.kv_memory is not None:

@@ -11,15 +11,28 @@ One form for what the field writes: symmetric int8 and int4, zero points (offset
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from quire.errors import ConfigError
+
+Kind = Literal["plain", "int8", "int4"]
+BITS: Mapping[Kind, int] = {"int8": 8, "int4": 4}
+# Groups that the kernels multiply with, largest first. int8 may also have one scale a row (group None).
+GROUPS: Mapping[Kind, tuple[int, ...]] = {"int8": (128, 64, 32, 16), "int4": (128, 64, 32)}
+ROW_SCALE_BYTES, GROUP_SCALE_BYTES = (
+    4,
+    2,
+)  # in packed memory: fp32; fp16 times a power of two for the whole row
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """``plain`` is the engine's dtype. ``group`` is a number of inputs; None is one scale an output feature."""
 
-    kind: Literal["plain", "int8", "int4"] = "plain"
+    kind: Kind = "plain"
     group: int | None = None
     has_offset: bool = False
 
@@ -27,5 +40,57 @@ class WeightFormat:
     def quantized(self) -> bool:
         return self.kind != "plain"
 
+    def num_bytes(self, out_features: int, in_features: int, dtype_bytes: int) -> int:
+        """Bytes of a matrix: integers, scales and offsets, or numbers of ``dtype_bytes``."""
+        if not self.quantized:
+            return out_features * in_features * dtype_bytes
+        per_scale = 1 + self.has_offset
+        if self.group is None:
+            scales, inputs = ROW_SCALE_BYTES * per_scale, in_features
+        else:
+            groups = -(-in_features // self.group)
+            scales, inputs = groups * GROUP_SCALE_BYTES * per_scale + ROW_SCALE_BYTES, groups * self.group
+        return out_features * (-(-inputs * BITS[self.kind] // 8) + scales)
+
+    def __str__(self) -> str:
+        if not self.quantized:
+            return self.kind
+        size = "a scale a row" if self.group is None else f"groups of {self.group}"
+        return f"{self.kind}, {size}" + (" with offsets" if self.has_offset else "")
+
 
 PLAIN = WeightFormat()
+
+
+def held_as(kind: Kind, group: int | None, in_features: int, *, has_offset: bool) -> WeightFormat | None:
+    """Return the format that holds stored groups of ``group`` inputs (None: the whole row) without loss, or None.
+
+    A group that no kernel has is cut into smaller ones of equal scales; int4 that no group fits is held as int8.
+    """
+    whole = in_features if group is None else group
+    if in_features % whole:
+        return None
+    if kind == "int8" and whole == in_features:
+        return WeightFormat("int8", None, has_offset)
+    for size in GROUPS[kind]:
+        if whole % size == 0:
+            return WeightFormat(kind, size, has_offset)
+    return held_as("int8", group, in_features, has_offset=has_offset) if kind == "int4" else None
+
+
+def parse_format(text: str, *, name: str) -> WeightFormat:
+    """Return the format of ``int8``, ``int4``, ``int8-g32``, ``int4-g128`` … or ``none``; int4 alone is groups of 32.
+
+    Raises:
+        ConfigError: names the setting ``name``, the value and what is allowed.
+    """
+    if text == "none":
+        return PLAIN
+    match = re.fullmatch(r"(int8|int4)(?:-g([0-9]+))?", text)
+    if match is not None:
+        kind: Kind = "int8" if match.group(1) == "int8" else "int4"
+        group = int(match.group(2)) if match.group(2) else None if kind == "int8" else 32
+        if group is None or group in GROUPS[kind]:
+            return WeightFormat(kind, group)
+    allowed = [f"{kind}-g{size}" for kind, sizes in GROUPS.items() for size in sorted(sizes)]
+    raise ConfigError(f"{name} = {text!r} must be one of none, int8, int4, {', '.join(allowed)}")

@@ -1,21 +1,12 @@
-"""Expanded blocks against the readers of gguf and transformers."""
+"""Expanded blocks against the reader of transformers."""
 
 from __future__ import annotations
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quire.models.block_formats import expand_mxfp4, expand_q8_0
-
-
-def test_q8_0() -> None:
-    values = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
-    packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-    expected = torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0).copy())
-    assert torch.equal(expand_q8_0(torch.from_numpy(packed.copy()).flatten(), (3, 64)), expected)
+from quire.models.block_formats import expand_mxfp4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

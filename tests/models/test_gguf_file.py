@@ -111,8 +111,12 @@ def test_factors_of_llama3_come_from_a_tensor(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"architecture 'mamba'.*llama, qwen2"):
         describe(write_gguf(tmp_path / "a.gguf", "mamba"))
-    with pytest.raises(UnsupportedModelError, match=r"Q4_0.*Q8_0"):
-        describe(write_gguf(tmp_path / "b.gguf", kind="Q4_0"))
+
+    def another_type(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("x", np.zeros(110, dtype=np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q3_K)
+
+    with pytest.raises(UnsupportedModelError, match=r"x is of type Q3_K.*Q4_K"):
+        describe(write_gguf(tmp_path / "b.gguf", add=another_type))
     with pytest.raises(UnsupportedModelError, match="experts"):
         describe(write_gguf(tmp_path / "c.gguf", add=lambda w: w.add_expert_count(8)))
     with pytest.raises(UnsupportedModelError, match="one of 3 parts"):

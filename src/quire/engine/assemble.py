@@ -43,8 +43,15 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
     """
     path = locate(args.model, revision=args.revision)
     checkpoint = describe(path, args.load_format)
-    tokenizer = str(args.tokenizer or checkpoint.tokenizer)
-    return resolve(args, checkpoint.spec, device, path=str(checkpoint.path), tokenizer=tokenizer), checkpoint
+    config = resolve(
+        args,
+        checkpoint.spec,
+        device,
+        path=str(checkpoint.path),
+        tokenizer=str(args.tokenizer or checkpoint.tokenizer),
+        stored=checkpoint.formats,
+    )
+    return config, checkpoint
 
 
 def load_text(

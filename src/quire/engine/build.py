@@ -40,7 +40,7 @@ def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
     return EngineInfo(
         num_kv_tokens=blocks * config.cache.block_size // full,
         kv_bytes=blocks * config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype),
-        weight_bytes=config.model.spec.weight_bytes(config.model.dtype),
+        weight_bytes=config.model.spec.weight_bytes(config.model.dtype, config.model.formats),
         kernels=_kernels(config, executor),
         determinism="exact",
         load_s=load_s,

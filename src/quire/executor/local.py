@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-import torch
-
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.kernels.threads import choose_threads
 from quire.models.loader import iter_weights
+from quire.quant.stored import Weight
 from quire.runner.memory import keep_freed_memory, torch_dtype
 from quire.runner.worker import Worker
 from quire.step import StepPlan, StepResult
@@ -32,7 +31,7 @@ class LocalExecutor:
         config: EngineConfig,
         *,
         clock: Clock | None = None,
-        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        weights: Iterable[tuple[str, Weight]] | None = None,
     ) -> None:
         # The mixture of experts still multiplies in torch.
         torch_is_heavy = config.runner.cpu_isa == "reference" or any(

@@ -25,10 +25,11 @@ from quire.families import (
 )
 from quire.families.family import Family
 from quire.families.fields import Fields
+from quire.families.quantization import Quantization, read_quantization
 from quire.families.weights import Take, WeightMap
 from quire.modelspec import ModelSpec
 
-__all__ = ["SUPPORTED", "Family", "Take", "WeightMap", "spec_from_config", "weight_map"]
+__all__ = ["SUPPORTED", "Family", "Take", "WeightMap", "quantization_of", "spec_from_config", "weight_map"]
 
 _FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -82,12 +83,16 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
             )
     quantization = f.nested("quantization_config")
     if quantization is not None and quantization.values.get("quant_method") not in family.quantizations:
-        method = quantization.values.get("quant_method", "an unnamed method")
-        raise UnsupportedModelError(
-            f"{where}: weights quantized by {method!r} (quantization_config) are not supported; supported are "
-            "float32, bfloat16 and float16 safetensors, MXFP4 for gpt-oss, and GGUF with F32, F16, BF16 or Q8_0."
-        )
+        read_quantization(f, others=family.quantizations)
     return family.read(f)
+
+
+def quantization_of(config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:
+    """Return how the linears of a checkpoint are stored quantized; None: they are not, or the family's map says it."""
+    f = Fields(config, where)
+    names = f.items("architectures")
+    family = next((item for item in _FAMILIES if names and item.architecture == names[0]), None)
+    return read_quantization(f, others=family.quantizations if family else ())
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:

@@ -13,7 +13,7 @@ from quire.kernels.rope import apply_rope, store_kv
 from quire.layers.linear import Linear
 from quire.layers.norm import HeadNorm, RmsNorm
 from quire.layers.step_batch import GroupBatch
-from quire.layers.weights import Place, copy_into, prefixed
+from quire.layers.weights import NO_FORMATS, Formats, Place, copy_into, prefixed
 from quire.modelspec import AttentionSpec
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -31,6 +31,7 @@ class Attention:
         kernels: KernelChoice,
         *,
         norm_plus_one: bool = False,
+        formats: Formats = NO_FORMATS,
     ) -> None:
         self._spec = spec
         q, k, v = (
@@ -39,10 +40,10 @@ class Attention:
             spec.num_kv_heads * spec.v_head_dim,
         )
         self._widths = (q, k, v)
-        self._qkv = Linear({"q": q, "k": k, "v": v}, hidden_size, dtype, kernels, bias=spec.qkv_bias)
-        self._o = Linear(
-            {"o": hidden_size}, spec.num_heads * spec.v_head_dim, dtype, kernels, bias=spec.o_bias
-        )
+        widths = {"q": q, "k": k, "v": v}
+        self._qkv = Linear(widths, hidden_size, dtype, kernels, bias=spec.qkv_bias, formats=formats)
+        out = spec.num_heads * spec.v_head_dim
+        self._o = Linear({"o": hidden_size}, out, dtype, kernels, bias=spec.o_bias, formats=formats)
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._norms: tuple[RmsNorm, RmsNorm] | None = None  # over all of q, all of k
         if spec.qk_norm == "full":

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from quire.kernels.embedding import take_rows
-from quire.kernels.linear import read_rows
+from quire.kernels.linear import PackedLinear, pack_empty, read_rows
 from quire.kernels.pointwise import scale_rows
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
-from quire.layers.weights import Place, copy_into
+from quire.layers.weights import NO_FORMATS, Formats, Place, copy_into, matrix_backend, write_weight
+from quire.weight_format import PLAIN
 
 
 class Embedding:
-    """Input table and output matrix of a model. Tied, there is one matrix, in the layout of the linear kernel."""
+    """Input table and output matrix of a model.
+
+    Tied, there is one matrix, in the layout of the linear kernel; so is a table that a checkpoint has quantized.
+    """
 
     def __init__(
         self,
@@ -24,24 +30,44 @@ class Embedding:
         *,
         tied: bool,
         scale: float,
+        formats: Formats = NO_FORMATS,
     ) -> None:
         self._take_backend = kernels.backend("take_rows")
         self._scale_backend = kernels.backend("scale_rows")
         self._scale = torch.tensor(scale, dtype=dtype).item()  # rounded first, as the models were trained
-        self._table = None if tied else torch.empty(vocab_size, hidden_size, dtype=dtype)
-        self._head = Linear({"head": vocab_size}, hidden_size, dtype, kernels)
+        held = formats.get("embed.weight", PLAIN)
+        of_head = held if tied else formats.get("lm_head.weight", PLAIN)
+        self._head = Linear(
+            {"head": vocab_size}, hidden_size, dtype, kernels, formats={"head.weight": of_head}
+        )
+        self._table: torch.Tensor | None = None
+        self._packed: PackedLinear | None = (
+            self._head.packed if tied else None
+        )  # holds the rows, with no table
+        if not tied and held.quantized:
+            backend = matrix_backend(kernels, held)
+            self._packed = pack_empty(
+                vocab_size, hidden_size, dtype, bias=False, backend=backend, format=held
+            )
+        elif not tied:
+            self._table = torch.empty(vocab_size, hidden_size, dtype=dtype)
+        self._tied = tied
 
     def places(self) -> dict[str, Place]:
         head = self._head.places()["head.weight"]
-        if self._table is None:
+        if self._tied:
             return {"embed.weight": head}
+        if self._packed is not None:
+            return {"embed.weight": partial(write_weight, self._packed, 0), "lm_head.weight": head}
+        assert self._table is not None
         return {"embed.weight": copy_into(self._table), "lm_head.weight": head}
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, scaled (Gemma, Granite)."""
-        if self._table is None:
-            rows = read_rows(self._head.packed, input_ids)
+        if self._packed is not None:
+            rows = read_rows(self._packed, input_ids)
         else:
+            assert self._table is not None
             rows = take_rows(self._table, input_ids, backend=self._take_backend)
         return scale_rows(rows, self._scale, backend=self._scale_backend)
 

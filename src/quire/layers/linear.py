@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import groupby
 
 import torch
 
-from quire.kernels.linear import linear, pack_empty, write_bias, write_rows
+from quire.kernels.linear import PackedLinear, linear, pack_empty, write_bias
 from quire.kernels.registry import KernelChoice
-from quire.layers.weights import Place
+from quire.layers.weights import NO_FORMATS, Formats, Place, matrix_backend, write_weight
+from quire.weight_format import PLAIN
 
 
 class Linear:
-    """``parts``: name → output features, stacked in that order. Weights lie in the layout of the kernel."""
+    """``parts``: name → output features, stacked in that order. Weights lie in the layout of the kernel.
+
+    ``formats``: "{part}.weight" → format of those that are quantized. Neighbours of one format are one matrix; where
+    formats differ (Q4_K_M of GGUF has its v apart from q and k), there are several, each for a range of columns.
+    """
 
     def __init__(
         self,
@@ -23,23 +29,39 @@ class Linear:
         kernels: KernelChoice,
         *,
         bias: bool = False,
+        formats: Formats = NO_FORMATS,
     ) -> None:
         self.parts = dict(parts)
-        self.packed = pack_empty(
-            sum(parts.values()), in_features, dtype, bias=bias, backend=kernels.backend("linear")
-        )
+        self.segments: list[PackedLinear] = []
+        self._where: dict[str, tuple[PackedLinear, int]] = {}  # part → its matrix and first row there
+        for held, names in groupby(parts, lambda name: formats.get(f"{name}.weight", PLAIN)):
+            of = list(names)
+            backend = matrix_backend(kernels, held)
+            rows = sum(parts[name] for name in of)
+            packed = pack_empty(rows, in_features, dtype, bias=bias, backend=backend, format=held)
+            start = 0
+            for name in of:
+                self._where[name] = (packed, start)
+                start += parts[name]
+            self.segments.append(packed)
+
+    @property
+    def packed(self) -> PackedLinear:
+        """The matrix, where there is one."""
+        assert len(self.segments) == 1, [each.format for each in self.segments]
+        return self.segments[0]
 
     def places(self) -> dict[str, Place]:
         """Return ``{part}.weight [features, in_features]`` and, with biases, ``{part}.bias [features]``."""
         found: dict[str, Place] = {}
-        start = 0
-        for name, features in self.parts.items():
-            found[f"{name}.weight"] = partial(write_rows, self.packed, start)
-            if self.packed.bias is not None:
-                found[f"{name}.bias"] = partial(write_bias, self.packed, start)
-            start += features
+        for name, (packed, start) in self._where.items():
+            found[f"{name}.weight"] = partial(write_weight, packed, start)
+            if packed.bias is not None:
+                found[f"{name}.bias"] = partial(write_bias, packed, start)
         return found
 
     def __call__(self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``, in x's dtype if nothing is said."""
-        return linear(x, self.packed, out_dtype=out_dtype)
+        if len(self.segments) == 1:
+            return linear(x, self.segments[0], out_dtype=out_dtype)
+        return torch.cat([linear(x, packed, out_dtype=out_dtype) for packed in self.segments], dim=1)

@@ -20,19 +20,28 @@ from quire.layers.attention import CosSin
 from quire.layers.linear import Linear
 from quire.layers.norm import RmsNorm
 from quire.layers.step_batch import GroupBatch
-from quire.layers.weights import Place, prefixed
+from quire.layers.weights import NO_FORMATS, Formats, Place, prefixed
 from quire.modelspec import AttentionSpec
+from quire.quant.stored import Weight
 
 
 class LatentAttention:
     """MLA with or without a low-rank q."""
 
     def __init__(
-        self, spec: AttentionSpec, hidden_size: int, eps: float, dtype: torch.dtype, kernels: KernelChoice
+        self,
+        spec: AttentionSpec,
+        hidden_size: int,
+        eps: float,
+        dtype: torch.dtype,
+        kernels: KernelChoice,
+        *,
+        formats: Formats = NO_FORMATS,
     ) -> None:
         assert spec.is_mla
         assert spec.rope is not None
         self._spec = spec
+        self._dtype = dtype
         self._rope_dim = spec.head_dim - spec.qk_nope_head_dim
         assert spec.rope.dim == self._rope_dim
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.kv_lora_rank + self._rope_dim
@@ -40,14 +49,13 @@ class LatentAttention:
         first = {"q": q_width, "kv_a": kv_width}
         if spec.q_lora_rank:
             first = {"q_a": spec.q_lora_rank, "kv_a": kv_width}
-            self._q_b = Linear({"q_b": q_width}, spec.q_lora_rank, dtype, kernels)
+            self._q_b = Linear({"q_b": q_width}, spec.q_lora_rank, dtype, kernels, formats=formats)
             self._q_norm = RmsNorm(spec.q_lora_rank, eps, kernels)
         self._q_first = spec.q_lora_rank or q_width
-        self._down = Linear(first, hidden_size, dtype, kernels, bias=spec.qkv_bias)
+        self._down = Linear(first, hidden_size, dtype, kernels, bias=spec.qkv_bias, formats=formats)
         self._kv_norm = RmsNorm(spec.kv_lora_rank, eps, kernels)
-        self._o = Linear(
-            {"o": hidden_size}, spec.num_heads * spec.v_head_dim, dtype, kernels, bias=spec.o_bias
-        )
+        out = spec.num_heads * spec.v_head_dim
+        self._o = Linear({"o": hidden_size}, out, dtype, kernels, bias=spec.o_bias, formats=formats)
         self._to_latent = torch.empty(0)  # [num_heads, nope, lora], packed
         self._from_latent = torch.empty(0)  # [num_heads, lora, v_head_dim], packed
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
@@ -64,11 +72,11 @@ class LatentAttention:
             found.update(prefixed("q_a_norm.", self._q_norm.places()))
         return found
 
-    def _place_kv_b(self, tensor: torch.Tensor) -> None:
+    def _place_kv_b(self, weight: Weight) -> None:
         """``[num_heads · (nope + v_head_dim), lora]`` → the two matrices of each head."""
-        spec = self._spec
-        heads = torch.unflatten(tensor, 0, (spec.num_heads, -1))
-        dtype = self._o.packed.data.dtype
+        assert isinstance(weight, torch.Tensor)  # `weight_plan` leaves this one plain
+        spec, dtype = self._spec, self._dtype
+        heads = torch.unflatten(weight, 0, (spec.num_heads, -1))
         self._to_latent = pack_heads(heads[:, : spec.qk_nope_head_dim].to(dtype))
         self._from_latent = pack_heads(heads[:, spec.qk_nope_head_dim :].transpose(1, 2).to(dtype))
 

@@ -7,7 +7,7 @@ import torch
 from quire.kernels.activation import ActivationKind, gated
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
-from quire.layers.weights import Place
+from quire.layers.weights import NO_FORMATS, Formats, Place
 
 
 class Mlp:
@@ -22,10 +22,13 @@ class Mlp:
         kernels: KernelChoice,
         *,
         bias: bool = False,
+        formats: Formats = NO_FORMATS,
     ) -> None:
         inter = intermediate_size
-        self._gate_up = Linear({"gate": inter, "up": inter}, hidden_size, dtype, kernels, bias=bias)
-        self._down = Linear({"down": hidden_size}, inter, dtype, kernels, bias=bias)
+        self._gate_up = Linear(
+            {"gate": inter, "up": inter}, hidden_size, dtype, kernels, bias=bias, formats=formats
+        )
+        self._down = Linear({"down": hidden_size}, inter, dtype, kernels, bias=bias, formats=formats)
         self._activation = activation
         self._gated_backend = kernels.backend("gated")
 

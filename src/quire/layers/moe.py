@@ -8,19 +8,38 @@ import torch
 
 from quire.kernels.activation import gated
 from quire.kernels.activation.reference import sigmoid
-from quire.kernels.linear import PackedLinear, pack_empty, write_bias, write_rows
+from quire.kernels.linear import PackedLinear, pack_empty, write_bias
 from quire.kernels.moe import experts, route
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
-from quire.layers.weights import Place, copy_into, prefixed
+from quire.layers.weights import (
+    NO_FORMATS,
+    Formats,
+    Place,
+    copy_into,
+    matrix_backend,
+    prefixed,
+    under,
+    write_weight,
+)
 from quire.modelspec import MlpSpec
+from quire.quant.stored import StoredMatrix, StoredStack, Weight
+from quire.weight_format import PLAIN
 
 
 class MoeBlock:
     """Every variant of `MoeSpec`. The router works in fp32 whatever the model's dtype: a choice has no small error."""
 
-    def __init__(self, hidden_size: int, spec: MlpSpec, dtype: torch.dtype, kernels: KernelChoice) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: MlpSpec,
+        dtype: torch.dtype,
+        kernels: KernelChoice,
+        *,
+        formats: Formats = NO_FORMATS,
+    ) -> None:
         moe = spec.moe
         assert moe is not None
         self._moe = moe
@@ -28,20 +47,26 @@ class MoeBlock:
         self._router = Linear(
             {"router": moe.num_experts}, hidden_size, torch.float32, kernels, bias=moe.router_bias
         )
-        backend = kernels.backend("linear")
 
-        def pack(out_features: int, in_features: int) -> list[PackedLinear]:
+        def pack(name: str, out_features: int, in_features: int) -> list[PackedLinear]:
+            held = formats.get(f"{name}.weight", PLAIN)
+            backend = matrix_backend(kernels, held)
             return [
-                pack_empty(out_features, in_features, dtype, bias=moe.expert_bias, backend=backend)
+                pack_empty(
+                    out_features, in_features, dtype, bias=moe.expert_bias, backend=backend, format=held
+                )
                 for _ in range(moe.num_experts)
             ]
 
-        self._gate_up = pack(2 * inter, hidden_size)
-        self._down = pack(hidden_size, inter)
+        self._gate_up = pack("gate", 2 * inter, hidden_size)
+        self._down = pack("down", hidden_size, inter)
         self._correction = torch.zeros(moe.num_experts) if moe.correction_bias else None
         self._shared: Mlp | None = None
         if moe.shared_intermediate_size:
-            self._shared = Mlp(hidden_size, moe.shared_intermediate_size, spec.activation, dtype, kernels)
+            shared = under("shared.", formats)
+            self._shared = Mlp(
+                hidden_size, moe.shared_intermediate_size, spec.activation, dtype, kernels, formats=shared
+            )
         self._shared_gate = (
             Linear({"shared_gate": 1}, hidden_size, dtype, kernels) if moe.shared_gate else None
         )
@@ -57,7 +82,7 @@ class MoeBlock:
             ("up", self._gate_up, inter),
             ("down", self._down, 0),
         ):
-            found[f"{name}.weight"] = partial(_write_all, write_rows, packed, start)
+            found[f"{name}.weight"] = partial(_write_all, write_weight, packed, start)
             if self._moe.expert_bias:
                 found[f"{name}.bias"] = partial(_write_all, write_bias, packed, start)
         if self._correction is not None:
@@ -80,8 +105,10 @@ class MoeBlock:
         return y
 
 
-def _write_all(write, packed: list[PackedLinear], start: int, tensor: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
-    """``tensor [num_experts, ...]``: one slice for every expert."""
-    assert tensor.shape[0] == len(packed)
-    for expert, part in zip(packed, tensor, strict=True):
+def _write_all(write, packed: list[PackedLinear], start: int, weight: Weight) -> None:  # type: ignore[no-untyped-def]
+    """``weight [num_experts, ...]``: one slice for every expert."""
+    assert weight.shape[0] == len(packed)
+    assert not isinstance(weight, StoredMatrix)
+    parts = weight.matrices if isinstance(weight, StoredStack) else weight
+    for expert, part in zip(packed, parts, strict=True):
         write(expert, start, part)

@@ -9,7 +9,8 @@ import torch
 
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.registry import KernelChoice
-from quire.layers.weights import Place
+from quire.layers.weights import Place, copy_into
+from quire.quant.stored import Weight
 
 
 class RmsNorm:
@@ -22,10 +23,9 @@ class RmsNorm:
         self._norm_backend = kernels.backend("rms_norm")
         self._add_backend = kernels.backend("add_rms_norm")
 
-    def place(self, tensor: torch.Tensor) -> None:
+    def place(self, weight: Weight) -> None:
         """Take ``weight [size]``."""
-        assert tensor.shape == self.weight.shape, (tensor.shape, self.weight.shape)
-        self.weight.copy_(tensor)
+        copy_into(self.weight)(weight)
         if self._plus_one:
             self.weight.add_(1.0)
 

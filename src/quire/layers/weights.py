@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
-Place = Callable[[torch.Tensor], None]
+from quire.kernels.linear import PackedLinear, write_rows
+from quire.kernels.registry import Backend, KernelChoice
+from quire.quant.rtn import quantize
+from quire.quant.stored import StoredMatrix, StoredStack, Weight, row_ranges
+from quire.weight_format import WeightFormat
+
+Place = Callable[[Weight], None]
+Formats = Mapping[str, WeightFormat]  # name of a weight → how it is held; plain where it is not named
+NO_FORMATS: Formats = MappingProxyType({})
 
 
 def prefixed(prefix: str, places: Mapping[str, Place]) -> dict[str, Place]:
@@ -14,11 +23,39 @@ def prefixed(prefix: str, places: Mapping[str, Place]) -> dict[str, Place]:
     return {prefix + name: place for name, place in places.items()}
 
 
+def under(prefix: str, formats: Formats) -> Formats:
+    """Return the formats of the names that start with ``prefix``, without it."""
+    return {name.removeprefix(prefix): held for name, held in formats.items() if name.startswith(prefix)}
+
+
+def matrix_backend(kernels: KernelChoice, held: WeightFormat) -> Backend:
+    """Return the backend that multiplies with matrices of format ``held``."""
+    return kernels.backend("quantized_linear" if held.quantized else "linear")
+
+
 def copy_into(target: torch.Tensor) -> Place:
     """Return a place that copies into ``target``, converting to its dtype."""
 
-    def place(tensor: torch.Tensor) -> None:
-        assert tensor.shape == target.shape, (tensor.shape, target.shape)
-        target.copy_(tensor)
+    def place(weight: Weight) -> None:
+        assert isinstance(weight, torch.Tensor)
+        assert weight.shape == target.shape, (weight.shape, target.shape)
+        target.copy_(weight)
 
     return place
+
+
+def write_weight(packed: PackedLinear, start: int, weight: Weight) -> None:
+    """Put a matrix ``[n, in_features]`` at the output features ``start …``: as it is, decoded, or rounded.
+
+    Quantized ones pass in ranges of rows, so that no second copy of a large matrix is ever there.
+    """
+    if isinstance(weight, StoredMatrix):
+        for row, part in weight.ranges():
+            write_rows(packed, start + row, part)
+        return
+    assert not isinstance(weight, StoredStack)
+    if not packed.format.quantized:
+        write_rows(packed, start, weight)
+        return
+    for row, stop in row_ranges(*weight.shape):
+        write_rows(packed, start + row, quantize(weight[row:stop], packed.format))

@@ -1,20 +1,11 @@
-"""Block formats that are expanded when a checkpoint is loaded: ggml's Q8_0 and OCP's MXFP4 (gpt-oss)."""
+"""OCP's MXFP4 (gpt-oss), which is expanded when a checkpoint is loaded."""
 
 from __future__ import annotations
 
 import torch
 
-Q8_BLOCK = 34  # bytes: a float16 scale and 32 int8
 # FP4 (E2M1) by its four bits, from the OCP Microscaling Formats specification 1.0, table 5.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
-def expand_q8_0(raw: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``raw [num_blocks · 34]`` uint8 → float32 of ``shape``: value = scale · int8."""
-    blocks = raw.view(-1, Q8_BLOCK)
-    scales = blocks[:, :2].contiguous().view(torch.float16).float()  # [num_blocks, 1]
-    values = blocks[:, 2:].contiguous().view(torch.int8).float()  # [num_blocks, 32]
-    return values.mul_(scales).view(shape)
 
 
 def expand_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from quire.errors import ModelLoadError
-from quire.families import spec_from_config
+from quire.families import quantization_of, spec_from_config, weight_map
 from quire.families.fields import Fields
-from quire.families.gguf import spec_from_gguf
+from quire.families.gguf import gguf_weight_map, spec_from_gguf
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.models.gguf_file import read_gguf
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_safetensors
+from quire.models.weight_sources import FLOATS, find_sources, stored_formats
 from quire.modelspec import ModelSpec
 from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
+from quire.weight_format import WeightFormat
 
 Kind = Literal["safetensors", "gguf", "random"]
 
@@ -46,6 +49,9 @@ class Checkpoint:
     dtype: str  # most of the weights' bytes are of this type
     generation: GenerationDefaults
     tokenizer: Path  # the folder with the tokenizer's files, or the GGUF file that holds it
+    formats: Mapping[str, WeightFormat] = field(
+        default_factory=dict
+    )  # canonical name → how it can be held, if quantized
 
     @property
     def weight_bytes(self) -> int:
@@ -76,17 +82,23 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
     config_path = path / "config.json"
     if not config_path.is_file():
         raise ModelLoadError(f"{path} has no config.json: it is no model folder; download the whole model.")
-    spec = spec_from_config(read_json(config_path), str(config_path))
+    config = read_json(config_path)
+    spec = spec_from_config(config, str(config_path))
     files: tuple[Path, ...] = ()
+    formats: Mapping[str, WeightFormat] = {}
     dtype = spec.dtype
     if load_format != "random":
         files = checkpoint_files(path)
-        dtype = _common_dtype(tensor for file in files for tensor in read_safetensors(file).values())
+        stored = {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
+        dtype = _common_dtype(stored.values())
+        quantization = quantization_of(config, str(config_path))
+        if quantization is not None:
+            formats = stored_formats(spec, find_sources(str(path), weight_map(spec), stored, quantization))
     generation, eos = _generation(path)
     merged = tuple(dict.fromkeys((*eos, *spec.eos_token_ids)))
     spec = replace(spec, dtype=dtype, eos_token_ids=merged)
     kind: Kind = "random" if load_format == "random" else "safetensors"
-    return Checkpoint(path, kind, spec, files, dtype, generation, path)
+    return Checkpoint(path, kind, spec, files, dtype, generation, path, formats)
 
 
 def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
@@ -95,11 +107,13 @@ def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
     dtype = _common_dtype(file.tensors.values())
     eos = (*spec.eos_token_ids, *_end_of_turn(file.metadata))
     spec = replace(
-        spec, dtype="bfloat16" if dtype == "q8_0" else dtype, eos_token_ids=tuple(dict.fromkeys(eos))
+        spec, dtype="bfloat16" if dtype in BLOCK_TYPES else dtype, eos_token_ids=tuple(dict.fromkeys(eos))
     )
-    random = load_format == "random"
-    files = () if random else (path,)
-    return Checkpoint(path, "random" if random else "gguf", spec, files, dtype, GenerationDefaults(), path)
+    if load_format == "random":
+        return Checkpoint(path, "random", spec, (), dtype, GenerationDefaults(), path)
+    names = gguf_weight_map(spec, str(file.metadata.get("general.architecture")))
+    formats = stored_formats(spec, find_sources(str(path), names, file.tensors))
+    return Checkpoint(path, "gguf", spec, (path,), dtype, GenerationDefaults(), path, formats)
 
 
 def _end_of_turn(metadata: Mapping[str, Any]) -> tuple[int, ...]:
@@ -123,7 +137,7 @@ def _only_gguf(folder: Path) -> Path:
 def _common_dtype(tensors: Iterable[StoredTensor]) -> str:
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        if tensor.dtype == "uint8":  # packed: no type to compute in
+        if tensor.dtype not in (*FLOATS, *BLOCK_TYPES):  # packed: no type to compute in
             continue
         sizes[tensor.dtype] += tensor.num_bytes
     return sizes.most_common(1)[0][0] if sizes else "bfloat16"

@@ -25,8 +25,9 @@ from quire.layers.moe import MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
 from quire.layers.step_batch import GroupBatch, StepBatch
-from quire.layers.weights import Place, prefixed
+from quire.layers.weights import NO_FORMATS, Formats, Place, prefixed, under
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
+from quire.quant.stored import Weight
 
 
 class Decoder:
@@ -39,7 +40,10 @@ class Decoder:
         max_model_len: int,
         dtype: torch.dtype,
         kernels: KernelChoice,
+        *,
+        formats: Formats = NO_FORMATS,
     ) -> None:
+        """``formats``: canonical name → how a weight is held, for those that are quantized (`weight_plan`)."""
         self.spec = spec
         self.dtype = dtype
         self._shapes = weight_shapes(spec)
@@ -51,8 +55,12 @@ class Decoder:
             kernels,
             tied=spec.tie_word_embeddings,
             scale=spec.embedding_scale,
+            formats=formats,
         )
-        self._layers = [DecoderLayer(layer, spec, dtype, kernels) for layer in spec.layers]
+        self._layers = [
+            DecoderLayer(layer, spec, dtype, kernels, under(f"layers.{index}.", formats))
+            for index, layer in enumerate(spec.layers)
+        ]
         self._norm = RmsNorm(spec.hidden_size, spec.norm_eps, kernels, plus_one=spec.norm_plus_one)
         self._groups = [kv_layout.group_of_layer(i)[0] for i in range(spec.num_layers)]
         self._ropes: dict[RopeSpec, RopeTable] = {}
@@ -71,7 +79,7 @@ class Decoder:
         assert set(places) == set(self._shapes), set(places) ^ set(self._shapes)
         return places
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Take all weights from a stream of (canonical name, tensor).
 
         Raises `ModelLoadError` for a name or a shape that the spec does not have, and for a weight that never came.
@@ -125,22 +133,38 @@ class Decoder:
 class DecoderLayer:
     """Attention and MLP with their norms: pre (Llama), post (OLMo-2) or both (Gemma 2)."""
 
-    def __init__(self, spec: LayerSpec, model: ModelSpec, dtype: torch.dtype, kernels: KernelChoice) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        model: ModelSpec,
+        dtype: torch.dtype,
+        kernels: KernelChoice,
+        formats: Formats = NO_FORMATS,
+    ) -> None:
         self.spec = spec
         hidden, eps, plus_one = model.hidden_size, model.norm_eps, model.norm_plus_one
         self._scale = model.residual_scale
         self._attention: Attention | LatentAttention
+        attention = under("attn.", formats)
         if spec.attention.is_mla:
-            self._attention = LatentAttention(spec.attention, hidden, eps, dtype, kernels)
+            self._attention = LatentAttention(spec.attention, hidden, eps, dtype, kernels, formats=attention)
         else:
-            self._attention = Attention(spec.attention, hidden, eps, dtype, kernels, norm_plus_one=plus_one)
+            self._attention = Attention(
+                spec.attention, hidden, eps, dtype, kernels, norm_plus_one=plus_one, formats=attention
+            )
         self._mlp: Mlp | MoeBlock
         if spec.mlp.moe is None:
             self._mlp = Mlp(
-                hidden, spec.mlp.intermediate_size, spec.mlp.activation, dtype, kernels, bias=spec.mlp.bias
+                hidden,
+                spec.mlp.intermediate_size,
+                spec.mlp.activation,
+                dtype,
+                kernels,
+                bias=spec.mlp.bias,
+                formats=under("mlp.", formats),
             )
         else:
-            self._mlp = MoeBlock(hidden, spec.mlp, dtype, kernels)
+            self._mlp = MoeBlock(hidden, spec.mlp, dtype, kernels, formats=under("moe.", formats))
         names = [] if spec.norms == "post" else ["attn_norm", "mlp_norm"]
         names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
         self._norms = {name: RmsNorm(hidden, eps, kernels, plus_one=plus_one) for name in names}

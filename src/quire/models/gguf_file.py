@@ -16,21 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.families.gguf_types import BLOCK_TYPES, OTHER_TYPES, TENSOR_TYPES
 from quire.models.safetensors_file import AGAIN, StoredTensor, map_file
 
-# Type of a tensor → (name, elements in a block, bytes of a block).
-_TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("float32", 1, 4),
-    1: ("float16", 1, 2),
-    8: ("q8_0", 32, 34),
-    30: ("bfloat16", 1, 2),
-}
-_TYPE_NAMES = {
-    2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
-    14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -88,20 +76,22 @@ def read_gguf(path: Path) -> GgufFile:
 def _stored(
     path: Path, buffer: mmap.mmap, base: int, name: str, shape: tuple[int, ...], kind: int, offset: int
 ) -> StoredTensor:
-    if kind not in _TENSOR_TYPES:
+    if kind not in TENSOR_TYPES:
         raise UnsupportedModelError(
-            f"{path}: {name} is of type {_TYPE_NAMES.get(kind, kind)}, which is not supported; supported are F32, "
-            "F16, BF16 and Q8_0: take a file of one of these."
+            f"{path}: {name} is of type {OTHER_TYPES.get(kind, kind)}, which is not supported; supported are F32, F16, "
+            f"BF16 and {', '.join(name.upper() for name in BLOCK_TYPES)}: take a file of one of these."
         )
-    dtype, per_block, block_bytes = _TENSOR_TYPES[kind]
-    if not shape or shape[-1] % per_block:
-        raise ModelLoadError(f"{path}: {name} has shape {shape}, no whole number of {dtype} blocks; {AGAIN}.")
-    num_bytes = prod(shape) // per_block * block_bytes
+    of = TENSOR_TYPES[kind]
+    if not shape or shape[-1] % of.block:
+        raise ModelLoadError(
+            f"{path}: {name} has shape {shape}, no whole number of {of.name} blocks; {AGAIN}."
+        )
+    num_bytes = prod(shape) // of.block * of.block_bytes
     if base + offset + num_bytes > len(buffer):
         raise ModelLoadError(
             f"{path} is truncated: it has {len(buffer)} bytes and {name} ends at {base + offset + num_bytes}; {AGAIN}."
         )
-    return StoredTensor(dtype, shape, buffer, base + offset, num_bytes, path)
+    return StoredTensor(of.name, shape, buffer, base + offset, num_bytes, path)
 
 
 class _Reader:

@@ -23,6 +23,9 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "F16": ("float16", 2),
     "BF16": ("bfloat16", 2),
     "U8": ("uint8", 1),  # packed blocks, where a family's map says so
+    "I8": ("int8", 1),  # quantized weights, where quantization_config says so; and their indices and shapes
+    "I32": ("int32", 4),
+    "I64": ("int64", 8),
 }
 _HEADER_MAX = 100_000_000  # bytes; the reference implementation refuses more too
 INDEX_NAME = "model.safetensors.index.json"
@@ -33,7 +36,7 @@ AGAIN = "the download is incomplete or the file is damaged: download it again"
 class StoredTensor:
     """Where one tensor lies in a mapped file. ``buffer`` keeps the mapping alive."""
 
-    dtype: str  # "float32", "float16", "bfloat16", "uint8" (packed) or, in GGUF, "q8_0"
+    dtype: str  # "float32", "float16", "bfloat16", integers (quantized weights) or, in GGUF, "q8_0", "q4_k" …
     shape: tuple[int, ...]
     buffer: mmap.mmap
     offset: int  # bytes from the start of the file

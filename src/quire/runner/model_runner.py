@@ -12,6 +12,7 @@ from quire.kernels import registry
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.step_batch import StepBatch
 from quire.models.decoder import Decoder
+from quire.quant.stored import Weight
 from quire.runner.grammars import Grammars
 from quire.runner.input_batch import PreparedStep
 from quire.runner.memory import KvCache, torch_dtype
@@ -29,11 +30,16 @@ class ModelRunner:
     is the next step's.
     """
 
-    def __init__(self, config: EngineConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, config: EngineConfig, weights: Iterable[tuple[str, Weight]]) -> None:
         model = config.model
         kernels = registry.choose(config.runner.cpu_isa)
         self.decoder = Decoder(
-            model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels
+            model.spec,
+            config.kv_layout,
+            model.max_model_len,
+            torch_dtype(model.dtype),
+            kernels,
+            formats=model.formats,
         )
         with torch.inference_mode():
             self.decoder.load(weights)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.errors import RequestError, StepError
+from quire.quant.stored import Weight
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner
 from quire.sampling.sampler import SeqSample
@@ -22,9 +21,7 @@ from quire.step import NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 class Worker:
     """One process's share of an engine: here the whole model."""
 
-    def __init__(
-        self, config: EngineConfig, weights: Iterable[tuple[str, torch.Tensor]], clock: Clock
-    ) -> None:
+    def __init__(self, config: EngineConfig, weights: Iterable[tuple[str, Weight]], clock: Clock) -> None:
         self._clock = clock
         self._vocab_size = config.model.spec.vocab_size
         self.runner = ModelRunner(config, weights)

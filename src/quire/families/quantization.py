@@ -1,0 +1,215 @@
+"""``quantization_config`` of a ``config.json`` → `Quantization`: how each quantized linear of the checkpoint is stored.
+
+Read strictly: every key is honoured, known to change no number (`_HARMLESS`), or refused by name. Torch-free.
+
+    compressed-tensors   pack-quantized (int4 or int8 in int32) and int-quantized (W8A8), by target and ignore list
+    awq                  AutoAWQ's "gemm" layout, 4 bits
+    gptq                 AutoGPTQ's and GPTQModel's layout, 4 or 8 bits
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.errors import UnsupportedModelError
+from quire.families.fields import Fields
+
+Encoding = Literal["packed", "int8", "awq", "gptq"]
+METHODS = ("compressed-tensors", "awq", "gptq")
+_HARMLESS = {  # how the weights were found, or hints for other engines' kernels
+    "compressed-tensors": {"global_compression_ratio", "version", "quantization_status"},
+    "awq": {"backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"},
+    "gptq": {
+        "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "model_name_or_path",
+        "model_file_base_name", "meta", "batch_size", "dataset", "tokenizer", "cache_block_outputs", "exllama_config",
+        "use_exllama", "max_input_length", "use_cuda_fp16", "model_seqlen", "block_name_to_quantize", "offload_to_disk",
+        "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id", "disable_exllama", "mse",
+        "backend", "act_group_aware", "lm_head", "desc_act",
+    },
+}  # fmt: skip
+_WEIGHT_KEYS = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder", "block_structure",
+                "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one linear is stored. ``group`` None: one scale an output feature."""
+
+    encoding: Encoding
+    bits: int
+    group: int | None
+    symmetric: bool
+    zero_minus_one: bool = False  # GPTQ's first format stores zero points less 1
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The schemes of a checkpoint by target; the first that matches a module holds."""
+
+    targets: tuple[tuple[str, Scheme], ...]
+    ignore: tuple[str, ...] = ()
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Return the scheme of a module ("model.layers.0.mlp.up_proj"), None where it is plain."""
+        if any(_matches(pattern, module) for pattern in self.ignore):
+            return None
+        return next((scheme for pattern, scheme in self.targets if _matches(pattern, module)), None)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return pattern in ("Linear", module)
+
+
+def read_quantization(f: Fields, *, others: tuple[str, ...] = ()) -> Quantization | None:
+    """Return what ``quantization_config`` says; None where there is none, or its method is of ``others``.
+
+    ``others``: methods that the family's own map of weights reads (MXFP4).
+
+    Raises `UnsupportedModelError` for a method or a value that Quire does not read, `ModelLoadError` for nonsense.
+    """
+    q = f.nested("quantization_config")
+    if q is None:
+        return None
+    method = q.text("quant_method", "an unnamed method")
+    if method in others:
+        return None
+    if method not in METHODS:
+        raise UnsupportedModelError(
+            f"{f.where}: weights quantized by {method!r} (quantization_config.quant_method) are not supported; "
+            f"supported are {', '.join(METHODS)}, mxfp4 for gpt-oss, GGUF files, and plain weights with --quantize."
+        )
+    read = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}[method]
+    known, result = read(q)
+    _refuse_unknown(q, known | _HARMLESS[method] | {"quant_method"})
+    return result
+
+
+def _refuse_unknown(f: Fields, known: set[str]) -> None:
+    for key, value in f.values.items():
+        if key not in known and value not in (None, {}, [], False):
+            raise UnsupportedModelError(
+                f"{f.where}: {key} = {value!r} is not known to Quire and might change what the weights mean."
+            )
+
+
+def _bits(f: Fields, key: str, allowed: tuple[int, ...]) -> int:
+    bits = f.integer(key)
+    f.refuse(key, unless=allowed, why="no kernel has it")
+    return bits
+
+
+def _group(f: Fields, key: str) -> int | None:
+    size = f.integer(key, -1, minimum=-1)
+    if size == 0:
+        raise f.wrong(key, "-1 (the whole row) or an integer ≥ 1")
+    return None if size == -1 else size
+
+
+def _awq(f: Fields) -> tuple[set[str], Quantization]:
+    old = {"w_bit": "bits", "q_group_size": "group_size"}
+    f = Fields({old.get(key, key): value for key, value in f.values.items()}, f.where)
+    bits = _bits(f, "bits", (4,))
+    version = f.text("version", "gemm").lower()
+    if version != "gemm":
+        raise UnsupportedModelError(f"{f.where}: version = {version!r} is not supported; it must be 'gemm'.")
+    f.items("modules_to_not_convert")  # which modules are plain is seen in the checkpoint
+    known = {"bits", "group_size", "version", "zero_point", "modules_to_not_convert", *old}
+    f.refuse("zero_point", unless=(True,), why="this layout has zero points")
+    scheme = Scheme("awq", bits, _group(f, "group_size"), symmetric=False)
+    return known, Quantization((("Linear", scheme),))
+
+
+def _gptq(f: Fields) -> tuple[set[str], Quantization]:
+    bits = _bits(f, "bits", (4, 8))
+    form = f.text("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise UnsupportedModelError(
+            f"{f.where}: checkpoint_format = {form!r} is not supported; it must be 'gptq' or 'gptq_v2'."
+        )
+    f.refuse("pack_dtype", unless=("int32",), why="eight 4-bit numbers a word are read")
+    f.refuse("format", unless=(form,), why="it contradicts checkpoint_format")
+    f.refuse("is_marlin_format", unless=(False,), why="Marlin's order of weights is one of GPU kernels")
+    f.flag("desc_act", False)  # whether groups are consecutive is seen in g_idx, when the weights are read
+    known = {"bits", "group_size", "sym", "checkpoint_format", "pack_dtype", "is_marlin_format", "format"}
+    scheme = Scheme("gptq", bits, _group(f, "group_size"), f.flag("sym", True), zero_minus_one=form == "gptq")
+    return known, Quantization((("Linear", scheme),))
+
+
+def _compressed_tensors(f: Fields) -> tuple[set[str], Quantization]:
+    f.refuse("quantization_status", unless=("compressed",), why="the weights must be stored quantized")
+    f.refuse("kv_cache_scheme", unless=(), why="the KV cache is not quantized")
+    sparsity = f.nested("sparsity_config")
+    if sparsity is not None:
+        sparsity.refuse("format", unless=("dense",), why="sparse weights are not read")
+    top = f.text("format", "pack-quantized")
+    groups = f.nested("config_groups")
+    if groups is None or not groups.values:
+        raise f.wrong("config_groups", "an object of at least one group")
+    targets: list[tuple[str, Scheme]] = []
+    for name in groups.values:
+        group = groups.nested(name)
+        if group is None:
+            raise groups.wrong(name, "an object")
+        scheme = _group_scheme(group, top)
+        for target in group.items("targets"):
+            if not isinstance(target, str) or (
+                target != "Linear" and ":" not in target and "." not in target
+            ):
+                raise UnsupportedModelError(
+                    f"{group.where}: targets has {target!r}, which is not supported; it must be 'Linear', the name "
+                    "of a module, or 're:' and a pattern."
+                )
+            targets.append((target, scheme))
+    # Names are more particular than the class of all linears.
+    targets.sort(key=lambda each: each[0] == "Linear")
+    ignore = tuple(str(item) for item in f.items("ignore"))
+    known = {"config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config"}
+    return known, Quantization(tuple(targets), ignore)
+
+
+def _group_scheme(f: Fields, top: str) -> Scheme:
+    form = f.text("format", top)
+    if form not in ("pack-quantized", "int-quantized"):
+        raise UnsupportedModelError(
+            f"{f.where}: format = {form!r} is not supported; it must be 'pack-quantized' or 'int-quantized'."
+        )
+    _refuse_unknown(f, {"targets", "weights", "input_activations", "output_activations", "format"})
+    f.refuse("output_activations", unless=(), why="outputs of linears are not quantized")
+    w = f.nested("weights")
+    if w is None:
+        raise f.wrong("weights", "an object")
+    _refuse_unknown(w, _WEIGHT_KEYS)
+    w.refuse("type", unless=("int",), why="fp8 and fp4 are not read")
+    w.refuse("dynamic", unless=(False,), why="weights have stored scales")
+    w.refuse("block_structure", unless=(), why="scales are a row's or a group's")
+    w.refuse("actorder", unless=(False, "weight", "static"), why="groups must be consecutive inputs")
+    bits = _bits(w, "num_bits", (4, 8) if form == "pack-quantized" else (8,))
+    group = _group(w, "group_size")
+    strategy = w.text("strategy", "channel" if group is None else "group")
+    if strategy not in ("channel", "group") or (strategy == "group") != (group is not None):
+        raise UnsupportedModelError(
+            f"{w.where}: strategy = {strategy!r} with group_size = {w.values.get('group_size')!r} is not supported; it "
+            "must be 'channel' without a group_size, or 'group' with one."
+        )
+    _activations(f)
+    return Scheme("packed" if form == "pack-quantized" else "int8", bits, group, w.flag("symmetric", True))
+
+
+def _activations(f: Fields) -> None:
+    """Absent, or what the kernels do: int8, a scale a token, found as it runs."""
+    a = f.nested("input_activations")
+    if a is None:
+        return
+    why = "activations are int8 with a scale for each token, found as it runs"
+    _refuse_unknown(a, _WEIGHT_KEYS)
+    a.refuse("num_bits", unless=(8,), why=why)
+    a.refuse("type", unless=("int",), why=why)
+    a.refuse("symmetric", unless=(True,), why=why)
+    a.refuse("strategy", unless=("token",), why=why)
+    a.refuse("dynamic", unless=(True,), why=why)
+    if a.values.get("dynamic") is not True:
+        raise a.wrong("dynamic", "true")

@@ -1,0 +1,172 @@
+"""The mapped bytes of a checkpoint as tensors, and quantized matrices over them that decode the rows asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.families import Take
+from quire.families.gguf_types import BLOCK_TYPES
+from quire.families.quantization import Scheme
+from quire.kernels.linear.packed import QuantizedWeight
+from quire.models.safetensors_file import StoredTensor
+from quire.models.weight_sources import Parts, Source
+from quire.quant.gguf_blocks import decode_rows
+from quire.quant.int32_words import AWQ_ORDER, exchange, unpack
+from quire.quant.stored import StoredMatrix, StoredStack, regroup
+from quire.weight_format import WeightFormat
+
+_TORCH = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+
+
+def view(stored: StoredTensor) -> torch.Tensor:
+    """Return the stored tensor as a view of the mapping; a quantized one of GGUF as its bytes, ``[rows, bytes]``."""
+    if stored.dtype in BLOCK_TYPES:
+        raw = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
+        return raw.view(stored.shape[0], -1)
+    dtype = _TORCH[stored.dtype]
+    count = stored.num_bytes // dtype.itemsize
+    if count == 0:
+        return torch.empty(stored.shape, dtype=dtype)
+    if stored.offset % dtype.itemsize:  # a header of odd length: such bytes cannot be a view
+        raw = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
+        return raw.clone().view(dtype).view(stored.shape)
+    return torch.frombuffer(stored.buffer, dtype=dtype, count=count, offset=stored.offset).view(stored.shape)
+
+
+def unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undo llama.cpp's order of the rows of q and k: pairs (i, i + dim/2) lie side by side there."""
+    half = tensor.shape[0] // heads // 2
+    return tensor.view(heads, half, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def open_quantized(source: Source, stored: Mapping[str, StoredTensor]) -> StoredMatrix | StoredStack:
+    """Return the quantized matrix, or the matrices of all experts, of ``source``.
+
+    Raises `ModelLoadError` and `UnsupportedModelError` for values that contradict quantization_config.
+    """
+    if source.scheme is None:
+        return _open_blocks(source, stored[source.take.names[0]])
+    matrices = tuple(
+        _open_parts(source.take, source.held, source.scheme, {part: stored[name] for part, name in parts.items()},
+                    parts)
+        for parts in source.parts
+    )  # fmt: skip
+    return StoredStack(matrices) if source.take.stacked else matrices[0]
+
+
+def _open_blocks(source: Source, stored: StoredTensor) -> StoredMatrix:
+    take = source.take
+    raw = view(stored)[take.start : take.stop]
+    shape = (raw.shape[0], stored.shape[1])
+    order = unpermute(torch.arange(shape[0]), take.unpermute_heads) if take.unpermute_heads else None
+
+    def read(start: int, stop: int) -> QuantizedWeight:
+        rows = raw[start:stop] if order is None else raw[order[start:stop]]
+        return decode_rows(rows, stored.dtype)
+
+    return StoredMatrix(source.held, shape, read)
+
+
+def _open_parts(
+    take: Take, held: WeightFormat, scheme: Scheme, stored: Mapping[str, StoredTensor], names: Parts
+) -> StoredMatrix:
+    tensors = {part: view(tensor) for part, tensor in stored.items()}
+    out, in_features = take.shape
+    if "index" in tensors:
+        _check_index(tensors["index"], scheme, names["index"])
+    if "bias" in tensors and tensors["bias"].any():
+        raise UnsupportedModelError(f"{names['bias']} is not zero, and this model has no bias there.")
+    if scheme.symmetric and "zero" in tensors:
+        _check_zeros(tensors.pop("zero"), scheme, names["zero"])
+    decode = _int8_rows if scheme.encoding == "int8" else partial(_word_rows, scheme)
+    first = take.start
+    last = out if take.stop is None else take.stop
+
+    def read(start: int, stop: int) -> QuantizedWeight:
+        # Words of 4 or 8 outputs are read whole.
+        low, high = (first + start) // 8 * 8, min(out, -(-(first + stop) // 8) * 8)
+        rows = decode(tensors, held, low, high, in_features)
+        cut = slice(first + start - low, first + stop - low)
+        offset = None if rows.offset is None else rows.offset[cut]
+        return QuantizedWeight(held, rows.q[cut], rows.scale[cut], offset)
+
+    return StoredMatrix(held, (last - first, in_features), read)
+
+
+def _word_rows(
+    scheme: Scheme,
+    tensors: Mapping[str, torch.Tensor],
+    held: WeightFormat,
+    low: int,
+    high: int,
+    in_features: int,
+) -> QuantizedWeight:
+    """Decode the outputs ``low … high − 1``, multiples of 8, of a matrix in int32 words."""
+    bits, per_word = scheme.bits, 32 // scheme.bits
+    words, scale, zero = tensors["q"], tensors["scale"], tensors.get("zero")
+    if scheme.encoding == "packed":
+        q = unpack(words[low:high], bits)[:, :in_features]
+        if zero is not None:
+            zero = unpack(zero[low // per_word : -(-high // per_word)].t(), bits).t()[: high - low]
+        return exchange(q, scale[low:high], zero, bits, held)
+    columns = slice(low // per_word, high // per_word)
+    if zero is not None:
+        zero = zero[:, columns]
+        if scheme.zero_minus_one:
+            zero = (
+                zero + 0x1111_1111 if bits == 4 else zero + 0x0101_0101
+            )  # as words: a carry was borrowed before
+        zero = unpack(zero, bits, AWQ_ORDER if scheme.encoding == "awq" else None).t()
+    if scheme.encoding == "awq":
+        q = unpack(words[:, columns], bits, AWQ_ORDER).t()
+    else:
+        q = unpack(words[:, low:high].t(), bits)
+    return exchange(q.contiguous(), scale[:, low:high].t().contiguous(), zero, bits, held)
+
+
+def _int8_rows(
+    tensors: Mapping[str, torch.Tensor], held: WeightFormat, low: int, high: int, in_features: int
+) -> QuantizedWeight:
+    q, scale = tensors["q"][low:high], tensors["scale"][low:high].float()
+    offset = -scale * tensors["zero"][low:high].float() if "zero" in tensors else None
+    return regroup(QuantizedWeight(held, q, scale, offset), held)
+
+
+def _check_index(index: torch.Tensor, scheme: Scheme, name: str) -> None:
+    """The group of each input must be its place: kernels know groups of consecutive inputs only."""
+    group = scheme.group or index.shape[0]
+    if not torch.equal(index.long(), torch.arange(index.shape[0]) // group):
+        raise UnsupportedModelError(
+            f"{name}: the inputs are grouped in another order than they come in (desc_act / actorder), which is not "
+            "supported; take a checkpoint that was made with desc_act = false, or quantize a plain one on load."
+        )
+
+
+def _check_zeros(zero: torch.Tensor, scheme: Scheme, name: str) -> None:
+    """A symmetric checkpoint has the middle everywhere."""
+    middle = 0
+    if scheme.encoding in ("gptq", "awq"):
+        each = (1 << scheme.bits - 1) - scheme.zero_minus_one
+        middle = int(
+            torch.tensor([each * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)]).to(torch.int32)
+        )
+    if scheme.encoding == "packed":
+        middle = int(torch.tensor([(1 << scheme.bits - 1) * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)])
+                     .to(torch.int32))  # fmt: skip
+    if (zero != middle).any():
+        raise ModelLoadError(
+            f"{name} has zero points, and quantization_config says that the weights are symmetric; config.json and "
+            "weights do not belong together."
+        )

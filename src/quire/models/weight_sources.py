@@ -1,0 +1,205 @@
+"""`find_sources`: which stored tensors make each canonical weight, and how it is quantized. Headers only; torch-free.
+
+Names and shapes must match exactly: a weight that is missing or that nothing asks for is an error, for a model that
+loads "almost" answers nonsense. All of it is found before the first weight is packed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.families import Take, WeightMap
+from quire.families.gguf_types import BLOCK_TYPES
+from quire.families.quantization import Quantization, Scheme
+from quire.families.weights import Shape, stored_shapes
+from quire.models.safetensors_file import StoredTensor
+from quire.modelspec import ModelSpec
+from quire.weight_format import GROUPS, PLAIN, Kind, WeightFormat, held_as
+from quire.weight_plan import role_of
+
+Tensors = Mapping[str, StoredTensor]
+Parts = Mapping[str, str]  # part of a quantized matrix ("q", "scale", "zero", "index") → stored name
+FLOATS = ("float32", "float16", "bfloat16")
+# What follows the module's name, by encoding; "index" and "shape" may be absent.
+_PARTS: Mapping[str, Parts] = {
+    "gptq": {"q": "qweight", "scale": "scales", "zero": "qzeros", "index": "g_idx", "bias": "bias"},
+    "awq": {"q": "qweight", "scale": "scales", "zero": "qzeros"},
+    "packed": {"q": "weight_packed", "scale": "weight_scale", "zero": "weight_zero_point",
+               "index": "weight_g_idx", "shape": "weight_shape"},
+    "int8": {"q": "weight", "scale": "weight_scale", "zero": "weight_zero_point"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one canonical weight comes from. ``held``: how it can be held without loss (plain where it is plain)."""
+
+    take: Take
+    held: WeightFormat = PLAIN
+    scheme: Scheme | None = None  # of a quantization_config
+    parts: tuple[Parts, ...] = ()  # for each of ``take.names``, with a scheme
+
+
+def find_sources(
+    where: str, names: WeightMap, stored: Tensors, quantization: Quantization | None = None
+) -> dict[str, Source]:
+    """Pick the alternative that the checkpoint holds for each weight; check that nothing lacks and nothing is over.
+
+    Raises `ModelLoadError` for a name, a shape or a type that is wrong, naming the tensor; `UnsupportedModelError` for
+    a quantized matrix that no kernel can hold.
+    """
+    chosen: dict[str, Source] = {}
+    missing: list[str] = []
+    for canonical, takes in names.sources.items():
+        found = (_source(take, stored, quantization) for take in takes)
+        source = next((each for each in found if each is not None), None)
+        if source is None:
+            missing.append(next(name for name in takes[0].names if name not in stored))
+        else:
+            chosen[canonical] = source
+    if missing:
+        raise ModelLoadError(
+            f"{where}: {len(missing)} weights are missing, {_some(missing)}; the checkpoint is incomplete or "
+            "config.json belongs to another model."
+        )
+    _check_names(where, names, chosen, stored)
+    for source in chosen.values():
+        if source.scheme is None:
+            for name, shape in zip(source.take.names, stored_shapes(source.take), strict=True):
+                _check(stored[name], name, shape, _types_of(source))
+        else:
+            for parts in source.parts:
+                _check_parts(source.take, source.scheme, parts, stored)
+    return chosen
+
+
+def stored_formats(spec: ModelSpec, sources: Mapping[str, Source]) -> dict[str, WeightFormat]:
+    """Return how the matrices that a checkpoint has quantized are held: what `plan_weights` starts from."""
+    found = {}
+    for name, source in sources.items():
+        if source.held.quantized and role_of(spec, name) != "other":
+            found[name] = source.held
+    for name, held in found.items():
+        up = name.replace(".moe.gate.", ".moe.up.")
+        if ".moe.gate." in name and found.get(up) != held:
+            raise UnsupportedModelError(
+                f"{name} is stored as {held} and {up} as {found.get(up, PLAIN)}; experts need both alike."
+            )
+    return found
+
+
+def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> Source | None:
+    """Return how ``take`` is stored, None where not all of it is there."""
+    scheme = _scheme(take, stored, quantization)
+    if scheme is not None:
+        parts = tuple(_parts(name, scheme, stored) for name in take.names)
+        return Source(take, _held(take, scheme), scheme, parts) if all(parts) else None
+    if any(name not in stored for name in take.names):
+        return None
+    block = BLOCK_TYPES.get(stored[take.names[0]].dtype)
+    return Source(take, PLAIN if block is None else block.held)
+
+
+def _scheme(take: Take, stored: Tensors, quantization: Quantization | None) -> Scheme | None:
+    name = take.names[0]
+    if quantization is None or not name.endswith(".weight"):
+        return None
+    module = name.removesuffix(".weight")
+    scheme = quantization.scheme_of(module)
+    if scheme is None or f"{module}.{_PARTS[scheme.encoding]['q']}" not in stored:
+        return None
+    if scheme.encoding == "int8" and f"{module}.weight_scale" not in stored:
+        return None
+    if scheme.encoding == "int8" and stored[name].dtype != "int8":
+        raise ModelLoadError(
+            f"{stored[name].file}: {name} is of type {stored[name].dtype}, and quantization_config says int8; "
+            "config.json and weights do not belong together."
+        )
+    if take.transpose or take.step != 1 or take.dim != 0:
+        raise UnsupportedModelError(
+            f"{name}: a matrix that this family cuts along its inputs is not read quantized."
+        )
+    return scheme
+
+
+def _parts(name: str, scheme: Scheme, stored: Tensors) -> Parts:
+    """Part → stored name; empty where one lacks."""
+    module = name.removesuffix(".weight")
+    parts = {part: f"{module}.{suffix}" for part, suffix in _PARTS[scheme.encoding].items()}
+    needed = ["q", "scale"]
+    if scheme.encoding in ("gptq", "awq") or not scheme.symmetric:
+        needed.append("zero")
+    if any(parts[part] not in stored for part in needed):
+        return {}
+    return {part: found for part, found in parts.items() if found in stored}
+
+
+def _held(take: Take, scheme: Scheme) -> WeightFormat:
+    kind: Kind = "int4" if scheme.bits == 4 else "int8"
+    held = held_as(kind, scheme.group, take.shape[1], has_offset=not scheme.symmetric)
+    if held is None:
+        raise UnsupportedModelError(
+            f"{take.names[0]}: {scheme.bits} bits in groups of {scheme.group} over {take.shape[1]} inputs cannot "
+            f"be held; groups must be a multiple of one of {sorted(GROUPS[kind])} and divide the inputs, or be a row."
+        )
+    return held
+
+
+def _check_names(where: str, names: WeightMap, chosen: Mapping[str, Source], stored: Tensors) -> None:
+    used = {name for source in chosen.values() if source.scheme is None for name in source.take.names}
+    used.update(name for source in chosen.values() for parts in source.parts for name in parts.values())
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in names.ignore))
+    over = [name for name in stored if name not in used and not ignored.fullmatch(name)]
+    if over:
+        raise ModelLoadError(
+            f"{where}: {len(over)} tensors have no place in this model, {_some(over)}; config.json belongs to "
+            "another model, or the checkpoint has parts that Quire does not run."
+        )
+
+
+def _types_of(source: Source) -> tuple[str, ...]:
+    if source.take.encoding == "mxfp4":
+        return ("uint8",)
+    return (*FLOATS, *BLOCK_TYPES)
+
+
+def _check_parts(take: Take, scheme: Scheme, parts: Parts, stored: Tensors) -> None:
+    """Check the shape and the type of every part of one matrix ``take.shape``."""
+    (out, in_), per_word = take.shape, 32 // scheme.bits
+    groups = 1 if scheme.group is None else in_ // scheme.group
+    shapes: dict[str, Shape]
+    if scheme.encoding == "gptq":
+        shapes = {"q": (in_ // per_word, out), "scale": (groups, out), "zero": (groups, out // per_word)}
+        shapes |= {"index": (in_,), "bias": (out,)}
+    elif scheme.encoding == "awq":
+        shapes = {"q": (in_, out // per_word), "scale": (groups, out), "zero": (groups, out // per_word)}
+    elif scheme.encoding == "packed":
+        shapes = {"q": (out, -(-in_ // per_word)), "scale": (out, groups), "index": (in_,), "shape": (2,)}
+        shapes["zero"] = (-(-out // per_word), groups)
+    else:
+        shapes = {"q": (out, in_), "scale": (out, groups), "zero": (out, groups)}
+    integers = ("int8",) if scheme.encoding == "int8" else ("int32",)
+    types = {"scale": FLOATS, "bias": FLOATS, "index": ("int32", "int64"), "shape": ("int32", "int64")}
+    for part, name in parts.items():
+        _check(stored[name], name, shapes[part], types.get(part, integers))
+
+
+def _check(stored: StoredTensor, name: str, expected: Shape, types: tuple[str, ...]) -> None:
+    if stored.dtype not in types:
+        raise ModelLoadError(
+            f"{stored.file}: {name} is of type {stored.dtype}, which is not how this weight is stored; config.json "
+            "and weights do not belong together."
+        )
+    if stored.shape != expected:
+        raise ModelLoadError(
+            f"{stored.file}: {name} has shape {list(stored.shape)}, and the configuration asks for "
+            f"{list(expected)}; config.json and weights do not belong together."
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    first = sorted(names)[:3]
+    return "for example " + ", ".join(first)

@@ -1,0 +1,82 @@
+"""Quantized matrices of a checkpoint, decoded range by range while they are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.linear.packed import QuantizedWeight
+from quire.weight_format import WeightFormat
+
+CHUNK = 1 << 19  # weights decoded at once: fp32 copies of them stay in a cache
+
+
+def row_ranges(num_rows: int, num_columns: int) -> Iterator[tuple[int, int]]:
+    """Cut the rows of a matrix into ranges of about `CHUNK` weights, a multiple of 32 rows each but the last."""
+    step = max(32, CHUNK // max(1, num_columns) // 32 * 32)
+    for start in range(0, num_rows, step):
+        yield start, min(num_rows, start + step)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """One quantized matrix ``[out, in]``; ``read(start, stop)`` decodes those rows."""
+
+    format: WeightFormat
+    shape: tuple[int, int]
+    read: Callable[[int, int], QuantizedWeight]
+
+    def ranges(self) -> Iterator[tuple[int, QuantizedWeight]]:
+        """Yield (first row, rows) over the whole matrix."""
+        for start, stop in row_ranges(*self.shape):
+            yield start, self.read(start, stop)
+
+    def expand(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix as plain numbers."""
+        out = torch.empty(self.shape, dtype=dtype)
+        for start, rows in self.ranges():
+            out[start : start + rows.shape[0]] = dequantize(rows)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStack:
+    """The matrices of all experts, ``[experts, out, in]``."""
+
+    matrices: tuple[StoredMatrix, ...]
+
+    @property
+    def format(self) -> WeightFormat:
+        return self.matrices[0].format
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.matrices), *self.matrices[0].shape
+
+    def expand(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.stack([matrix.expand(dtype) for matrix in self.matrices])
+
+
+Weight = torch.Tensor | StoredMatrix | StoredStack
+
+
+def dequantize(weight: QuantizedWeight) -> torch.Tensor:
+    """Return fp32 ``[out, in]``: scale · q + offset."""
+    groups = weight.scale.shape[1]
+    values: torch.Tensor = torch.unflatten(weight.q.float(), 1, (groups, -1)) * weight.scale.unsqueeze(-1)
+    if weight.offset is not None:
+        values += weight.offset.unsqueeze(-1)
+    return values.flatten(1)
+
+
+def regroup(weight: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:
+    """Return the same numbers under ``held``, whose groups divide those of ``weight``: scales are repeated."""
+    groups = 1 if held.group is None else weight.q.shape[1] // held.group
+    times, rest = divmod(groups, weight.scale.shape[1])
+    assert rest == 0, (weight.scale.shape, held)
+    if times == 1:
+        return QuantizedWeight(held, weight.q, weight.scale, weight.offset)
+    offset = None if weight.offset is None else weight.offset.repeat_interleave(times, 1)
+    return QuantizedWeight(held, weight.q, weight.scale.repeat_interleave(times, 1), offset)

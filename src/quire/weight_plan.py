@@ -1,0 +1,97 @@
+"""`plan_weights`: in which format each matrix of a model is held, decided once, before a weight is read. Torch-free.
+
+Quantized are the matrices of linears. Not norms, biases and sinks (no matrices), not routers and gates (small, and a
+choice has no small error), not MLA's ``kv_b`` (multiplied head by head), and not an embedding table of its own, of
+which a token reads one row; a checkpoint may store that one quantized, and then it is held so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.errors import ConfigError
+from quire.modelspec import ModelSpec, weight_shapes
+from quire.weight_format import WeightFormat, parse_format
+
+Role = Literal["linear", "head", "table", "other"]
+Formats = Mapping[str, WeightFormat]
+_NEVER = (".router.weight", ".shared_gate.weight", ".kv_b.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """``formats``: canonical name → format of every matrix that is quantized; all else is plain."""
+
+    formats: dict[str, WeightFormat] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()  # what is held otherwise than asked, and why, for a person
+
+
+def role_of(spec: ModelSpec, name: str) -> Role:
+    """What a weight is for: the linears, the output matrix, the embedding table alone, or nothing to quantize."""
+    if name == "lm_head.weight" or (name == "embed.weight" and spec.tie_word_embeddings):
+        return "head"
+    if name == "embed.weight":
+        return "table"
+    if not name.endswith(".weight") or name.endswith(("norm.weight", *_NEVER)):
+        return "other"
+    return "linear"
+
+
+def plan_weights(
+    spec: ModelSpec, stored: Formats, quantize: str | None, quantize_head: str | None
+) -> WeightPlan:
+    """Decide from what the checkpoint has ``stored`` quantized and what a person asked for.
+
+    ``quantize`` None keeps what is stored; "none" expands it; "int8", "int4", "int4-g64" … quantize a plain
+    checkpoint while it is loaded, its output matrix to 8 bits unless ``quantize_head`` says otherwise.
+
+    Raises:
+        ConfigError: names the setting, the value and what is allowed.
+    """
+    wanted = None if quantize is None else parse_format(quantize, name="quantize")
+    head = None if quantize_head is None else parse_format(quantize_head, name="quantize_head")
+    if stored and wanted is not None and wanted.quantized:
+        raise ConfigError(
+            f"quantize = {quantize!r}: the checkpoint is quantized already ({_kinds(stored)}); leave quantize out "
+            "to run it as it is, or give 'none' to expand it"
+        )
+    if wanted is None:
+        formats = dict(stored)
+    elif not wanted.quantized:
+        formats = {}
+    else:
+        formats = {name: wanted for name in weight_shapes(spec) if role_of(spec, name) == "linear"}
+        head = head or WeightFormat("int8")
+    head_name = "embed.weight" if spec.tie_word_embeddings else "lm_head.weight"
+    if head is not None:
+        if head_name in stored and head != stored[head_name] and head.quantized:
+            raise ConfigError(
+                f"quantize_head = {quantize_head!r}: the checkpoint has its output matrix quantized already "
+                f"({stored[head_name]}); leave it out, or give 'none' to expand it"
+            )
+        formats[head_name] = head
+    return _fit(spec, {name: each for name, each in formats.items() if each.quantized})
+
+
+def _fit(spec: ModelSpec, formats: dict[str, WeightFormat]) -> WeightPlan:
+    """Replace groups that do not divide the inputs of a matrix by one int8 scale a row."""
+    shapes = weight_shapes(spec)
+    lacking: dict[tuple[str, int, int], int] = {}
+    for name, wanted in formats.items():
+        in_features = shapes[name][-1]
+        if wanted.group is not None and in_features % wanted.group:
+            formats[name] = WeightFormat("int8")
+            part = name if not name.startswith("layers.") else name.split(".", 2)[2]
+            key = (part.removesuffix(".weight"), in_features, wanted.group)
+            lacking[key] = lacking.get(key, 0) + 1
+    remarks = [
+        f"{count} × {part} as int8 with a scale a row: {in_features} inputs are no multiple of a group of {group}"
+        for (part, in_features, group), count in lacking.items()
+    ]
+    return WeightPlan(formats, tuple(remarks))
+
+
+def _kinds(formats: Formats) -> str:
+    return "; ".join(sorted({str(each) for each in formats.values()}))

@@ -1,0 +1,212 @@
+"""Quantized safetensors checkpoints, written by hand from the published layouts.
+
+A writer draws integers, scales and zero points, and gives (tensors, quantization_config, the plain weight they mean).
+Words are packed by plain loops over bit positions, so that reader and writer share nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEARS = {
+    "self_attn.q_proj": (64, 64),
+    "self_attn.k_proj": (32, 64),
+    "self_attn.v_proj": (32, 64),
+    "self_attn.o_proj": (64, 64),
+    "mlp.gate_proj": (160, 64),
+    "mlp.up_proj": (160, 64),
+    "mlp.down_proj": (64, 160),
+}
+AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]  # output that lies at nibble 0, 1, … of a word
+
+
+@dataclass
+class Written:
+    """What a writer made of one matrix."""
+
+    tensors: dict[str, np.ndarray]  # suffix → array
+    weight: np.ndarray  # fp32 [out, in]
+
+
+@dataclass
+class Drawn:
+    """Unsigned integers, scales and zero points of one matrix."""
+
+    q: np.ndarray  # [out, in]
+    scale: np.ndarray  # fp16 [out, groups]
+    zero: np.ndarray  # [out, groups]
+
+    @property
+    def weight(self) -> np.ndarray:
+        times = self.q.shape[1] // self.scale.shape[1]
+        scale = self.scale.astype(np.float32).repeat(times, 1)
+        return (self.q - self.zero.repeat(times, 1)).astype(np.float32) * scale
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, int], bits: int, group: int | None, sym: bool) -> Drawn:
+    out, in_ = shape
+    groups = 1 if group is None else in_ // group
+    zero = np.full((out, groups), 1 << bits - 1) if sym else rng.integers(1, 1 << bits, (out, groups))
+    scale = (rng.uniform(0.5, 1.5, (out, groups)) * 2.0 ** (1 - bits) * 0.3).astype(np.float16)
+    return Drawn(rng.integers(0, 1 << bits, (out, in_)), scale, zero)
+
+
+def pack_columns(values: np.ndarray, bits: int, places: list[int] | None = None) -> np.ndarray:
+    """``[rows, n]`` → int32 ``[rows, n · bits / 32]``; ``places``: which of a word's numbers lies at each position."""
+    per_word = 32 // bits
+    places = places or list(range(per_word))
+    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word)))
+    words = np.zeros((values.shape[0], padded.shape[1] // per_word), dtype=np.uint32)
+    for position, place in enumerate(places):
+        words |= padded[:, place::per_word].astype(np.uint32) << np.uint32(bits * position)
+    return words.view(np.int32)
+
+
+def gptq(drawn: Drawn, bits: int, *, minus_one: bool = True, order: np.ndarray | None = None) -> Written:
+    in_ = drawn.q.shape[1]
+    index = np.arange(in_) // (in_ // drawn.scale.shape[1]) if order is None else order
+    zero = drawn.zero - 1 if minus_one else drawn.zero
+    tensors = {
+        "qweight": pack_columns(drawn.q, bits).T,
+        "qzeros": pack_columns(zero.T, bits),
+        "scales": drawn.scale.T,
+        "g_idx": index.astype(np.int32),
+    }
+    return Written(tensors, drawn.weight)
+
+
+def awq(drawn: Drawn) -> Written:
+    tensors = {
+        "qweight": pack_columns(drawn.q.T, 4, AWQ_PLACES),
+        "qzeros": pack_columns(drawn.zero.T, 4, AWQ_PLACES),
+        "scales": drawn.scale.T,
+    }
+    return Written(tensors, drawn.weight)
+
+
+def packed(drawn: Drawn, bits: int, *, sym: bool) -> Written:
+    tensors = {
+        "weight_packed": pack_columns(drawn.q, bits),
+        "weight_scale": drawn.scale,
+        "weight_shape": np.array(drawn.q.shape, dtype=np.int64),
+    }
+    if not sym:
+        tensors["weight_zero_point"] = pack_columns(drawn.zero.T, bits).T
+    return Written(tensors, drawn.weight)
+
+
+def int8(drawn: Drawn) -> Written:
+    return Written({"weight": (drawn.q - 128).astype(np.int8), "weight_scale": drawn.scale}, drawn.weight)
+
+
+@dataclass
+class Made:
+    """A quantized checkpoint and the plain one that means the same."""
+
+    quantized: Path
+    plain: Path
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def make(
+    folder: Path,
+    write: Callable[[np.random.Generator, tuple[int, int]], Written],
+    quantization: dict[str, Any],
+    *,
+    seed: int = 3,
+    change: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    **config: Any,
+) -> Made:
+    """Write ``folder/quantized`` and ``folder/plain``; ``change`` may spoil the tensors of the quantized one."""
+    rng = np.random.default_rng(seed)
+    made = Made(folder / "quantized", folder / "plain")
+    shared = {
+        "model.embed_tokens.weight": rng.standard_normal((96, 64)),
+        "lm_head.weight": rng.standard_normal((96, 64)) * 0.3,
+        "model.norm.weight": rng.uniform(0.5, 1.5, 64),
+    }
+    quantized: dict[str, np.ndarray] = {}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shared[f"{prefix}{norm}.weight"] = rng.uniform(0.5, 1.5, 64)
+        for name, shape in LINEARS.items():
+            written = write(rng, shape)
+            made.weights[f"{prefix}{name}.weight"] = written.weight
+            quantized |= {f"{prefix}{name}.{suffix}": array for suffix, array in written.tensors.items()}
+    halves = {name: array.astype(np.float16) for name, array in shared.items()}
+    stored = tensors(halves | quantized)
+    if change is not None:
+        change(stored)
+    save(made.quantized, stored, {**CONFIG, **config, "quantization_config": quantization})
+    save(made.plain, tensors(halves | made.weights), {**CONFIG, **config, "torch_dtype": "float32"})
+    return made
+
+
+def tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+
+
+def save(folder: Path, stored: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def ct_config(form: str, bits: int, group: int | None, *, sym: bool = True, **weights: Any) -> dict[str, Any]:
+    """``quantization_config`` as llm-compressor writes it."""
+    w = {
+        "num_bits": bits, "type": "int", "symmetric": sym, "group_size": group, "dynamic": False, "actorder": None,
+        "strategy": "channel" if group is None else "group", "block_structure": None, "observer": "minmax",
+        "observer_kwargs": {},
+    }  # fmt: skip
+    a = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**w, **weights},
+                "input_activations": a if form == "int-quantized" else None,
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": 1.5,
+        "version": "0.9.1",
+    }
+
+
+def gptq_config(bits: int, group: int, *, sym: bool = True, **more: Any) -> dict[str, Any]:
+    base = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": False}
+    return {**base, "damp_percent": 0.01, "true_sequential": True, **more}
+
+
+def awq_config(group: int, **more: Any) -> dict[str, Any]:
+    base = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    return {**base, "modules_to_not_convert": None, **more}

@@ -1,0 +1,206 @@
+"""compressed-tensors, AutoAWQ and GPTQ: the same numbers as the plain model they mean; strict about what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.models.tiny import model_config
+from tests.quant import checkpoints as made_by
+from tests.quant.checkpoints import Made, Written, awq_config, ct_config, draw, gptq_config, make
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.checkpoint import describe
+from quire.models.loader import iter_weights, load_weights
+from quire.quant.stored import StoredMatrix
+from quire.weight_format import WeightFormat
+
+Write = Callable[[np.random.Generator, tuple[int, int]], Written]
+
+
+def writer(pack: Callable[..., Written], width: int, group: int | None, *, zeros: bool, **more: Any) -> Write:
+    def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
+        return pack(draw(rng, shape, width, group, not zeros), **more)
+
+    return write
+
+
+def gptq(bits: int, group: int, *, sym: bool = True, minus_one: bool = True, **more: Any) -> Write:
+    whole = None if group == -1 else group
+    return writer(made_by.gptq, bits, whole, zeros=not sym, bits=bits, minus_one=minus_one, **more)
+
+
+def packed(bits: int, group: int | None, *, sym: bool = True) -> Write:
+    return writer(made_by.packed, bits, group, zeros=not sym, bits=bits, sym=sym)
+
+
+INT8 = writer(made_by.int8, 8, None, zeros=False)
+AWQ = writer(made_by.awq, 4, 32, zeros=True)
+# name → writer, quantization_config, how k ([32, 64]) is held
+CASES: dict[str, tuple[Write, dict[str, Any], WeightFormat]] = {
+    "ct-int4-g32": (packed(4, 32), ct_config("pack-quantized", 4, 32), WeightFormat("int4", 32)),
+    "ct-int4-g32-asym": (
+        packed(4, 32, sym=False), ct_config("pack-quantized", 4, 32, sym=False), WeightFormat("int4", 32, True)
+    ),
+    "ct-int4-channel": (packed(4, None), ct_config("pack-quantized", 4, None), WeightFormat("int4", 64)),
+    "ct-int8-g32-packed": (packed(8, 32), ct_config("pack-quantized", 8, 32), WeightFormat("int8", 32)),
+    "ct-w8a8": (INT8, ct_config("int-quantized", 8, None), WeightFormat("int8")),
+    "awq-g32": (AWQ, awq_config(32), WeightFormat("int4", 32, True)),
+    "gptq-g32": (gptq(4, 32), gptq_config(4, 32), WeightFormat("int4", 32)),
+    "gptq-channel": (gptq(4, -1), gptq_config(4, -1), WeightFormat("int4", 64)),
+    "gptq-asym": (gptq(4, 32, sym=False), gptq_config(4, 32, sym=False), WeightFormat("int4", 32, True)),
+    "gptq-v2-asym": (
+        gptq(4, 32, sym=False, minus_one=False), gptq_config(4, 32, sym=False, checkpoint_format="gptq_v2"),
+        WeightFormat("int4", 32, True),
+    ),
+    "gptq-8-bits": (gptq(8, 32), gptq_config(8, 32), WeightFormat("int8", 32)),
+}  # fmt: skip
+
+
+def held(made: Made) -> dict[str, StoredMatrix]:
+    """The matrices as they are held, by canonical name."""
+    found = describe(made.quantized)
+    model = model_config(found.path, found.spec, formats=dict(found.formats))
+    return {n: w for n, w in iter_weights(model, torch.float32) if isinstance(w, StoredMatrix)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_equal_the_plain_model(name: str, tmp_path: Path) -> None:
+    write, config, expected_format = CASES[name]
+    made = make(tmp_path, write, config)
+    plain, found = describe(made.plain), describe(made.quantized)
+    assert found.dtype == "float16"
+    expected = load_weights(model_config(plain.path, plain.spec), torch.float32)
+    expanded = load_weights(model_config(found.path, found.spec), torch.float32)
+    for canonical, tensor in expected.items():
+        error = (expanded[canonical] - tensor).abs().max() / tensor.abs().max()
+        assert error <= (1e-6 if expected_format.has_offset else 0.0), (canonical, error)
+    matrices = held(made)
+    assert len(matrices) == 2 * len(made_by.LINEARS)
+    for canonical, matrix in matrices.items():
+        assert torch.equal(matrix.expand(torch.float32), expanded[canonical]), canonical
+    assert matrices["layers.0.attn.k.weight"].format == expected_format
+
+
+def test_a_part_of_the_rows_is_decoded_alone(tmp_path: Path) -> None:
+    """Ranges that begin and end within a word of eight outputs."""
+    for name in ("awq-g32", "gptq-asym", "ct-int4-g32-asym"):
+        write, config, _ = CASES[name]
+        (tmp_path / name).mkdir()
+        matrix = held(make(tmp_path / name, write, config))["layers.1.mlp.up.weight"]
+        whole = matrix.read(0, 160)
+        for start, stop in ((3, 5), (8, 16), (13, 160), (0, 1)):
+            part = matrix.read(start, stop)
+            assert torch.equal(part.q, whole.q[start:stop])
+            assert torch.equal(part.scale, whole.scale[start:stop])
+            assert part.offset is not None
+            assert whole.offset is not None
+            assert torch.equal(part.offset, whole.offset[start:stop])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "3 bits": (gptq_config(4, 32) | {"bits": 3}, r"bits = 3.*4 or 8"),
+    "marlin": (gptq_config(4, 32, checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
+    "an unknown key": (gptq_config(4, 32, lut_size=3), "lut_size = 3"),
+    "overrides by module": (gptq_config(4, 32, dynamic={"x": {"bits": 8}}), "dynamic = "),
+    "group 0": (gptq_config(4, 0), "group_size = 0"),
+    "gemv": (awq_config(32, version="gemv"), "version = 'gemv'"),
+    "no zero points": (awq_config(32, zero_point=False), "zero_point = False"),
+    "act order": (ct_config("pack-quantized", 4, 32, actorder="group"), "actorder = 'group'"),
+    "fp8": (ct_config("pack-quantized", 8, None, type="float"), "type = 'float'"),
+    "a scale a tensor": (ct_config("int-quantized", 8, None, strategy="tensor"), "strategy = 'tensor'"),
+    "marlin-24": (ct_config("marlin-24", 4, 32), "format = 'marlin-24'"),
+    "frozen": (ct_config("pack-quantized", 4, 32) | {"quantization_status": "frozen"}, "'frozen'"),
+    "fp8 KV": (ct_config("pack-quantized", 4, 32) | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    "a transform": (ct_config("pack-quantized", 4, 32) | {"transform_config": {"a": 1}}, "transform_config"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'.*gptq"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    config, says = REFUSED[name]
+    made = make(tmp_path, gptq(4, 32), config)
+    with pytest.raises((UnsupportedModelError, ModelLoadError), match=says):
+        describe(made.quantized)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dynamic": False}, {"strategy": "tensor"}, {"symmetric": False}, {"num_bits": 4}, {"type": "float"}],
+)
+def test_activations_that_no_kernel_has_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    config = ct_config("int-quantized", 8, None)
+    config["config_groups"]["group_0"]["input_activations"] |= change
+    with pytest.raises(
+        (UnsupportedModelError, ModelLoadError), match=f"input_activations.*{next(iter(change))}"
+    ):
+        describe(make(tmp_path, INT8, config).quantized)
+
+
+K = "model.layers.1.self_attn.k_proj"
+SPOILED: dict[str, tuple[Write, dict[str, Any], Callable[[dict[str, torch.Tensor]], None], str]] = {
+    "another group size": (
+        gptq(4, 32), gptq_config(4, -1), lambda s: None, r"scales has shape \[\d, 64\].*\[1, 64\]"
+    ),
+    "a part is missing": (
+        AWQ, awq_config(32), lambda s: s.pop(f"{K}.scales"), rf"missing.*{K}.weight"
+    ),
+    "words of another type": (
+        AWQ, awq_config(32), lambda s: s.update({f"{K}.qweight": s[f"{K}.qweight"].long()}), "qweight is of type int64"
+    ),
+    "int8 that is not": (
+        INT8, ct_config("int-quantized", 8, None),
+        lambda s: s.update({f"{K}.weight": s[f"{K}.weight"].half()}), f"{K}.weight is of type float16.*int8",
+    ),
+    "no config for it": (
+        packed(4, 32), ct_config("pack-quantized", 4, 32) | {"ignore": ["re:.*k_proj"]}, lambda s: None,
+        r"missing.*k_proj.weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_contradictions_name_the_tensor(name: str, tmp_path: Path) -> None:
+    write, config, change, says = SPOILED[name]
+    made = make(tmp_path, write, config, change=change)
+    with pytest.raises(ModelLoadError, match=says):
+        describe(made.quantized)
+
+
+def test_values_that_contradict_the_config(tmp_path: Path) -> None:
+    """What only the bytes say is found when they are read."""
+    order = np.random.default_rng(1).permutation(64) // 32
+    shuffled = {64: order, 160: np.arange(160) // 32}
+
+    def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
+        return made_by.gptq(draw(rng, shape, 4, 32, True), 4, order=shuffled[shape[1]])
+
+    bias = {f"{K}.bias": torch.ones(32).half()}
+    cases: list[tuple[Write, dict[str, Any], dict[str, torch.Tensor], str]] = [
+        (write, gptq_config(4, 32, desc_act=True), {}, "g_idx.*desc_act"),
+        (gptq(4, 32, sym=False), gptq_config(4, 32), {}, "qzeros has zero points.*symmetric"),
+        (gptq(4, 32), gptq_config(4, 32), bias, f"{K}.bias is not zero"),
+    ]
+    for index, (how, config, more, says) in enumerate(cases):
+        (tmp_path / str(index)).mkdir()
+        made = make(tmp_path / str(index), how, config, change=partial(add, more))
+        with pytest.raises((ModelLoadError, UnsupportedModelError), match=says):
+            held(made)
+    (tmp_path / "zero").mkdir()
+    made = make(
+        tmp_path / "zero",
+        gptq(4, 32),
+        gptq_config(4, 32),
+        change=partial(add, {f"{K}.bias": 0 * bias[f"{K}.bias"]}),
+    )
+    assert held(made)
+
+
+def add(more: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
+    stored.update(more)
