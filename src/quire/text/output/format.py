@@ -1,0 +1,101 @@
+"""The description of an output format, and what a parser gives out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+
+class ContentDelta(NamedTuple):
+    """More of the answer's text."""
+
+    text: str
+
+
+class ReasoningDelta(NamedTuple):
+    """More of the model's reasoning."""
+
+    text: str
+
+
+class CallDelta(NamedTuple):
+    """More of tool call number ``call``. Its first delta has the name; ``arguments`` concatenate to JSON text."""
+
+    call: int
+    arguments: str = ""
+    name: str | None = None
+    id: str | None = None  # where the model writes one
+
+
+Delta = ContentDelta | ReasoningDelta | CallDelta
+# Name of a tool → its parameters as JSON Schema: values of tagged formats are typed by it.
+Tools = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCalls:
+    """``{"name": …, "arguments": {…}}``, one or several, alone or in a list. With ``name_is_key``: ``{NAME: {…}}``."""
+
+    name_keys: tuple[str, ...] = ("name", "function", "tool_name")
+    argument_keys: tuple[str, ...] = ("arguments", "parameters")
+    name_is_key: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCalls:
+    """A header with the name, then the arguments as JSON: ``open header args JSON close``.
+
+    ``header``: a regular expression with the groups ``name`` and, where there is one, ``id``.
+    """
+
+    open: str  # empty: the section's opening opens the call
+    args: str
+    close: str  # empty: the call ends with its JSON
+    header: str = r"\s*(?P<name>[^\s]+?)\s*"
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCalls:
+    """Parameters one by one: ``open NAME name_end (key KEY key_end value VALUE value_end)* close``."""
+
+    open: str  # empty: the section's opening opens the call
+    name_end: str  # empty: the name ends where the next tag begins
+    key: str
+    key_end: str
+    value_end: str
+    close: str  # empty: the call ends with its section
+    value: str = ""  # stands between a key and its value
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """A list of Python calls with keyword arguments: ``[f(a=1, b="x"), g()]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmaCalls:
+    """``call:NAME{key:<|"|>text<|"|>,key:3}``: objects with bare keys and a string mark of their own (Gemma 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How a family of models writes reasoning and tool calls."""
+
+    name: str
+    opens: tuple[
+        str, ...
+    ] = ()  # each begins a section of calls; the earliest in the text counts, then the longest
+    closes: tuple[str, ...] = ()  # the end of a section; none: it ends with the calls
+    calls: JsonCalls | NamedCalls | TaggedCalls | PythonCalls | GemmaCalls | None = None
+    bare: Literal["", "{", "["] = (
+        ""  # calls may also begin the answer with this character, without an opening
+    )
+    reasoning: tuple[str, str] | None = None  # its begin and end
+    drops: tuple[str, ...] = ()  # marks that belong to nothing
+    harmony: bool = False  # gpt-oss: messages with a header that says what they are
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is to be taken apart."""
+        return self.calls is None and self.reasoning is None and not self.harmony

@@ -1,0 +1,163 @@
+"""`OutputParser`: the text of an answer in pieces → content, reasoning and calls.
+
+One parser for every format. The deltas concatenate to the same answer however the text is cut, so a whole answer is
+what the parser says of the text in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from quire.text.output.format import (
+    CallDelta,
+    ContentDelta,
+    Delta,
+    GemmaCalls,
+    JsonCalls,
+    NamedCalls,
+    OutputFormat,
+    PythonCalls,
+    ReasoningDelta,
+    TaggedCalls,
+    Tools,
+)
+from quire.text.output.gemma import gemma_calls
+from quire.text.output.harmony import harmony
+from quire.text.output.reader import Reader, Wait
+from quire.text.output.sections import Calls, NotCalls, json_calls, named_calls
+from quire.text.output.trimmed import Trimmed
+from quire.text.output.typed import python_calls, tagged_calls
+
+
+class OutputParser:
+    """``opening``: the mark that the prompt ends with (`prompt_opening`). ``hidden``: texts of special tokens that do
+    not show in the answer; those that the format needs are understood all the same."""
+
+    def __init__(
+        self,
+        format: OutputFormat,
+        tools: Tools | None = None,
+        *,
+        opening: str = "",
+        hidden: Collection[str] = (),
+    ) -> None:
+        self.num_calls = 0
+        self._format = format
+        self._tools = tools or {}
+        self._drops = (*format.drops, *hidden)
+        self._reader = Reader()
+        self._out: list[Delta] = []
+        self._text = Trimmed(self._content)
+        calls = format.calls
+        # Where sections have no opening of their own, the calls' one begins them.
+        self._opens = format.opens or ((calls.open,) if isinstance(calls, NamedCalls) else ())
+        self._main = self._harmony() if format.harmony else self._run()
+        self._ended = False
+        self._reader.add(opening)
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text; return what it says."""
+        self._reader.add(text)
+        return self._advance()
+
+    def finish(self) -> list[Delta]:
+        """The text is complete: return what was held back."""
+        self._reader.close()
+        deltas = self._advance()
+        assert self._ended, "the parser waits for text after the end"
+        return deltas
+
+    def _harmony(self) -> Wait[None]:
+        known = bool(self._tools)
+        return harmony(
+            self._reader, self._text, self._reasoning, self._begin if known else None, self._arguments
+        )
+
+    def _advance(self) -> list[Delta]:
+        if not self._ended and next(self._main, "ended") == "ended":
+            self._ended = True
+        out, self._out = self._out, []
+        return out
+
+    def _content(self, text: str) -> None:
+        self._out.append(ContentDelta(text))
+
+    def _reasoning(self, text: str) -> None:
+        self._out.append(ReasoningDelta(text))
+
+    def _begin(self, name: str, call_id: str | None) -> None:
+        self._out.append(CallDelta(self.num_calls, name=name, id=call_id))
+        self.num_calls += 1
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._out.append(CallDelta(self.num_calls - 1, text))
+
+    def _run(self) -> Wait[None]:
+        """Content, with sections of reasoning and calls in it."""
+        opens = self._opens
+        yield from self._lead()
+        while (marker := (yield from self._reader.until((*opens, *self._drops), self._text.add))) is not None:
+            if marker in opens:
+                yield from self._section(marker)
+            if not self._text.shown:
+                yield from self._lead()
+        self._text.end()
+
+    def _lead(self) -> Wait[None]:
+        """What only begins an answer: reasoning, and calls without an opening."""
+        f, reader = self._format, self._reader
+        self._text.add((yield from reader.space()))
+        if f.reasoning is not None and (yield from reader.starts((f.reasoning[0],))) is not None:
+            reader.take(len(f.reasoning[0]))
+            yield from self._reason()
+            self._text.add((yield from reader.space()))
+        if f.bare and (yield from reader.peek()) == f.bare:
+            reader.mark()
+            yield from self._calls(f.bare, frozenset(self._tools))
+
+    def _reason(self) -> Wait[None]:
+        assert self._format.reasoning is not None
+        text = Trimmed(self._reasoning)
+        text.after_section()
+        end = self._format.reasoning[1]
+        while (marker := (yield from self._reader.until((end, *self._drops), text.add))) not in (end, None):
+            continue
+        if marker is None:
+            text.end()
+        self._text.after_section()
+
+    def _section(self, marker: str) -> Wait[None]:
+        """Calls behind an opening, which has been passed."""
+        self._reader.rewind(marker)
+        self._reader.mark()
+        if marker in self._format.opens:
+            self._reader.take(len(marker))
+        yield from self._calls(marker, None)
+
+    def _calls(self, opening: str, known: frozenset[str] | None) -> Wait[None]:
+        """Read a section. Where it begins with no call, its opening is content, and what follows is read anew."""
+        calls = Calls(self._reader, self._begin, self._arguments, self._format.closes, known)
+        before = self.num_calls
+        try:
+            yield from self._read(calls)
+            self._reader.forget()
+        except NotCalls:
+            self._reader.back()
+            if self.num_calls == before:
+                self._text.add(self._reader.take(len(opening)))
+                return
+        self._text.after_section()
+
+    def _read(self, calls: Calls) -> Wait[None]:
+        form = self._format.calls
+        if isinstance(form, JsonCalls):
+            yield from json_calls(calls, form)
+        elif isinstance(form, NamedCalls):
+            yield from named_calls(calls, form)
+        elif isinstance(form, TaggedCalls):
+            yield from tagged_calls(calls, form, self._tools)
+        elif isinstance(form, PythonCalls):
+            yield from python_calls(calls, self._tools)
+        elif isinstance(form, GemmaCalls):
+            yield from gemma_calls(calls)

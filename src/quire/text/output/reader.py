@@ -1,0 +1,167 @@
+"""`Reader`: text that comes in pieces, read by generators that yield while they wait for more.
+
+What a reader decides depends on the text alone, never on where it was cut: a marker is looked for until the text
+cannot be the beginning of one, and text is given out as soon as it can belong to nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Wait = Generator[None, None, T]  # yields while it waits, then returns a T
+Emit = Callable[[str], None]
+
+_IN_STRING = re.compile(r'["\\]')
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_PRIMITIVE_END = re.compile(r"[\s,}\]]")
+
+
+class Reader:
+    """A cursor over the text so far. ``mark`` keeps text for `back`; elsewhere what was read is forgotten."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._mark: int | None = None
+        self._closed = False
+
+    def add(self, text: str) -> None:
+        """More text."""
+        cut = self._at if self._mark is None else self._mark
+        if cut:
+            self._text = self._text[cut:]
+            self._at -= cut
+            self._mark = None if self._mark is None else 0
+        self._text += text
+
+    def close(self) -> None:
+        """No more text will come."""
+        self._closed = True
+
+    def mark(self) -> None:
+        """Remember this place."""
+        self._mark = self._at
+
+    def forget(self) -> None:
+        """The marked place is not needed any more."""
+        self._mark = None
+
+    def back(self) -> None:
+        """Return to the marked place."""
+        assert self._mark is not None
+        self._at, self._mark = self._mark, None
+
+    def rewind(self, marker: str) -> None:
+        """Go back before ``marker``, which `until` has just passed."""
+        self._at -= len(marker)
+
+    def peek(self) -> Wait[str]:
+        """The next character, "" at the end; it stays."""
+        while self._at >= len(self._text):
+            if self._closed:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def space(self) -> Wait[str]:
+        """Pass white space; return it."""
+        taken = ""
+        while (char := (yield from self.peek())).isspace():
+            self._at += 1
+            taken += char
+        return taken
+
+    def take(self, count: int) -> str:
+        """Pass ``count`` characters that `peek` or `starts` has seen."""
+        self._at += count
+        return self._text[self._at - count : self._at]
+
+    def starts(self, markers: Sequence[str]) -> Wait[str | None]:
+        """Return the longest marker that the text goes on with, or None; it stays."""
+        while True:
+            rest = self._text[self._at : self._at + max(map(len, markers), default=0)]
+            fits = [m for m in markers if rest.startswith(m)]
+            longer = [m for m in markers if len(m) > len(rest) and m.startswith(rest)]
+            if self._closed or not longer:
+                return max(fits, key=len, default=None)
+            yield
+
+    def until(self, markers: Sequence[str], emit: Emit) -> Wait[str | None]:
+        """Emit text up to the earliest marker, pass that and return it; None at the end of the text."""
+        while True:
+            at, marker = _earliest(self._text, self._at, markers)
+            open_at = len(self._text) if self._closed else _partial(self._text, self._at, markers)
+            if marker is not None and at < open_at:
+                self._emit(at, emit)
+                self._at = at + len(marker)
+                return marker
+            self._emit(min(at, open_at), emit)
+            if self._closed:
+                return None
+            yield
+
+    def string(self) -> Wait[str | None]:
+        """Read a JSON string with its quotes; None where the text ends in it."""
+        parts: list[str] = []
+        complete = yield from self.json(parts.append)
+        return "".join(parts) if complete else None
+
+    def json(self, emit: Emit) -> Wait[bool]:
+        """Emit one JSON value as it is written; False where the text ends in it. Its inside is not checked."""
+        depth, in_string, primitive = 0, False, (yield from self.peek()) not in ("{", "[", '"')
+        while True:
+            if (yield from self.peek()) == "":
+                return primitive
+            if primitive:
+                found = _PRIMITIVE_END.search(self._text, self._at)
+                self._emit(found.start() if found else len(self._text), emit)
+                if found:
+                    return True
+                continue
+            found = (_IN_STRING if in_string else _STRUCTURE).search(self._text, self._at)
+            if found is None:
+                self._emit(len(self._text), emit)
+                continue
+            end = found.end()
+            char = found.group()
+            if char == "\\":
+                if end >= len(self._text) and not self._closed:  # the escaped character is still to come
+                    self._emit(found.start(), emit)
+                    yield
+                    continue
+                end = min(end + 1, len(self._text))
+            elif char == '"':
+                in_string = not in_string
+            else:
+                depth += 1 if char in "{[" else -1
+            self._emit(end, emit)
+            if depth == 0 and not in_string:
+                return True
+
+    def _emit(self, end: int, emit: Emit) -> None:
+        if end > self._at:
+            emit(self._text[self._at : end])
+            self._at = end
+
+
+def _earliest(text: str, start: int, markers: Sequence[str]) -> tuple[int, str | None]:
+    """(place, marker) of the first whole marker, the longest of those at one place; the end and None without one."""
+    best, marker = len(text), None
+    for m in markers:
+        at = text.find(m, start, best + len(m))
+        if at >= 0 and (at < best or marker is None or len(m) > len(marker)):
+            best, marker = at, m
+    return best, marker
+
+
+def _partial(text: str, start: int, markers: Sequence[str]) -> int:
+    """The first place from which the rest of the text may be the beginning of a longer marker."""
+    longest = max(map(len, markers), default=1)
+    for at in range(max(start, len(text) - longest + 1), len(text)):
+        rest = text[at:]
+        if any(len(m) > len(rest) and m.startswith(rest) for m in markers):
+            return at
+    return len(text)

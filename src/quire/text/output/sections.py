@@ -1,0 +1,196 @@
+"""The ways in which calls are written, each a generator over a `Reader`.
+
+A generator is called where a section of calls begins and returns where it ends. It raises `NotCalls` for text that is
+no call, having given out nothing of it: that text is content then. A call whose name has been given out is never taken
+back; what follows is its arguments, well-formed or not, as the model wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+
+from quire.text.output.format import JsonCalls, NamedCalls
+from quire.text.output.reader import Reader, Wait
+
+# (name, id) begins a call; (text) adds to its arguments.
+Begin = Callable[[str, str | None], None]
+Arguments = Callable[[str], None]
+_BETWEEN = ",;"
+
+
+class NotCalls(Exception):
+    """The text since the reader's mark is no call."""
+
+
+class Calls:
+    """What a section's generator works on. ``known``: in a section without an opening, the names that make a call."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        begin: Begin,
+        arguments: Arguments,
+        closes: tuple[str, ...],
+        known: Collection[str] | None = None,
+    ) -> None:
+        self.reader = reader
+        self.closes = closes
+        self._begin = begin
+        self.arguments = arguments
+        self._known = known
+
+    def begin(self, name: str, call_id: str | None = None) -> None:
+        """Give out the name of a call; from here on nothing is taken back."""
+        if not name or (self._known is not None and name not in self._known):
+            raise NotCalls
+        self.reader.forget()
+        self._begin(name, call_id)
+
+    def closed(self) -> Wait[bool]:
+        """Pass the end of the section, if it is here."""
+        if not self.closes:
+            return False
+        marker = yield from self.reader.starts(self.closes)
+        if marker is not None:
+            self.reader.take(len(marker))
+        return marker is not None
+
+
+def json_calls(calls: Calls, form: JsonCalls) -> Wait[None]:
+    """One object, several, or a list of them."""
+    reader, count, in_list = calls.reader, 0, False
+    while True:
+        yield from reader.space()
+        if (yield from calls.closed()):
+            return
+        char = yield from reader.peek()
+        if char == "{":
+            if count:
+                reader.mark()
+            yield from _object(calls, form)
+            count += 1
+        elif char == "[" and not in_list and not count:
+            reader.take(1)
+            in_list = True
+        elif char == "]" and in_list:
+            reader.take(1)
+            in_list = False
+            if not calls.closes:
+                return
+        elif char and char in _BETWEEN and count:
+            reader.take(1)
+        elif count:
+            return
+        else:
+            raise NotCalls
+
+
+def _object(calls: Calls, form: JsonCalls) -> Wait[None]:
+    """``{"name": …, "arguments": …}`` in any order of keys."""
+    reader = calls.reader
+    reader.take(1)
+    held: list[str] = []  # arguments that came before the name
+    name: str | None = None
+    call_id: str | None = None
+    given = False
+    while True:
+        yield from reader.space()
+        char = yield from reader.peek()
+        if char in ("}", ""):
+            break
+        if char == ",":
+            reader.take(1)
+            continue
+        key = yield from _key(calls, given=name is not None)
+        if key is None:
+            return
+        if form.name_is_key:
+            calls.begin(key)
+            name, given = key, True
+            yield from _arguments(calls, calls.arguments)
+        elif key in form.name_keys and name is None:
+            name = _text((yield from reader.string()))
+            calls.begin(name, call_id)
+            calls.arguments("".join(held))
+        elif key in form.argument_keys and not given:
+            given = True
+            yield from _arguments(calls, held.append if name is None else calls.arguments)
+        else:
+            parts: list[str] = []
+            yield from reader.json(parts.append)
+            if key in ("id", "tool_call_id") and name is None:
+                call_id = _text("".join(parts))
+    if name is None:
+        raise NotCalls
+    if char == "}":
+        reader.take(1)
+        if not given:
+            calls.arguments("{}")
+
+
+def _key(calls: Calls, *, given: bool) -> Wait[str | None]:
+    """Read ``"key":``; where it is none, the call is over (``given``) or was no call."""
+    reader = calls.reader
+    char = yield from reader.peek()
+    raw = (yield from reader.string()) if char == '"' else None
+    yield from reader.space()
+    if raw is not None and (yield from reader.peek()) == ":":
+        reader.take(1)
+        yield from reader.space()
+        return _text(raw)
+    if not given:
+        raise NotCalls
+    return None
+
+
+def _arguments(calls: Calls, emit: Arguments) -> Wait[None]:
+    """The arguments' value; some models write the object into a string."""
+    if (yield from calls.reader.peek()) == '"':
+        emit(_text((yield from calls.reader.string())))
+    else:
+        yield from calls.reader.json(emit)
+
+
+def named_calls(calls: Calls, form: NamedCalls) -> Wait[None]:
+    """``open header args JSON close``; the caller has passed the section's opening, and the first ``open`` stays."""
+    reader, header, count = calls.reader, re.compile(form.header), 0
+    while True:
+        yield from reader.space()
+        if (yield from calls.closed()):
+            return
+        if (yield from reader.starts((form.open,))) is None:
+            if count:
+                return
+            raise NotCalls
+        if count:
+            reader.mark()
+        reader.take(len(form.open))
+        parts: list[str] = []
+        stops = (form.args, *calls.closes, *((form.close,) if form.close else ()))
+        stop = yield from reader.until(stops, parts.append)
+        found = header.fullmatch("".join(parts))
+        if stop != form.args or found is None:
+            raise NotCalls
+        groups = found.groupdict()
+        calls.begin(groups["name"], groups.get("id") or None)
+        count += 1
+        yield from reader.space()
+        if (yield from reader.peek()) in ("{", "["):
+            yield from reader.json(calls.arguments)
+        elif form.close:  # arguments that are no JSON go out as they are
+            yield from reader.until((form.close,), calls.arguments)
+            continue
+        if form.close:
+            # What a model writes between its JSON and the end of the call belongs to nothing.
+            yield from reader.until((form.close, *calls.closes), lambda text: None)
+
+
+def _text(raw: str | None) -> str:
+    """The value of a JSON string, "" where it is none."""
+    try:
+        value = json.loads(raw or "")
+    except ValueError:
+        return ""
+    return value if isinstance(value, str) else ""
