@@ -17,6 +17,13 @@ from quire.errors import ConfigError, nearest
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "random")
 ISAS = ("auto", "reference", "scalar", "avx2", "avx512", "amx")
+# The names of quire.text.output.FORMATS (a test compares them: nothing here imports what needs reading).
+TOOL_FORMATS = (
+    "auto", "harmony", "minimax", "seed", "qwen3-coder", "glm-4.x", "deepseek-v3.1", "deepseek-v3", "kimi-k2",
+    "mistral", "mistral-json", "solar", "granite", "apertus", "apriel", "lfm2", "llama4-pythonic", "functionary-v3.1",
+    "functionary-v3.2", "llama3-json", "functools", "gigachat", "command-r", "gemma-4", "hermes", "json", "reasoning",
+    "plain",
+)  # fmt: skip
 
 
 def _flag(
@@ -89,6 +96,8 @@ class ServerArgs:
     chat_template: str | None = _flag(
         None, "File of a Jinja chat template, instead of the model's.", group="Server"
     )
+    tool_format: str = _flag("auto", "How the model writes tool calls and reasoning: a name of docs/tools.md; "
+                             "auto reads it from the chat template.", group="Server", choices=TOOL_FORMATS)  # fmt: skip
     lenient: bool = _flag(False, "Accept unknown request fields and list them in a response header.",
                           group="Server")  # fmt: skip
     cors_origins: str | None = _flag(None, "Origins that browsers may call from, comma-separated; * for all.",

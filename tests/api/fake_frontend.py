@@ -81,6 +81,7 @@ class FakeFrontend:
         self.info: EngineInfo | None = INFO
         self.submitted: list[Submitted] = []
         self.rendered: list[tuple[list[Mapping[str, Any]], dict[str, Any]]] = []
+        self.rendered_tools: list[Any] = []
         self.refusal: tuple[str, str] | None = None  # (error, error_kind) as the first event
         self.fail_at: int | None = None  # token number at which the engine fails the sequence
         self.raises: Exception | None = None
@@ -132,6 +133,7 @@ class FakeFrontend:
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **kwargs: Any) -> str:
         self.rendered.append((list(messages), kwargs))
+        self.rendered_tools.append(tools)
         if any(m["role"] == "tool" and not m.get("tool_call_id") for m in messages):
             raise RequestError("The chat template refuses these messages.", param="messages")
         return self.chat_template.render(messages)

@@ -21,6 +21,8 @@ TABLES = {
     "/v1/completions": field_tables.COMPLETIONS,
     "/tokenize": field_tables.TOKENIZE,
     "/detokenize": field_tables.DETOKENIZE,
+    "tools[i]": field_tables.TOOL,
+    "tools[i].function": field_tables.FUNCTION,
     "messages[i]": field_tables.MESSAGE,
     "stream_options": field_tables.STREAM_OPTIONS,
     "response_format": field_tables.RESPONSE_FORMAT,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.text.test_output_round_trip import merged
 
+from quire.args import TOOL_FORMATS
 from quire.text.output import (
     FORMATS,
     CallDelta,
@@ -197,6 +198,10 @@ def test_arguments_stream_while_they_are_written() -> None:
     first = parser.feed("<tool_call><function=get><parameter=city>\nSome lo")
     assert joined(first) == call('{"city": "Some lo')
     assert parser.feed("ng text") == [CallDelta(0, "ng text")]
+
+
+def test_the_flag_knows_the_formats() -> None:
+    assert ("auto", *FORMATS) == TOOL_FORMATS
 
 
 def test_every_template_has_a_format(shared_data: Path) -> None:

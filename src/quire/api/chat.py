@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.api import field_tables
+from quire.api.chat_choices import ChatChoices
 from quire.api.generation import Job
 from quire.api.identity import new_head
 from quire.api.logprobs import TokenNames
 from quire.api.messages import template_messages
 from quire.api.protocol import ChatPrompt, ChatRequest, parse, stream_options
-from quire.api.replies import ChatChoices
 from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
+from quire.api.tools import ToolUse, output_plan, tool_use
 from quire.errors import RequestError
 
 # What the server itself hands to a template; a client may not replace it through chat_template_kwargs.
@@ -38,10 +40,29 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         logprobs_param="top_logprobs",
         ignored=ignored,
     )
-    text = chat_prompt(state, request, ignored)
+    use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls, ignored)
+    if use.required:
+        raise RequestError("tool_choice that requires a call is not supported yet.", param="tool_choice")
+    text = chat_prompt(state, request, ignored, use)
     prompt = await state.frontend.tokenize(text, add_special_tokens=False)
+    plan = output_plan(
+        state,
+        use,
+        text,
+        separate_reasoning=request.separate_reasoning,
+        with_reasoning=request.include_reasoning,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )
+    if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
+        sampling = replace(sampling, skip_special_tokens=False)
     names = TokenNames(state.frontend.tokenizer.token_bytes, as_ids=request.return_tokens_as_token_ids)
-    choices = ChatChoices(names, with_logprobs=request.logprobs, with_ids=request.return_token_ids)
+    choices = ChatChoices(
+        names,
+        with_logprobs=request.logprobs,
+        with_ids=request.return_token_ids,
+        plan=plan,
+        new_id=state.new_id,
+    )
     return Job(
         prompts=[prompt],
         prompt_text=text,
@@ -58,7 +79,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
     )
 
 
-def chat_prompt(state: ApiState, request: ChatPrompt, ignored: list[str] | None) -> str:
+def chat_prompt(state: ApiState, request: ChatPrompt, ignored: list[str] | None, use: ToolUse) -> str:
     """Return the text that the model's template makes of the messages.
 
     Raises:
@@ -66,7 +87,9 @@ def chat_prompt(state: ApiState, request: ChatPrompt, ignored: list[str] | None)
     """
     messages = template_messages(request.messages, ignored)
     _name_developers(state, messages)
-    return state.frontend.chat_text(messages, None, **_template_kwargs(request))
+    # With tool_choice "none" the model is not shown the tools, so that it does not call them.
+    tools = list(use.tools) if use.choice != "none" else None
+    return state.frontend.chat_text(messages, tools or None, **_template_kwargs(request))
 
 
 def _name_developers(state: ApiState, messages: list[dict[str, Any]]) -> None:
@@ -114,6 +137,11 @@ def _template_kwargs(request: ChatPrompt) -> dict[str, Any]:
                 param=f"chat_template_kwargs.{name}",
             )
         kwargs[name] = value
+    effort = getattr(request, "reasoning_effort", None)
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+        kwargs.setdefault("enable_thinking", effort != "none")
+        kwargs.setdefault("thinking", effort != "none")
     if request.documents:
         kwargs["documents"] = request.documents
     if request.continue_final_message:

@@ -11,10 +11,8 @@ from typing import Any
 
 from quire.api.fields import Rule, Use, no_effect, refused, used
 
-_NO_TOOLS = "Tool calling is not supported yet."
 _NO_BEAMS = "Beam search is not supported yet."
 _NO_PROMPT_LOGPROBS = "Log-probabilities of the prompt are not supported yet."
-_NO_REASONING = "Reasoning text is not parsed out of the content yet."
 _TEXT_ONLY = "The model reads and writes text only."
 _STORED_TEMPLATE = "Start the server with --chat-template to use another template."
 _NATIVE_WEIGHTS = "LoRA adapters are not supported yet."
@@ -47,7 +45,8 @@ _OPENAI_SAMPLING = used(
 
 OPENAI_CHAT: dict[str, Rule] = {
     **_OPENAI_SAMPLING,
-    **used("messages", "max_completion_tokens", "top_logprobs"),
+    **used("messages", "max_completion_tokens", "top_logprobs", "reasoning_effort"),
+    **used("tools", "tool_choice", "parallel_tool_calls"),
     **no_effect(
         "metadata",
         "store",
@@ -57,18 +56,15 @@ OPENAI_CHAT: dict[str, Rule] = {
         "prompt_cache_retention",
         "prompt_cache_options",
         "prediction",  # speeds decoding up, never changes the answer
-        "parallel_tool_calls",  # without tools there is nothing to call
     ),
     **refused("modalities", neutral=(["text"],), hint=_TEXT_ONLY),
     **refused("audio", hint=_TEXT_ONLY),
     **refused("verbosity", neutral=("medium",), hint="Ask for the length you want in a message."),
-    **refused("reasoning_effort", hint="Pass what the template takes in chat_template_kwargs."),
     **refused("web_search_options", hint="There is no web search."),
     **refused("moderation", hint="There is no moderation."),
     **used("response_format"),
-    **refused("tools", "functions", neutral=([],), hint=_NO_TOOLS),
-    **refused("tool_choice", neutral=("none", "auto"), hint=_NO_TOOLS),
-    **refused("function_call", neutral=("none", "auto"), hint=_NO_TOOLS),
+    **refused("functions", neutral=([],), hint="Send tools."),
+    **refused("function_call", neutral=("none", "auto"), hint="Send tool_choice."),
 }
 
 OPENAI_COMPLETIONS: dict[str, Rule] = {
@@ -113,13 +109,13 @@ VLLM: dict[str, Rule] = {
     **refused("logits_processors", neutral=([],), hint="Use logit_bias, bad_words or allowed_token_ids."),
     **refused("mm_processor_kwargs", "media_io_kwargs", neutral=({},), hint=_TEXT_ONLY),
     **refused("kv_transfer_params", "vllm_xargs", neutral=({},)),
-    **refused("thinking_token_budget", hint=_NO_REASONING),
+    **refused("thinking_token_budget", hint="Thinking budgets are not supported yet."),
     **refused("repetition_detection"),
-    **refused("include_reasoning", neutral=(True,), hint=_NO_REASONING),
     **used("response_format"),
 }
 
 VLLM_CHAT: dict[str, Rule] = {
+    **used("include_reasoning"),
     **used("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"),
     **refused("add_special_tokens", neutral=(False,), hint="The chat template writes the special tokens."),
     **refused("echo", neutral=(False,), hint="Put the message before the answer yourself."),
@@ -147,7 +143,8 @@ SGLANG: dict[str, Rule] = {
 }
 
 SGLANG_CHAT: dict[str, Rule] = {
-    **refused("separate_reasoning", "stream_reasoning", neutral=(True,), hint=_NO_REASONING),
+    **used("separate_reasoning"),
+    **refused("stream_reasoning", neutral=(True,), hint="Send include_reasoning = false to leave it out."),
     **refused("input_ids", hint="Send token ids to /v1/completions."),
     **refused("max_dynamic_patch", "min_dynamic_patch", hint=_TEXT_ONLY),
 }
@@ -165,9 +162,11 @@ ANTHROPIC: dict[str, Rule] = {
     **no_effect("cache_control", "inference_geo", "betas"),
     **refused("system", hint="Send a message with the role 'system'."),
     **refused("stop_sequences", hint="Use stop."),
-    **refused("thinking", neutral=({"type": "disabled"},), hint=_NO_REASONING),
+    **refused(
+        "thinking", neutral=({"type": "disabled"},), hint="Send reasoning_effort or chat_template_kwargs."
+    ),
     **refused("output_config", "output_format", hint="Use response_format."),
-    **refused("mcp_servers", neutral=([],), hint=_NO_TOOLS),
+    **refused("mcp_servers", neutral=([],), hint="Send tools."),
     **refused("container", "context_management", "speed"),
 }
 
@@ -182,10 +181,13 @@ COMPLETIONS: dict[str, Rule] = {
 TOKENIZE: dict[str, Rule] = {
     **used("model", "prompt", "messages", "add_special_tokens", "return_token_strs"),
     **used("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"),
-    **refused("tools", neutral=([],), hint=_NO_TOOLS),
+    **used("tools"),
     **refused("chat_template", hint=_STORED_TEMPLATE),
     **refused("mm_processor_kwargs", neutral=({},), hint=_TEXT_ONLY),
 }
+TOOL: dict[str, Rule] = {**used("type", "function"), **no_effect("cache_control")}
+FUNCTION: dict[str, Rule] = used("name", "description", "parameters", "strict", "return", "response")
+
 DETOKENIZE: dict[str, Rule] = used("model", "tokens")
 
 RESPONSE_FORMAT: dict[str, Rule] = used("type", "json_schema", "structures", "triggers", "format")

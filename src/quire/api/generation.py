@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.types import Send
 
 from quire.api.body import Headers, send_json
 from quire.api.protocol import StreamOptions
 from quire.api.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
-from quire.api.replies import Choice, Choices, Envelope, Head, Usage, whole_answer
+from quire.api.replies import Choices, Envelope, Head, Usage, whole_answer
 from quire.api.state import ApiState
-from quire.engine.output import OutputChunk
+from quire.engine.output import OutputChunk, merge
 from quire.engine.stream import RequestStream
 from quire.errors import QuireError, RequestError
 from quire.metrics.log import Log
@@ -146,21 +146,16 @@ class Generation:
     async def _answer_whole(self, send: Send, headers: Headers) -> None:
         job = self._job
         n = job.sampling.n
-        collected = [Choice() for _ in range(len(job.prompts) * n)]
-        for i, choice in enumerate(collected):
-            choice.text.extend(self._echoes[i // n : i // n + 1])
+        collected: list[list[OutputChunk]] = [[] for _ in range(len(job.prompts) * n)]
         async with aclosing(self._chunks()) as chunks:
             async for index, chunk in chunks:
-                choice = collected[index]
-                choice.text.append(chunk.text)
-                choice.token_ids.extend(chunk.token_ids)
-                choice.logprobs.extend(chunk.logprobs or ())
-                if chunk.finish_reason is not None:
-                    choice.finish_reason, choice.stop_reason = chunk.finish_reason, chunk.stop_reason
-        items = [
-            job.choices.whole(i, choice, self._streams[i // n].prompt_token_ids)
-            for i, choice in enumerate(collected)
-        ]
+                collected[index].append(chunk)
+        items = []
+        for i, parts in enumerate(collected):
+            whole = merge(parts)
+            if self._echoes:
+                whole = replace(whole, text=self._echoes[i // n] + whole.text)
+            items.append(job.choices.whole(i, whole, self._streams[i // n].prompt_token_ids))
         beside = job.choices.beside(self._streams[0].prompt_token_ids)
         self._ended = True
         await send_json(send, 200, whole_answer(job.head, job.choices, items, self.usage, beside), headers)

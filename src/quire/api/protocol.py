@@ -102,11 +102,20 @@ class ChatPrompt(Wire):
     continue_final_message: Boolean | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
     documents: Annotated[list[dict[str, Any]] | None, Field(description="a list of objects")] = None
+    tools: Annotated[list[Any] | None, Field(description="a list of tools")] = None
 
 
 class ChatRequest(GenerationFields, ChatPrompt):
     """Body of ``/v1/chat/completions``."""
 
+    tool_choice: Any = None
+    parallel_tool_calls: Boolean | None = None
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+        Field(description="'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'"),
+    ] = None
+    include_reasoning: Boolean = True
+    separate_reasoning: Boolean = True
     logprobs: Boolean = False
     top_logprobs: Integer | None = None
     max_completion_tokens: Integer | None = None

@@ -1,4 +1,4 @@
-"""The JSON of answers: chat completions and text completions, whole and as chunks.
+"""The JSON of answers, whole and as chunks; `chat_choices` has the choices of chats.
 
 A chunk's bytes are put together from parts encoded once per stream; pydantic is not involved, and a plain text delta
 costs one string encoding.
@@ -7,14 +7,15 @@ costs one string encoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from quire.api.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
+from quire.api.chat_choices import ChatChoices
+from quire.api.logprobs import CompletionLogprobs, TokenNames
 from quire.engine.output import OutputChunk
-from quire.request import FinishReason, TokenLogprobs
+from quire.request import TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
 
@@ -38,17 +39,6 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": details,
         }
-
-
-@dataclass(slots=True)
-class Choice:
-    """One finished sequence of an answer, collected from its chunks."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,65 +83,6 @@ class Envelope:
         return self._start + choice + b"]," + _encode(extra)[1:] + b"\n\n"
 
 
-class ChatChoices:
-    """Choices of ``/v1/chat/completions``."""
-
-    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
-
-    def __init__(self, names: TokenNames, *, with_logprobs: bool, with_ids: bool) -> None:
-        self._names = names
-        self._with_logprobs = with_logprobs
-        self._with_ids = with_ids
-
-    def opening(self, index: int, echo: str) -> bytes | None:
-        """The chunk that names the role, before any content; chats are not echoed."""
-        return (
-            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-            % index
-        )
-
-    def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
-        """The choice object of one chunk; None when there is nothing to say yet."""
-        if chunk.finish_reason is None and not self._with_logprobs and not self._with_ids:
-            if not chunk.text:
-                return None
-            return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
-                index,
-                _encode(chunk.text),
-            )
-        value: dict[str, Any] = {
-            "index": index,
-            "delta": {"content": chunk.text} if chunk.text or chunk.finish_reason is None else {},
-            "logprobs": self._logprobs(chunk.logprobs),
-            "finish_reason": chunk.finish_reason,
-        }
-        if chunk.finish_reason is not None:
-            value["stop_reason"] = chunk.stop_reason
-        if self._with_ids:
-            value["token_ids"] = chunk.token_ids
-        return _encode(value)
-
-    def whole(self, index: int, choice: Choice, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
-        """The choice object of a whole answer."""
-        value: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-        if self._with_ids:
-            value["token_ids"] = choice.token_ids
-        return value
-
-    def beside(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
-        """Fields beside ``choices``, in a whole answer and in the first chunk."""
-        return {"prompt_token_ids": prompt_token_ids} if self._with_ids else {}
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
-        return chat_logprobs(logprobs or (), self._names) if self._with_logprobs else None
-
-
 class CompletionChoices:
     """Choices of ``/v1/completions``."""
 
@@ -190,17 +121,17 @@ class CompletionChoices:
             value["token_ids"] = chunk.token_ids
         return _encode(value)
 
-    def whole(self, index: int, choice: Choice, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
-        """The choice object of a whole answer."""
+    def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """The choice object of a whole answer, given as one chunk."""
         value: dict[str, Any] = {
             "index": index,
-            "text": "".join(choice.text),
-            "logprobs": self._logprobs(index, choice.logprobs),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            "text": chunk.text,
+            "logprobs": self._logprobs(index, chunk.logprobs),
+            "finish_reason": chunk.finish_reason,
+            "stop_reason": chunk.stop_reason,
         }
         if self._with_ids:
-            value["token_ids"] = choice.token_ids
+            value["token_ids"] = chunk.token_ids
             value["prompt_token_ids"] = prompt_token_ids
         return value
 

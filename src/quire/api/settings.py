@@ -18,6 +18,7 @@ class ApiSettings:
     cors_origins: tuple[str, ...] = ()  # empty: no CORS headers; "*": every origin
     lenient: bool = False  # accept unknown request fields, listed in the x-quire-ignored-fields header
     max_body_bytes: int = 32 * 2**20
+    tool_format: str = "auto"  # a name of quire.text.output.FORMATS, or what the chat template shows
     retry_after_s: int = 1  # sent with 503
 
 

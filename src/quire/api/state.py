@@ -10,6 +10,7 @@ from quire.engine.frontend import Frontend
 from quire.engine.model_info import ModelInfo
 from quire.errors import NotFoundError
 from quire.metrics.prometheus import ServerMetrics
+from quire.text.output import FORMATS, OutputFormat, detect_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,20 @@ class ApiState:
     unix_time: Callable[[], float]  # seconds since 1970, for "created"
     new_id: Callable[[], str]  # 32 hexadecimal digits, never twice the same
     started_unix: int
+
+    def output_format(self, has_tools: bool) -> OutputFormat:
+        """Return how the model writes reasoning and calls: --tool-format, or what its chat template shows."""
+        if self.settings.tool_format != "auto":
+            return FORMATS[self.settings.tool_format]
+        template = self.frontend.chat_template
+        if template is None or not template.names:
+            return FORMATS["plain"]
+        return detect_format(template.source(has_tools))
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """Texts of the special tokens, which an answer does not show."""
+        return self.frontend.tokenizer.special_texts
 
     @property
     def model(self) -> ModelInfo:

@@ -11,6 +11,7 @@ from quire.api.chat import chat_job, chat_prompt
 from quire.api.fields import clip
 from quire.api.protocol import Boolean, ChatPrompt, Text, TokenIds, Wire, parse
 from quire.api.state import ApiState
+from quire.api.tools import tool_use
 from quire.errors import RequestError
 
 
@@ -43,13 +44,19 @@ async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dic
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("Send either prompt (a string) or messages (a list), one of them.", param="prompt")
     if request.prompt is not None:
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"):
+        for name in (
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+            "documents",
+            "tools",
+        ):
             if getattr(request, name) is not None:
                 raise RequestError(f"{name} is only allowed with messages.", param=name)
         special = request.add_special_tokens is not False
         ids = await state.frontend.tokenize(request.prompt, add_special_tokens=special)
     else:
-        text = chat_prompt(state, request, ignored)
+        text = chat_prompt(state, request, ignored, tool_use(request.tools, None, None, ignored))
         ids = await state.frontend.tokenize(text, add_special_tokens=request.add_special_tokens is True)
     tokenizer = state.frontend.tokenizer
     strings = [tokenizer.id_to_token(i) or "" for i in ids] if request.return_token_strs else None

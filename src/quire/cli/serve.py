@@ -61,6 +61,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         api_keys=(server_args.api_key,) if server_args.api_key else (),
         cors_origins=_list(server_args.cors_origins),
         lenient=server_args.lenient,
+        tool_format=server_args.tool_format,
         max_body_bytes=server_args.max_body_mib * 2**20,
     )
 

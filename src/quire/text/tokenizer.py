@@ -46,6 +46,7 @@ class Tokenizer:
         # Not the number of tokens: ids may have gaps.
         self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = tuple(added[i].content for i in sorted(self.special_token_ids))
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._bytes: list[bytes | None] = [None] * self.vocab_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from quire.text.output.format import NamedCalls, OutputFormat
 from quire.text.output.formats import FORMATS, THINK
@@ -41,6 +42,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 _REASONING = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
+@lru_cache(maxsize=64)
 def detect_format(template: str | None) -> OutputFormat:
     """Return the format that fits the template: `plain` where it shows neither calls nor reasoning."""
     if not template:

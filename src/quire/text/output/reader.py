@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -89,10 +90,12 @@ class Reader:
                 return max(fits, key=len, default=None)
             yield
 
-    def until(self, markers: Sequence[str], emit: Emit) -> Wait[str | None]:
+    def until(self, markers: tuple[str, ...], emit: Emit) -> Wait[str | None]:
         """Emit text up to the earliest marker, pass that and return it; None at the end of the text."""
+        search = _search(markers)
         while True:
-            at, marker = _earliest(self._text, self._at, markers)
+            found = search.search(self._text, self._at)
+            at, marker = (found.start(), found.group()) if found else (len(self._text), None)
             open_at = len(self._text) if self._closed else _partial(self._text, self._at, markers)
             if marker is not None and at < open_at:
                 self._emit(at, emit)
@@ -147,21 +150,23 @@ class Reader:
             self._at = end
 
 
-def _earliest(text: str, start: int, markers: Sequence[str]) -> tuple[int, str | None]:
-    """(place, marker) of the first whole marker, the longest of those at one place; the end and None without one."""
-    best, marker = len(text), None
-    for m in markers:
-        at = text.find(m, start, best + len(m))
-        if at >= 0 and (at < best or marker is None or len(m) > len(marker)):
-            best, marker = at, m
-    return best, marker
+@lru_cache(maxsize=256)
+def _search(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the first marker, the longest of those at one place."""
+    return re.compile("|".join(re.escape(m) for m in sorted(markers, key=len, reverse=True)) or "(?!)")
 
 
-def _partial(text: str, start: int, markers: Sequence[str]) -> int:
+@lru_cache(maxsize=256)
+def _prefixes(markers: tuple[str, ...]) -> frozenset[str]:
+    """Every beginning of a marker that is not the whole of it."""
+    return frozenset(m[:end] for m in markers for end in range(1, len(m)))
+
+
+def _partial(text: str, start: int, markers: tuple[str, ...]) -> int:
     """The first place from which the rest of the text may be the beginning of a longer marker."""
-    longest = max(map(len, markers), default=1)
-    for at in range(max(start, len(text) - longest + 1), len(text)):
-        rest = text[at:]
-        if any(len(m) > len(rest) and m.startswith(rest) for m in markers):
+    prefixes = _prefixes(markers)
+    longest = max(map(len, markers), default=1) - 1
+    for at in range(max(start, len(text) - longest), len(text)):
+        if text[at:] in prefixes:
             return at
     return len(text)

@@ -1,0 +1,139 @@
+"""Tool calls and reasoning in chat answers: streamed as whole, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.api.asgi_client import Api, error_of, events
+from tests.api.fake_frontend import FakeFrontend, say
+
+from quire.api.chat_choices import merge_message
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+CALLS = (
+    '<think>Hm.</think>Sure.\n<tool_call>\n{"name": "get", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+)
+
+
+def api(text: str, **settings: Any) -> Api:
+    return Api(FakeFrontend(lambda prompt, index, seed: say(text)), tool_format="hermes", **settings)
+
+
+def streamed(api: Api, **fields: Any) -> tuple[dict[str, Any], str]:
+    """(message, finish_reason) as a client puts them together."""
+    message: dict[str, Any] = {}
+    finish = ""
+    for chunk in events(api.chat(stream=True, **fields)):
+        for choice in chunk["choices"]:
+            delta = {k: v for k, v in choice["delta"].items() if k != "role" and v != ""}
+            merge_message(message, delta)
+            finish = choice["finish_reason"] or finish
+    return message, finish
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls", ())
+    assert len({call["id"] for call in calls}) == len(calls)
+    kept = {k: v for k, v in message.items() if k not in ("role", "refusal", "tool_calls") and v is not None}
+    return {**kept, "calls": [(c["type"], c["function"]["name"], c["function"]["arguments"]) for c in calls]}
+
+
+def test_calls_and_reasoning_streamed_as_whole() -> None:
+    expected = {
+        "content": "Sure.",
+        "reasoning": "Hm.",
+        "reasoning_content": "Hm.",
+        "calls": [("function", "get", '{"city": "Zürich"}'), ("function", "now", "{}")],
+    }
+    (choice,) = api(CALLS).chat(tools=TOOLS, max_tokens=200).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert without_ids(choice["message"]) == expected
+    message, finish = streamed(api(CALLS), tools=TOOLS, max_tokens=200)
+    assert finish == "tool_calls"
+    assert without_ids(message) == expected
+
+
+def test_without_tools_calls_are_text() -> None:
+    (choice,) = api(CALLS).chat(max_tokens=200).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"].endswith("</tool_call>")
+    assert choice["message"]["reasoning"] == "Hm."
+    (choice,) = api(CALLS).chat(tools=TOOLS, tool_choice="none", max_tokens=200).json()["choices"]
+    assert "tool_calls" not in choice["message"]
+
+
+def test_one_call_where_they_may_not_be_parallel() -> None:
+    fields = {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 200}
+    (choice,) = api(CALLS).chat(**fields).json()["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get"]
+    message, _ = streamed(api(CALLS), **fields)
+    assert len(message["tool_calls"]) == 1
+
+
+def test_reasoning_left_out_or_left_in_place() -> None:
+    text = "<think>Hm.</think>Yes"
+    (choice,) = api(text).chat(include_reasoning=False).json()["choices"]
+    assert without_ids(choice["message"]) == {"content": "Yes", "calls": []}
+    (choice,) = api(text).chat(separate_reasoning=False).json()["choices"]
+    assert choice["message"]["content"] == text
+
+
+def test_an_answer_cut_in_a_call_says_so() -> None:
+    (choice,) = api(CALLS).chat(tools=TOOLS, max_tokens=70).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+def test_special_tokens_are_read_and_hidden() -> None:
+    plain = Api(FakeFrontend(lambda prompt, index, seed: [*b"a", 256]), tool_format="hermes")
+    (choice,) = plain.chat(ignore_eos=True, max_tokens=2, tools=TOOLS).json()["choices"]
+    assert choice["message"]["content"] == "a"
+    (choice,) = plain.chat(ignore_eos=True, max_tokens=2, tools=TOOLS, skip_special_tokens=False).json()[
+        "choices"
+    ]
+    assert choice["message"]["content"] == "a<|end|>"
+
+
+def test_the_template_sees_the_tools() -> None:
+    frontend = FakeFrontend()
+    Api(frontend).chat(tools=TOOLS, reasoning_effort="low")
+    assert frontend.rendered_tools[-1] == TOOLS
+    assert frontend.rendered[-1][1] == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
+    Api(frontend).chat(tools=TOOLS, tool_choice="none")
+    assert frontend.rendered_tools[-1] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "a", "foo": 3}}]}, "tools[0].function.foo"),
+        ({"tools": [*TOOLS, TOOLS[1]]}, "tools[2]"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ],
+)
+def test_bad_tools_name_the_field(fields: dict[str, Any], param: str) -> None:
+    assert error_of(Api().chat(**fields), 400)["param"] == param
