@@ -46,7 +46,7 @@ void bind_quantized(nb::module_& m) {
          int64_t group, uintptr_t q, int64_t stride, uintptr_t scale, uintptr_t sums) {
         const QuantizeArgs args{at<void>(x), {at<int8_t>(q), at<float>(scale), at<int32_t>(sums), stride},
                                 rows,        k, x_stride, group, type_of(bf16)};
-        submit(num_threads, [args, run = kernels_named(isa).quantize](ThreadPool& pool) { run(args, pool); });
+        submit(num_threads, args, {&QuantizeArgs::rows}, kernels_named(isa).quantize);
       },
       "Rows to int8 with a scale and the sums of their groups.", nb::call_guard<nb::gil_scoped_release>());
   m.def(
@@ -57,10 +57,19 @@ void bind_quantized(nb::module_& m) {
         const QuantizedLinearArgs args{{at<int8_t>(q), at<float>(x_scale), at<int32_t>(sums), stride},
                                        at<uint8_t>(packed), at<float>(scale), at<float>(offset), at<float>(bias),
                                        at<void>(y), rows, n, k, format_of(bits, group, has_offset), type_of(bf16)};
-        submit(num_threads, [args, run = kernels_named(isa).linear](ThreadPool& pool) { run(args, pool); });
+        submit(num_threads, args, {&QuantizedLinearArgs::rows}, kernels_named(isa).linear);
       },
       "y[rows, n] = x[rows, k] @ w.T (+ bias) from quantized rows and packed weights; offset and bias 0 for none.",
       nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "take_quantized_rows",
+      [](int num_threads, const std::string& isa, int bits, int64_t group, bool has_offset, uintptr_t packed,
+         uintptr_t scale, uintptr_t offset, uintptr_t ids, bool bf16, uintptr_t y, int64_t rows, int64_t k) {
+        const TakeArgs args{at<uint8_t>(packed), at<float>(scale), at<float>(offset), at<int64_t>(ids), at<void>(y),
+                            rows, k, format_of(bits, group, has_offset), type_of(bf16)};
+        submit(num_threads, args, {&TakeArgs::rows}, kernels_named(isa).take);
+      },
+      "Rows `ids` of a packed weight, dequantized.", nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire::cpu

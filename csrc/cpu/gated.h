@@ -5,6 +5,7 @@
 
 #include "cpu/levels.h"
 #include "cpu/linear.h"
+#include "cpu/quantized.h"
 #include "cpu/thread_pool.h"
 
 namespace quire::cpu {
@@ -17,6 +18,8 @@ struct GatedArgs {
   int64_t tokens, size, stride;
   Gate gate;
   Type type;
+  QuantizedRows rows;  // with rows.q the result, rounded to the type, goes there as int8 and not to y
+  int64_t group;
 };
 
 

@@ -1,6 +1,7 @@
 // Gated activations of one ISA level: one pass, bound by bandwidth.
 #include "cpu/gated.h"
 
+#include "cpu/quantize_row.h"
 #include "cpu/row_loops.h"
 #include "cpu/vec_math.h"
 
@@ -34,10 +35,11 @@ void gated_as(const GatedArgs& a, ThreadPool& pool) {
   over_rows(a.tokens, a.size * 8, pool, [&](int64_t i) {
     const T* g = static_cast<const T*>(a.gate_up) + i * a.stride;
     const T* u = g + a.size;
-    T* y = static_cast<T*>(a.y) + i * a.size;
+    T* y = a.rows.q == nullptr ? static_cast<T*>(a.y) + i * a.size : scratch_row<T>(a.size);
     over_vectors(a.size, [&](int64_t j, int n) {
       store_some(y + j, activate(gate, load_some(g + j, n), load_some(u + j, n)), n);
     });
+    if (a.rows.q != nullptr) quantize_row(y, a.size, a.group, a.rows, i);
   });
 }
 

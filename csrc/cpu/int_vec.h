@@ -6,7 +6,7 @@
 //   fused(a, b, c)    a * b + c with one rounding (isa.h's fma has two at the scalar level)
 //   bits(v), max_bits, largest_bits      |v| as integers: in their order infinity and NaN come last
 //   store_rounded     kLanes floats within +-127 as int8, ties to even
-//   load_half         kLanes fp16 numbers
+//   load_half         kLanes fp16 numbers; half_to_float: one
 //
 // Tiles: kChannelRows x kVectors<R> accumulators over all of K; kGroupRows x kVectors<R> of integers and as many floats.
 #pragma once
@@ -21,6 +21,16 @@ inline uint32_t float_bits(float f) {
   uint32_t u;
   std::memcpy(&u, &f, 4);
   return u;
+}
+
+inline float half_to_float(const uint8_t* p) {
+  uint16_t h;
+  std::memcpy(&h, p, 2);
+  const int exponent = (h >> 10) & 31, mantissa = h & 1023;
+  const float magnitude = exponent == 0    ? std::ldexp(float(mantissa), -24)
+                          : exponent == 31 ? (mantissa != 0 ? NAN : INFINITY)
+                                           : std::ldexp(float(mantissa + 1024), exponent - 25);
+  return (h & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
 #if defined(__AVX512BF16__)
@@ -201,15 +211,7 @@ inline void store_rounded(int8_t* p, Vec v) {
   for (int i = 0; i < 4; ++i) p[i] = int8_t((v.f[i] + magic) - magic);
 }
 inline Vec load_half(const uint8_t* p) {
-  return each([&](int i) {
-    uint16_t h;
-    std::memcpy(&h, p + 2 * i, 2);
-    const int exponent = (h >> 10) & 31, mantissa = h & 1023;
-    const float magnitude = exponent == 0    ? std::ldexp(float(mantissa), -24)
-                            : exponent == 31 ? (mantissa != 0 ? NAN : INFINITY)
-                                             : std::ldexp(float(mantissa + 1024), exponent - 25);
-    return (h & 0x8000) != 0 ? -magnitude : magnitude;
-  });
+  return each([&](int i) { return half_to_float(p + 2 * i); });
 }
 
 #endif

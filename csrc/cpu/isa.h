@@ -18,6 +18,9 @@
 #include <immintrin.h>
 #endif
 
+// Before loops over a tile's accumulators: one that stays a loop has them in memory, in every other loop too.
+#define UNROLL _Pragma("GCC unroll 16")
+
 namespace quire::cpu::QUIRE_ISA {
 
 inline float bf16_to_float(uint16_t h) {

@@ -9,6 +9,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/linear.h"
+#include "cpu/row_loops.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
@@ -40,19 +41,15 @@ struct F32 {
   static Vec dot_step(Vec acc, const W& w, const Vec& x) { return fma(w, x, acc); }
 };
 
-void write_row(const LinearArgs& a, int64_t row, int64_t column, const Vec* acc) {
-  alignas(64) float values[kLanes * kTileVectors];
-  for (int v = 0; v < kTileVectors; ++v) store(values + v * kLanes, acc[v]);
-  const int64_t width = std::min<int64_t>(kLanes * kTileVectors, a.n - column);
-  if (a.bias != nullptr) {
-    for (int64_t i = 0; i < width; ++i) values[i] += a.bias[column + i];
-  }
+// kLanes results, the first at (row, column).
+inline void write(const LinearArgs& a, int64_t row, int64_t column, Vec y) {
+  const int n = static_cast<int>(std::min<int64_t>(kLanes, a.n - column));
+  if (n <= 0) return;
+  if (a.bias != nullptr) y = add(y, load_some(a.bias + column, n));
   if (a.y_type == Type::f32) {
-    float* y = static_cast<float*>(a.y) + row * a.y_stride + column;
-    std::copy(values, values + width, y);
+    store_some(static_cast<float*>(a.y) + row * a.y_stride + column, y, n);
   } else {
-    uint16_t* y = static_cast<uint16_t*>(a.y) + row * a.y_stride + column;
-    for (int64_t i = 0; i < width; ++i) y[i] = float_to_bf16(values[i]);
+    store_some(static_cast<uint16_t*>(a.y) + row * a.y_stride + column, y, n);
   }
 }
 
@@ -64,24 +61,26 @@ void tile(const LinearArgs& a, const typename T::Element* panel, int part, int64
   const Element* x = static_cast<const Element*>(a.x) + row * a.x_stride;
   const int64_t steps = (a.k + T::kStep - 1) / T::kStep;
   Vec acc[R][kTileVectors];
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kTileVectors; ++v) acc[r][v] = zero();
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int v = 0; v < kTileVectors; ++v) acc[r][v] = zero();
   }
   const Element* w = panel + part * kTileVectors * kLanes * T::kStep;
   for (int64_t s = 0; s < steps; ++s) {
     typename T::W weights[kTileVectors];
-    for (int v = 0; v < kTileVectors; ++v) {
+    UNROLL for (int v = 0; v < kTileVectors; ++v) {
       weights[v] = T::load_weights(w + v * kLanes * T::kStep);
       keep(weights[v]);
     }
-    for (int r = 0; r < R; ++r) {
+    UNROLL for (int r = 0; r < R; ++r) {
       const auto broadcasted = T::broadcast_x(x + r * a.x_stride + s * T::kStep);
-      for (int v = 0; v < kTileVectors; ++v) acc[r][v] = T::dot_step(acc[r][v], weights[v], broadcasted);
+      UNROLL for (int v = 0; v < kTileVectors; ++v) acc[r][v] = T::dot_step(acc[r][v], weights[v], broadcasted);
     }
     if (s < next_lines) __builtin_prefetch(next + s * 64, 0, 2);
     w += kPanel * T::kStep;
   }
-  for (int r = 0; r < R; ++r) write_row(a, row + r, column, acc[r]);
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int v = 0; v < kTileVectors; ++v) write(a, row + r, column + v * kLanes, acc[r][v]);
+  }
 }
 
 template <typename T, int R = kRows>

@@ -5,12 +5,13 @@
 
 #include "cpu/levels.h"
 #include "cpu/linear.h"
+#include "cpu/quantized.h"
 #include "cpu/thread_pool.h"
 
 namespace quire::cpu {
 
 // y = x / sqrt(mean(x^2) + eps) * weight, for rows (token, head). With `residual`, x + residual is rounded to the type,
-// written to `sum` and normalised.
+// written to `sum` and normalised. With `rows.q` the result, rounded to the type, goes there as int8 and not to y.
 struct NormArgs {
   const void *x, *residual;  // residual and sum [tokens, size] of stride residual_stride and size, or null
   const float* weight;       // head h has weight + h * weight_stride
@@ -19,8 +20,9 @@ struct NormArgs {
   int64_t token_stride, head_stride, residual_stride, weight_stride;
   float eps;
   Type type;
+  QuantizedRows rows;  // heads must be 1
+  int64_t group;
 };
-
 
 struct NormKernels {
   void (*norm)(const NormArgs&, ThreadPool&);

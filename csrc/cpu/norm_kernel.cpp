@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "cpu/quantize_row.h"
 #include "cpu/row_loops.h"
 
 namespace quire::cpu::QUIRE_ISA {
@@ -16,7 +17,7 @@ void norm(const NormArgs& a, ThreadPool& pool) {
     const int64_t token = i / a.heads, head = i % a.heads;
     const T* x = static_cast<const T*>(a.x) + token * a.token_stride + head * a.head_stride;
     const float* weight = a.weight + head * a.weight_stride;
-    T* y = static_cast<T*>(a.y) + i * a.size;
+    T* y = a.rows.q == nullptr ? static_cast<T*>(a.y) + i * a.size : scratch_row<T>(a.size);
     if (a.residual != nullptr) {
       const T* residual = static_cast<const T*>(a.residual) + i * a.residual_stride;
       T* total = static_cast<T*>(a.sum) + i * a.size;
@@ -36,6 +37,7 @@ void norm(const NormArgs& a, ThreadPool& pool) {
     over_vectors(a.size, [&](int64_t j, int n) {
       store_some(y + j, mul(mul(load_some(x + j, n), scale), load_some(weight + j, n)), n);
     });
+    if (a.rows.q != nullptr) quantize_row(y, a.size, a.group, a.rows, i);
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "cpu/int_vec.h"
 #include "cpu/quantized.h"
@@ -12,6 +13,14 @@
 namespace quire::cpu::QUIRE_ISA {
 
 constexpr float kSmallest = 0x1p-100f;
+
+// Where a row lies that is only written to be quantized.
+template <typename T>
+inline T* scratch_row(int64_t size) {
+  thread_local std::vector<T> row;
+  if (static_cast<int64_t>(row.size()) < size) row.resize(size);
+  return row.data();
+}
 
 inline void sum_groups(const int8_t* q, int64_t k, int64_t group, int32_t* sums) {
   const int64_t size = group == 0 ? k : group;
@@ -24,7 +33,8 @@ inline void sum_groups(const int8_t* q, int64_t k, int64_t group, int32_t* sums)
 }
 
 template <typename T>
-inline void quantize_row(const T* x, int64_t k, int64_t group, const QuantizedRows& y, int64_t row, int64_t groups) {
+inline void quantize_row(const T* x, int64_t k, int64_t group, const QuantizedRows& y, int64_t row) {
+  const int64_t groups = num_groups(k, group);
   int8_t* q = y.q + row * y.stride;
   int32_t* sums = y.sums + row * groups;
   IVec most = broadcast(int32_t{0});

@@ -18,12 +18,14 @@
 
 namespace quire::cpu {
 
+inline int64_t num_groups(int64_t k, int64_t group) { return group == 0 ? 1 : (k + group - 1) / group; }
+
 struct QuantizedFormat {
   int bits;       // 8 or 4
   int64_t group;  // inputs; 0: one scale a column (8 bits only)
   bool has_offset;
 
-  int64_t groups(int64_t k) const { return group == 0 ? 1 : (k + group - 1) / group; }
+  int64_t groups(int64_t k) const { return num_groups(k, group); }
   int64_t code_bytes(int64_t k) const { return (group == 0 ? (k + 3) / 4 * 4 : group) * kPanel * bits / 8; }
   // A group's codes, scales and offsets of one panel.
   int64_t block_bytes(int64_t k) const {
@@ -59,6 +61,17 @@ struct QuantizeArgs {
   Type type;
 };
 
+// y[i] = row ids[i] of the weight, scale * q + offset in fp32, two roundings and one to the type: tied embeddings.
+struct TakeArgs {
+  const uint8_t* packed;
+  const float *scale, *offset;  // as in QuantizedLinearArgs
+  const int64_t* ids;
+  void* y;  // [rows, k], contiguous
+  int64_t rows, k;
+  QuantizedFormat format;
+  Type type;
+};
+
 // Write rows [first, first + count) of a matrix, given as q [count, k] and fp16 scales and offsets [count, groups] (null
 // for one scale a column), into its packed form.
 void pack_quantized(const QuantizedFormat& format, const int8_t* q, const uint16_t* scale, const uint16_t* offset,
@@ -67,6 +80,7 @@ void pack_quantized(const QuantizedFormat& format, const int8_t* q, const uint16
 struct QuantizedKernels {
   void (*linear)(const QuantizedLinearArgs&, ThreadPool&);
   void (*quantize)(const QuantizeArgs&, ThreadPool&);
+  void (*take)(const TakeArgs&, ThreadPool&);
 };
 
 #if defined(QUIRE_HAVE_X86_LEVELS) && !defined(QUIRE_ISA)

@@ -53,26 +53,26 @@ struct Channel {
   static void tile(const QuantizedLinearArgs& a, const Place& at) {
     constexpr int V = kVectors<R>;
     IVec acc[R][V];
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-128 * a.x.sums[at.row + r]);
+    UNROLL for (int r = 0; r < R; ++r) {
+      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-128 * a.x.sums[at.row + r]);
     }
     const int8_t* x = a.x.q + at.row * a.x.stride;
     const uint8_t* w = at.panel + at.first_lane * 4;
     const int64_t quads = (a.k + 3) / 4;
     for (int64_t s = 0; s < quads; ++s) {
       Codes codes[V];
-      for (int v = 0; v < V; ++v) codes[v] = load_codes(w + v * kLanes * 4);
-      for (int r = 0; r < R; ++r) {
+      UNROLL for (int v = 0; v < V; ++v) codes[v] = load_codes(w + v * kLanes * 4);
+      UNROLL for (int r = 0; r < R; ++r) {
         const Quad quad = broadcast_quad(x + r * a.x.stride + s * 4);
-        for (int v = 0; v < V; ++v) acc[r][v] = dot(acc[r][v], codes[v], quad);
+        UNROLL for (int v = 0; v < V; ++v) acc[r][v] = dot(acc[r][v], codes[v], quad);
       }
       prefetch(at, s);
       w += kPanel * 4;
     }
-    for (int v = 0; v < V; ++v) {
+    UNROLL for (int v = 0; v < V; ++v) {
       const int64_t column = at.column + v * kLanes;
       const Vec scale = load(a.scale + column);
-      for (int r = 0; r < R; ++r) {
+      UNROLL for (int r = 0; r < R; ++r) {
         Vec t = mul(to_float(acc[r][v]), scale);
         if (a.offset != nullptr) {
           t = fused(broadcast(static_cast<float>(a.x.sums[at.row + r])), load(a.offset + column), t);
@@ -93,14 +93,14 @@ struct Grouped {
   static inline void add_codes(IVec (&acc)[R][V], const int8_t* x, int64_t stride, const uint8_t* w, int64_t group) {
     for (int64_t i = 0; i < group; i += kBits == 8 ? 4 : 8) {
       Codes codes[V];
-      for (int v = 0; v < V; ++v) codes[v] = load_codes(w + v * kLanes * 4);
+      UNROLL for (int v = 0; v < V; ++v) codes[v] = load_codes(w + v * kLanes * 4);
       if constexpr (kBits == 8) {
         add_quad<R, V>(acc, x + i, stride, codes);
       } else {
         Nibbles nibbles[V];
-        for (int v = 0; v < V; ++v) nibbles[v] = low_nibbles(codes[v]);
+        UNROLL for (int v = 0; v < V; ++v) nibbles[v] = low_nibbles(codes[v]);
         add_quad<R, V>(acc, x + i, stride, nibbles);
-        for (int v = 0; v < V; ++v) nibbles[v] = high_nibbles(codes[v]);
+        UNROLL for (int v = 0; v < V; ++v) nibbles[v] = high_nibbles(codes[v]);
         add_quad<R, V>(acc, x + i + 4, stride, nibbles);
       }
       w += kPanel * 4;
@@ -109,9 +109,9 @@ struct Grouped {
 
   template <int R, int V, typename W>
   static inline void add_quad(IVec (&acc)[R][V], const int8_t* x, int64_t stride, const W (&w)[V]) {
-    for (int r = 0; r < R; ++r) {
+    UNROLL for (int r = 0; r < R; ++r) {
       const Quad quad = broadcast_quad(x + r * stride);
-      for (int v = 0; v < V; ++v) acc[r][v] = dot(acc[r][v], w[v], quad);
+      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = dot(acc[r][v], w[v], quad);
     }
   }
 
@@ -123,25 +123,25 @@ struct Grouped {
     const int64_t lines = (at.next_lines + groups - 1) / groups;  // to prefetch, a group
     const int32_t* sums = a.x.sums + at.row * groups;
     Vec f[R][V];
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < V; ++v) f[r][v] = zero();
+    UNROLL for (int r = 0; r < R; ++r) {
+      UNROLL for (int v = 0; v < V; ++v) f[r][v] = zero();
     }
     const int8_t* x = a.x.q + at.row * a.x.stride;
     const uint8_t* w = at.panel;
     for (int64_t g = 0; g < groups; ++g) {
       IVec acc[R][V];
-      for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-kZero * sums[r * groups + g]);
+      UNROLL for (int r = 0; r < R; ++r) {
+        UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-kZero * sums[r * groups + g]);
       }
       add_codes<R, V>(acc, x, a.x.stride, w + at.first_lane * 4, group);
       for (int64_t i = 0; i < lines; ++i) prefetch(at, g * lines + i);
-      for (int v = 0; v < V; ++v) {
+      UNROLL for (int v = 0; v < V; ++v) {
         const uint8_t* scales = w + codes + (at.first_lane + v * kLanes) * 2;
         const Vec scale = load_half(scales);
-        for (int r = 0; r < R; ++r) f[r][v] = fused(to_float(acc[r][v]), scale, f[r][v]);
+        UNROLL for (int r = 0; r < R; ++r) f[r][v] = fused(to_float(acc[r][v]), scale, f[r][v]);
         if constexpr (kOffset) {
           const Vec offset = load_half(scales + kPanel * 2);
-          for (int r = 0; r < R; ++r) {
+          UNROLL for (int r = 0; r < R; ++r) {
             f[r][v] = fused(broadcast(static_cast<float>(sums[r * groups + g])), offset, f[r][v]);
           }
         }
@@ -149,10 +149,10 @@ struct Grouped {
       x += group;
       w += block;
     }
-    for (int v = 0; v < V; ++v) {
+    UNROLL for (int v = 0; v < V; ++v) {
       const int64_t column = at.column + v * kLanes;
       const Vec power = load(a.scale + column);
-      for (int r = 0; r < R; ++r) write(a, at.row + r, column, mul(f[r][v], power));
+      UNROLL for (int r = 0; r < R; ++r) write(a, at.row + r, column, mul(f[r][v], power));
     }
   }
 };
@@ -217,15 +217,47 @@ void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
 
 template <typename T>
 void quantize(const QuantizeArgs& a, ThreadPool& pool) {
-  const int64_t groups = a.group == 0 ? 1 : (a.k + a.group - 1) / a.group;
   over_rows(a.rows, a.k, pool, [&](int64_t row) {
-    quantize_row(static_cast<const T*>(a.x) + row * a.x_stride, a.k, a.group, a.y, row, groups);
+    quantize_row(static_cast<const T*>(a.x) + row * a.x_stride, a.k, a.group, a.y, row);
+  });
+}
+
+inline int code_of(const QuantizedFormat& format, const uint8_t* column, int64_t i) {
+  if (format.bits == 8) return column[i / 4 * kPanel * 4 + i % 4] - 128;
+  const int both = column[i / 8 * kPanel * 4 + i % 4];
+  return (i / 4 % 2 == 0 ? both & 15 : both >> 4) - 8;
+}
+
+inline void put(float f, float* p) { *p = f; }
+inline void put(float f, uint16_t* p) { *p = float_to_bf16(f); }
+
+template <typename T>
+void take(const TakeArgs& a, ThreadPool& pool) {
+  const int64_t groups = a.format.groups(a.k), size = a.format.group == 0 ? a.k : a.format.group;
+  const int64_t codes = a.format.code_bytes(a.k), block = a.format.block_bytes(a.k);
+  over_rows(a.rows, a.k, pool, [&](int64_t row) {
+    const int64_t id = a.ids[row], lane = id % kPanel;
+    const uint8_t* panel = a.packed + id / kPanel * groups * block;
+    T* y = static_cast<T*>(a.y) + row * a.k;
+    for (int64_t g = 0; g < groups; ++g, panel += block) {
+      float scale = a.scale[id], offset = a.offset != nullptr ? a.offset[id] : 0.0f;
+      const bool has_offset = a.format.has_offset;
+      if (a.format.group != 0) {
+        if (has_offset) offset = half_to_float(panel + codes + (kPanel + lane) * 2) * scale;
+        scale = half_to_float(panel + codes + lane * 2) * scale;
+      }
+      for (int64_t i = g * size; i < std::min(a.k, (g + 1) * size); ++i) {
+        const float w = static_cast<float>(code_of(a.format, panel + lane * 4, i - g * size)) * scale;
+        put(has_offset ? w + offset : w, y + i);
+      }
+    }
   });
 }
 
 }  // namespace
 
 extern const QuantizedKernels kQuantized;
-const QuantizedKernels kQuantized = {linear, by_type<QuantizeArgs, quantize<float>, quantize<uint16_t>>};
+const QuantizedKernels kQuantized = {linear, by_type<QuantizeArgs, quantize<float>, quantize<uint16_t>>,
+                                     by_type<TakeArgs, take<float>, take<uint16_t>>};
 
 }  // namespace quire::cpu::QUIRE_ISA

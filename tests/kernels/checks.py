@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.threads import choose_threads
 from quire.kernels.tolerances import tolerance
 
@@ -45,6 +46,17 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) ->
     assert not torch.isnan(expected).any(), what
     assert torch.equal(actual, expected), (
         f"{what}: {(actual != expected).sum()} of {actual.numel()} elements differ (seed {SEED})"
+    )
+
+
+def assert_same_rows(actual: QuantizedRows, expected: QuantizedRows) -> None:
+    """Equal int8 rows: values, padding, scales and sums."""
+    for name in ("q", "scale", "sums"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), f"{name} (seed {SEED})"
+    assert (actual.in_features, actual.group, actual.dtype) == (
+        expected.in_features,
+        expected.group,
+        expected.dtype,
     )
 
 

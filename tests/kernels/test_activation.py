@@ -6,10 +6,18 @@ import math
 
 import pytest
 import torch
-from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
+from tests.kernels.checks import (
+    DTYPES,
+    assert_close,
+    assert_rows_independent,
+    assert_same_bits,
+    assert_same_rows,
+    generator,
+)
 
 from quire.kernels import cases, registry
-from quire.kernels.activation import ActivationKind, gated
+from quire.kernels.activation import ActivationKind, gated, gated_to_int8
+from quire.kernels.linear import quantize_rows
 from quire.kernels.registry import Backend
 
 
@@ -75,3 +83,16 @@ def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
     wide = torch.randn(9, 100, generator=generator()).to(dtype)[:, 7:49]
     expected = gated(wide.contiguous(), "silu", backend=backend)
     assert_same_bits(gated(wide, "silu", backend=backend), expected, "strided")
+
+
+@pytest.mark.parametrize("backend", registry.backends("gated"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", cases.ACTIVATIONS)
+@pytest.mark.parametrize(("num_tokens", "size"), [(0, 16), (1, 7), (37, 172), (65, 577)])
+def test_to_int8_is_the_activation_quantized(
+    num_tokens: int, size: int, kind: ActivationKind, dtype: torch.dtype, backend: Backend
+) -> None:
+    x = (torch.randn(num_tokens, 2 * size, generator=generator()) * 4).to(dtype)
+    for group in (None, 64):
+        expected = quantize_rows(gated(x, kind, backend=backend), group)
+        assert_same_rows(gated_to_int8(x, kind, group, backend=backend), expected)

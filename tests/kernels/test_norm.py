@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
+from tests.kernels.checks import (
+    DTYPES,
+    assert_close,
+    assert_rows_independent,
+    assert_same_bits,
+    assert_same_rows,
+    generator,
+    threads,
+)
 
 from quire.kernels import cases, registry
-from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.linear import quantize_rows
+from quire.kernels.norm import add_rms_norm, add_rms_norm_to_int8, rms_norm, rms_norm_to_int8
 from quire.kernels.registry import Backend
 
 EPS = 1e-5
@@ -70,3 +79,23 @@ def test_a_weight_for_every_head(backend: Backend) -> None:
     rng = generator()
     x, weight = torch.randn(9, 3, 16, generator=rng), torch.randn(3, 16, generator=rng)
     assert_close("rms_norm", rms_norm(x, weight, EPS, backend=backend), oracle(x, weight))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("case", cases.ROWS, ids=str)
+def test_to_int8_is_the_norm_quantized(
+    case: cases.RowCase, group: int | None, dtype: torch.dtype, backend: Backend
+) -> None:
+    rng = generator()
+    weight = torch.randn(case.size, generator=rng)
+    x, residual = torch.randn(2, case.num_tokens, case.size, generator=rng).to(dtype)
+    for count in (1, 2):
+        with threads(count):
+            expected = quantize_rows(rms_norm(x, weight, EPS, backend=backend), group)
+            assert_same_rows(rms_norm_to_int8(x, weight, EPS, group, backend=backend), expected)
+            normed, total = add_rms_norm(x, residual.clone(), weight, EPS, backend=backend)
+            rows, same_total = add_rms_norm_to_int8(x, residual.clone(), weight, EPS, group, backend=backend)
+            assert_same_rows(rows, quantize_rows(normed, group))
+            assert_same_bits(same_total, total, "residual")

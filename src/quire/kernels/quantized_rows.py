@@ -63,3 +63,10 @@ def empty_rows(num_tokens: int, in_features: int, group: int | None, dtype: torc
         group,
         dtype,
     )
+
+
+def row_words(rows: QuantizedRows | None) -> tuple[int, int, int, int, int]:
+    """Return (q, stride, scale, sums, group), as the bindings take rows to fill; zeros for none."""
+    if rows is None:
+        return 0, 0, 0, 0, 0
+    return rows.q.data_ptr(), rows.q.stride(0), rows.scale.data_ptr(), rows.sums.data_ptr(), rows.group or 0

@@ -7,9 +7,10 @@ from typing import Literal
 import torch
 
 from quire.kernels.activation import native, reference  # noqa: F401  registers them
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import Backend, find
 
-__all__ = ["ActivationKind", "gated"]
+__all__ = ["ActivationKind", "gated", "gated_to_int8"]
 
 ActivationKind = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 
@@ -22,3 +23,11 @@ def gated(gate_up: torch.Tensor, kind: ActivationKind, *, backend: Backend = "re
     """
     y: torch.Tensor = find("gated", backend)(gate_up, kind)
     return y
+
+
+def gated_to_int8(
+    gate_up: torch.Tensor, kind: ActivationKind, group: int | None, *, backend: Backend = "reference"
+) -> QuantizedRows:
+    """`quantize_rows` of what `gated` makes: the same bits in one pass."""
+    rows: QuantizedRows = find("gated_to_int8", backend)(gate_up, kind, group)
+    return rows

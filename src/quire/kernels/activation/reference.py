@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from quire.kernels.linear.quantized_reference import quantize_rows
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import register
 
 _LIMIT = 7.0  # gpt-oss clamps the gate from above, and up on both sides
@@ -50,3 +52,8 @@ def gated(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
         gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
         y = sigmoid(gate * _ALPHA).mul_(gate).mul_(up + 1.0)
     return y.to(gate_up.dtype)
+
+
+@register("gated_to_int8", "reference")
+def gated_to_int8(gate_up: torch.Tensor, kind: str, group: int | None) -> QuantizedRows:
+    return quantize_rows(gated(gate_up, kind), group)

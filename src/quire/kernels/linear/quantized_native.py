@@ -9,7 +9,6 @@ import torch
 
 from quire.kernels import huge_pages
 from quire.kernels.linear.packed import PackedLinear, QuantizedWeight, storable_scales
-from quire.kernels.linear.quantized_reference import dequantize
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, num_groups
 from quire.kernels.registry import NATIVE_LEVELS, register
 from quire.kernels.threads import num_native_threads
@@ -23,7 +22,6 @@ except ImportError:  # no compiler at install
 
 PANEL = 32  # columns that lie together
 BITS = {"int8": 8, "int4": 4}
-ZERO = {"int8": 128, "int4": 8}  # what is stored for q = 0
 
 
 def format_words(format: WeightFormat) -> tuple[int, int, bool]:
@@ -72,27 +70,24 @@ def write_rows(module: ModuleType, packed: PackedLinear, start: int, weight: Qua
     )
 
 
-def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+def read_rows(module: ModuleType, isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
     assert packed.scale is not None
-    format = packed.format
-    panels, columns = ids // PANEL, ids % PANEL
-    scale = packed.scale[ids].unsqueeze(1)
-    offset = None if packed.offset is None else packed.offset[ids].unsqueeze(1)
-    codes = packed.data
-    if format.group is not None:
-        halves = (2 if format.has_offset else 1) * PANEL
-        size = codes.shape[2] - 2 * halves
-        parts = codes[:, :, size:].view(torch.float16)[panels]  # [num_ids, groups, 32 or 64]
-        each = torch.arange(len(ids))
-        if format.has_offset:
-            offset = parts[each, :, PANEL + columns].float() * scale
-        scale = parts[each, :, columns].float() * scale
-        codes = codes[:, :, :size]
-    quads = torch.unflatten(codes, 2, (-1, PANEL, 4))[panels, :, :, columns]  # [num_ids, groups, quads, 4]
-    if format.kind == "int4":
-        quads = torch.stack([quads & 15, quads >> 4], 3)
-    q = quads.flatten(1)[:, : packed.in_features].float() - ZERO[format.kind]
-    return dequantize(q, scale, offset, format.group).to(packed.dtype)
+    assert ids.dtype == torch.int64, ids.dtype
+    assert ids.is_contiguous()
+    y = empty(ids.shape[0], packed.in_features, dtype=packed.dtype)
+    module.take_quantized_rows(
+        num_native_threads(),
+        isa,
+        *format_words(packed.format),
+        packed.data.data_ptr(),
+        packed.scale.data_ptr(),
+        0 if packed.offset is None else packed.offset.data_ptr(),
+        ids.data_ptr(),
+        packed.dtype == torch.bfloat16,
+        y.data_ptr(),
+        *y.shape,
+    )
+    return y
 
 
 def quantize_rows(module: ModuleType, isa: str, x: torch.Tensor, group: int | None) -> QuantizedRows:
@@ -148,4 +143,4 @@ if native is not None and hasattr(native, "quantized_linear"):  # a build older 
             register("quantized_linear", level)(partial(linear, native, level))
             register("quantized_linear.pack_empty", level)(partial(pack_empty, native))
             register("quantized_linear.write_rows", level)(partial(write_rows, native))
-            register("quantized_linear.read_rows", level)(read_rows)
+            register("quantized_linear.read_rows", level)(partial(read_rows, native, level))

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.norm import native, reference  # noqa: F401  registers both
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import Backend, find
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "add_rms_norm_to_int8", "rms_norm", "rms_norm_to_int8"]
 
 
 def rms_norm(
@@ -34,4 +35,28 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(rms_norm(residual + x), residual + x)``; all ``[num_tokens, size]``. May reuse both inputs' memory."""
     y: tuple[torch.Tensor, torch.Tensor] = find("add_rms_norm", backend)(x, residual, weight, eps)
+    return y
+
+
+def rms_norm_to_int8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, *, backend: Backend = "reference"
+) -> QuantizedRows:
+    """`quantize_rows` of what `rms_norm` makes of ``x [num_tokens, size]``: the same bits in one pass."""
+    rows: QuantizedRows = find("rms_norm_to_int8", backend)(x, weight, eps, group)
+    return rows
+
+
+def add_rms_norm_to_int8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    group: int | None,
+    *,
+    backend: Backend = "reference",
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """The same of `add_rms_norm`: (int8 rows of the norm, residual + x)."""
+    y: tuple[QuantizedRows, torch.Tensor] = find("add_rms_norm_to_int8", backend)(
+        x, residual, weight, eps, group
+    )
     return y

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 
+from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import VECTOR_LEVELS, register
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
@@ -46,23 +47,62 @@ def rms_norm(module: ModuleType, isa: str, x: torch.Tensor, weight: torch.Tensor
         tokens,
         heads,
         size,
+        *row_words(None),
     )
     return y
+
+
+def rms_norm_to_int8(
+    module: ModuleType, isa: str, x: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None
+) -> QuantizedRows:
+    rows = empty_rows(x.shape[0], x.shape[1], group, x.dtype)
+    _over_rows(module, isa, x, None, weight, eps, None, None, rows)
+    return rows
 
 
 def add_rms_norm(
     module: ModuleType, isa: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both ``[num_tokens, size]`` → (normed, sum)."""
-    assert x.dtype == residual.dtype, (x.dtype, residual.dtype)
+    y, total = empty(*x.shape, dtype=x.dtype), empty(*x.shape, dtype=x.dtype)
+    _over_rows(module, isa, x, residual, weight, eps, y, total, None)
+    return y, total
+
+
+def add_rms_norm_to_int8(
+    module: ModuleType,
+    isa: str,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    group: int | None,
+) -> tuple[QuantizedRows, torch.Tensor]:
+    rows, total = empty_rows(x.shape[0], x.shape[1], group, x.dtype), empty(*x.shape, dtype=x.dtype)
+    _over_rows(module, isa, x, residual, weight, eps, None, total, rows)
+    return rows, total
+
+
+def _over_rows(
+    module: ModuleType,
+    isa: str,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    y: torch.Tensor | None,
+    total: torch.Tensor | None,
+    rows: QuantizedRows | None,
+) -> None:
+    """``x [num_tokens, size]``, with ``residual`` the sum of both, to ``y`` or as int8 to ``rows``."""
     assert weight.is_contiguous()
     tokens, size = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
-    if residual.stride(1) != 1:
-        residual = residual.contiguous()
-    y = empty(tokens, size, dtype=x.dtype)
-    total = empty(tokens, size, dtype=x.dtype)
+    if residual is not None:
+        assert x.dtype == residual.dtype, (x.dtype, residual.dtype)
+        if residual.stride(1) != 1:
+            residual = residual.contiguous()
     module.rms_norm(
         num_native_threads(),
         isa,
@@ -70,18 +110,18 @@ def add_rms_norm(
         x.data_ptr(),
         x.stride(0),
         0,
-        residual.data_ptr(),
-        residual.stride(0),
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
         weight.data_ptr(),
         0,
         eps,
-        y.data_ptr(),
-        total.data_ptr(),
+        0 if y is None else y.data_ptr(),
+        0 if total is None else total.data_ptr(),
         tokens,
         1,
         size,
+        *row_words(rows),
     )
-    return y, total
 
 
 if native is not None and hasattr(native, "rms_norm"):  # a build older than this source may lack it
@@ -89,3 +129,5 @@ if native is not None and hasattr(native, "rms_norm"):  # a build older than thi
         if native.has_isa(level):
             register("rms_norm", level)(partial(rms_norm, native, level))
             register("add_rms_norm", level)(partial(add_rms_norm, native, level))
+            register("rms_norm_to_int8", level)(partial(rms_norm_to_int8, native, level))
+            register("add_rms_norm_to_int8", level)(partial(add_rms_norm_to_int8, native, level))

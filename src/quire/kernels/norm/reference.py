@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels.linear.quantized_reference import quantize_rows
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import register
 
 MAX_ROW = 32_768  # elements; from here on torch may split the sum of a single row over threads
@@ -31,3 +33,16 @@ def add_rms_norm(
     """Both ``[num_tokens, size]`` → (normed, sum); the sum is rounded to the dtype before the norm, as stored."""
     residual = residual + x
     return rms_norm(residual, weight, eps), residual
+
+
+@register("rms_norm_to_int8", "reference")
+def rms_norm_to_int8(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None) -> QuantizedRows:
+    return quantize_rows(rms_norm(x, weight, eps), group)
+
+
+@register("add_rms_norm_to_int8", "reference")
+def add_rms_norm_to_int8(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None
+) -> tuple[QuantizedRows, torch.Tensor]:
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return quantize_rows(normed, group), total
