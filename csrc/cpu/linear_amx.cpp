@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kPassRows = 256;
 constexpr int kBlockRows = 2 * kTileRows;
 constexpr int kStepK = 32;                     // k of a tile
-constexpr int64_t kSmallWork = 1 << 19;        // multiply-adds
+constexpr int64_t kSmallWork = 1 << 16;        // multiply-adds: of one row, 128 KiB of weights
 
 enum { kC00, kC01, kC10, kC11, kA0, kA1, kB0, kB1 };
 

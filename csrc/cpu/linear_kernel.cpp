@@ -16,7 +16,7 @@ namespace quire::cpu::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kPassRows = 512;  // more rows than this fall out of L3 while a panel is in use
-constexpr int64_t kSmallWork = 1 << 19;  // multiply-adds
+constexpr int64_t kSmallWork = 1 << 16;  // multiply-adds: of one row, 128 KiB of weights
 constexpr int kParts = static_cast<int>(kPanel) / (kLanes * kTileVectors);
 
 // What differs between element types: how many k a step takes, and how a step is computed.

@@ -17,7 +17,7 @@ namespace quire::cpu::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kPassRows = 512;  // more rows than this fall out of the caches while a panel is in use
-constexpr int64_t kSmallWork = 1 << 19;  // multiply-adds
+constexpr int64_t kSmallWork = 1 << 17;  // multiply-adds: of one row, 128 KiB of int8 weights
 
 // Where a tile works, and the lines of the next panel that it prefetches.
 struct Place {

@@ -21,6 +21,7 @@ from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.models import random_weights
 from quire.models.quill import quill_path
 from quire.request import FinishReason, TokenLogprobs
+from quire.runner.model_runner import ModelRunner
 
 DTYPES = ("float32", "bfloat16")
 CASES = [
@@ -110,6 +111,19 @@ def test_native_kernels_are_exact_too(level: str, dtype: str) -> None:
     for model in MODELS:
         case = Case(model, dtype, 31, num_requests=12, cpu_isa=level)
         serve_and_check(case, Policy("continuous", "fcfs", 48))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", ["llama", "sliding", "post_norm"])
+def test_replayed_steps_equal_plain_ones(model: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone every step is replayed from a tape (`kernels.tape`); together, here, none is."""
+    level = next((level for level in NATIVE_LEVELS if level in backends("linear")), None)
+    if level is None:
+        pytest.skip("the native extension is not built")
+    case = Case(model, dtype, 41, num_requests=12, cpu_isa=level)
+    truth_of(case)
+    monkeypatch.setattr(ModelRunner, "record", lambda self, buffers: None)
+    serve_and_check(case, Policy("continuous", "fcfs", 48))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -48,7 +48,7 @@ class StepTape:
         self._tape = native.Tape()
         self._tape.start(tokens=max_tokens, logits=max_logits)
         try:
-            with allocating_in(self._arena), _OnlyViews():
+            with allocating_in(self._arena), _OnlyViews():  # type: ignore[no-untyped-call]
                 self.output = forward()  # [max_logits, ...]: where every replay leaves its result
         except RuntimeError as error:  # from a native call
             raise NotRecordable(str(error)) from error
@@ -77,7 +77,7 @@ class StepTape:
         return seconds
 
 
-class _OnlyViews(TorchDispatchMode):
+class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets pass the torch operations that return views of their arguments and write nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.registry import VECTOR_LEVELS, register
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 
@@ -53,6 +53,6 @@ def _gather(
 
 
 if native is not None and hasattr(native, "gather"):  # a build older than this source may lack it
-    for level in NATIVE_LEVELS:
+    for level in VECTOR_LEVELS:
         if native.has_isa(level):
             register("take_rows", level)(partial(take_rows, native, level))

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.registry import VECTOR_LEVELS, register
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 
@@ -69,7 +69,7 @@ def _scale(module: ModuleType, isa: str, x: torch.Tensor, scale: float, cap: flo
 
 
 if native is not None and hasattr(native, "scale_rows"):  # a build older than this source may lack it
-    for level in NATIVE_LEVELS:
+    for level in VECTOR_LEVELS:
         if native.has_isa(level):
             register("add_rows", level)(partial(add_rows, native, level))
             register("scale_rows", level)(partial(scale_rows, native, level))
