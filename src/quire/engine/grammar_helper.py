@@ -46,6 +46,10 @@ def _check(source: str, tokenizer: Any) -> dict[str, str]:
     try:
         grammar = build_grammar(source)
         error = first_error(compile_matcher(tokenizer, grammar))
+        if error and '"json_schema"' in grammar:
+            simpler = build_grammar(source, write_out=True)
+            if not first_error(compile_matcher(tokenizer, simpler)):
+                grammar, error = simpler, ""  # else the first error is the one that names what was written
         if not error and time.process_time() - start_s > CPU_LIMIT_S:
             error = f"compiling it takes longer than {CPU_LIMIT_S:g} s"
     except RequestError as failure:

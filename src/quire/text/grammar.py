@@ -12,7 +12,7 @@ from typing import Any
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar_library import as_lark
-from quire.text.json_schema import closed, compilable
+from quire.text.json_schema import closed, written_out
 from quire.text.structural_tag import lark_of_structural_tag, slashed
 
 MAX_SOURCE_BYTES = 1 << 20
@@ -47,8 +47,10 @@ def grammar_source(params: StructuredOutputsParams) -> str:
     return text
 
 
-def build_grammar(source: str) -> str:
+def build_grammar(source: str, *, write_out: bool = False) -> str:
     """Return the grammar of a `grammar_source`, in the text form of llguidance.
+
+    ``write_out``: say a JSON schema in simpler words (`quire.text.json_schema`), where the compiler has refused it.
 
     Raises:
         RequestError: what the source says cannot be a grammar. Much is found only by compiling the result.
@@ -60,7 +62,8 @@ def build_grammar(source: str) -> str:
             schema = _parsed(value)
             if not isinstance(schema, dict):
                 raise RequestError(f"the schema is {schema!r:.60}; it must be an object")
-            return _json_grammar(closed(schema) if said["closed"] else schema, options)
+            schema = closed(schema) if said["closed"] else schema
+            return _json_grammar(written_out(schema, schema) if write_out else schema, options)
         case "json_object":
             return _json_grammar({"type": "object"}, options)
         case "choice":
@@ -72,9 +75,11 @@ def build_grammar(source: str) -> str:
     return _lark(as_lark(value))
 
 
-def _json_grammar(schema: dict[str, Any], options: dict[str, Any]) -> str:
+def _json_grammar(schema: Any, options: dict[str, Any]) -> str:
     # The options replace any that the schema brings: "lenient" would drop what the compiler does not know.
-    return json.dumps({"grammars": [{"json_schema": {**compilable(schema), "x-guidance": options}}]})
+    if not isinstance(schema, dict):
+        raise RequestError("nothing is valid under the schema")
+    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
 
 
 def _options(whitespace: str | None) -> dict[str, Any]:

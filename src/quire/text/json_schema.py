@@ -1,9 +1,18 @@
-"""JSON schemas made ready for the grammar compiler."""
+"""JSON schemas said in the words that the grammar compiler has.
+
+The compiler knows no `not`, no conditions, no dependencies, and `oneOf` only where it sees that the options cannot
+meet. They are written out here as alternatives (`anyOf`) by the rules of logic. Where the opposite of a keyword has no
+form (`quire.text.schema_negation`) a narrower one is taken, so every text of the grammar is valid under the schema, and
+there may be a valid text that the grammar cannot write. What has no form at all stays, and the compiler refuses it by
+its name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from quire.text.schema_negation import NoForm, all_of, negate, resolved, without
 
 # Keywords whose value is a schema, a list of schemas, or a map of names to schemas.
 _ONE = (
@@ -12,6 +21,14 @@ _ONE = (
 )  # fmt: skip
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAP = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+_DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
+# The formats that JSON Schema defines. The compiler enforces some and refuses the others. Any other name says nothing
+# of a text (2020-12, part 2, 7.2.3), and is taken out.
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid",
+     "uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
+)  # fmt: skip
+_MAX_OPTIONS = 16  # of a oneOf that is written out
 
 
 def map_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -39,5 +56,86 @@ def closed(schema: Any) -> Any:
     return made
 
 
-def compilable(schema: dict[str, Any]) -> dict[str, Any]:
-    return schema
+def written_out(schema: Any, root: dict[str, Any]) -> Any:
+    """Return a schema of the same texts, or of fewer, in the compiler's words. ``root``: where ``$ref`` begins."""
+    if not isinstance(schema, dict):
+        return schema
+    # What is negated is written out in its new place.
+    late = {key: schema[key] for key in ("not", "if", "then", "else") if key in schema}
+    rest = {key: value for key, value in schema.items() if key not in late}
+    made: dict[str, Any] = {**map_subschemas(rest, lambda inner: written_out(inner, root)), **late}
+    if isinstance(made.get("format"), str) and made["format"] not in _FORMATS:
+        del made["format"]
+    if made.get("uniqueItems") is False:
+        del made["uniqueItems"]
+    for rule in (_dependencies, _condition, _one_of, _not):
+        try:
+            result = rule(made, root)
+        except NoForm:
+            continue
+        if not isinstance(result, dict):
+            return result
+        made = result
+    return made
+
+
+def _dependencies(schema: dict[str, Any], root: dict[str, Any]) -> Any:
+    """The property is missing, or what it needs holds."""
+    made, parts = dict(schema), []
+    for key in _DEPENDENCIES:
+        needs = schema.get(key)
+        if isinstance(needs, dict):
+            del made[key]
+            for name, need in needs.items():
+                then = {"required": need} if isinstance(need, list) else need
+                there = all_of([{"required": [name]}, then])
+                parts.append({"anyOf": [without(name), *([there] if there is not False else [])]})
+    return all_of([made, *parts])
+
+
+def _condition(schema: dict[str, Any], root: dict[str, Any]) -> Any:
+    """`if`, `then`, `else`: the condition and the one, or its opposite and the other."""
+    made = {key: value for key, value in schema.items() if key not in ("if", "then", "else")}
+    if "if" not in schema:
+        return made
+    then, other = (written_out(schema.get(key, True), root) for key in ("then", "else"))
+    if then in (True, {}) and other in (True, {}):
+        return made
+    condition = written_out(schema["if"], root)
+    options = [all_of([condition, then]), all_of([written_out(negate(schema["if"], root), root), other])]
+    return all_of([made, {"anyOf": [option for option in options if option is not False]}])
+
+
+def _one_of(schema: dict[str, Any], root: dict[str, Any]) -> Any:
+    """`oneOf`: one of them, and none of the others."""
+    options = schema.get("oneOf")
+    if not isinstance(options, list) or not 0 < len(options) <= _MAX_OPTIONS:
+        return schema
+    made = {key: value for key, value in schema.items() if key != "oneOf"}
+    if _types_apart([resolved(option, root) for option in options]):
+        return all_of([made, {"anyOf": options}])
+    opposites = [negate(option, root) for option in options]
+    exact = [
+        all_of([option, *(other for j, other in enumerate(opposites) if j != i)])
+        for i, option in enumerate(options)
+    ]
+    return all_of([made, {"anyOf": [option for option in exact if option is not False]}])
+
+
+def _types_apart(options: list[Any]) -> bool:
+    seen: set[str] = set()
+    for option in options:
+        kinds = option.get("type") if isinstance(option, dict) else None
+        names = {kinds} if isinstance(kinds, str) else set(kinds or ())
+        names = {"number" if name == "integer" else name for name in names}
+        if not names or names & seen:
+            return False
+        seen |= names
+    return True
+
+
+def _not(schema: dict[str, Any], root: dict[str, Any]) -> Any:
+    if "not" not in schema:
+        return schema
+    made = {key: value for key, value in schema.items() if key != "not"}
+    return all_of([made, written_out(negate(schema["not"], root), root)])

@@ -1,0 +1,227 @@
+"""The opposite of a JSON schema, as a schema without `not`: De Morgan's rules down to single keywords.
+
+A keyword speaks of one type and lets the others pass, so its opposite is of that type: of ``minimum: 3``, a number
+below 3. A schema holds when all its keywords do; its opposite is one of the opposites. One that has no form is left
+out, which makes the result narrower, and never wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+Negate = Callable[[Any], Any]
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_MAX_DEPTH = 8
+_MAX_OPTIONS = 64
+_MAX_TEXT_CHARS = 400  # of an enum whose opposite is written as a pattern
+# Keywords that say nothing of a text.
+_SILENT = frozenset(
+    {"$schema", "$id", "id", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
+     "example", "deprecated", "readOnly", "writeOnly", "$anchor"}
+)  # fmt: skip
+
+
+class NoForm(Exception):
+    """The schema that is asked for cannot be written."""
+
+
+def all_of(parts: Sequence[Any]) -> Any:
+    """Return the schema under which all of ``parts`` hold."""
+    if any(part is False for part in parts):
+        return False
+    kept = [part for part in parts if isinstance(part, dict) and part]
+    if len(kept) < 2:
+        return kept[0] if kept else {}
+    first = kept[0]
+    return {**first, "allOf": [*first.get("allOf", ()), *kept[1:]]}
+
+
+def without(name: str) -> dict[str, Any]:
+    """Return the schema of objects that lack the property."""
+    return {"type": "object", "properties": {name: False}}
+
+
+def resolved(schema: Any, root: dict[str, Any], limit: int = 8) -> Any:
+    """Follow a local ``$ref``; its siblings hold as well. Raises `NoForm` where it leads elsewhere."""
+    if not isinstance(schema, dict) or "$ref" not in schema:
+        return schema
+    ref = schema["$ref"]
+    if limit == 0 or not isinstance(ref, str) or not ref.startswith("#"):
+        raise NoForm
+    found: Any = root
+    for part in ref[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or name not in found:
+            raise NoForm
+        found = found[name]
+    rest = {key: value for key, value in schema.items() if key != "$ref" and key not in _SILENT}
+    return all_of([resolved(found, root, limit - 1), rest])
+
+
+def negate(schema: Any, root: dict[str, Any], depth: int = 0) -> Any:
+    """Return a schema under which nothing is valid that is valid under ``schema``. Raises `NoForm`."""
+    if isinstance(schema, bool):
+        return {} if not schema else False
+    if depth > _MAX_DEPTH or not isinstance(schema, dict):
+        raise NoForm
+    if "$ref" in schema:
+        return negate(resolved(schema, root), root, depth + 1)
+    if "if" in schema:
+        raise NoForm
+    options: list[Any] = []
+    lost = False
+    for key, value in schema.items():
+        rule = _RULES.get(key)
+        if rule is None:
+            lost = lost or key not in _SILENT
+            continue
+        try:
+            options += rule(value, lambda inner: negate(inner, root, depth + 1))
+        except NoForm:
+            lost = True
+    options = [option for option in options if option is not False]
+    if {} in options:
+        return {}
+    if not options and not lost:
+        return False
+    if not options or len(options) > _MAX_OPTIONS:
+        raise NoForm
+    return options[0] if len(options) == 1 else {"anyOf": options}
+
+
+def _type(value: Any, negate: Negate) -> list[Any]:
+    given = {value} if isinstance(value, str) else set(value)
+    if "integer" in given:
+        given.add("number")  # numbers that are not whole have no form
+    left = [kind for kind in _TYPES if kind not in given]
+    return [{"type": left}] if left else []
+
+
+def _enum(value: Sequence[Any], negate: Negate) -> list[Any]:
+    kinds = {_kind(item) for item in value}
+    options: list[Any] = [{"type": [kind for kind in _TYPES if kind not in kinds]}]
+    flags = [item for item in value if isinstance(item, bool)]
+    if len(set(flags)) == 1:
+        options.append({"enum": [not flags[0]]})
+    numbers = sorted({item for item in value if _kind(item) == "number"})
+    if numbers:
+        options += _below(numbers[0]) + _above(numbers[-1])
+        options += [
+            {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high}
+            for low, high in pairwise(numbers)
+        ]
+    texts = [item for item in value if isinstance(item, str)]
+    if texts and sum(map(len, texts)) <= _MAX_TEXT_CHARS:
+        options.append({"type": "string", "pattern": f"^{_other_than(texts)}$"})
+    elif texts:
+        options.append({"type": "string", "minLength": max(map(len, texts)) + 1})
+    return options
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    names = {str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "number")
+
+
+def _other_than(texts: Sequence[str]) -> str:
+    """Return a regex of every text but these."""
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            by_first.setdefault(text[0], []).append(text[1:])
+    chars = "".join(sorted(re.escape(char) for char in by_first))
+    options = [f"[^{chars}][\\s\\S]*" if chars else "[\\s\\S]+"]
+    options += [re.escape(char) + _other_than(rest) for char, rest in sorted(by_first.items())]
+    return f"(?:{'|'.join(options)}){'' if '' in texts else '?'}"
+
+
+def _below(value: Any) -> list[Any]:
+    return [{"type": "number", "exclusiveMaximum": value}]
+
+
+def _above(value: Any) -> list[Any]:
+    return [{"type": "number", "exclusiveMinimum": value}]
+
+
+def _required(value: Sequence[str], negate: Negate) -> list[Any]:
+    return [without(name) for name in value]
+
+
+def _properties(value: dict[str, Any], negate: Negate) -> list[Any]:
+    options, lost = [], False
+    for name, inner in value.items():
+        try:
+            wrong = negate(inner)
+        except NoForm:
+            lost = True
+            continue
+        if wrong is not False:
+            options.append({"type": "object", "required": [name], "properties": {name: wrong}})
+    if lost and not options:
+        raise NoForm
+    return options
+
+
+def _items(value: Any, negate: Negate) -> list[Any]:
+    """Some item is wrong: the first."""
+    if isinstance(value, list):
+        raise NoForm
+    wrong = negate(value)
+    return [] if wrong is False else [{"type": "array", "prefixItems": [wrong], "minItems": 1}]
+
+
+def _additional(value: Any, negate: Negate) -> list[Any]:
+    """Which names are additional depends on the other keywords: no form."""
+    if value in (True, {}):
+        return []
+    raise NoForm
+
+
+def _none_of(value: Sequence[Any], negate: Negate) -> list[Any]:
+    return [all_of([negate(option) for option in value])]
+
+
+def _not_all(value: Sequence[Any], negate: Negate) -> list[Any]:
+    return [negate(part) for part in value]
+
+
+def _fewer(kind: str, keyword: str) -> Callable[[Any, Negate], list[Any]]:
+    def rule(value: Any, negate: Negate) -> list[Any]:
+        return [{"type": kind, keyword: int(value) - 1}] if value >= 1 else []
+
+    return rule
+
+
+def _more(kind: str, keyword: str) -> Callable[[Any, Negate], list[Any]]:
+    return lambda value, negate: [{"type": kind, keyword: int(value) + 1}]
+
+
+_RULES: dict[str, Callable[[Any, Negate], list[Any]]] = {
+    "type": _type,
+    "enum": _enum,
+    "const": lambda value, negate: _enum([value], negate),
+    "required": _required,
+    "properties": _properties,
+    "items": _items,
+    "additionalProperties": _additional,
+    "additionalItems": _additional,
+    "anyOf": _none_of,
+    "oneOf": _none_of,  # two of them at once would do too
+    "allOf": _not_all,
+    "not": lambda value, negate: [value],
+    "minimum": lambda value, negate: _below(value),
+    "maximum": lambda value, negate: _above(value),
+    "exclusiveMinimum": lambda value, negate: [{"type": "number", "maximum": value}],
+    "exclusiveMaximum": lambda value, negate: [{"type": "number", "minimum": value}],
+    "minLength": _fewer("string", "maxLength"),
+    "maxLength": _more("string", "minLength"),
+    "minItems": _fewer("array", "maxItems"),
+    "maxItems": _more("array", "minItems"),
+}
