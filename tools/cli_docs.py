@@ -20,6 +20,7 @@ Written by `python tools/cli_docs.py` from `src/quire/args.py`; a test compares 
     quire chat [MODEL]             talk in the terminal; /help lists its commands, Ctrl-C stops an answer
     quire bench kernel             time single ops beside this machine's bounds (--op, --isa, --threads, --json)
     quire doctor                   what this machine has, which kernels are used and why, what to install
+    quire doctor --check MODEL     read all weights: do shapes and types fit config.json, is anything NaN or infinite
     quire version
 
 MODEL is `quill` (the default), `quill-draft`, a local folder, a `.gguf` file, `folder:Q8_0` for one GGUF of several, or

@@ -141,6 +141,34 @@ def scale_rows(
     size: int,
 ) -> None: ...
 
+sample_row_bytes: int
+
+def sample(
+    num_threads: int,
+    isa: str,
+    logits: int,
+    columns: int,
+    rows: int,
+    vocab: int,
+    purpose: int,
+    ids: int,
+    best: int,
+) -> None: ...
+def logprobs(
+    num_threads: int,
+    isa: str,
+    logits: int,
+    chosen: int,
+    num_top: int,
+    rows: int,
+    vocab: int,
+    width: int,
+    logprobs: int,
+    ranks: int,
+    top_ids: int,
+    top_logprobs: int,
+) -> None: ...
+
 class Tape:
     def __init__(self) -> None: ...
     def start(self, tokens: int, logits: int) -> None: ...

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from quire.cli.doctor import advice, kernels
 from quire.cli.terminal import Conversation
+from quire.models.quill import quill_path
 
 SMALL = ["--num-kv-blocks", "64", "--max-model-len", "512"]
 
@@ -82,6 +84,28 @@ def test_doctor_says_what_to_do_without_the_extension(monkeypatch: pytest.Monkey
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert any("no C++ compiler was found" in sentence for sentence in advice())
     assert "torch reference" in kernels()
+
+
+def test_doctor_checks_a_model(tmp_path: Path) -> None:
+    fine = quire("doctor", "--check", "quill")
+    assert fine.returncode == 0, fine.stderr
+    assert "all are finite" in fine.stdout
+    source = quill_path("quill")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    name = sorted(tensors)[3]
+    tensors[name].view(-1)[5] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    broken = quire("doctor", "--check", str(tmp_path))
+    assert broken.returncode == 1
+    assert f"{name} in {tmp_path}" in broken.stdout
+    assert "1 NaN and 0 infinite" in broken.stdout
+    tensors[name] = tensors[name][..., :-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    cut = quire("doctor", "--check", str(tmp_path))
+    assert cut.returncode == 1
+    assert f"{name} has shape" in cut.stderr
 
 
 def test_undo_takes_back_a_whole_exchange() -> None:

@@ -119,8 +119,17 @@ def bench_kernel(
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine has, which kernels will be used and why, and what to install."""
+def doctor(
+    check: Annotated[
+        str | None,
+        typer.Option("--check", help="Read all weights of this model: shapes, types, NaN and infinity."),
+    ] = None,
+) -> None:
+    """Say what this machine has, which kernels will be used and why, and what to install; or check a model."""
+    if check is not None:
+        from quire.cli.check_model import check_model
+
+        raise typer.Exit(check_model(check))
     from quire.cli.doctor import report
 
     report()

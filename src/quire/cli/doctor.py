@@ -1,4 +1,4 @@
-"""`quire doctor`: what this machine has, which kernels will be used and why, and what to install."""
+"""`quire doctor`: what this machine has, which kernels will be used, and what to install."""
 
 from __future__ import annotations
 

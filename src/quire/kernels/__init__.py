@@ -3,6 +3,6 @@
 Importing the package fills the table of `registry`.
 """
 
-from quire.kernels import activation, attention, embedding, kvcopy, linear, moe, norm, rope
+from quire.kernels import activation, attention, embedding, kvcopy, linear, moe, norm, rope, sampling
 
-__all__ = ["activation", "attention", "embedding", "kvcopy", "linear", "moe", "norm", "rope"]
+__all__ = ["activation", "attention", "embedding", "kvcopy", "linear", "moe", "norm", "rope", "sampling"]

@@ -51,7 +51,7 @@ class ModelRunner:
             model.kv_dtype,
             kernels,
         )
-        self.sampler = Sampler(model.spec.vocab_size)
+        self.sampler = Sampler(model.spec.vocab_size, kernels)
         self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
         self.observe_logits: ObserveLogits | None = None
         self.tape: StepTape | None = None

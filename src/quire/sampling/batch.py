@@ -7,31 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.kernels.sampling.columns import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED
 from quire.request import SamplingParams
 from quire.sampling.penalties import Penalties, penalties_of
 from quire.step import NewSeq
 from quire.text.constraint import TokenConstraint, build_constraints, check_token_ids
-
-# Bits of the `features` column.
-RANDOM = 1  # temperature > 0
-TRUNCATED = 2  # top_k or top_p
-MIN_P = 4
-EDITED = 8  # bias, penalties or constraints
-LOGPROBS = 16
-
-_COLUMNS = np.dtype(
-    [
-        ("features", np.int64),
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        ("min_p", np.float64),
-        ("seed", np.int64),
-        ("sample_index", np.int64),
-        ("position", np.int64),  # absolute position of the next token drawn
-        ("num_logprobs", np.int64),
-    ]
-)
 
 
 class RowEdits:
@@ -53,7 +33,7 @@ class SamplerBatch:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._columns = np.zeros(64, _COLUMNS)
+        self._columns = np.zeros(64, COLUMNS)
         self._slot_of: dict[int, int] = {}
         self._free = list(range(63, -1, -1))
         self._edits: dict[int, RowEdits] = {}  # by slot
@@ -68,7 +48,7 @@ class SamplerBatch:
             self.remove(seq.seq_id)
         if not self._free:
             size = self._columns.size
-            self._columns = np.concatenate((self._columns, np.zeros(size, _COLUMNS)))
+            self._columns = np.concatenate((self._columns, np.zeros(size, COLUMNS)))
             self._free = list(range(2 * size - 1, size - 1, -1))
         slot = self._free.pop()
         self._slot_of[seq.seq_id] = slot

@@ -1,5 +1,7 @@
 """The sampling ops: counter-based noise, Gumbel-max, exact exp/log/sum and exact top candidates.
 
+    sample             logits [rows, vocab] + what each row asks for -> token ids
+    token_logprobs     logits [rows, vocab] + token ids -> logprobs, ranks and the most likely ids
     gumbel_argmax      scores [rows, vocab] + streams -> token ids [rows]
     gumbel_noise       streams x token ids -> noise, float64
     top_candidates     scores [rows, vocab] -> the best k of each row, ties to the lowest id
@@ -17,9 +19,20 @@ maps it one-to-one to a 64-bit key, a 128-bit counter and one of four output wor
 ``float64(score) + g``, ties to the lowest id. Any implementation that follows these lines gives the same tokens.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.registry import Backend, find
+from quire.kernels.sampling import draw, logprobs, native  # noqa: F401  registers them
 from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
 from quire.kernels.sampling.reference import Streams, philox4x32_10
 from quire.kernels.sampling.select import gumbel_argmax, gumbel_argmax_of, gumbel_noise, top_candidates
+from quire.request import TokenLogprobs
 
 __all__ = [
     "Streams",
@@ -29,6 +42,35 @@ __all__ = [
     "gumbel_noise",
     "log_f64",
     "philox4x32_10",
+    "sample",
+    "token_logprobs",
     "top_candidates",
     "tree_sum",
 ]
+
+
+def sample(
+    logits: Tensor, edited: Mapping[int, Tensor], columns: NDArray[np.void], *, purpose: int, backend: Backend
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Draw one token a row: temperature, min_p, top_k, top_p, Gumbel-max; rows without noise take the largest.
+
+    ``logits: [rows, vocab] float32`` stays as it is; ``edited[row]: [vocab]`` stands in for a row of it. ``columns``:
+    `columns.COLUMNS [rows]`. Returns (ids, largest logits), both ``[rows]``; a row whose largest logit is not finite
+    (a NaN counts as the largest) has no valid id.
+    """
+    assert logits.shape[0] == columns.size
+    drawn: tuple[NDArray[np.int64], NDArray[np.float32]] = find("sample", backend)(
+        logits, edited, columns, purpose
+    )
+    return drawn
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: Sequence[int], *, backend: Backend = "reference"
+) -> list[TokenLogprobs]:
+    """Logprob and rank of ``token_ids: [rows]`` and the ``num_top[row]`` most likely ids of each row.
+
+    ``logits: [rows, vocab]`` are raw. Equal logits rank by id, so ranks are distinct and the lists deterministic.
+    """
+    found: list[TokenLogprobs] = find("token_logprobs", backend)(logits, token_ids, num_top)
+    return found

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.sampling import exp_f32, top_candidates, tree_sum
+from quire.kernels.sampling.exact_math import exp_f32, tree_sum
+from quire.kernels.sampling.select import top_candidates
 
 _NUCLEUS_CANDIDATES = 256
 _WIDEN = 16

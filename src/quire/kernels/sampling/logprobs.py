@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.sampling import exp_f32, log_f64, top_candidates, tree_sum
+from quire.kernels.registry import register
+from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
+from quire.kernels.sampling.select import top_candidates
 from quire.request import TokenLogprobs
 
 
@@ -17,11 +19,9 @@ def log_normalizer(logits: Tensor) -> Tensor:
     return best.squeeze(1).to(torch.float64) + log_f64(tree_sum(exp_f32(logits - best)))
 
 
+@register("token_logprobs", "reference")
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Logprob and rank of ``token_ids: [rows]`` and the ``num_top[row]`` most likely ids of each row.
-
-    ``logits: [rows, vocab]`` are raw. Equal logits rank by id, so ranks are distinct and the lists deterministic.
-    """
+    """See `quire.kernels.sampling.token_logprobs`."""
     normalizer = log_normalizer(logits)
     chosen = logits.gather(1, token_ids[:, None])
     ids = torch.arange(logits.shape[1], device=logits.device)

@@ -1,0 +1,63 @@
+"""Milliseconds of a step's sampling: `python benchmarks/sampling.py [--vocab 128256] [--threads 2]`.
+
+Random logits of two kinds: "peaked" like a model's (spread 3, a few likely ids), "flat" like those of random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from quire.device import detect_device
+from quire.kernels.registry import choose
+from quire.kernels.threads import choose_threads
+from quire.request import SamplingParams
+from quire.sampling import Sampler
+from quire.step import NewSeq
+
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "T=1": {},
+    "top_k=50": {"top_k": 50},
+    "top_p=0.9": {"top_p": 0.9},
+    "T=1, 5 logprobs": {"logprobs": 5},
+}
+
+
+def milliseconds(sampler: Sampler, logits: torch.Tensor, rounds: int) -> float:
+    """The median of ``rounds`` steps."""
+    seq_ids = range(logits.shape[0])
+    times = []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        sampler.sample(logits, seq_ids)
+        times.append(time.perf_counter() - begin)
+    return sorted(times[1:])[rounds // 2] * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vocab", type=int, default=128_256)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--isa", default=detect_device().isa)
+    args = parser.parse_args()
+    choose_threads(args.threads, torch_is_heavy=True)
+    print(f"{args.isa}, vocabulary of {args.vocab}, {args.threads} threads; ms a step")
+    for spread, name in ((3.0, "peaked"), (0.1, "flat")):
+        for rows in (1, 32):
+            logits = torch.randn(rows, args.vocab, generator=torch.Generator().manual_seed(0)) * spread
+            for kind, options in KINDS.items():
+                sampler = Sampler(args.vocab, choose(args.isa))
+                for row in range(rows):
+                    params = SamplingParams(**{"temperature": 1.0, "seed": row, **options})  # type: ignore[arg-type]
+                    sampler.add(NewSeq(row, 0, (1, 2), (), params, 0))
+                print(f"{name:7} rows {rows:3}  {kind:16} {milliseconds(sampler, logits, args.rounds):8.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""`quire doctor --check MODEL`: are its weights what its configuration says, and are they all numbers? Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from quire.args import EngineArgs
+from quire.device import detect_device
+from quire.engine.assemble import configure
+from quire.families import quantization_of, weight_map
+from quire.families.gguf import gguf_weight_map
+from quire.models.checkpoint import Checkpoint, read_json
+from quire.models.gguf_file import read_gguf
+from quire.models.safetensors_file import StoredTensor, read_checkpoint
+from quire.models.weight_check import not_finite
+from quire.models.weight_sources import find_sources
+
+
+def check_model(model: str) -> int:
+    """Check what ``model`` holds against its configuration, then every weight; return the exit status.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError: a file, a name, a shape or a type is wrong; the text says which.
+    """
+    _, checkpoint = configure(EngineArgs(model=model), detect_device())
+    tensors = _matching_tensors(checkpoint)
+    console = Console(highlight=False, soft_wrap=True)
+    bad = list(not_finite(tensors))
+    for found in bad:
+        console.print(
+            f"[red]{found.name}[/red] in {found.file} holds {found.num_nan} NaN and {found.num_inf} infinite values, "
+            f"the first at {list(found.first)}"
+        )
+    size = sum(tensor.num_bytes for tensor in tensors.values()) / 2**30
+    verdict = (
+        f"{len(bad)} are not finite: download them again, or ask who made them." if bad else "all are finite."
+    )
+    console.print(
+        f"{len(tensors)} tensors, {size:.2f} GiB: names, shapes and types fit the configuration; {verdict}"
+    )
+    return 1 if bad else 0
+
+
+def _matching_tensors(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
+    """Return every tensor on disk once names, shapes and types are known to fit."""
+    path, spec = checkpoint.path, checkpoint.spec
+    if path.is_dir():
+        config = path / "config.json"
+        tensors = read_checkpoint(path)
+        find_sources(str(path), weight_map(spec), tensors, quantization_of(read_json(config), str(config)))
+        return tensors
+    file = read_gguf(path)
+    find_sources(
+        str(path), gguf_weight_map(spec, str(file.metadata.get("general.architecture"))), file.tensors
+    )
+    return file.tensors

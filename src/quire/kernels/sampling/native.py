@@ -1,0 +1,106 @@
+"""Native sampling (csrc/cpu/sampling_kernel.cpp): the reference's tokens and logprobs, bit for bit, at every level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.registry import VECTOR_LEVELS, register
+from quire.kernels.sampling.columns import COLUMNS
+from quire.kernels.threads import num_native_threads
+from quire.request import TokenLogprobs
+
+try:
+    from quire import _native as native
+except ImportError:  # no compiler at install
+    native = None  # type: ignore[assignment]
+
+
+def sample(
+    module: ModuleType,
+    isa: str,
+    logits: Tensor,
+    edited: Mapping[int, Tensor],
+    columns: NDArray[np.void],
+    purpose: int,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """See `quire.kernels.sampling.sample`."""
+    assert columns.flags.c_contiguous
+    assert columns.dtype == COLUMNS
+    addresses = _addresses(logits)
+    for row, changed in edited.items():
+        assert changed.is_contiguous()
+        addresses[row] = changed.data_ptr()
+    rows = columns.size
+    ids, best = np.empty(rows, np.int64), np.empty(rows, np.float32)
+    module.sample(
+        num_native_threads(),
+        isa,
+        addresses.ctypes.data,
+        columns.ctypes.data,
+        rows,
+        logits.shape[1],
+        purpose,
+        ids.ctypes.data,
+        best.ctypes.data,
+    )
+    return ids, best
+
+
+def token_logprobs(
+    module: ModuleType, isa: str, logits: Tensor, token_ids: Tensor, num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """See `quire.kernels.sampling.token_logprobs`."""
+    rows, vocab = logits.shape
+    wanted = np.minimum(np.array(num_top, np.int64), vocab)
+    width = int(wanted.max(initial=0))
+    addresses = _addresses(logits)
+    chosen = token_ids.contiguous().numpy()
+    logprobs, ranks = np.empty(rows), np.empty(rows, np.int64)
+    top_ids, top_logprobs = np.empty((rows, width), np.int64), np.empty((rows, width))
+    module.logprobs(
+        num_native_threads(),
+        isa,
+        addresses.ctypes.data,
+        chosen.ctypes.data,
+        wanted.ctypes.data,
+        rows,
+        vocab,
+        width,
+        logprobs.ctypes.data,
+        ranks.ctypes.data,
+        top_ids.ctypes.data,
+        top_logprobs.ctypes.data,
+    )
+    return [
+        TokenLogprobs(token_id, logprob, rank, tuple(best[:k]), tuple(best_logprobs[:k]))
+        for token_id, logprob, rank, best, best_logprobs, k in zip(
+            chosen.tolist(),
+            logprobs.tolist(),
+            ranks.tolist(),
+            top_ids.tolist(),
+            top_logprobs.tolist(),
+            wanted.tolist(),
+            strict=True,
+        )
+    ]
+
+
+def _addresses(logits: Tensor) -> NDArray[np.int64]:
+    """Where each row of ``logits: [rows, vocab]`` lies."""
+    assert logits.device.type == "cpu"
+    assert logits.stride(1) == 1
+    return logits.data_ptr() + np.arange(logits.shape[0]) * (logits.stride(0) * 4)
+
+
+if native is not None and hasattr(native, "sample"):  # a build older than this source may lack it
+    assert native.sample_row_bytes == COLUMNS.itemsize
+    for level in VECTOR_LEVELS:
+        if native.has_isa(level):
+            register("sample", level)(partial(sample, native, level))
+            register("token_logprobs", level)(partial(token_logprobs, native, level))
