@@ -137,3 +137,27 @@ def test_the_template_sees_the_tools() -> None:
 )
 def test_bad_tools_name_the_field(fields: dict[str, Any], param: str) -> None:
     assert error_of(Api().chat(**fields), 400)["param"] == param
+
+
+def test_a_required_call_constrains_the_answer() -> None:
+    for choice, names in (
+        ("required", ["get", "now"]),
+        ({"type": "function", "function": {"name": "now"}}, ["now"]),
+    ):
+        server = api(CALLS)
+        assert server.chat(tools=TOOLS, tool_choice=choice, max_tokens=200).status_code == 200
+        form = server.frontend.submitted[-1].sampling.structured_outputs
+        assert form is not None
+        text = json.dumps(form.structural_tag)
+        assert [name for name in ("get", "now") if f'\\"{name}\\"' in text] == names
+
+
+def test_a_required_call_and_another_form_contradict() -> None:
+    fields = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert error_of(api(CALLS).chat(**fields), 400)["param"] == "tool_choice"
+
+
+def test_tools_that_the_model_cannot_call_are_refused() -> None:
+    plain = Api(FakeFrontend())
+    assert error_of(plain.chat(tools=TOOLS), 400)["param"] == "tools"
+    assert plain.chat(tools=TOOLS, tool_choice="none").status_code == 200

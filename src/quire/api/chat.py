@@ -41,8 +41,6 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         ignored=ignored,
     )
     use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls, ignored)
-    if use.required:
-        raise RequestError("tool_choice that requires a call is not supported yet.", param="tool_choice")
     text = chat_prompt(state, request, ignored, use)
     prompt = await state.frontend.tokenize(text, add_special_tokens=False)
     plan = output_plan(
@@ -54,7 +52,8 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         skip_special_tokens=sampling.skip_special_tokens,
     )
     if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
-        sampling = replace(sampling, skip_special_tokens=False)
+        form = plan.constrained(use, sampling.structured_outputs)
+        sampling = replace(sampling, skip_special_tokens=False, structured_outputs=form)
     names = TokenNames(state.frontend.tokenizer.token_bytes, as_ids=request.return_tokens_as_token_ids)
     choices = ChatChoices(
         names,

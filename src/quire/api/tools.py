@@ -11,7 +11,9 @@ from quire.api import field_tables
 from quire.api.fields import clip, sift
 from quire.api.state import ApiState
 from quire.errors import RequestError
+from quire.structured_outputs import StructuredOutputsParams
 from quire.text.output import OutputFormat, OutputParser, prompt_opening
+from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
 from quire.text.output.formats import without_tools
 
 _NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
@@ -124,6 +126,40 @@ class OutputPlan:
     with_reasoning: bool = True  # false: it is left out of the answer
     max_calls: int | None = None  # what parallel_tool_calls = false allows
 
+    def constrained(
+        self, use: ToolUse, form: StructuredOutputsParams | None
+    ) -> StructuredOutputsParams | None:
+        """Return the form of the whole answer: the calls that ``use`` requires, or ``form``, behind the reasoning.
+
+        Raises:
+            RequestError: both say what the answer is, or the format's calls cannot be required.
+        """
+        part: dict[str, Any] | None = None
+        param = "tool_choice" if form is None else form.param
+        in_reasoning = self.format.reasoning is not None and self.opening == self.format.reasoning[0]
+        if use.required:
+            if form is not None:
+                raise RequestError(
+                    f"tool_choice requires a call, and {form.param} says another form: send one of them.",
+                    param="tool_choice",
+                )
+            part = required_calls(self.format, self.schemas, use.required, parallel=use.parallel)
+            if part is None:
+                raise RequestError(
+                    f"tool_choice = {clip(use.choice)} is not supported with the tool format {self.format.name!r} of "
+                    "this model; 'auto' and 'none' are.",
+                    param="tool_choice",
+                )
+        elif form is None or not in_reasoning:
+            return form
+        else:
+            part = form_of(form.kind, getattr(form, form.kind))
+            if part is None:
+                return form
+        if in_reasoning:
+            part = after_reasoning(self.format, part)
+        return StructuredOutputsParams(structural_tag={"format": part}, param=param)
+
     def parser(self) -> OutputParser:
         return OutputParser(self.format, self.schemas, opening=self.opening, hidden=self.hidden)
 
@@ -141,6 +177,12 @@ def output_plan(
     format = state.output_format(bool(use.tools))
     if not use.schemas:
         format = without_tools(format)
+    elif format.calls is None and not format.harmony:
+        raise RequestError(
+            "tools are not supported by this model: its chat template shows no format of calls. Start the server with "
+            "--chat-template or --tool-format, or send tool_choice = 'none'.",
+            param="tools",
+        )
     if not separate_reasoning:
         format = replace(format, reasoning=None)
     if format.plain:

@@ -94,7 +94,7 @@ def _value(calls: Calls, form: TaggedCalls, schema: Any) -> Wait[bool]:
     reader = calls.reader
     if (yield from reader.peek()) == "\n":
         reader.take(1)
-    if _types(schema) == {"string"}:
+    if is_text(schema):
         text = _Quoted(calls)
         calls.arguments('"')
         complete = (yield from reader.until((form.value_end,), text.add)) is not None
@@ -123,9 +123,9 @@ class _Quoted:
 
 def typed_value(text: str, schema: Any) -> Any:
     """The value that ``text`` stands for: of the schema's type where it fits, else JSON, Python, or the text itself."""
-    types = _types(schema)
-    if types == {"string"}:
+    if is_text(schema):
         return text
+    types = _types(schema)
     try:
         value = json.loads(text)
     except ValueError:
@@ -137,6 +137,11 @@ def typed_value(text: str, schema: Any) -> Any:
     if types and "string" in types and not (_json_types(value) & types):
         return text
     return value
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a value of this schema is written as it is, without quotes."""
+    return _types(schema) == {"string"}
 
 
 def _types(schema: Any) -> set[str]:
