@@ -7,13 +7,15 @@ which a token reads one row; a checkpoint may store that one quantized, and then
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 from quire.errors import ConfigError
-from quire.modelspec import ModelSpec, weight_shapes
-from quire.weight_format import WeightFormat, parse_format
+from quire.modelspec import ModelSpec, matrix_bytes, weight_shapes
+from quire.weight_format import PLAIN, WeightFormat, parse_format
 
 Role = Literal["linear", "head", "table", "other"]
 Formats = Mapping[str, WeightFormat]
@@ -95,3 +97,56 @@ def _fit(spec: ModelSpec, formats: dict[str, WeightFormat]) -> WeightPlan:
 
 def _kinds(formats: Formats) -> str:
     return "; ".join(sorted({str(each) for each in formats.values()}))
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """What one part of the model is held in. ``bytes_per_token``: read to decode one token alone."""
+
+    part: str
+    held: str
+    bits: float  # a number, scales and offsets counted
+    num_bytes: int
+    bytes_per_token: int
+
+
+def weight_table(spec: ModelSpec, dtype: str, formats: Formats) -> list[TableRow]:
+    """Return a row for each (part, format), and what is computed in and cached: for people and for benchmarks.
+
+    Experts count with the share that a token takes; of an embedding table a token reads one row, and nothing more of
+    a tied one, which is the output matrix.
+    """
+    numbers: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    read: Counter[tuple[str, str]] = Counter()
+    for name, shape in weight_shapes(spec).items():
+        held = formats.get(name, PLAIN)
+        key = (_PART_NAMES[role_of(spec, name)], str(held) if held.quantized else dtype)
+        size = matrix_bytes(shape, dtype, held)
+        numbers[key] += prod(shape)
+        sizes[key] += size
+        read[key] += _read_share(spec, name, shape, size)
+    return [TableRow(*key, 8 * sizes[key] / numbers[key], sizes[key], read[key]) for key in sizes]
+
+
+_PART_NAMES: Mapping[Role, str] = {
+    "linear": "linears",
+    "head": "output matrix",
+    "table": "embedding table",
+    "other": "norms, biases, routers",
+}
+
+
+def _read_share(spec: ModelSpec, name: str, shape: tuple[int, ...], size: int) -> int:
+    if role_of(spec, name) == "table":
+        return size // spec.vocab_size
+    if len(shape) == 3:
+        moe = spec.layers[int(name.split(".")[1])].mlp.moe
+        assert moe is not None
+        return size * moe.top_k // moe.num_experts
+    return size
+
+
+def activations_of(dtype: str, formats: Formats) -> str:
+    """What linears multiply: int8 rows with quantized weights, else the engine's type."""
+    return f"int8, a scale a token ({dtype} elsewhere)" if formats else dtype

@@ -26,6 +26,7 @@ from quire.modelspec import ModelSpec
 from quire.request import FinishReason, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan, StepResult
+from quire.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,22 @@ def engine_config(
     num_threads: int = 1,
     cpu_isa: str = "reference",
     max_model_len: int = MAX_MODEL_LEN,
+    formats: dict[str, WeightFormat] | None = None,
 ) -> EngineConfig:
     """A configuration by hand: `resolve` has no say in how small a pool may be."""
     layout = spec.kv_layout(max_model_len)
     windows = tuple(group.window for group in layout.groups)
     return EngineConfig(
         model=ModelConfig(
-            path, "tiny", spec, dtype, dtype, max_model_len, "auto" if path else "random", seed=1
+            path,
+            "tiny",
+            spec,
+            dtype,
+            dtype,
+            max_model_len,
+            "auto" if path else "random",
+            seed=1,
+            formats=formats or {},
         ),
         kv_layout=layout,
         cache=CacheConfig(num_blocks, block_size, windows),

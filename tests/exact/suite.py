@@ -17,8 +17,10 @@ from tests.exact.traffic import Job, make_jobs
 from quire.config import GATES, ORDERS, EngineConfig
 from quire.executor.local import LocalExecutor
 from quire.models.checkpoint import describe
-from quire.modelspec import ModelSpec
+from quire.modelspec import ModelSpec, weight_shapes
 from quire.request import FinishReason
+from quire.weight_format import WeightFormat, parse_format
+from quire.weight_plan import role_of
 
 BUDGETS = (16, 48, 256, 2048)
 POLICIES = [Policy(*triple) for triple in itertools.product(GATES, ORDERS, BUDGETS)]
@@ -43,9 +45,11 @@ class Case:
     cpu_isa: str = "reference"
     max_prompt: int = 80
     max_output: int = 14
+    quantize: str = ""  # format of every linear, short last groups included; the output matrix is int8
 
     def __str__(self) -> str:
-        return f"{Path(self.model).name}-{self.dtype}-{self.cpu_isa}-seed{self.seed}"
+        quantized = f"-{self.quantize}" if self.quantize else ""
+        return f"{Path(self.model).name}-{self.dtype}{quantized}-{self.cpu_isa}-seed{self.seed}"
 
     @property
     def spec(self) -> ModelSpec:
@@ -61,7 +65,19 @@ class Case:
             policy=policy,
             num_threads=num_threads,
             cpu_isa=self.cpu_isa,
+            formats=self.formats,
         )
+
+    @property
+    def formats(self) -> dict[str, WeightFormat]:
+        if not self.quantize:
+            return {}
+        roles = {name: role_of(self.spec, name) for name in weight_shapes(self.spec)}
+        held = {
+            "linear": parse_format(self.quantize, name="quantize"),
+            "head": WeightFormat("int8"),
+        }
+        return {name: held[role] for name, role in roles.items() if role in held}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ fused projections for phi3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -32,11 +33,27 @@ _LAYER = {
 }
 
 
-def write_gguf(path: Path, arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> Path:
+TypeOf = Callable[[str, tuple[int, ...]], gguf.GGMLQuantizationType | None]
+
+
+def write_gguf(
+    path: Path,
+    arch: str,
+    spec: ModelSpec,
+    weights: dict[str, torch.Tensor],
+    *,
+    type_of: TypeOf = lambda name, shape: None,
+) -> Path:
+    """``type_of(name, shape)``: what a tensor is quantized to; None leaves it as it is."""
     writer = gguf.GGUFWriter(path, arch)
     _metadata(writer, spec)
     for name, tensor in _renamed(arch, spec, weights).items():
-        writer.add_tensor(name, np.ascontiguousarray(tensor.numpy()))
+        array = np.ascontiguousarray(tensor.numpy())
+        kind = type_of(name, array.shape)
+        if kind is None:
+            writer.add_tensor(name, array)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -120,16 +120,28 @@ def bench_kernel(
 
 @app.command()
 def doctor(
+    model: ModelArgument = None,
+    quantize: Annotated[
+        str | None, typer.Option("--quantize", help="As quire serve takes it.", show_default=False)
+    ] = None,
+    quantize_head: Annotated[
+        str | None, typer.Option("--quantize-head", help="As quire serve takes it.", show_default=False)
+    ] = None,
     check: Annotated[
         str | None,
         typer.Option("--check", help="Read all weights of this model: shapes, types, NaN and infinity."),
     ] = None,
 ) -> None:
-    """Say what this machine has, which kernels will be used and why, and what to install; or check a model."""
+    """Say what this machine has and what to install; with a model, what it is held in and its bytes; or check one."""
     if check is not None:
         from quire.cli.check_model import check_model
 
         raise typer.Exit(check_model(check))
+    if model is not None:
+        from quire.cli.doctor_model import model_report
+
+        model_report(EngineArgs(model=model, quantize=quantize, quantize_head=quantize_head))
+        return
     from quire.cli.doctor import report
 
     report()

@@ -12,6 +12,7 @@ from quire.cli.flags import pick
 from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
 
 GIB = 2**30
+WORTH_SAYING = ("linears", "output matrix", "embedding table")
 
 
 def serve(settings: dict[str, Any]) -> int:
@@ -67,11 +68,12 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 
     def announce(url: str, info: EngineInfo) -> None:
         print(
-            start_up_report(url, info, text.model.names[0], time.monotonic() - begin, note),
+            start_up_report(url, info, text.model.names[0], time.monotonic() - begin, note, weights),
             file=sys.stderr,
             flush=True,
         )
 
+    weights = weights_report(config.model)
     note = slow_kernels(config.device, config.runner.cpu_isa)
     sock = bind(server_args.host, server_args.port)
     app = create_app(frontend, api)
@@ -82,12 +84,24 @@ def _list(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def start_up_report(url: str, info: Any, name: str, seconds: float, note: str | None = None) -> str:
+def weights_report(model: Any) -> str:
+    """What weights are held in, where some are quantized, and what is held otherwise than asked; ends in a newline."""
+    from quire.weight_plan import weight_table
+
+    rows = [row for row in weight_table(model.spec, model.dtype, model.formats) if row.part in WORTH_SAYING]
+    said = "; ".join(f"{row.part} {row.held} ({row.bits:.2f} bits)" for row in rows)
+    lines = [f"weights  {said}"] if model.formats else []
+    return "".join(f"{line}\n" for line in (*lines, *(f"         {remark}" for remark in model.remarks)))
+
+
+def start_up_report(
+    url: str, info: Any, name: str, seconds: float, note: str | None = None, weights: str = ""
+) -> str:
     """The short start-up log: model, bytes, kernels (and why they are slow), KV tokens, seconds, and a line to try."""
     slow = f"         {note}\n" if note else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me a story."}}], "max_tokens": 64}}'
     return (
-        f"model    {name}, {info.weight_bytes / GIB:.2f} GiB of weights\n"
+        f"model    {name}, {info.weight_bytes / GIB:.2f} GiB of weights\n{weights}"
         f"kernels  {info.kernels} ({info.determinism})\n"
         f"{slow}cache    {info.num_kv_tokens:,} tokens in up to {info.kv_bytes / GIB:.2f} GiB\n"
         f"ready    in {seconds:.1f} s on {url}\n\n"

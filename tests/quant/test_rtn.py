@@ -1,0 +1,79 @@
+"""Rounding on load: error against the oracle of ggml, special rows, and independence of ranges and threads."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+
+from quire.quant.rtn import quantize
+from quire.quant.stored import dequantize
+from quire.weight_format import WeightFormat
+
+SEED = 5
+FORMATS = [
+    WeightFormat("int8"),
+    WeightFormat("int8", 16),
+    WeightFormat("int4", 32),
+    WeightFormat("int4", 128),
+]
+
+
+def weight_of(rows: int, columns: int) -> torch.Tensor:
+    """Heavy tails, as trained weights have them."""
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).exp()
+
+
+def error_of(weight: torch.Tensor, held: WeightFormat) -> float:
+    return float((dequantize(quantize(weight, held)) - weight).square().sum())
+
+
+@pytest.mark.parametrize("held", FORMATS, ids=str)
+def test_a_weight_is_within_half_a_step(held: WeightFormat) -> None:
+    weight = weight_of(40, 256)
+    found = quantize(weight, held)
+    assert found.format == held
+    step = found.scale.abs().repeat_interleave(256 // found.scale.shape[1], 1)
+    outside = (found.q == -8) | (found.q == 7) if held.kind == "int4" else torch.zeros_like(weight).bool()
+    assert ((dequantize(found) - weight).abs() <= 0.53 * step)[
+        ~outside
+    ].all()  # the best scale is not the first one
+    assert found.q.abs().max() <= (8 if held.kind == "int4" else 127)
+
+
+def test_int4_leaves_less_error_than_q4_0() -> None:
+    weight = weight_of(64, 512)
+    raw = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0)
+    oracle = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_0).copy())
+    ratio = error_of(weight, WeightFormat("int4", 32)) / float((oracle - weight).square().sum())
+    print(f"square error over Q4_0's: {ratio:.3f}, seed {SEED}")
+    assert ratio < 0.95
+
+
+@pytest.mark.parametrize("held", FORMATS, ids=str)
+def test_zeros_and_short_last_groups(held: WeightFormat) -> None:
+    weight = weight_of(4, 75)
+    weight[1] = 0.0
+    weight[2, :32] = 0.0
+    found = quantize(weight, held)
+    assert found.q.shape == weight.shape
+    assert (found.q[1] == 0).all()
+    assert torch.isfinite(found.scale).all()
+    padded = torch.nn.functional.pad(weight, (0, 128 - 75))
+    assert torch.equal(quantize(padded, held).q[:, :75], found.q)
+
+
+@pytest.mark.parametrize("held", FORMATS, ids=str)
+def test_ranges_and_threads_change_nothing(held: WeightFormat) -> None:
+    weight = weight_of(96, 384).bfloat16()
+    whole = quantize(weight, held)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for start, stop in ((0, 1), (7, 40), (40, 96)):
+            part = quantize(weight[start:stop], held)
+            assert torch.equal(part.q, whole.q[start:stop])
+            assert torch.equal(part.scale, whole.scale[start:stop])
+    finally:
+        torch.set_num_threads(before)
