@@ -109,7 +109,11 @@ struct Pair {
   __m256 even, odd;
 };
 inline Pair broadcast_pair(const uint16_t* x) {
-  return {_mm256_set1_ps(bf16_to_float(x[0])), _mm256_set1_ps(bf16_to_float(x[1]))};
+  int32_t two;
+  std::memcpy(&two, x, 4);
+  const __m256i v = _mm256_set1_epi32(two);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(v, 16)),
+          _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000))))};
 }
 inline Vec dot(Vec acc, const Weights& w, const Pair& x) {
   return _mm256_fmadd_ps(w.odd, x.odd, _mm256_fmadd_ps(w.even, x.even, acc));

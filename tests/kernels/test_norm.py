@@ -15,9 +15,13 @@ from tests.kernels.checks import (
 )
 
 from quire.kernels import cases, registry
-from quire.kernels.linear import quantize_rows
+from quire.kernels.activation import gated
+from quire.kernels.linear import QuantizedRows, QuantizedWeight, linear, quantize_rows, write_rows
 from quire.kernels.norm import add_rms_norm, add_rms_norm_to_int8, rms_norm, rms_norm_to_int8
 from quire.kernels.registry import Backend
+from quire.layers.mlp import Mlp
+from quire.layers.norm import RmsNorm
+from quire.weight_format import WeightFormat
 
 EPS = 1e-5
 BACKENDS = registry.backends("rms_norm")
@@ -99,3 +103,28 @@ def test_to_int8_is_the_norm_quantized(
             rows, same_total = add_rms_norm_to_int8(x, residual.clone(), weight, EPS, group, backend=backend)
             assert_same_rows(rows, quantize_rows(normed, group))
             assert_same_bits(same_total, total, "residual")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_of_quantized_linears_is_its_ops_one_by_one(backend: Backend) -> None:
+    """Norm and activation of a model write int8 rows; the bits are those of plain rows quantized by the linears."""
+    rng = generator()
+    kernels, held = registry.choose(backend), WeightFormat("int8")
+    mlp = Mlp(
+        64, 96, "silu", torch.bfloat16, kernels, formats={f"{x}.weight": held for x in ("gate", "up", "down")}
+    )
+    for name, shape in (("gate", (96, 64)), ("up", (96, 64)), ("down", (64, 96))):
+        q = torch.randint(-127, 128, shape, generator=rng).to(torch.int8)
+        weight = QuantizedWeight(held, q, torch.rand(shape[0], 1, generator=rng) * 0.01)
+        place = mlp._down if name == "down" else mlp._gate_up
+        write_rows(place.packed, 96 * (name == "up"), weight)
+    norm = RmsNorm(64, EPS, kernels, reader=mlp.reads)
+    norm.weight.copy_(torch.randn(64, generator=rng))
+    x, residual = torch.randn(2, 9, 64, generator=rng).to(torch.bfloat16)
+    rows, total = norm.enter(x, residual.clone())
+    assert isinstance(rows, QuantizedRows)
+    normed, expected_total = norm.add(x, residual.clone())
+    assert_same_bits(total, expected_total, "residual")
+    gate_up = linear(normed, mlp._gate_up.packed)
+    assert_same_bits(mlp(rows), linear(gated(gate_up, "silu", backend=backend), mlp._down.packed), "block")
+    assert isinstance(norm.enter(None, residual)[0], QuantizedRows)

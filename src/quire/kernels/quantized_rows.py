@@ -33,6 +33,11 @@ class QuantizedRows:
     dtype: torch.dtype  # of the rows that were quantized, and of what a linear makes of them
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the rows that were quantized."""
+        return torch.Size((self.q.shape[0], self.in_features))
+
+    @property
     def num_tokens(self) -> int:
         return self.q.shape[0]
 

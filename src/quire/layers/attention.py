@@ -8,6 +8,7 @@ import torch
 
 from quire.kernels.attention import AttentionShape, attention
 from quire.kernels.kv_view import KvView
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.kernels.rope import apply_rope, store_kv
 from quire.layers.linear import Linear
@@ -15,6 +16,7 @@ from quire.layers.norm import HeadNorm, RmsNorm
 from quire.layers.step_batch import GroupBatch
 from quire.layers.weights import NO_FORMATS, Formats, Place, copy_into, prefixed
 from quire.modelspec import AttentionSpec
+from quire.weight_format import WeightFormat
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -68,8 +70,12 @@ class Attention:
             found["sinks"] = copy_into(self._sinks)
         return found
 
+    @property
+    def reads(self) -> WeightFormat:
+        return self._qkv.reads
+
     def __call__(
-        self, x: torch.Tensor, cos_sin: CosSin | None, group: GroupBatch, kv: KvView
+        self, x: torch.Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView
     ) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` → the same shape. ``cos_sin`` is None on layers without RoPE."""
         spec, num_tokens = self._spec, x.shape[0]

@@ -8,10 +8,10 @@ from itertools import groupby
 
 import torch
 
-from quire.kernels.linear import PackedLinear, linear, pack_empty, write_bias
+from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty, write_bias
 from quire.kernels.registry import KernelChoice
 from quire.layers.weights import NO_FORMATS, Formats, Place, matrix_backend, write_weight
-from quire.weight_format import PLAIN
+from quire.weight_format import PLAIN, WeightFormat
 
 
 class Linear:
@@ -51,6 +51,11 @@ class Linear:
         assert len(self.segments) == 1, [each.format for each in self.segments]
         return self.segments[0]
 
+    @property
+    def reads(self) -> WeightFormat:
+        """The format whose `QuantizedRows` it takes; PLAIN where it wants plain rows."""
+        return self.segments[0].format if len(self.segments) == 1 else PLAIN
+
     def places(self) -> dict[str, Place]:
         """Return ``{part}.weight [features, in_features]`` and, with biases, ``{part}.bias [features]``."""
         found: dict[str, Place] = {}
@@ -60,7 +65,9 @@ class Linear:
                 found[f"{name}.bias"] = partial(write_bias, packed, start)
         return found
 
-    def __call__(self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor | QuantizedRows, *, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``, in x's dtype if nothing is said."""
         if len(self.segments) == 1:
             return linear(x, self.segments[0], out_dtype=out_dtype)

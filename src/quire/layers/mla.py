@@ -14,6 +14,7 @@ import torch
 from quire.kernels.attention import AttentionShape, attention
 from quire.kernels.kv_view import KvView
 from quire.kernels.linear import head_linear, pack_heads
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.kernels.rope import apply_rope, store_kv
 from quire.layers.attention import CosSin
@@ -23,6 +24,7 @@ from quire.layers.step_batch import GroupBatch
 from quire.layers.weights import NO_FORMATS, Formats, Place, prefixed
 from quire.modelspec import AttentionSpec
 from quire.quant.stored import Weight
+from quire.weight_format import WeightFormat
 
 
 class LatentAttention:
@@ -80,8 +82,12 @@ class LatentAttention:
         self._to_latent = pack_heads(heads[:, : spec.qk_nope_head_dim].to(dtype))
         self._from_latent = pack_heads(heads[:, spec.qk_nope_head_dim :].transpose(1, 2).to(dtype))
 
+    @property
+    def reads(self) -> WeightFormat:
+        return self._down.reads
+
     def __call__(
-        self, x: torch.Tensor, cos_sin: CosSin | None, group: GroupBatch, kv: KvView
+        self, x: torch.Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView
     ) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` → the same shape."""
         spec, num_tokens = self._spec, x.shape[0]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.activation import ActivationKind, gated
+from quire.kernels.activation import ActivationKind, gated, gated_to_int8
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
 from quire.layers.weights import NO_FORMATS, Formats, Place
+from quire.weight_format import WeightFormat
 
 
 class Mlp:
@@ -31,10 +33,19 @@ class Mlp:
         self._down = Linear({"down": hidden_size}, inter, dtype, kernels, bias=bias, formats=formats)
         self._activation = activation
         self._gated_backend = kernels.backend("gated")
+        self._to_int8_backend = kernels.backend("gated_to_int8")
 
     def places(self) -> dict[str, Place]:
         return {**self._gate_up.places(), **self._down.places()}
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def reads(self) -> WeightFormat:
+        return self._gate_up.reads
+
+    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
-        return self._down(gated(self._gate_up(x), self._activation, backend=self._gated_backend))
+        gate_up = self._gate_up(x)
+        if self._down.reads.quantized:
+            group = self._down.reads.group
+            return self._down(gated_to_int8(gate_up, self._activation, group, backend=self._to_int8_backend))
+        return self._down(gated(gate_up, self._activation, backend=self._gated_backend))

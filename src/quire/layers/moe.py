@@ -10,6 +10,7 @@ from quire.kernels.activation import gated
 from quire.kernels.activation.reference import sigmoid
 from quire.kernels.linear import PackedLinear, pack_empty, write_bias
 from quire.kernels.moe import experts, route
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
@@ -25,7 +26,7 @@ from quire.layers.weights import (
 )
 from quire.modelspec import MlpSpec
 from quire.quant.stored import StoredMatrix, StoredStack, Weight
-from quire.weight_format import PLAIN
+from quire.weight_format import PLAIN, WeightFormat
 
 
 class MoeBlock:
@@ -93,8 +94,13 @@ class MoeBlock:
             found.update(self._shared_gate.places())
         return found
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def reads(self) -> WeightFormat:
+        return PLAIN  # the router wants the rows as they are
+
+    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
+        assert isinstance(x, torch.Tensor)
         weights, ids = self._route(self._router(x.float()), self._moe, self._correction)
         y = self._experts(x, weights, ids, self._gate_up, self._down, self._activate)
         if self._shared is not None:

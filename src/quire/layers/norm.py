@@ -7,21 +7,36 @@ from functools import partial
 
 import torch
 
-from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.norm import add_rms_norm, add_rms_norm_to_int8, rms_norm, rms_norm_to_int8
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.weights import Place, copy_into
 from quire.quant.stored import Weight
+from quire.weight_format import PLAIN, WeightFormat
 
 
 class RmsNorm:
-    """The weight is held in fp32; with ``plus_one`` (Gemma) it holds 1 + w."""
+    """The weight is held in fp32; with ``plus_one`` (Gemma) it holds 1 + w.
 
-    def __init__(self, size: int, eps: float, kernels: KernelChoice, *, plus_one: bool = False) -> None:
+    ``reader``: the format of the one linear that reads the result; if it is quantized, `enter` writes int8 rows.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        kernels: KernelChoice,
+        *,
+        plus_one: bool = False,
+        reader: WeightFormat = PLAIN,
+    ) -> None:
         self.weight = torch.zeros(size)
         self.eps = eps
         self._plus_one = plus_one
         self._norm_backend = kernels.backend("rms_norm")
         self._add_backend = kernels.backend("add_rms_norm")
+        self._to_int8_backend = kernels.backend("add_rms_norm_to_int8")
+        self._reader = reader
 
     def place(self, weight: Weight) -> None:
         """Take ``weight [size]``."""
@@ -39,6 +54,19 @@ class RmsNorm:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(norm(residual + x), residual + x)``."""
         return add_rms_norm(x, residual, self.weight, self.eps, backend=self._add_backend)
+
+    def enter(
+        self, x: torch.Tensor | None, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
+        """Return ``(norm(residual + x), residual + x)``, the norm as its reader takes it; None is nothing to add."""
+        group, backend = self._reader.group, self._to_int8_backend
+        if x is None:
+            if self._reader.quantized:
+                return rms_norm_to_int8(residual, self.weight, self.eps, group, backend=backend), residual
+            return self(residual), residual
+        if self._reader.quantized:
+            return add_rms_norm_to_int8(x, residual, self.weight, self.eps, group, backend=backend)
+        return self.add(x, residual)
 
 
 class HeadNorm:

@@ -16,6 +16,7 @@ from quire.errors import ModelLoadError
 from quire.kernels.embedding import take_rows
 from quire.kernels.kv_view import KvView
 from quire.kernels.pointwise import add_rows, cap_logits, scale_rows
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.attention import Attention, CosSin
 from quire.layers.embedding import Embedding
@@ -28,6 +29,7 @@ from quire.layers.step_batch import GroupBatch, StepBatch
 from quire.layers.weights import NO_FORMATS, Formats, Place, prefixed, under
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
+from quire.weight_format import PLAIN
 
 
 class Decoder:
@@ -167,7 +169,11 @@ class DecoderLayer:
             self._mlp = MoeBlock(hidden, spec.mlp, dtype, kernels, formats=under("moe.", formats))
         names = [] if spec.norms == "post" else ["attn_norm", "mlp_norm"]
         names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
-        self._norms = {name: RmsNorm(hidden, eps, kernels, plus_one=plus_one) for name in names}
+        readers = {"attn_norm": self._attention.reads, "mlp_norm": self._mlp.reads}
+        self._norms = {
+            name: RmsNorm(hidden, eps, kernels, plus_one=plus_one, reader=readers.get(name, PLAIN))
+            for name in names
+        }
         self._take_rows = partial(take_rows, backend=kernels.backend("take_rows"))
         self._add_rows = partial(add_rows, backend=kernels.backend("add_rows"))
         self._scale_rows = partial(scale_rows, backend=kernels.backend("scale_rows"))
@@ -201,14 +207,13 @@ class DecoderLayer:
 
     def _enter(
         self, name: str, delta: torch.Tensor | None, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
         norm = self._norms.get(name)
-        if delta is None:
-            return (residual if norm is None else norm(residual)), residual
-        if norm is None:
+        if norm is not None:
+            return norm.enter(delta, residual)
+        if delta is not None:
             residual = self._add_rows(residual, delta)
-            return residual, residual
-        return norm.add(delta, residual)
+        return residual, residual
 
     def _leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
         norm = self._norms.get(name)
