@@ -6,9 +6,10 @@
 
 `install.py` makes the peers' environments and `convert.py` the checkpoints; both before the first run. A *visit*
 starts one engine on one checkpoint and runs the workloads asked for; each gives one *cell* of the results file, which
-is written at once. Cells that are there are not run again (`--again` does), so a run that was cut goes on where it
-stopped, and runs of several days merge. Rounds are the outermost loop: engines take turns. `--wrap` puts a command in
-front of each visit, such as a lock that keeps others away.
+is written at once. Cells that are there are not run again (`--again` does) but where the probes show that something
+else ran beside them; so a run that was cut goes on where it stopped, and runs of several days merge. Rounds are the
+outermost loop: engines take turns. `--wrap` puts a command in front of each visit, such as a lock that keeps others
+away.
 """
 
 from __future__ import annotations
@@ -72,10 +73,16 @@ def rate_of(results: Results, where: dict[str, Any]) -> float | None:
     return D_LOAD * max(known) / D_MEAN_LENGTH if known else None
 
 
+def settled(results: Results, cell: Cell) -> bool:
+    """Whether a cell is there, and was measured while nothing else ran."""
+    found = results.cells.get(key(cell))
+    return found is not None and results.steady(found)
+
+
 def run_visit(environment: Environment, given: argparse.Namespace, results: Results, cell: Cell) -> None:
     """Run what is missing of one (model, precision, isa, engine, round)."""
     asked = [w for w in given.workloads if environment.can(cell["engine"], w)]
-    wanted = [w for w in asked if given.again or key(cell | {"workload": w}) not in results.cells]
+    wanted = [w for w in asked if given.again or not settled(results, cell | {"workload": w})]
     where = {name: cell[name] for name in ("model", "precision", "isa")}
     rate = rate_of(results, where) if "D" in wanted else 0.0
     if rate is None:

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -26,7 +27,10 @@ THREADS = str(len(os.sched_getaffinity(0)))
 
 def rows(command: list[str]) -> list[dict[str, Any]]:
     """Run a tool that prints JSON lines."""
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        sys.exit(f"{Path(command[0]).name} ended with {done.returncode}: {last}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

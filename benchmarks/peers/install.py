@@ -71,6 +71,16 @@ def openvino(home: Path) -> str:
     return installed(python, "openvino-genai", "optimum-intel", "nncf")
 
 
+def keep_tile_config(source: Path) -> None:
+    """Make gcc 12 keep the stores to llama.cpp's AMX tile configuration, or its AMX build dies of SIGILL.
+
+    Its `_tile_loadconfig` does not tell the compiler that it reads all 64 bytes, so the stores before it go.
+    """
+    file = source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
+    kept = '__asm__ volatile("ldtilecfg %0" : : "m"(tc) : "memory");'
+    file.write_text(file.read_text().replace("_tile_loadconfig(&tc);", kept))
+
+
 def llamacpp(home: Path) -> str:
     """Build llama.cpp's tools: for this CPU, and for AVX2 (with AVX-VNNI where the CPU has it)."""
     python = environment(home / "llamacpp")
@@ -81,6 +91,7 @@ def llamacpp(home: Path) -> str:
     folder = source / archive.name.removesuffix(".tar.gz")
     if not folder.exists():
         shutil.unpack_archive(archive, source)
+    keep_tile_config(folder / "vendor" / "llama.cpp")
     for name, options in LLAMA_BUILDS.items():
         build, vnni = home / f"llama-{name}", "avx_vnni" in cpuinfo().get("flags", "").split()
         extra = ["-DGGML_AVX_VNNI=ON"] if name == "avx2" and vnni else []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Cell = dict[str, Any]
+SIDES = ("before", "after")
 KEY = ("model", "precision", "isa", "workload", "engine", "round")
 
 
@@ -36,6 +37,17 @@ class Results:
         for cell in self.cells.values():
             if all(cell.get(name) == value for name, value in wanted.items()):
                 yield cell
+
+    def steady(self, cell: Cell) -> bool:
+        """Whether the machine was ours alone: a probe beside another load gives half of what it gave at best.
+
+        Read bandwidth is left out: it has states of its own on a shared host.
+        """
+        best: dict[str, float] = {}
+        for probe in (c[side]["dots"] for c in self.cells.values() for side in SIDES):
+            best = {name: max(rate, best.get(name, 0.0)) for name, rate in probe.items()}
+        shares = [rate / best[name] for side in SIDES for name, rate in cell[side]["dots"].items()]
+        return statistics.median(shares) > 0.7
 
 
 def metrics(cell: Cell) -> dict[str, float]:

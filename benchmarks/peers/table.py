@@ -46,15 +46,16 @@ def share(cell: Cell, metric: str, models: Path) -> float | None:
     return value / bound if METRICS[metric][2] else bound / value
 
 
-def entry(cells: list[Cell], metric: str, models: Path) -> str:
-    """Return "value (share of bound)" of an engine, "failed" or nothing."""
+def entry(results: Results, cells: list[Cell], metric: str, models: Path) -> str:
+    """Return "value (share of bound)" of an engine, "failed" or nothing; "~" where the machine was not ours alone."""
     value = median(cells, metric)
     if value is None:
         failed = any("failed" in cell for cell in cells)
         return "failed" if failed else ""
     parts = [share(cell, metric, models) for cell in cells if "failed" not in cell]
     shares = [part for part in parts if part is not None]
-    return number(value) + (f" ({statistics.median(shares):.0%})" if shares else "")
+    mark = "" if all(results.steady(cell) for cell in cells) else "~"
+    return mark + number(value) + (f" ({statistics.median(shares):.0%})" if shares else "")
 
 
 def ratio(results: Results, metric: str, **where: str) -> str:
@@ -90,7 +91,9 @@ def grid(results: Results, models: Path, model: str, isa: str) -> list[str]:
             weight = next((c["weight_bytes"] for c in cells if c.get("weight_bytes")), None)
             weight = weight or shape_of(models / model).weight_bytes(fact)
             row = [engine, f"{weight / 1e9:.2f}"]
-            row += [entry([c for c in cells if c["workload"] == METRICS[m][0]], m, models) for m in shown]
+            row += [
+                entry(results, [c for c in cells if c["workload"] == METRICS[m][0]], m, models) for m in shown
+            ]
             rounds = len({c["round"] for c in cells if "failed" not in c})
             lines.append("| " + " | ".join([*row, str(rounds)]) + " |")
         ratios = [ratio(results, m, **where) for m in shown]
