@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from datetime import date
@@ -44,20 +45,31 @@ def probe() -> dict[str, Any]:
     }
 
 
+def run_adapter(command: list[str], environ: dict[str, str], timeout: float) -> tuple[str, str | None]:
+    """Return the adapter's standard output, and why it failed. It has a session of its own: its tools end with it."""
+    with subprocess.Popen(
+        command, env=environ, cwd=HERE, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            out, errors = process.communicate(timeout=timeout)
+            failed = (errors.strip().splitlines() or [""])[-1][:300] if process.returncode else None
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, _ = process.communicate()
+            failed = f"not finished in {timeout:.0f} s"
+        finally:
+            if process.poll() is None:  # this program was told to end
+                os.killpg(process.pid, signal.SIGKILL)
+    return out, failed
+
+
 def visit(given: argparse.Namespace) -> None:
     """Probe, run the adapter, probe again; print a line for each cell, and one for a failure."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     before = probe()
-    environ = os.environ | given.environ
-    try:
-        done = subprocess.run(
-            given.command, env=environ, capture_output=True, text=True, timeout=given.timeout, cwd=HERE
-        )
-        lines, errors = done.stdout.splitlines(), done.stderr.strip().splitlines() or [""]
-        failed = None if done.returncode == 0 else errors[-1][:300]
-    except subprocess.TimeoutExpired as expired:
-        out = expired.stdout or b""
-        lines = (out.decode() if isinstance(out, bytes) else out).splitlines()
-        failed = f"not finished in {given.timeout} s"
+    out, failed = run_adapter(given.command, os.environ | given.environ, given.timeout)
+    lines = out.splitlines()
     after = probe()
     cells = [json.loads(line.removeprefix("CELL ")) for line in lines if line.startswith("CELL ")]
     missing = [w for w in given.workloads if w not in {cell["workload"] for cell in cells}]

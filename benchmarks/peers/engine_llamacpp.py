@@ -100,14 +100,17 @@ class Server:
         self.process.wait()
 
 
+def show(cell: dict[str, Any]) -> None:
+    print("CELL " + json.dumps(cell), flush=True)
+
+
 def main() -> None:
     given = arguments()
     tools = Path(given.options["bin"])
-    cells = []
     if "A" in given.workloads:
-        cells.append(single(tools, given.model))
+        show(single(tools, given.model))
     if "B" in given.workloads:
-        cells.append(batched(tools, given.model))
+        show(batched(tools, given.model))
     served = [name for name in given.workloads if name in "CD"]
     if served:
         server = Server(tools, given.model)
@@ -117,11 +120,10 @@ def main() -> None:
                 items = make(name, given.round, given.rate)
                 seconds = timed(server.replay, items)
                 output_tokens = sum(item.output for item in items)
-                cells.append({"workload": name, "total_s": [seconds], "output_tokens": output_tokens})
+                cell = {"workload": name, "total_s": [seconds], "output_tokens": output_tokens}
+                show(cell | {"rate": given.rate})
         finally:
             server.close()
-    for cell in cells:
-        print("CELL " + json.dumps(cell | {"rate": given.rate}), flush=True)
 
 
 if __name__ == "__main__":
