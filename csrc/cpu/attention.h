@@ -15,7 +15,7 @@ namespace quire::cpu {
 
 struct AttentionArgs {
   const void* q;       // [tokens, num_heads, head_dim], heads contiguous, tokens q_stride elements apart
-  const void* pieces;  // [blocks, num_kv_heads, piece]: K rows, then V rows; strides in elements
+  const void* pieces;  // [blocks, num_kv_heads, piece], see kernels/kv_view.py; strides in elements
   const float* sinks;  // [num_heads] or null
   void* y;             // [tokens, num_heads, v_head_dim], contiguous, of q's type
   // All that varies between steps of one number of tokens comes by address: a replayed call reads what lies there then.
@@ -32,10 +32,15 @@ struct AttentionArgs {
   int64_t table_width() const { return extents[1]; }
 };
 
+// A piece may hold rows of K and V of any type, or tiles of 16 positions in bf16 (see attention_tiles_kernel.cpp).
 struct AttentionKernels {
-  void (*attention)(const AttentionArgs&, ThreadPool&);
+  void (*rows)(const AttentionArgs&, ThreadPool&);
+};
+struct AttentionTilesKernels {
+  void (*tiles)(const AttentionArgs&, ThreadPool&);
 };
 
 QUIRE_LEVELS(AttentionKernels, kAttention)
+QUIRE_LEVELS(AttentionTilesKernels, kAttentionTiles)
 
 }  // namespace quire::cpu

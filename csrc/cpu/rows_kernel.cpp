@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cpu/kv_tile.h"
 #include "cpu/row_loops.h"
 
 namespace quire::cpu::QUIRE_ISA {
@@ -67,7 +68,31 @@ void store_as(const StoreArgs& a, ThreadPool& pool) {
   });
 }
 
+void store_tiles(const StoreArgs& a, ThreadPool& pool) {
+  const TileWriter writer{a.head_dim, a.v_head_dim, a.block_size};
+  auto body = [&](int thread, int num_threads) {
+    const Range mine = whole_tiles(a.block_ids, a.offsets, a.tokens, thread, num_threads);
+    for (int64_t head = 0; head < a.heads; ++head) {
+      for (int64_t token = mine.begin; token < mine.end; ++token) {
+        uint16_t* piece = static_cast<uint16_t*>(a.pieces) + a.block_ids[token] * a.block_stride + head * a.piece_stride;
+        writer.put(writer.tile(piece, a.offsets[token]), a.offsets[token],
+                   static_cast<const uint16_t*>(a.k) + token * a.k_token_stride + head * a.k_head_stride,
+                   static_cast<const uint16_t*>(a.v) + token * a.v_token_stride + head * a.v_head_stride);
+      }
+    }
+  };
+  if (a.tokens * a.heads * (a.head_dim + a.v_head_dim) < kSmallElements) {
+    body(0, 1);
+  } else {
+    pool.run(body);
+  }
+}
+
 void store_rows(const StoreArgs& a, ThreadPool& pool) {
+  if (a.tiles) {
+    store_tiles(a, pool);
+    return;
+  }
   const bool wide = a.type == Type::f32, pieces_wide = a.pieces_type == Type::f32;
   (wide ? (pieces_wide ? store_as<float, float> : store_as<float, uint16_t>)
         : (pieces_wide ? store_as<uint16_t, float> : store_as<uint16_t, uint16_t>))(a, pool);

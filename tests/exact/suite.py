@@ -24,14 +24,13 @@ from quire.weight_plan import role_of
 
 BUDGETS = (16, 48, 256, 2048)
 POLICIES = [Policy(*triple) for triple in itertools.product(GATES, ORDERS, BUDGETS)]
-BLOCK_SIZE = 8
-NUM_BLOCKS = {
-    "llama": 20,
-    "sliding": 40,
-    "moe": 20,
-    "latent": 20,
-    "post_norm": 20,
-}  # two sequences of the longest kind do not fit
+NUM_TOKENS = {
+    "llama": 160,
+    "sliding": 320,
+    "moe": 160,
+    "latent": 160,
+    "post_norm": 160,
+}  # of the cache: two sequences of the longest kind do not fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,11 @@ class Case:
         return f"{Path(self.model).name}-{self.dtype}{quantized}-{self.cpu_isa}-seed{self.seed}"
 
     @property
+    def block_size(self) -> int:
+        """16 where the cache may lie in tiles, else a size that it may not."""
+        return 16 if self.dtype == "bfloat16" else 8
+
+    @property
     def spec(self) -> ModelSpec:
         return MODELS[self.model]() if self.model in MODELS else describe(Path(self.model)).spec
 
@@ -61,7 +65,7 @@ class Case:
             self.dtype,
             path="" if self.model in MODELS else self.model,
             num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             policy=policy,
             num_threads=num_threads,
             cpu_isa=self.cpu_isa,
@@ -106,10 +110,10 @@ def truth_of(case: Case) -> Truth:
         max_prompt=case.max_prompt,
         max_output=case.max_output,
     )
-    config = case.config(2 * MAX_MODEL_LEN // BLOCK_SIZE + 2, POLICIES[0])
+    config = case.config(2 * MAX_MODEL_LEN // case.block_size + 2, POLICIES[0])
     outputs = {}
     with recording() as recorder:
-        driver = AloneDriver(LocalExecutor(config), config.kv_layout, BLOCK_SIZE, MAX_MODEL_LEN)
+        driver = AloneDriver(LocalExecutor(config), config.kv_layout, case.block_size, MAX_MODEL_LEN)
         for job in jobs:
             for index in range(job.request.sampling.n):
                 outputs[job.request.request_id, index] = driver.run(job.request, index)
@@ -124,8 +128,8 @@ def serve_and_check(
     ``fail_every``: every so many steps one fails, at times before and at times after it took effect; sequences may
     then end with an error, and everything else must be as before.
     """
-    longest = -(-(case.max_prompt + case.max_output) // BLOCK_SIZE)
-    num_blocks = max(NUM_BLOCKS.get(case.model, 0), 2 * longest)
+    longest = -(-(case.max_prompt + case.max_output) // case.block_size)
+    num_blocks = max(NUM_TOKENS.get(case.model, 0) // case.block_size, 2 * longest)
     config = case.config(num_blocks, policy, num_threads=num_threads)
     truth = truth_of(case)
     here = f"{case}, {policy}"

@@ -11,18 +11,20 @@ from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generat
 
 from quire.kernels import cases, registry
 from quire.kernels.attention import AttentionShape, RaggedBatch, attention
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_view import KvView, Layout
 from quire.kernels.registry import Backend
 
 SMALL = [case for case in cases.ATTENTION if not case.bench]
+TILED = [tiled for case in SMALL if (tiled := case.in_tiles()) is not None]
+ALL = [(case, dtype) for case in SMALL for dtype in DTYPES] + [(case, torch.bfloat16) for case in TILED]
+each_case = pytest.mark.parametrize(("case", "dtype"), ALL, ids=lambda x: getattr(x, "name", str(x)))
 
 
 def contiguous(kv: KvView, table: np.ndarray, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one sequence, ``[kv_heads, length, dim]`` in fp64."""
     blocks = torch.from_numpy(table[: -(-length // kv.block_size)])
-    keys = kv.keys[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
-    values = kv.values[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
-    return keys.double(), values.double()
+    keys, values = (part.transpose(0, 1).flatten(1, 2)[:, :length].double() for part in kv.read(blocks))
+    return keys, values
 
 
 def oracle(made: cases.AttentionInputs) -> torch.Tensor:
@@ -66,16 +68,14 @@ def part(made: cases.AttentionInputs, seq: int, first: int, last: int) -> cases.
 
 
 @pytest.mark.parametrize("backend", registry.backends("attention"))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@each_case
 def test_against_fp64(case: cases.AttentionCase, dtype: torch.dtype, backend: Backend) -> None:
     made = cases.attention_inputs(case, dtype, generator())
     assert_close("attention", run(made, backend), oracle(made))
 
 
 @pytest.mark.parametrize("backend", registry.backends("attention"))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [case for case in SMALL if case.lengths], ids=lambda case: case.name)
+@each_case
 def test_alone_chunked_and_batched_agree(
     case: cases.AttentionCase, dtype: torch.dtype, backend: Backend
 ) -> None:
@@ -91,7 +91,7 @@ def test_alone_chunked_and_batched_agree(
         assert_same_bits(
             run(part(made, seq, 0, queries), backend), whole, f"{case.name}: sequence {seq} alone"
         )
-        for size in (1, 7):
+        for size in (1, 7) if queries < 100 else (97,):
             pieces = [
                 run(part(made, seq, start, min(start + size, queries)), backend)
                 for start in range(0, queries, size)
@@ -100,34 +100,33 @@ def test_alone_chunked_and_batched_agree(
 
 
 @pytest.mark.parametrize("backend", registry.backends("attention"))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_where_the_blocks_lie_does_not_matter(dtype: torch.dtype, backend: Backend) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [(torch.float32, "rows"), (torch.bfloat16, "rows"), (torch.bfloat16, "tiles")]
+)
+def test_where_the_blocks_lie_does_not_matter(dtype: torch.dtype, layout: Layout, backend: Backend) -> None:
     """Other block ids, and other rubbish beyond the sequence's end and in blocks that the window has left."""
-    case = cases.AttentionCase("moved", ((5, 150), (1, 90)), window=40)
+    case = cases.AttentionCase("moved", ((5, 150), (1, 90)), window=40, layout=layout)
     made = cases.attention_inputs(case, dtype, generator())
     expected = run(made, backend)
-    storage = made.kv.pieces
-    order = torch.randperm(storage.shape[0], generator=generator(9))
+    order = torch.randperm(made.kv.pieces.shape[0], generator=generator(9))
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
-    moved = torch.randn(storage.shape, generator=generator(10)).to(dtype)
+    moved = dataclasses.replace(
+        made.kv, pieces=torch.randn(made.kv.pieces.shape, generator=generator(10)).to(dtype)
+    )
     table = made.batch.block_table.copy()
     for seq, (queries, length) in enumerate(case.lengths):
         first = max(0, length - queries - 40 + 1)
-        for row in range(-(-length // 16)):
-            block = int(place[table[seq, row]])
-            if (row + 1) * 16 <= first:
-                table[seq, row] = 0
-                continue
-            for position in range(max(first, row * 16), min(length, (row + 1) * 16)):
-                source = KvView(storage, 16, 16, 16), KvView(moved, 16, 16, 16)
-                for old, new in zip(
-                    (source[0].keys, source[0].values), (source[1].keys, source[1].values), strict=True
-                ):
-                    new[block, :, position % 16] = old[made.batch.block_table[seq, row], :, position % 16]
-            table[seq, row] = block
+        keys, values = contiguous(made.kv, table[seq], length)
+        table[seq] = np.where((np.arange(table.shape[1]) + 1) * 16 <= first, 0, place[table[seq]])
+        for position in range(first // 16 * 16, length):
+            at = torch.tensor([table[seq, position // 16]]), torch.tensor([position % 16])
+            k, v = keys[:, position], values[:, position]
+            if position < first:
+                k, v = torch.full_like(k, 3.0), torch.full_like(v, -2.0)
+            moved.write(k.unsqueeze(0).to(dtype), v.unsqueeze(0).to(dtype), *at)
     batch = RaggedBatch(made.batch.cu_seqlens_q, made.batch.seq_lens, table)
-    actual = attention(made.q, KvView(moved, 16, 16, 16), batch, made.shape, backend=backend)
+    actual = attention(made.q, moved, batch, made.shape, backend=backend)
     assert_same_bits(actual, expected, "moved")
 
 
@@ -143,10 +142,11 @@ def test_large_batch_in_several_chunks(dtype: torch.dtype, monkeypatch: pytest.M
         assert_same_bits(run(made), expected, f"chunks of {limit}")
 
 
+@pytest.mark.parametrize("layout", ["rows", "tiles"])
 @pytest.mark.parametrize("backend", registry.backends("attention"))
-def test_a_shape_of_a_real_model(backend: Backend) -> None:
+def test_a_shape_of_a_real_model(backend: Backend, layout: Layout) -> None:
     """32 heads over 8, head_dim 64: decoding rows equal the same rows inside a chunk."""
-    case = cases.AttentionCase("1B", ((40, 300),), 32, 8, 64, 64)
+    case = cases.AttentionCase("1B", ((40, 300),), 32, 8, 64, 64, layout=layout)
     made = cases.attention_inputs(case, torch.bfloat16, generator())
     whole = run(made, backend)
     for row in (0, 17, 39):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
+from tests.kernels.checks import (
+    DTYPES,
+    assert_close,
+    assert_rows_independent,
+    assert_same_bits,
+    generator,
+    threads,
+)
 
 from quire.kernels import cases, registry
 from quire.kernels.kv_view import view_layer
@@ -83,6 +90,41 @@ def test_store_kv(block_size: int, v_in_k: bool, backend: Backend) -> None:
                 start = block_size * k_dim + offset * v_dim
                 assert_same_bits(base[start : start + v_dim], v[i, head], "V")
     assert int((kv.pieces != 0).sum()) == 5 * heads * (k_dim + (0 if v_in_k else v_dim))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("count", [1, 2])
+def test_store_into_tiles(count: int, block_size: int, backend: Backend) -> None:
+    """Positions of tiles, stored in order in several calls; the first of a tile clears what lay there."""
+    heads, k_dim, v_dim, length = 3, 10, 6, 70
+    num_blocks = -(-length // block_size)
+    storage = torch.full((num_blocks + 1, heads * block_size * (k_dim + v_dim)), float("nan")).bfloat16()
+    kv = view_layer(
+        storage,
+        0,
+        num_kv_heads=heads,
+        block_size=block_size,
+        head_dim=k_dim,
+        v_head_dim=v_dim,
+        layout="tiles",
+    )
+    k = torch.randn(length, heads, k_dim, generator=generator()).bfloat16()
+    v = torch.randn(length, heads, v_dim, generator=generator()).bfloat16()
+    table = torch.randperm(num_blocks + 1, generator=generator())[:num_blocks]
+    position = torch.arange(length)
+    with threads(count):
+        for start, end in ((0, 1), (1, 37), (37, 64), (64, length)):
+            part = position[start:end]
+            at = table[part // block_size], part % block_size
+            store_kv(k[start:end], v[start:end], kv, *at, backend=backend)
+    keys, values = (part.transpose(0, 1).flatten(1, 2) for part in kv.read(table))
+    end = -(-length // 16) * 16
+    for stored, rows in ((keys, k), (values, v)):
+        assert_same_bits(stored[:, :length].transpose(0, 1), rows, "stored")
+        assert_same_bits(
+            stored[:, length:end], torch.zeros_like(stored[:, length:end]), "the rest of the tile"
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

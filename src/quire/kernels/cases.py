@@ -5,13 +5,13 @@ Sizes include 1, primes, a tile ± 1 and empty batches, beside shapes of real mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from quire.kernels.activation import ActivationKind
 from quire.kernels.attention import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView, view_layer
+from quire.kernels.kv_view import KvView, Layout, can_tile, view_layer
 from quire.modelspec import MoeSpec
 from quire.weight_format import WeightFormat
 
@@ -58,7 +58,14 @@ class AttentionCase:
     soft_cap: float | None = None
     sinks: bool = False
     v_in_k: bool = False
+    layout: Layout = "rows"
     bench: bool = False
+
+    def in_tiles(self) -> AttentionCase | None:
+        """The same case over a cache in tiles, if it can be (in bf16)."""
+        if not can_tile(torch.bfloat16, self.block_size, self.head_dim, v_in_k=self.v_in_k):
+            return None
+        return replace(self, name=f"{self.name}, tiles", layout="tiles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +160,12 @@ ATTENTION: tuple[AttentionCase, ...] = (
         "latent", ((9, 80), (1, 70)), 5, 1, head_dim=40, v_head_dim=32, v_in_k=True
     ),
     AttentionCase("latent, odd", ((9, 80), (1, 70)), 20, 1, head_dim=26, v_head_dim=22, v_in_k=True),
+    AttentionCase("splits", ((1, 1500), (3, 515), (1, 512), (1, 513)), 6, 2, 64, 64),
+    AttentionCase("splits of a chunk", ((300, 1100),), 4, 1, 32, 32, window=600, sinks=True),
+    AttentionCase("head of 80", ((30, 300), (1, 40)), 8, 2, 80, 80),
+    AttentionCase("head of 96", ((19, 150), (1, 65)), 3, 3, 96, 96),
+    AttentionCase("head of 128, block of 32", ((33, 150), (1, 65)), 8, 2, 128, 128, block_size=32),
+    AttentionCase("head of 256", ((10, 70), (1, 100)), 4, 1, 256, 256),
     AttentionCase("1B decode, 32 x 512", ((1, 512),) * 32, 32, 8, 64, 64, bench=True),
     AttentionCase("1B chunk of 512", ((512, 512),), 32, 8, 64, 64, bench=True),
 )  # fmt: skip
@@ -206,6 +219,7 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
         head_dim=case.head_dim,
         v_head_dim=case.v_head_dim,
         v_in_k=case.v_in_k,
+        layout=case.layout,
     )
     order = torch.randperm(total, generator=generator)
     table = torch.zeros(len(case.lengths), max(num_blocks, default=1), dtype=torch.int64)

@@ -3,17 +3,24 @@
     storage  [num_blocks, page_elements]           one row a page, shared by all groups
     page     [layer slot 0 | layer slot 1 | …]     `KvLayout.layers_per_page` slots
     slot     [kv head 0 | kv head 1 | …]           one contiguous piece a kv head
-    piece    [K: block_size × head_dim | V: block_size × v_head_dim]
+    piece    rows:   [K: block_size × head_dim | V: block_size × v_head_dim]
+             tiles:  [tile | tile | …], one for every 16 positions
+    tile     [K: head_dim / 2 × 16 × 2 | V: 8 × v_head_dim × 2]
 
-The inside of a piece belongs to the kernels: the reference keeps K and V row by row, a native kernel may interleave
-them for its dot units. With ``v_in_k`` (MLA) there is no V part: V is the first v_head_dim elements of each key.
+A tile is what the native kernels' dot units read as it lies: pairs of the dim for q·k, pairs of positions for p·V.
+Rows are for everything else: torch, fp32, blocks that are no multiple of 16. With ``v_in_k`` (MLA, rows) there is no V
+part: V is the first v_head_dim elements of each key. Both take the same bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Layout = Literal["rows", "tiles"]
+TILE = 16  # positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,7 @@ class KvView:
     head_dim: int
     v_head_dim: int
     v_in_k: bool = False
+    layout: Layout = "rows"
 
     @property
     def num_kv_heads(self) -> int:
@@ -32,19 +40,63 @@ class KvView:
 
     @property
     def keys(self) -> torch.Tensor:
-        """View ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
+        """View ``[num_blocks, num_kv_heads, block_size, head_dim]`` of rows."""
+        assert self.layout == "rows"
         return torch.unflatten(
             self.pieces[..., : self.block_size * self.head_dim], -1, (self.block_size, self.head_dim)
         )
 
     @property
     def values(self) -> torch.Tensor:
-        """View ``[num_blocks, num_kv_heads, block_size, v_head_dim]``."""
+        """View ``[num_blocks, num_kv_heads, block_size, v_head_dim]`` of rows."""
+        assert self.layout == "rows"
         if self.v_in_k:
             return self.keys[..., : self.v_head_dim]
         return torch.unflatten(
             self.pieces[..., self.block_size * self.head_dim :], -1, (self.block_size, self.v_head_dim)
         )
+
+    def read(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy blocks out of any layout: K and V ``[len(block_ids), num_kv_heads, block_size, dim]``."""
+        pieces = gather_pages(self.pieces, block_ids)
+        picked = KvView(pieces, self.block_size, self.head_dim, self.v_head_dim, self.v_in_k, self.layout)
+        if self.layout == "rows":
+            return picked.keys, picked.values
+        keys, values = picked._tiles()
+        shape = (*pieces.shape[:2], self.block_size)
+        return keys.transpose(3, 4).reshape(*shape, -1), values.transpose(4, 5).reshape(*shape, -1)
+
+    def write(
+        self, k: torch.Tensor, v: torch.Tensor | None, block_ids: torch.Tensor, offsets: torch.Tensor
+    ) -> None:
+        """Put row i of ``k`` and ``v [n, num_kv_heads, dim]`` at position ``offsets[i]`` of ``block_ids[i]``."""
+        dtype = self.pieces.dtype
+        if self.layout == "rows":
+            self.keys[block_ids, :, offsets] = k.to(dtype)
+            if v is not None:
+                self.values[block_ids, :, offsets] = v.to(dtype)
+            return
+        assert v is not None
+        tile, place = offsets // TILE, offsets % TILE
+        keys, values = self._tiles()
+        # The first position of a tile clears it: what another sequence left there might be inf or NaN.
+        fresh = place == 0
+        keys[block_ids[fresh], :, tile[fresh]] = 0
+        values[block_ids[fresh], :, tile[fresh]] = 0
+        keys[block_ids, :, tile, :, place] = torch.unflatten(k.to(dtype), -1, (-1, 2))
+        values[block_ids, :, tile, place // 2, :, place % 2] = v.to(dtype)
+
+    def _tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views K ``[num_blocks, num_kv_heads, tiles, head_dim / 2, 16, 2]``, V ``[…, tiles, 8, v_head_dim, 2]``."""
+        assert self.layout == "tiles"
+        tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
+        keys, values = tiles.split((TILE * self.head_dim, TILE * self.v_head_dim), dim=-1)
+        return torch.unflatten(keys, -1, (-1, TILE, 2)), torch.unflatten(values, -1, (TILE // 2, -1, 2))
+
+
+def can_tile(dtype: torch.dtype, block_size: int, head_dim: int, *, v_in_k: bool) -> bool:
+    """Whether a cache can lie in tiles: bf16, whole tiles a block, whole pairs of the dim, a V of its own."""
+    return dtype == torch.bfloat16 and block_size % TILE == 0 and head_dim % 2 == 0 and not v_in_k
 
 
 def gather_pages(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -64,10 +116,12 @@ def view_layer(
     head_dim: int,
     v_head_dim: int,
     v_in_k: bool = False,
+    layout: Layout = "rows",
 ) -> KvView:
     """Return the view of layer slot ``slot`` over ``storage [num_blocks, page_elements]``."""
+    assert layout == "rows" or can_tile(storage.dtype, block_size, head_dim, v_in_k=v_in_k)
     piece = block_size * (head_dim if v_in_k else head_dim + v_head_dim)
     start = slot * num_kv_heads * piece
     assert start + num_kv_heads * piece <= storage.shape[1], "the layer slot lies beyond the page"
     pieces = torch.unflatten(storage[:, start : start + num_kv_heads * piece], 1, (num_kv_heads, piece))
-    return KvView(pieces, block_size, head_dim, v_head_dim, v_in_k)
+    return KvView(pieces, block_size, head_dim, v_head_dim, v_in_k, layout)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from quire.errors import ConfigError
-from quire.kernels.kv_view import KvView, view_layer
+from quire.kernels.kv_view import KvView, can_tile, view_layer
 from quire.kernels.kvcopy import clear_pages, copy_pages
-from quire.kernels.registry import KernelChoice
+from quire.kernels.registry import NATIVE_LEVELS, KernelChoice
 from quire.modelspec import DTYPE_BYTES, KvLayout, ModelSpec
 
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,8 +57,9 @@ class KvCache:
     ) -> None:
         page_elements = layout.page_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
         self.storage = _reserve(num_blocks, page_elements, torch_dtype(dtype))
+        native = kernels.backend("attention") in NATIVE_LEVELS
         self.views: tuple[KvView, ...] = tuple(
-            _view(self.storage, spec, layout, index, block_size) for index in range(spec.num_layers)
+            _view(self.storage, spec, layout, index, block_size, native) for index in range(spec.num_layers)
         )
         self._copy_backend = kernels.backend("copy_pages")
         self._clear_backend = kernels.backend("clear_pages")
@@ -68,12 +69,17 @@ class KvCache:
         copy_pages(self.storage, moves, backend=self._copy_backend)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero pages that a sequence just got: what another left there might be inf or NaN, and 0 · NaN is NaN."""
-        if block_ids:
+        """Zero pages that a sequence just got: what another left there might be inf or NaN, and 0 · NaN is NaN.
+
+        Tiles need it not: who stores the first position of one clears it.
+        """
+        if block_ids and any(view.layout == "rows" for view in self.views):
             clear_pages(self.storage, torch.tensor(block_ids, dtype=torch.int64), backend=self._clear_backend)
 
 
-def _view(storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, block_size: int) -> KvView:
+def _view(
+    storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, block_size: int, native: bool
+) -> KvView:
     a = spec.layers[index].attention
     _, slot = layout.group_of_layer(index)
     if a.is_mla:
@@ -86,6 +92,7 @@ def _view(storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, 
             v_head_dim=a.kv_lora_rank,
             v_in_k=True,
         )
+    tiles = native and can_tile(storage.dtype, block_size, a.head_dim, v_in_k=False)
     return view_layer(
         storage,
         slot,
@@ -93,6 +100,7 @@ def _view(storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, 
         block_size=block_size,
         head_dim=a.head_dim,
         v_head_dim=a.v_head_dim,
+        layout="tiles" if tiles else "rows",
     )
 
 

@@ -1,4 +1,6 @@
-"""Native attention (csrc/cpu/attention_kernel.cpp): tiles of 64 positions at absolute multiples, fp32 softmax and sums.
+"""Native attention: over tiles (csrc/cpu/attention_tiles_kernel.cpp) or rows (attention_kernel.cpp) of K and V.
+
+Steps of 64 positions at absolute multiples of 64, fp32 softmax and sums.
 
 A row's bits are those of its own keys and values in order of position: see the kernel.
 """
@@ -52,6 +54,7 @@ def attention(
     pieces = kv.pieces
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()
+    assert kv.layout == "rows" or q.dtype == torch.bfloat16, q.dtype
     assert sinks is None or sinks.dtype == torch.float32
     y = empty(tokens, num_heads, kv.v_head_dim, dtype=q.dtype)
     module.attention(
@@ -59,6 +62,7 @@ def attention(
         isa,
         q.dtype == torch.bfloat16,
         pieces.dtype == torch.bfloat16,
+        kv.layout == "tiles",
         q.data_ptr(),
         q.stride(0),
         pieces.data_ptr(),

@@ -23,7 +23,7 @@ import torch
 
 from quire.kernels.attention import tiling
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView, gather_pages
+from quire.kernels.kv_view import KvView
 from quire.kernels.registry import register
 from quire.kernels.threads import one_torch_thread
 
@@ -131,23 +131,22 @@ def _attend(
 
 def _gather(kv: KvView, blocks: torch.Tensor, num_pairs: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Read the blocks of every pair: fp32 ``[kv_heads · pairs, tile, dim]``, padded with zeros to whole ALIGNs."""
-    kv_heads, size = kv.num_kv_heads, kv.block_size
-    pieces = gather_pages(kv.pieces, blocks).view(num_pairs, -1, kv_heads, kv.pieces.shape[-1])
-    per_tile = pieces.shape[1]
+    rows_k, rows_v = kv.read(blocks)
 
-    def unpack(start: int, dim: int) -> torch.Tensor:
-        padded = _align(dim) != dim or per_tile * size != tile
+    def unpack(rows: torch.Tensor, dim: int) -> torch.Tensor:
+        per_tile = len(blocks) // num_pairs
+        rows = torch.unflatten(rows, 0, (num_pairs, per_tile))  # [pairs, blocks, kv_heads, block_size, dim]
+        padded = _align(dim) != dim or per_tile * kv.block_size != tile
         make = torch.zeros if padded else torch.empty
-        target = make(kv_heads, num_pairs, tile, _align(dim))
-        part = torch.unflatten(pieces[..., start : start + size * dim], -1, (size, dim))
-        whole = torch.unflatten(target[:, :, : per_tile * size, :dim], 2, (per_tile, size))
-        whole.copy_(part.permute(2, 0, 1, 3, 4))
-        return target.view(kv_heads * num_pairs, tile, -1)
+        target = make(kv.num_kv_heads, num_pairs, tile, _align(dim))
+        whole = torch.unflatten(target[:, :, : per_tile * kv.block_size, :dim], 2, (per_tile, kv.block_size))
+        whole.copy_(rows.permute(2, 0, 1, 3, 4))
+        return target.view(kv.num_kv_heads * num_pairs, tile, -1)
 
-    keys = unpack(0, kv.head_dim)
+    keys = unpack(rows_k, kv.head_dim)
     if kv.v_in_k:
         return keys, keys[..., : _align(kv.v_head_dim)]
-    return keys, unpack(size * kv.head_dim, kv.v_head_dim)
+    return keys, unpack(rows_v, kv.v_head_dim)
 
 
 def _sinks_of_rows(

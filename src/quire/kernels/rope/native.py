@@ -60,6 +60,7 @@ def store_kv(
 ) -> None:
     """Rows of the step → pages."""
     pieces = kv.pieces
+    assert kv.layout == "rows" or k.dtype == torch.bfloat16, k.dtype
     if k.stride(2) != 1:
         k = k.contiguous()
     if v is not None:
@@ -71,6 +72,7 @@ def store_kv(
         isa,
         k.dtype == torch.bfloat16,
         pieces.dtype == torch.bfloat16,
+        kv.layout == "tiles",
         k.data_ptr(),
         k.stride(0),
         k.stride(1),

@@ -33,6 +33,4 @@ def store_kv(
     k: torch.Tensor, v: torch.Tensor | None, kv: KvView, block_ids: torch.Tensor, offsets: torch.Tensor
 ) -> None:
     """Rows of the step → pages."""
-    kv.keys[block_ids, :, offsets] = k.to(kv.pieces.dtype)
-    if v is not None:
-        kv.values[block_ids, :, offsets] = v.to(kv.pieces.dtype)
+    kv.write(k, v, block_ids, offsets)

@@ -1,0 +1,164 @@
+// How one call of attention over tiled pages is cut into units of work, and what is prefetched while one computes.
+//
+//   step   64 positions at an absolute multiple of 64: what a unit takes at a time
+//   split  512 positions: every split of a row's keys is a softmax of its own, and splits are folded in order of position,
+//          whoever computed them. So a long context of few rows can use every thread, and no bit depends on it.
+//   unit   up to `kUnitRows` rows (token, query head) of one kv head and all their splits, or one split of few rows
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "cpu/attention.h"
+
+namespace quire::cpu::QUIRE_ISA {
+
+constexpr int64_t kTile = 16;  // positions of a tile in memory
+constexpr int64_t kStep = 64;
+constexpr int64_t kSplitSteps = 8;
+constexpr int64_t kUnitRows = 48;     // the state of a unit stays in L1
+constexpr int64_t kAheadSteps = 3;    // steps between a prefetch into L2 and its use
+
+// The rows of one sequence and kv head: token-major, the group's query heads within a token.
+struct SeqRows {
+  SeqRows(const AttentionArgs& a, int64_t seq)
+      : group(a.num_heads / a.num_kv_heads), first_token(a.cu_seqlens_q[seq]),
+        rows((a.cu_seqlens_q[seq + 1] - first_token) * group), start(a.seq_lens[seq] - rows / group),
+        window(a.window) {}
+
+  int64_t token(int64_t row) const { return first_token + row / group; }
+  int64_t position(int64_t row) const { return start + row / group; }
+  // The first position that a row sees.
+  int64_t lowest(int64_t row) const { return window == 0 ? 0 : std::max<int64_t>(0, position(row) - window + 1); }
+
+  int64_t group, first_token, rows, start, window;
+};
+
+struct Unit {
+  int64_t seq, kv_head, first_row, rows;
+  int64_t low, high;  // positions that any of its rows sees, as far as they belong to this unit
+  int64_t part;       // where a unit of one split leaves its sums; -1: it finishes its rows
+
+  int64_t first_step() const { return low / kStep; }
+  int64_t last_step() const { return (high - 1) / kStep; }
+  // A step costs its loads beside its rows.
+  int64_t cost() const { return (last_step() - first_step() + 1) * (rows + 4); }
+};
+
+// Rows whose splits are in parts [first_part, first_part + parts).
+struct Fold {
+  int64_t seq, kv_head, rows, first_part, parts;
+};
+
+struct Plan {
+  std::vector<Unit> units;  // neighbours share keys
+  std::vector<Fold> folds;
+  int64_t cost = 0, parts = 0;
+
+  void make(const AttentionArgs& a, int num_threads) {
+    units.clear();
+    folds.clear();
+    cost = parts = 0;
+    int64_t whole = 0;
+    for (int64_t seq = 0; seq < a.num_seqs(); ++seq) {
+      whole += (SeqRows(a, seq).rows + kUnitRows - 1) / kUnitRows * a.num_kv_heads;
+    }
+    const bool split = whole < 8 * num_threads && num_threads > 1;
+    for (int64_t seq = 0; seq < a.num_seqs(); ++seq) {
+      const SeqRows rows(a, seq);
+      for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
+        for (int64_t row = 0; row < rows.rows; row += kUnitRows) {
+          const int64_t count = std::min(kUnitRows, rows.rows - row);
+          add({seq, kv_head, row, count, rows.lowest(row), rows.position(row + count - 1) + 1, -1},
+              split && rows.rows <= kUnitRows);
+        }
+      }
+    }
+    for (const Unit& unit : units) cost += unit.cost();
+  }
+
+  // The units of one thread: those whose middle lies in its share of the cost.
+  Range units_of(int thread, int num_threads) const {
+    const Range mine = share(cost, thread, num_threads);
+    Range range{static_cast<int64_t>(units.size()), static_cast<int64_t>(units.size())};
+    int64_t before = 0;
+    for (int64_t i = 0; i < static_cast<int64_t>(units.size()); ++i) {
+      const int64_t middle = before + units[i].cost() / 2;
+      before += units[i].cost();
+      if (middle >= mine.begin && range.begin > i) range.begin = i;
+      if (middle >= mine.end) {
+        range.end = i;
+        break;
+      }
+    }
+    range.begin = std::min(range.begin, range.end);
+    return range;
+  }
+
+ private:
+  void add(const Unit& unit, bool split) {
+    constexpr int64_t kPositions = kSplitSteps * kStep;
+    const int64_t first = unit.low / kPositions, last = (unit.high - 1) / kPositions;
+    if (!split || first == last) {
+      units.push_back(unit);
+      return;
+    }
+    folds.push_back({unit.seq, unit.kv_head, unit.rows, parts, last - first + 1});
+    for (int64_t s = first; s <= last; ++s) {
+      Unit part = unit;
+      part.low = std::max(unit.low, s * kPositions);
+      part.high = std::min(unit.high, (s + 1) * kPositions);
+      part.part = parts++;
+      units.push_back(part);
+    }
+  }
+};
+
+// Where the tile with position `position` of a sequence lies.
+inline const char* tile_at(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t position) {
+  const int64_t block = a.block_table[seq * a.table_width() + position / a.block_size];
+  const int64_t tile = position % a.block_size / kTile;
+  const int64_t elements = kTile * (a.head_dim + a.v_head_dim);
+  return static_cast<const char*>(a.pieces) +
+         (block * a.block_stride + kv_head * a.piece_stride + tile * elements) * static_cast<int64_t>(sizeof(uint16_t));
+}
+
+// Prefetches into L2 what a thread reads some steps later, across its units. A hardware prefetcher does not follow a
+// block table, and into L1 it would be worse than nothing: its miss buffers are few (notes on CPU kernels).
+class Ahead {
+ public:
+  Ahead(const AttentionArgs& args, const Plan& plan, Range units)
+      : a(args), plan_(plan), units_(units), unit_(units.begin),
+        lines_(kTile * (args.head_dim + args.v_head_dim) * static_cast<int64_t>(sizeof(uint16_t)) / 64) {
+    if (unit_ < units_.end) step_ = plan_.units[unit_].first_step();
+    for (int64_t i = 0; i < kAheadSteps; ++i) advance();
+  }
+
+  void advance() {
+    if (unit_ >= units_.end || ++step_ <= plan_.units[unit_].last_step()) return;
+    do {
+      ++unit_;
+    } while (unit_ < units_.end && plan_.units[unit_].first_row > 0);  // the same keys as the unit before
+    if (unit_ < units_.end) step_ = plan_.units[unit_].first_step();
+  }
+
+  // One quarter of the step: a burst of all of it would fill the queue of misses.
+  void prefetch(int64_t quarter) const {
+    if (unit_ >= units_.end) return;
+    const Unit& unit = plan_.units[unit_];
+    const int64_t position = step_ * kStep + quarter * kTile;
+    if (position + kTile <= unit.low || position >= unit.high) return;
+    const char* p = tile_at(a, unit.seq, unit.kv_head, position);
+    for (int64_t i = 0; i < lines_; ++i) __builtin_prefetch(p + i * 64, 0, 2);
+  }
+
+ private:
+  const AttentionArgs& a;
+  const Plan& plan_;
+  const Range units_;
+  int64_t unit_, step_ = 0;
+  const int64_t lines_;
+};
+
+}  // namespace quire::cpu::QUIRE_ISA

@@ -1,0 +1,138 @@
+// The two products of attention over tiles of 16 positions, with the dot vocabulary of isa.h:
+//
+//   scores   query [rows, dim] x K [dim / 2][16][2]   ->  scores [rows, 64], 16 columns a tile
+//   values   weights [rows, 64] x V [8][v_dim][2]     ->  added to sums [rows, width], tile by tile
+//
+// A tile of registers is up to 4 rows. Every element has one chain of dots, in order of the dim or of the positions,
+// whatever the number of rows.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/attention_plan.h"
+#include "cpu/isa.h"
+
+namespace quire::cpu::QUIRE_ISA {
+
+// What a product works on: up to four tiles of a step, those in [first, last) being there.
+struct StepTiles {
+  const uint16_t* tile[kStep / kTile];
+  int64_t first, last;
+};
+
+// Call f<R>(first row) for rows spread evenly over tiles of up to 4.
+template <int R = 4, typename F>
+inline void with_rows(int rows, const F& f) {
+  if (rows == R) {
+    f.template operator()<R>();
+  } else if constexpr (R > 1) {
+    with_rows<R - 1>(rows, f);
+  }
+}
+template <typename F>
+inline void over_row_tiles(int64_t rows, const F& f) {
+  const int tiles = static_cast<int>((rows + 3) / 4);
+  for (int t = 0; t < tiles; ++t) {
+    const Range mine = share(rows, t, tiles);
+    with_rows(static_cast<int>(mine.end - mine.begin), [&]<int R>() { f.template operator()<R>(mine.begin); });
+  }
+}
+
+class DotProducts {
+ public:
+  // Products of one layer; `dim` is the padded width of a query row.
+  DotProducts(const AttentionArgs& a, int64_t rows)
+      : rows_(rows), pairs_(a.head_dim / 2), k_elements_(kTile * a.head_dim), v_dim_(a.v_head_dim) {}
+
+  static int64_t padded_dim(int64_t head_dim) { return head_dim; }
+
+  void scores(const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores) const {
+    over_row_tiles(rows_, [&]<int R>(int64_t row) {
+      int64_t t = tiles.first;
+      if constexpr (kVectors == 1) {
+        for (; t + 2 <= tiles.last; t += 2) score_tiles<R, 2>(query + row * dim, dim, tiles.tile + t,
+                                                              scores + row * kStep + t * kTile);
+      }
+      for (; t < tiles.last; ++t) score_tiles<R, 1>(query + row * dim, dim, tiles.tile + t,
+                                                    scores + row * kStep + t * kTile);
+    });
+  }
+
+  void values(const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width) const {
+    over_row_tiles(rows_, [&]<int R>(int64_t row) {
+      const uint16_t* w = weights + row * kStep;
+      float* s = sums + row * width;
+      int64_t column = 0;
+      for (; column + kWide * kLanes <= v_dim_; column += kWide * kLanes) {
+        value_columns<R, kWide>(w, tiles, column, kWide * kLanes, s, width);
+      }
+      for (; column < v_dim_; column += kLanes) {
+        value_columns<R, 1>(w, tiles, column, std::min<int64_t>(kLanes, v_dim_ - column), s, width);
+      }
+    });
+  }
+
+ private:
+  static constexpr int kVectors = static_cast<int>(kTile) / kLanes;  // of one pair of a K tile
+  static constexpr int kWide = kLanes == 16 ? 4 : 2;                 // vectors of V columns at a time
+
+  template <int R, int T>
+  void score_tiles(const uint16_t* query, int64_t dim, const uint16_t* const* tiles, float* scores) const {
+    Vec acc[R][T * kVectors];
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < T * kVectors; ++v) acc[r][v] = zero();
+    }
+    for (int64_t i = 0; i < pairs_; ++i) {
+      Weights k[T * kVectors];
+      for (int v = 0; v < T * kVectors; ++v) {
+        k[v] = load_pairs(tiles[v / kVectors] + (i * kTile + v % kVectors * kLanes) * 2);
+        keep(k[v]);
+      }
+      for (int r = 0; r < R; ++r) {
+        const Pair q = broadcast_pair(query + r * dim + 2 * i);
+        for (int v = 0; v < T * kVectors; ++v) acc[r][v] = dot(acc[r][v], k[v], q);
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < T * kVectors; ++v) store(scores + r * kStep + v * kLanes, acc[r][v]);
+    }
+  }
+
+  // `columns` <= W * kLanes of them exist; the rest of a row of sums is padding.
+  template <int R, int W>
+  void value_columns(const uint16_t* weights, const StepTiles& tiles, int64_t column, int64_t columns, float* sums,
+                     int64_t width) const {
+    Vec acc[R][W];
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < W; ++v) acc[r][v] = load(sums + r * width + column + v * kLanes);
+    }
+    for (int64_t t = tiles.first; t < tiles.last; ++t) {
+      const uint16_t* values = tiles.tile[t] + k_elements_ + column * 2;
+      for (int64_t pair = 0; pair < kTile / 2; ++pair) {
+        Weights loaded[W];
+        for (int v = 0; v < W; ++v) {
+          loaded[v] = load_columns(values + pair * v_dim_ * 2 + v * kLanes * 2, columns - v * kLanes);
+          keep(loaded[v]);
+        }
+        for (int r = 0; r < R; ++r) {
+          const Pair w = broadcast_pair(weights + r * kStep + t * kTile + pair * 2);
+          for (int v = 0; v < W; ++v) acc[r][v] = dot(acc[r][v], loaded[v], w);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < W; ++v) store(sums + r * width + column + v * kLanes, acc[r][v]);
+    }
+  }
+
+  static Weights load_columns(const uint16_t* p, int64_t columns) {
+    if (columns >= kLanes) return load_pairs(p);
+    uint16_t padded[kLanes * 2] = {};
+    std::copy(p, p + columns * 2, padded);
+    return load_pairs(padded);
+  }
+
+  const int64_t rows_, pairs_, k_elements_, v_dim_;
+};
+
+}  // namespace quire::cpu::QUIRE_ISA

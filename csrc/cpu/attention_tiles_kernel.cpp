@@ -1,0 +1,285 @@
+// Attention over pages whose keys and values lie as the dot units read them, bf16, of one ISA level.
+//
+//   tile   16 positions: K [head_dim / 2][16][2], then V [8][v_head_dim][2]: pairs of the dim, pairs of positions
+//
+// Algorithm: units of rows (see attention_plan.h) go through their steps of 64 positions in order: scores, an online
+// softmax in powers of two (Milakov and Gimelshein 2018), weights rounded to bf16, weighted values; each tile is read
+// once for all rows of the unit, with nothing to transpose or convert. Every split of 512 positions starts afresh and is
+// folded into the row's sums in order. Bytes: K and V once a unit. Bound: memory bandwidth for single tokens, the dot
+// units (and beside them the softmax) for chunks. Tiles that a row does not see change no bit of it, so a row's bits are
+// those of its own keys.
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+
+#include "cpu/attention.h"
+#include "cpu/attention_plan.h"
+#include "cpu/attention_products.h"
+#include "cpu/vec_math.h"
+
+namespace quire::cpu::QUIRE_ISA {
+
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+constexpr float kLowest = -1e30f;  // maximum of a row that has seen nothing: 2^(anything - kLowest) is never used
+constexpr float kMasked = -3e38f;  // 2^(kMasked - maximum) is exactly 0
+constexpr int64_t kSmallWork = 1 << 17;  // multiply-adds
+
+using Products = DotProducts;
+
+// Grows, keeps its memory between calls, and lies on whole cache lines.
+template <typename T>
+class Buffer {
+ public:
+  T* at_least(int64_t n) {
+    if (n > size_) {
+      size_ = (n + 63) / 64 * 64;
+      data_.reset(static_cast<T*>(std::aligned_alloc(64, static_cast<size_t>(size_) * sizeof(T))));
+    }
+    return data_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> data_;
+  int64_t size_ = 0;
+};
+
+// The softmax of some rows as far as it went: maximum and sum a row, weighted values. Scores are in powers of two.
+struct Sums {
+  float* top;     // [rows]
+  float* total;   // [rows][kLanes]: one sum a lane
+  float* values;  // [rows][width]
+
+  static int64_t floats(int64_t rows, int64_t width) { return (rows + kLanes - 1) / kLanes * kLanes + rows * (kLanes + width); }
+  static Sums in(float* memory, int64_t rows) {
+    float* total = memory + (rows + kLanes - 1) / kLanes * kLanes;
+    return {memory, total, total + rows * kLanes};
+  }
+  void clear(int64_t rows, int64_t width) const {
+    std::fill_n(top, rows, kLowest);
+    std::fill_n(total, rows * (kLanes + width), 0.0f);
+  }
+  void scale_row(int64_t row, int64_t width, Vec factor) const {
+    store(total + row * kLanes, mul(load(total + row * kLanes), factor));
+    float* v = values + row * width;
+    for (int64_t i = 0; i < width; i += kLanes) store(v + i, mul(load(v + i), factor));
+  }
+  // Add the next split.
+  void fold(const Sums& next, int64_t rows, int64_t width) const {
+    for (int64_t row = 0; row < rows; ++row) {
+      if (next.top[row] == kLowest) continue;  // it saw nothing there
+      const float both = std::max(top[row], next.top[row]);
+      const Vec mine = exp2_negative(broadcast(top[row] - both)), theirs = exp2_negative(broadcast(next.top[row] - both));
+      const auto add_in = [&](float* to, const float* from) {
+        store(to, fma(load(from), theirs, mul(load(to), mine)));
+      };
+      add_in(total + row * kLanes, next.total + row * kLanes);
+      for (int64_t i = 0; i < width; i += kLanes) add_in(values + row * width + i, next.values + row * width + i);
+      top[row] = both;
+    }
+  }
+};
+
+struct Scratch {
+  Buffer<uint16_t> query, weights;
+  Buffer<float> scores, split, sums;
+};
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+class TilesKernel {
+ public:
+  TilesKernel(const AttentionArgs& args, Scratch& scratch)
+      : a(args), s(scratch), dim(Products::padded_dim(args.head_dim)), width(round_up(args.v_head_dim, kLanes)),
+        scale(args.cap != 0.0f ? args.scale / args.cap : args.scale * kLog2E) {}
+
+  int64_t part_floats() const { return Sums::floats(kUnitRows, width); }
+
+  void run(const Unit& unit, Ahead& ahead, float* parts) {
+    const SeqRows rows(a, unit.seq);
+    const Products products(a, unit.rows);
+    take_query(unit, rows);
+    Sums split = Sums::in(s.split.at_least(part_floats()), unit.rows);
+    const int64_t first = unit.first_step(), last = unit.last_step();
+    if (unit.part >= 0) split = Sums::in(parts + unit.part * part_floats(), unit.rows);
+    const Sums sums = Sums::in(s.sums.at_least(part_floats()), unit.rows);
+    split.clear(unit.rows, width);
+    bool folded = false;
+    for (int64_t i = first; i <= last; ++i) {
+      if (i > first && i % kSplitSteps == 0) {
+        if (!folded) sums.clear(unit.rows, width);
+        folded = true;
+        sums.fold(split, unit.rows, width);
+        split.clear(unit.rows, width);
+      }
+      step(unit, rows, products, i * kStep, split, ahead);
+    }
+    if (unit.part >= 0) return;
+    if (folded) sums.fold(split, unit.rows, width);
+    finish(unit.kv_head, unit.first_row, unit.rows, rows, folded ? sums : split);
+  }
+
+  void fold(const Fold& fold, float* parts) {
+    const Sums sums = Sums::in(parts + fold.first_part * part_floats(), fold.rows);
+    for (int64_t i = 1; i < fold.parts; ++i) {
+      sums.fold(Sums::in(parts + (fold.first_part + i) * part_floats(), fold.rows), fold.rows, width);
+    }
+    finish(fold.kv_head, 0, fold.rows, SeqRows(a, fold.seq), sums);
+  }
+
+ private:
+  void take_query(const Unit& unit, const SeqRows& rows) {
+    uint16_t* query = s.query.at_least(kUnitRows * dim);
+    for (int64_t row = 0; row < unit.rows; ++row) {
+      const int64_t r = unit.first_row + row, head = unit.kv_head * rows.group + r % rows.group;
+      const uint16_t* q = static_cast<const uint16_t*>(a.q) + rows.token(r) * a.q_stride + head * a.head_dim;
+      std::copy(q, q + a.head_dim, query + row * dim);
+      std::fill(query + row * dim + a.head_dim, query + (row + 1) * dim, uint16_t{0});
+    }
+  }
+
+  void step(const Unit& unit, const SeqRows& rows, const Products& products, int64_t base, const Sums& sums,
+            Ahead& ahead) {
+    StepTiles tiles;
+    tiles.first = std::max<int64_t>(0, unit.low - base) / kTile;
+    tiles.last = (std::min(kStep, unit.high - base) + kTile - 1) / kTile;
+    for (int64_t t = tiles.first; t < tiles.last; ++t) {
+      tiles.tile[t] = reinterpret_cast<const uint16_t*>(tile_at(a, unit.seq, unit.kv_head, base + t * kTile));
+    }
+    float* scores = s.scores.at_least(kUnitRows * kStep);
+    uint16_t* weights = s.weights.at_least(kUnitRows * kStep);
+    ahead.prefetch(0);
+    products.scores(s.query.at_least(0), dim, tiles, scores);
+    ahead.prefetch(1);
+    const bool whole = tiles.first == 0 && tiles.last == kStep / kTile && a.cap == 0.0f;
+    for (int64_t row = 0; row < unit.rows; ++row) {
+      const int64_t r = unit.first_row + row;
+      const int64_t begin = rows.lowest(r) - base, end = rows.position(r) + 1 - base;
+      if (whole && begin <= 0 && end >= kStep) {
+        soften_whole(row, scores + row * kStep, weights + row * kStep, sums);
+      } else {
+        soften_part(row, scores + row * kStep, weights + row * kStep, sums, tiles.first * kTile, tiles.last * kTile,
+                    begin, end);
+      }
+    }
+    ahead.prefetch(2);
+    products.values(weights, tiles, sums.values, width);
+    ahead.prefetch(3);
+    ahead.advance();
+  }
+
+  // Take the maximum of a row's next scores in: what was summed before is rescaled where it grew. Returns it.
+  Vec raise(int64_t row, Vec most, const Sums& sums) {
+    const float before = sums.top[row], top = std::max(before, largest(most));
+    if (top != before) {
+      sums.scale_row(row, width, exp2_negative(broadcast(before - top)));
+      sums.top[row] = top;
+    }
+    return broadcast(top);
+  }
+
+  // Scores of a step that the row sees wholly -> 2^(score - maximum).
+  void soften_whole(int64_t row, const float* scores, uint16_t* weights, const Sums& sums) {
+    constexpr int kVectors = static_cast<int>(kStep) / kLanes;
+    Vec x[kVectors];
+    for (int i = 0; i < kVectors; ++i) x[i] = mul(load(scores + i * kLanes), broadcast(scale));
+    Vec most = x[0];
+    for (int i = 1; i < kVectors; ++i) most = max(most, x[i]);
+    const Vec top = raise(row, most, sums);
+    Vec total = load(sums.total + row * kLanes);
+    for (int i = 0; i < kVectors; ++i) {
+      const Vec e = exp2_negative(sub(x[i], top));
+      store(weights + i * kLanes, e);
+      total = add(total, e);
+    }
+    store(sums.total + row * kLanes, total);
+  }
+
+  // The same for columns [from, to), of which the row sees [begin, end), and with a soft cap.
+  void soften_part(int64_t row, float* scores, uint16_t* weights, const Sums& sums, int64_t from, int64_t to,
+                   int64_t begin, int64_t end) {
+    for (int64_t i = from; i < to; i += kLanes) {
+      Vec x = mul(load(scores + i), broadcast(scale));
+      if (a.cap != 0.0f) x = mul(tanh(x), broadcast(a.cap * kLog2E));
+      store(scores + i, x);
+    }
+    for (int64_t i = from; i < std::min(begin, to); ++i) scores[i] = kMasked;
+    for (int64_t i = std::max(end, from); i < to; ++i) scores[i] = kMasked;
+    Vec most = load(scores + from);
+    for (int64_t i = from + kLanes; i < to; i += kLanes) most = max(most, load(scores + i));
+    const Vec top = raise(row, most, sums);
+    Vec total = load(sums.total + row * kLanes);
+    for (int64_t i = from; i < to; i += kLanes) {
+      const Vec e = exp2_negative(sub(load(scores + i), top));
+      store(weights + i, e);
+      total = add(total, e);
+    }
+    store(sums.total + row * kLanes, total);
+  }
+
+  void finish(int64_t kv_head, int64_t first_row, int64_t count, const SeqRows& rows, const Sums& sums) {
+    for (int64_t row = 0; row < count; ++row) {
+      const int64_t r = first_row + row, head = kv_head * rows.group + r % rows.group;
+      float total = sum(load(sums.total + row * kLanes));
+      float factor = 1.0f;
+      if (a.sinks != nullptr) {
+        const float sink = a.sinks[head] * kLog2E, top = std::max(sums.top[row], sink);
+        alignas(64) float powers[2][kLanes];
+        store(powers[0], exp2_negative(broadcast(sums.top[row] - top)));
+        store(powers[1], exp2_negative(broadcast(sink - top)));
+        factor = powers[0][0];
+        total = total * factor + powers[1][0];
+      }
+      uint16_t* y = static_cast<uint16_t*>(a.y) + (rows.token(r) * a.num_heads + head) * a.v_head_dim;
+      const Vec scaled = broadcast(factor / total);
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const Vec v = mul(load(sums.values + row * width + i), scaled);
+        if (i + kLanes <= a.v_head_dim) {
+          store(y + i, v);
+        } else {
+          uint16_t padded[kLanes];
+          store(padded, v);
+          std::copy(padded, padded + (a.v_head_dim - i), y + i);
+        }
+      }
+    }
+  }
+
+  const AttentionArgs& a;
+  Scratch& s;
+  const int64_t dim, width;
+  const float scale;
+};
+
+void attention(const AttentionArgs& a, ThreadPool& pool) {
+  static thread_local Plan plan;
+  static thread_local Buffer<float> memory;
+  plan.make(a, pool.num_threads());
+  float* parts = nullptr;
+  if (plan.parts > 0) parts = memory.at_least(plan.parts * Sums::floats(kUnitRows, round_up(a.v_head_dim, kLanes)));
+  auto body = [&a, &all = plan, parts](int thread, int num_threads) {
+    static thread_local Scratch scratch;
+    const Range mine = all.units_of(thread, num_threads);
+    TilesKernel kernel(a, scratch);
+    Ahead ahead(a, all, mine);
+    for (int64_t i = mine.begin; i < mine.end; ++i) kernel.run(all.units[i], ahead, parts);
+  };
+  if (plan.units.size() < 2 || plan.cost * kStep * (a.head_dim + a.v_head_dim) < kSmallWork) {
+    body(0, 1);
+  } else {
+    pool.run(body);
+  }
+  static thread_local Scratch scratch;
+  for (const Fold& fold : plan.folds) TilesKernel(a, scratch).fold(fold, parts);
+}
+
+}  // namespace
+
+extern const AttentionTilesKernels kAttentionTiles;
+const AttentionTilesKernels kAttentionTiles = {attention};
+
+}  // namespace quire::cpu::QUIRE_ISA
