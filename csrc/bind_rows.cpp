@@ -1,5 +1,6 @@
 // RoPE, the store into the cache.
 #include "bind.h"
+#include "cpu/rope_store.h"
 #include "cpu/rows.h"
 
 namespace nb = nanobind;
@@ -31,6 +32,24 @@ void bind_rows(nb::module_& m) {
         submit(num_threads, args, {&StoreArgs::tokens}, kernels_of<RowKernels>(isa).store);
       },
       "Write rows of K and V (0 where it is in K) into the pages.", nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "rope_store",
+      [](int num_threads, const std::string& isa, bool bf16, bool pieces_bf16, bool tiles, bool interleaved,
+         uintptr_t qkv, int64_t stride, uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t q_weight,
+         uintptr_t k_weight, bool norm_all, float eps, uintptr_t q, uintptr_t pieces, int64_t block_stride,
+         int64_t piece_stride, uintptr_t block_ids, uintptr_t offsets, int64_t tokens, int64_t num_heads,
+         int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim, int64_t block_size) {
+        const RopeStoreArgs args{at<void>(qkv),      at<float>(cos),       at<float>(sin),         at<float>(q_weight),
+                                 at<float>(k_weight), at<void>(q),         at<void>(pieces),       at<int64_t>(block_ids),
+                                 at<int64_t>(offsets), tokens,             num_heads,              num_kv_heads,
+                                 head_dim,           v_head_dim,           half,                   block_size,
+                                 stride,             block_stride,         piece_stride,           eps,
+                                 norm_all,           interleaved,          tiles,                  type_of(bf16),
+                                 type_of(pieces_bf16)};
+        submit(num_threads, args, {&RopeStoreArgs::tokens}, kernels_of<RopeStoreKernels>(isa).rope_store);
+      },
+      "q/k norm (weights 0: none), RoPE (cos 0: none) and the store of k and v.",
+      nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire::cpu

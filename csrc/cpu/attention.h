@@ -42,5 +42,6 @@ struct AttentionTilesKernels {
 
 QUIRE_LEVELS(AttentionKernels, kAttention)
 QUIRE_LEVELS(AttentionTilesKernels, kAttentionTiles)
+QUIRE_AMX_LEVEL(AttentionTilesKernels)
 
 }  // namespace quire::cpu

@@ -18,7 +18,14 @@ constexpr int64_t kTile = 16;  // positions of a tile in memory
 constexpr int64_t kStep = 64;
 constexpr int64_t kSplitSteps = 8;
 constexpr int64_t kUnitRows = 48;     // the state of a unit stays in L1
-constexpr int64_t kAheadSteps = 3;    // steps between a prefetch into L2 and its use
+constexpr int64_t kAheadSteps = 2;    // steps between a prefetch into L2 and its use
+// Lines of a tile that are prefetched. Where there is AMX (Intel) the hardware goes on from there with more misses in
+// flight than a thread may have itself (32 against 28 GB/s of random 4 KiB); others leave a tile's start to us as well.
+#if defined(QUIRE_HAVE_AMX)
+constexpr int64_t kAheadLines = 8;
+#else
+constexpr int64_t kAheadLines = 1 << 20;
+#endif
 
 // The rows of one sequence and kv head: token-major, the group's query heads within a token.
 struct SeqRows {
@@ -130,7 +137,8 @@ class Ahead {
  public:
   Ahead(const AttentionArgs& args, const Plan& plan, Range units)
       : a(args), plan_(plan), units_(units), unit_(units.begin),
-        lines_(kTile * (args.head_dim + args.v_head_dim) * static_cast<int64_t>(sizeof(uint16_t)) / 64) {
+        lines_(std::min(kAheadLines,
+                        kTile * (args.head_dim + args.v_head_dim) * static_cast<int64_t>(sizeof(uint16_t)) / 64)) {
     if (unit_ < units_.end) step_ = plan_.units[unit_].first_step();
     for (int64_t i = 0; i < kAheadSteps; ++i) advance();
   }

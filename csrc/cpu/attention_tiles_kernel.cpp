@@ -15,6 +15,9 @@
 #include "cpu/attention.h"
 #include "cpu/attention_plan.h"
 #include "cpu/attention_products.h"
+#if defined(QUIRE_HAVE_AMX)
+#include "cpu/attention_products_amx.h"
+#endif
 #include "cpu/vec_math.h"
 
 namespace quire::cpu::QUIRE_ISA {
@@ -25,8 +28,6 @@ constexpr float kLog2E = 1.44269504f;
 constexpr float kLowest = -1e30f;  // maximum of a row that has seen nothing: 2^(anything - kLowest) is never used
 constexpr float kMasked = -3e38f;  // 2^(kMasked - maximum) is exactly 0
 constexpr int64_t kSmallWork = 1 << 17;  // multiply-adds
-
-using Products = DotProducts;
 
 // Grows, keeps its memory between calls, and lies on whole cache lines.
 template <typename T>
@@ -91,6 +92,7 @@ struct Scratch {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+template <typename Products>
 class TilesKernel {
  public:
   TilesKernel(const AttentionArgs& args, Scratch& scratch)
@@ -255,7 +257,8 @@ class TilesKernel {
   const float scale;
 };
 
-void attention(const AttentionArgs& a, ThreadPool& pool) {
+template <typename Products>
+void attention_with(const AttentionArgs& a, ThreadPool& pool) {
   static thread_local Plan plan;
   static thread_local Buffer<float> memory;
   plan.make(a, pool.num_threads());
@@ -264,7 +267,7 @@ void attention(const AttentionArgs& a, ThreadPool& pool) {
   auto body = [&a, &all = plan, parts](int thread, int num_threads) {
     static thread_local Scratch scratch;
     const Range mine = all.units_of(thread, num_threads);
-    TilesKernel kernel(a, scratch);
+    TilesKernel<Products> kernel(a, scratch);
     Ahead ahead(a, all, mine);
     for (int64_t i = mine.begin; i < mine.end; ++i) kernel.run(all.units[i], ahead, parts);
   };
@@ -274,12 +277,30 @@ void attention(const AttentionArgs& a, ThreadPool& pool) {
     pool.run(body);
   }
   static thread_local Scratch scratch;
-  for (const Fold& fold : plan.folds) TilesKernel(a, scratch).fold(fold, parts);
+  for (const Fold& fold : plan.folds) TilesKernel<Products>(a, scratch).fold(fold, parts);
 }
 
 }  // namespace
 
-extern const AttentionTilesKernels kAttentionTiles;
-const AttentionTilesKernels kAttentionTiles = {attention};
+#if defined(QUIRE_HAVE_AMX)
+
+void attention(const AttentionArgs& a, ThreadPool& pool) {
+  (TileProducts::can(a) ? attention_with<TileProducts> : attention_with<DotProducts>)(a, pool);
+}
 
 }  // namespace quire::cpu::QUIRE_ISA
+
+namespace quire::cpu {
+
+AttentionTilesKernels with_amx(const AttentionTilesKernels&) { return {amx::attention}; }
+
+}  // namespace quire::cpu
+
+#else
+
+extern const AttentionTilesKernels kAttentionTiles;
+const AttentionTilesKernels kAttentionTiles = {attention_with<DotProducts>};
+
+}  // namespace quire::cpu::QUIRE_ISA
+
+#endif

@@ -26,7 +26,7 @@ BUDGETS = (16, 48, 256, 2048)
 POLICIES = [Policy(*triple) for triple in itertools.product(GATES, ORDERS, BUDGETS)]
 NUM_TOKENS = {
     "llama": 160,
-    "sliding": 320,
+    "sliding": 256,
     "moe": 160,
     "latent": 160,
     "post_norm": 160,

@@ -14,9 +14,9 @@ from tests.kernels.checks import (
 )
 
 from quire.kernels import cases, registry
-from quire.kernels.kv_view import view_layer
+from quire.kernels.kv_view import Layout, view_layer
 from quire.kernels.registry import Backend
-from quire.kernels.rope import apply_rope, store_kv
+from quire.kernels.rope import QkNorm, apply_rope, rope_store, store_kv
 
 BACKENDS = registry.backends("apply_rope")
 
@@ -146,3 +146,59 @@ def test_store_kv_into_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, 
     store_kv(fused[:, :2], fused[:, 2:], kv, slots // 4, slots % 4, backend=backend)
     assert_same_bits(kv.keys[slots // 4, :, slots % 4], fused[:, :2].to(kv_dtype), "K")
     assert_same_bits(kv.values[slots // 4, :, slots % 4], fused[:, 2:].to(kv_dtype), "V")
+
+
+def fused(
+    qkv: torch.Tensor,
+    ids: torch.Tensor,
+    norm: QkNorm | None,
+    backend: Backend,
+    *,
+    interleaved: bool,
+    layout: Layout,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """4 heads over 2 kv heads, 12 and 10 elements: rows ``ids``, each stored at the place of its id."""
+    size = 5 if layout == "rows" else 16
+    storage = torch.zeros(-(-len(qkv) // size), 2 * size * 22, dtype=qkv.dtype)
+    kv = view_layer(storage, 0, num_kv_heads=2, block_size=size, head_dim=12, v_head_dim=10, layout=layout)
+    angles = torch.rand(len(qkv), 5, generator=generator(3)) * 100
+    cos_sin = angles.cos()[ids], angles.sin()[ids]
+    q = rope_store(
+        qkv[ids], 4, cos_sin, norm, kv, ids // size, ids % size, interleaved=interleaved, backend=backend
+    )
+    keys, values = (part.transpose(1, 2).flatten(0, 1)[ids] for part in kv.read(torch.arange(len(storage))))
+    return q, keys, values
+
+
+def qk_norm(kind: str) -> QkNorm | None:
+    if kind == "none":
+        return None
+    heads = (4, 2) if kind == "full" else (1, 1)
+    weights = (torch.rand(12 * count, generator=generator(4)) + 0.5 for count in heads)
+    return QkNorm(*weights, 1e-5, over_all=kind == "full")
+
+
+@pytest.mark.parametrize("backend", registry.backends("rope_store"))
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [(torch.float32, "rows"), (torch.bfloat16, "rows"), (torch.bfloat16, "tiles")]
+)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", ["none", "head", "full"])
+def test_rope_store(
+    kind: str, interleaved: bool, dtype: torch.dtype, layout: Layout, backend: Backend
+) -> None:
+    """In one pass as op by op; and a token's bits, in any batch, are those that it has alone."""
+    qkv = torch.randn(37, 4 * 12 + 2 * 22, generator=generator()).to(dtype)
+    ids, norm = torch.arange(37), qk_norm(kind)
+    made = fused(qkv, ids, norm, backend, interleaved=interleaved, layout=layout)
+    plain = fused(qkv.float(), ids, norm, "reference", interleaved=interleaved, layout="rows")
+    for one, other in zip(made, plain, strict=True):
+        assert_close("rope", one, other.double())
+    assert_same_bits(made[2], qkv[:, 72:].unflatten(1, (2, 10)), "V")
+    for count in (1, 2):
+        with threads(count):
+            for start in (0, 16, 36):
+                part = torch.arange(start, 37)
+                again = fused(qkv, part, norm, backend, interleaved=interleaved, layout=layout)
+                for one, other in zip(again, made, strict=True):
+                    assert_same_bits(one, other[part], f"{kind}, from {start}, {count} threads")

@@ -90,7 +90,7 @@ class KvView:
         """Views K ``[num_blocks, num_kv_heads, tiles, head_dim / 2, 16, 2]``, V ``[…, tiles, 8, v_head_dim, 2]``."""
         assert self.layout == "tiles"
         tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
-        keys, values = tiles.split((TILE * self.head_dim, TILE * self.v_head_dim), dim=-1)
+        keys, values = tiles[..., : TILE * self.head_dim], tiles[..., TILE * self.head_dim :]
         return torch.unflatten(keys, -1, (-1, TILE, 2)), torch.unflatten(values, -1, (TILE // 2, -1, 2))
 
 

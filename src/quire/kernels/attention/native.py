@@ -15,7 +15,7 @@ import torch
 
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_view import KvView
-from quire.kernels.registry import VECTOR_LEVELS, register
+from quire.kernels.registry import NATIVE_LEVELS, register
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 
@@ -85,6 +85,6 @@ def attention(
 
 
 if native is not None and hasattr(native, "attention"):  # a build older than this source may lack it
-    for level in VECTOR_LEVELS:
+    for level in NATIVE_LEVELS:
         if native.has_isa(level):
             register("attention", level)(partial(attention, native, level))

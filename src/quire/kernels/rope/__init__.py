@@ -7,8 +7,9 @@ import torch
 from quire.kernels.kv_view import KvView
 from quire.kernels.registry import Backend, find
 from quire.kernels.rope import native, reference  # noqa: F401  registers both
+from quire.kernels.rope.qk_norm import QkNorm
 
-__all__ = ["apply_rope", "store_kv"]
+__all__ = ["QkNorm", "apply_rope", "rope_store", "store_kv"]
 
 
 def apply_rope(
@@ -44,3 +45,26 @@ def store_kv(
     """
     assert (v is None) == kv.v_in_k
     find("store_kv", backend)(k, v, kv, block_ids, offsets)
+
+
+def rope_store(
+    qkv: torch.Tensor,
+    num_heads: int,
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+    norm: QkNorm | None,
+    kv: KvView,
+    block_ids: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    backend: Backend = "reference",
+) -> torch.Tensor:
+    """All between the projection and attention: q/k norm, `apply_rope`, `store_kv`; return q.
+
+    ``qkv [num_tokens, (num_heads + num_kv_heads) · head_dim + num_kv_heads · v_head_dim]`` → ``[num_tokens, num_heads,
+    head_dim]`` in its dtype. The others as in `apply_rope` and `store_kv`; None: no rotation, no norm.
+    """
+    q: torch.Tensor = find("rope_store", backend)(
+        qkv, num_heads, cos_sin, norm, kv, block_ids, offsets, interleaved
+    )
+    return q

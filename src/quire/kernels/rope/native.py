@@ -9,6 +9,7 @@ import torch
 
 from quire.kernels.kv_view import KvView
 from quire.kernels.registry import VECTOR_LEVELS, register
+from quire.kernels.rope.qk_norm import QkNorm
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 
@@ -92,8 +93,63 @@ def store_kv(
     )
 
 
+def rope_store(
+    module: ModuleType,
+    isa: str,
+    qkv: torch.Tensor,
+    num_heads: int,
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+    norm: QkNorm | None,
+    kv: KvView,
+    block_ids: torch.Tensor,
+    offsets: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:
+    """``qkv [num_tokens, …]`` → q ``[num_tokens, num_heads, head_dim]``; k and v go to the pages."""
+    pieces, tokens = kv.pieces, qkv.shape[0]
+    assert not kv.v_in_k
+    assert kv.layout == "rows" or qkv.dtype == torch.bfloat16, qkv.dtype
+    assert qkv.shape[1] == (num_heads + kv.num_kv_heads) * kv.head_dim + kv.num_kv_heads * kv.v_head_dim
+    if qkv.stride(1) != 1:
+        qkv = qkv.contiguous()
+    for part in cos_sin or ():
+        assert part.is_contiguous()
+    q = empty(tokens, num_heads, kv.head_dim, dtype=qkv.dtype)
+    module.rope_store(
+        num_native_threads(),
+        isa,
+        qkv.dtype == torch.bfloat16,
+        pieces.dtype == torch.bfloat16,
+        kv.layout == "tiles",
+        interleaved,
+        qkv.data_ptr(),
+        qkv.stride(0),
+        cos_sin[0].data_ptr() if cos_sin is not None else 0,
+        cos_sin[1].data_ptr() if cos_sin is not None else 0,
+        cos_sin[0].shape[1] if cos_sin is not None else 0,
+        norm.q_weight.data_ptr() if norm is not None else 0,
+        norm.k_weight.data_ptr() if norm is not None else 0,
+        norm is not None and norm.over_all,
+        norm.eps if norm is not None else 0.0,
+        q.data_ptr(),
+        pieces.data_ptr(),
+        pieces.stride(0),
+        pieces.stride(1),
+        block_ids.data_ptr(),
+        offsets.data_ptr(),
+        tokens,
+        num_heads,
+        kv.num_kv_heads,
+        kv.head_dim,
+        kv.v_head_dim,
+        kv.block_size,
+    )
+    return q
+
+
 if native is not None and hasattr(native, "rope"):  # a build older than this source may lack it
     for level in VECTOR_LEVELS:
         if native.has_isa(level):
             register("apply_rope", level)(partial(apply_rope, native, level))
             register("store_kv", level)(partial(store_kv, native, level))
+            register("rope_store", level)(partial(rope_store, native, level))

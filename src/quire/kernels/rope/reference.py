@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.kv_view import KvView
+from quire.kernels.norm.reference import rms_norm
 from quire.kernels.registry import register
+from quire.kernels.rope.qk_norm import QkNorm
 
 
 @register("apply_rope", "reference")
@@ -34,3 +36,29 @@ def store_kv(
 ) -> None:
     """Rows of the step → pages."""
     kv.write(k, v, block_ids, offsets)
+
+
+@register("rope_store", "reference")
+def rope_store(
+    qkv: torch.Tensor,
+    num_heads: int,
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+    norm: QkNorm | None,
+    kv: KvView,
+    block_ids: torch.Tensor,
+    offsets: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:
+    """``qkv [num_tokens, …]`` → q ``[num_tokens, num_heads, head_dim]``; k and v go to the pages."""
+    q_width, k_width = num_heads * kv.head_dim, kv.num_kv_heads * kv.head_dim
+    q, k, v = qkv[:, :q_width], qkv[:, q_width : q_width + k_width], qkv[:, q_width + k_width :]
+    if norm is not None and norm.over_all:
+        q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
+    heads = torch.unflatten(torch.cat((q, k), dim=1), -1, (-1, kv.head_dim))
+    q, k = heads[:, :num_heads], heads[:, num_heads:]
+    if norm is not None and not norm.over_all:
+        q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
+    if cos_sin is not None:
+        q, k = (apply_rope(part, *cos_sin, interleaved) for part in (q, k))
+    store_kv(k, torch.unflatten(v, -1, (-1, kv.v_head_dim)), kv, block_ids, offsets)
+    return q.contiguous()

@@ -1,0 +1,107 @@
+// The two products of attention on AMX tiles (cpu/amx.h): tiles of the cache are B tiles as they lie.
+//
+//   scores   A: 16 rows x 32 of the dim, query as it lies    B: K, 16 pairs of the dim x 16 positions, 64 bytes a row
+//   values   A: 16 rows x 16 positions, weights as they lie  B: V, 8 pairs of positions x 16 columns
+//
+// Every element is one sequence of tdpbf16ps, in order of the dim or of the positions, whatever the number of rows: a row
+// of a tile knows nothing of the others. Query rows are padded with zeros to whole 32: what the last K tile then reads
+// beyond the keys is V of the same positions, times 0.
+#pragma once
+
+#include "cpu/amx.h"
+#include "cpu/attention_products.h"
+
+namespace quire::cpu::QUIRE_ISA {
+
+class TileProducts {
+ public:
+  TileProducts(const AttentionArgs& a, int64_t rows)
+      : steps_(padded_dim(a.head_dim) / kStepDim), k_elements_(kTile * a.head_dim), v_dim_(a.v_head_dim),
+        blocks_((rows + kTileRows - 1) / kTileRows) {
+    // Few rows make small, fast tiles; buffers have room for whole ones.
+    const int height = rows < kTileRows ? static_cast<int>(rows) : kTileRows;
+    TileShapes shapes;
+    for (const int t : {0, 1, 2, 3, static_cast<int>(kQuery)}) shapes.set(t, height, kTileBytes);
+    shapes.set(kKeys, kTileRows, kTileBytes);
+    shapes.set(kWeights, height, static_cast<int>(kTile) * 2);
+    shapes.set(kValues, static_cast<int>(kTile) / 2, kTileBytes);
+    tiles_.shape(shapes);
+  }
+
+  // Whether a layer's shape is one of tiles, and what is read beyond the keys lies within V. A constant of the layer, so
+  // that its bits are of one kind.
+  static bool can(const AttentionArgs& a) {
+    return a.v_head_dim % 16 == 0 && padded_dim(a.head_dim) - a.head_dim <= a.v_head_dim;
+  }
+
+  static int64_t padded_dim(int64_t head_dim) { return (head_dim + kStepDim - 1) / kStepDim * kStepDim; }
+
+  void scores(const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores) const {
+    const bool whole = tiles.first == 0 && tiles.last == 4;
+    for (int64_t block = 0; block < blocks_; ++block) {
+      const uint16_t* q = query + block * kTileRows * dim;
+      float* s = scores + block * kTileRows * kStep;
+      if (whole) {
+        score_tiles<4>(q, dim, tiles.tile, s);
+      } else {
+        for (int64_t t = tiles.first; t < tiles.last; ++t) score_tiles<1>(q, dim, tiles.tile + t, s + t * kTile);
+      }
+    }
+  }
+
+  void values(const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width) const {
+    for (int64_t block = 0; block < blocks_; ++block) {
+      const uint16_t* w = weights + block * kTileRows * kStep;
+      float* s = sums + block * kTileRows * width;
+      int64_t column = 0;
+      for (; column + 64 <= v_dim_; column += 64) value_columns<4>(w, tiles, column, s, width);
+      for (; column < v_dim_; column += 16) value_columns<1>(w, tiles, column, s, width);
+    }
+  }
+
+ private:
+  static constexpr int64_t kStepDim = 32;
+  enum { kQuery = 4, kKeys, kWeights, kValues };  // 0 ... 3 are results
+
+  template <int T, typename F>
+  static void each(const F& f) {
+    f.template operator()<0>();
+    if constexpr (T > 1) {
+      f.template operator()<1>();
+      f.template operator()<2>();
+      f.template operator()<3>();
+    }
+  }
+
+  template <int T>
+  void score_tiles(const uint16_t* query, int64_t dim, const uint16_t* const* tiles, float* scores) const {
+    each<T>([&]<int t>() { tile_zero<t>(); });
+    for (int64_t i = 0; i < steps_; ++i) {
+      tile_load<kQuery>(query + i * kStepDim, dim * 2);
+      each<T>([&]<int t>() {
+        tile_load<kKeys>(tiles[t] + i * kStepDim * kTile, kTileBytes);
+        tile_dot_bf16<t, kQuery, kKeys>();
+      });
+    }
+    each<T>([&]<int t>() { tile_store<t>(scores + t * kTile, kStep * 4); });
+  }
+
+  template <int W>
+  void value_columns(const uint16_t* weights, const StepTiles& tiles, int64_t column, float* sums, int64_t width) const {
+    each<W>([&]<int v>() { tile_load<v>(sums + column + v * 16, width * 4); });
+    for (int64_t t = tiles.first; t < tiles.last; ++t) {
+      const uint16_t* values = tiles.tile[t] + k_elements_ + column * 2;
+      tile_load<kWeights>(weights + t * kTile, kStep * 2);
+      each<W>([&]<int v>() {
+        tile_load<kValues>(values + v * 32, v_dim_ * 4);
+        tile_dot_bf16<v, kWeights, kValues>();
+      });
+    }
+    each<W>([&]<int v>() { tile_store<v>(sums + column + v * 16, width * 4); });
+  }
+
+  const int64_t steps_, k_elements_, v_dim_, blocks_;
+  Tiles tiles_;
+};
+
+}  // namespace quire::cpu::QUIRE_ISA
