@@ -138,3 +138,16 @@ def test_the_isa_level_is_the_best_unless_forced_lower() -> None:
         level("amx")
     with pytest.raises(ConfigError, match="not built"):
         level("avx2", native=False)
+
+
+def test_an_int8_cache_holds_more_blocks_and_says_what_it_needs() -> None:
+    spec = spec_of()
+    plain = resolve(EngineArgs(dtype="bfloat16", kv_memory="64MiB"), spec, DEVICE)
+    small = resolve(EngineArgs(dtype="bfloat16", kv_memory="64MiB", kv_dtype="int8"), spec, DEVICE)
+    assert small.model.kv_dtype == "int8"
+    assert small.cache.num_blocks > 1.5 * plain.cache.num_blocks
+    assert small.cache.model_key != plain.cache.model_key
+    with pytest.raises(ConfigError, match="multiple of 16, not 8"):
+        resolve(EngineArgs(dtype="bfloat16", kv_dtype="int8", block_size=8), spec, DEVICE)
+    with pytest.raises(ConfigError, match="bfloat16, not float32"):
+        resolve(EngineArgs(dtype="float32", kv_dtype="int8"), spec, DEVICE)

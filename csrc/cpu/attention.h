@@ -27,6 +27,7 @@ struct AttentionArgs {
   float scale, cap;  // cap 0: none
   bool v_in_k;
   Type q_type, kv_type;
+  bool int8;  // the tiles hold int8 (kv_tile.h)
 
   int64_t num_seqs() const { return extents[0]; }
   int64_t table_width() const { return extents[1]; }

@@ -11,10 +11,11 @@
 #include <vector>
 
 #include "cpu/attention.h"
+#include "cpu/kv_tile.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
-constexpr int64_t kTile = 16;  // positions of a tile in memory
+constexpr int64_t kTile = kTilePositions;
 constexpr int64_t kStep = 64;
 constexpr int64_t kSplitSteps = 8;
 constexpr int64_t kUnitRows = 48;     // the state of a unit stays in L1
@@ -122,13 +123,17 @@ struct Plan {
   }
 };
 
+// Bytes of a tile of the cache (kv_tile.h).
+inline int64_t tile_bytes(const AttentionArgs& a) {
+  return a.int8 ? TileForm<int8_t>{a.head_dim, a.v_head_dim}.stride()
+                : TileForm<uint16_t>{a.head_dim, a.v_head_dim}.stride() * static_cast<int64_t>(sizeof(uint16_t));
+}
+
 // Where the tile with position `position` of a sequence lies.
 inline const char* tile_at(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t position) {
   const int64_t block = a.block_table[seq * a.table_width() + position / a.block_size];
-  const int64_t tile = position % a.block_size / kTile;
-  const int64_t elements = kTile * (a.head_dim + a.v_head_dim);
-  return static_cast<const char*>(a.pieces) +
-         (block * a.block_stride + kv_head * a.piece_stride + tile * elements) * static_cast<int64_t>(sizeof(uint16_t));
+  const int64_t piece = (block * a.block_stride + kv_head * a.piece_stride) * (a.int8 ? 1 : 2);
+  return static_cast<const char*>(a.pieces) + piece + position % a.block_size / kTile * tile_bytes(a);
 }
 
 // Prefetches into L2 what a thread reads some steps later, across its units. A hardware prefetcher does not follow a
@@ -137,8 +142,7 @@ class Ahead {
  public:
   Ahead(const AttentionArgs& args, const Plan& plan, Range units)
       : a(args), plan_(plan), units_(units), unit_(units.begin),
-        lines_(std::min(kAheadLines,
-                        kTile * (args.head_dim + args.v_head_dim) * static_cast<int64_t>(sizeof(uint16_t)) / 64)) {
+        lines_(std::min(kAheadLines, tile_bytes(args) / 64)) {
     if (unit_ < units_.end) step_ = plan_.units[unit_].first_step();
     for (int64_t i = 0; i < kAheadSteps; ++i) advance();
   }

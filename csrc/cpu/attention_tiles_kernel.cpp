@@ -4,12 +4,14 @@
 //
 // Algorithm: units of rows (see attention_plan.h) go through their steps of 64 positions in order: scores, an online
 // softmax in powers of two (Milakov and Gimelshein 2018), weights rounded to bf16, weighted values; each tile is read
-// once for all rows of the unit, with nothing to transpose or convert. Every split of 512 positions starts afresh and is
+// once for all rows of the unit, with nothing to transpose. int8 tiles are widened to bf16, exactly, for the products of a
+// step; their scales multiply scores and weights. Every split of 512 positions starts afresh and is
 // folded into the row's sums in order. Bytes: K and V once a unit. Bound: memory bandwidth for single tokens, the dot
 // units (and beside them the softmax) for chunks. Tiles that a row does not see change no bit of it, so a row's bits are
 // those of its own keys.
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 
 #include "cpu/attention.h"
@@ -86,13 +88,14 @@ struct Sums {
 };
 
 struct Scratch {
-  Buffer<uint16_t> query, weights;
+  Buffer<uint16_t> query, weights, tiles;
   Buffer<float> scores, split, sums;
+  alignas(64) float k_scales[kStep], v_scales[kStep];  // of the step's positions, int8 only
 };
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-template <typename Products>
+template <typename Products, bool kInt8>
 class TilesKernel {
  public:
   TilesKernel(const AttentionArgs& args, Scratch& scratch)
@@ -150,7 +153,8 @@ class TilesKernel {
     tiles.first = std::max<int64_t>(0, unit.low - base) / kTile;
     tiles.last = (std::min(kStep, unit.high - base) + kTile - 1) / kTile;
     for (int64_t t = tiles.first; t < tiles.last; ++t) {
-      tiles.tile[t] = reinterpret_cast<const uint16_t*>(tile_at(a, unit.seq, unit.kv_head, base + t * kTile));
+      const char* tile = tile_at(a, unit.seq, unit.kv_head, base + t * kTile);
+      tiles.tile[t] = kInt8 ? widened(t, tile) : reinterpret_cast<const uint16_t*>(tile);
     }
     float* scores = s.scores.at_least(kUnitRows * kStep);
     uint16_t* weights = s.weights.at_least(kUnitRows * kStep);
@@ -174,6 +178,26 @@ class TilesKernel {
     ahead.advance();
   }
 
+  // Tile t of the step in bf16: every int8 is one. Its scales go beside.
+  const uint16_t* widened(int64_t t, const char* tile) {
+    const TileForm<int8_t> form{a.head_dim, a.v_head_dim};
+    const int8_t* from = reinterpret_cast<const int8_t*>(tile);
+    uint16_t* to = s.tiles.at_least(kStep / kTile * form.elements()) + t * form.elements();
+    for (int64_t i = 0; i < form.elements(); i += kLanes) store(to + i, load(from + i));
+    std::memcpy(s.k_scales + t * kTile, from + form.elements(), kTile * 4);
+    std::memcpy(s.v_scales + t * kTile, from + form.elements() + kTile * 4, kTile * 4);
+    return to;
+  }
+
+  // What the products leave and take, in the cache's units.
+  Vec score(const float* scores, int64_t i) const {
+    const Vec x = mul(load(scores + i), broadcast(scale));
+    return kInt8 ? mul(x, load(s.k_scales + i)) : x;
+  }
+  void put_weight(uint16_t* weights, int64_t i, Vec e) const {
+    store(weights + i, kInt8 ? mul(e, load(s.v_scales + i)) : e);
+  }
+
   // Take the maximum of a row's next scores in: what was summed before is rescaled where it grew. Returns it.
   Vec raise(int64_t row, Vec most, const Sums& sums) {
     const float before = sums.top[row], top = std::max(before, largest(most));
@@ -188,14 +212,14 @@ class TilesKernel {
   void soften_whole(int64_t row, const float* scores, uint16_t* weights, const Sums& sums) {
     constexpr int kVectors = static_cast<int>(kStep) / kLanes;
     Vec x[kVectors];
-    for (int i = 0; i < kVectors; ++i) x[i] = mul(load(scores + i * kLanes), broadcast(scale));
+    for (int i = 0; i < kVectors; ++i) x[i] = score(scores, i * kLanes);
     Vec most = x[0];
     for (int i = 1; i < kVectors; ++i) most = max(most, x[i]);
     const Vec top = raise(row, most, sums);
     Vec total = load(sums.total + row * kLanes);
     for (int i = 0; i < kVectors; ++i) {
       const Vec e = exp2_negative(sub(x[i], top));
-      store(weights + i * kLanes, e);
+      put_weight(weights, i * kLanes, e);
       total = add(total, e);
     }
     store(sums.total + row * kLanes, total);
@@ -205,7 +229,7 @@ class TilesKernel {
   void soften_part(int64_t row, float* scores, uint16_t* weights, const Sums& sums, int64_t from, int64_t to,
                    int64_t begin, int64_t end) {
     for (int64_t i = from; i < to; i += kLanes) {
-      Vec x = mul(load(scores + i), broadcast(scale));
+      Vec x = score(scores, i);
       if (a.cap != 0.0f) x = mul(tanh(x), broadcast(a.cap * kLog2E));
       store(scores + i, x);
     }
@@ -217,7 +241,7 @@ class TilesKernel {
     Vec total = load(sums.total + row * kLanes);
     for (int64_t i = from; i < to; i += kLanes) {
       const Vec e = exp2_negative(sub(load(scores + i), top));
-      store(weights + i, e);
+      put_weight(weights, i, e);
       total = add(total, e);
     }
     store(sums.total + row * kLanes, total);
@@ -257,8 +281,8 @@ class TilesKernel {
   const float scale;
 };
 
-template <typename Products>
-void attention_with(const AttentionArgs& a, ThreadPool& pool) {
+template <typename Products, bool kInt8>
+void attention_as(const AttentionArgs& a, ThreadPool& pool) {
   static thread_local Plan plan;
   static thread_local Buffer<float> memory;
   plan.make(a, pool.num_threads());
@@ -267,7 +291,7 @@ void attention_with(const AttentionArgs& a, ThreadPool& pool) {
   auto body = [&a, &all = plan, parts](int thread, int num_threads) {
     static thread_local Scratch scratch;
     const Range mine = all.units_of(thread, num_threads);
-    TilesKernel<Products> kernel(a, scratch);
+    TilesKernel<Products, kInt8> kernel(a, scratch);
     Ahead ahead(a, all, mine);
     for (int64_t i = mine.begin; i < mine.end; ++i) kernel.run(all.units[i], ahead, parts);
   };
@@ -277,7 +301,12 @@ void attention_with(const AttentionArgs& a, ThreadPool& pool) {
     pool.run(body);
   }
   static thread_local Scratch scratch;
-  for (const Fold& fold : plan.folds) TilesKernel<Products>(a, scratch).fold(fold, parts);
+  for (const Fold& fold : plan.folds) TilesKernel<Products, kInt8>(a, scratch).fold(fold, parts);
+}
+
+template <typename Products>
+void attention_with(const AttentionArgs& a, ThreadPool& pool) {
+  (a.int8 ? attention_as<Products, true> : attention_as<Products, false>)(a, pool);
 }
 
 }  // namespace

@@ -82,6 +82,9 @@ inline Vec load(const uint16_t* p) {
   const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
+inline Vec load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 inline void store(uint16_t* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
 }
@@ -146,6 +149,9 @@ inline float largest(Vec v) {
 inline Vec load(const uint16_t* p) {
   const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
+}
+inline Vec load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 inline void store(uint16_t* p, Vec v) {
   const __m256i u = _mm256_castps_si256(v);
@@ -223,6 +229,7 @@ inline float largest(Vec v) {
   return m;
 }
 inline Vec load(const uint16_t* p) { return each([&](int i) { return bf16_to_float(p[i]); }); }
+inline Vec load(const int8_t* p) { return each([&](int i) { return float(p[i]); }); }
 inline void store(uint16_t* p, Vec v) {
   for (int i = 0; i < 4; ++i) p[i] = float_to_bf16(v.f[i]);
 }

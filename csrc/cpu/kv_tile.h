@@ -1,36 +1,70 @@
-// Writing one position into a tile of the cache (attention_tiles_kernel.cpp): K [head_dim / 2][16][2], V [8][v_head_dim][2].
+// Writing one position into a tile of the cache (kernels/kv_view.py): K [head_dim / 2][16][2], V [8][v_head_dim][2] in bf16,
+// or in int8 with the scales of its positions behind: K's 16, V's 16, in fp32.
 //
 // The first position of a tile writes the whole tile, zeros beside its own: what another sequence left there may be inf
 // or NaN, and 0 * NaN is NaN. Positions of a sequence are stored in order, so pages need no clearing.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
+#include "cpu/isa.h"
 #include "cpu/thread_pool.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
 constexpr int64_t kTilePositions = 16;
 
-struct TileWriter {
-  int64_t head_dim, v_head_dim, block_size;
+// The form of a tile: `Element` is uint16_t (bf16) or int8_t.
+template <typename Element>
+struct TileForm {
+  static constexpr bool kScaled = sizeof(Element) == 1;
+  int64_t head_dim, v_head_dim;
 
-  // The tile of the position `offset` of a block's piece.
-  uint16_t* tile(uint16_t* piece, int64_t offset) const {
-    return piece + offset / kTilePositions * kTilePositions * (head_dim + v_head_dim);
+  int64_t elements() const { return kTilePositions * (head_dim + v_head_dim); }
+  // From one tile to the next, in elements.
+  int64_t stride() const { return elements() + (kScaled ? 2 * kTilePositions * 4 : 0); }
+};
+
+template <typename Element>
+struct TileWriter {
+  TileForm<Element> form;
+
+  // k [head_dim] and v [v_head_dim] in bf16 -> position `offset` of a block's piece.
+  void put(Element* piece, int64_t offset, const uint16_t* k, const uint16_t* v) const {
+    Element* tile = piece + offset / kTilePositions * form.stride();
+    const int64_t position = offset % kTilePositions;
+    if (position == 0) std::fill_n(tile, form.stride(), Element{0});
+    float inverse[2] = {1.0f, 1.0f};
+    if constexpr (TileForm<Element>::kScaled) {
+      const float scales[2] = {scale_of(k, form.head_dim, &inverse[0]), scale_of(v, form.v_head_dim, &inverse[1])};
+      Element* places = tile + form.elements() + position * 4;
+      std::memcpy(places, &scales[0], 4);
+      std::memcpy(places + kTilePositions * 4, &scales[1], 4);
+    }
+    for (int64_t i = 0; i < form.head_dim / 2; ++i) {
+      Element* pair = tile + (i * kTilePositions + position) * 2;
+      pair[0] = narrow(k[2 * i], inverse[0]);
+      pair[1] = narrow(k[2 * i + 1], inverse[0]);
+    }
+    Element* values = tile + kTilePositions * form.head_dim + position / 2 * form.v_head_dim * 2 + position % 2;
+    for (int64_t i = 0; i < form.v_head_dim; ++i) values[2 * i] = narrow(v[i], inverse[1]);
   }
 
-  // k [head_dim] and v [v_head_dim] in bf16 -> position offset % 16 of `tile`.
-  void put(uint16_t* tile, int64_t offset, const uint16_t* k, const uint16_t* v) const {
-    const int64_t position = offset % kTilePositions;
-    if (position == 0) std::fill_n(tile, kTilePositions * (head_dim + v_head_dim), uint16_t{0});
-    for (int64_t i = 0; i < head_dim / 2; ++i) {
-      tile[(i * kTilePositions + position) * 2] = k[2 * i];
-      tile[(i * kTilePositions + position) * 2 + 1] = k[2 * i + 1];
-    }
-    uint16_t* values = tile + kTilePositions * head_dim + position / 2 * v_head_dim * 2 + position % 2;
-    for (int64_t i = 0; i < v_head_dim; ++i) values[2 * i] = v[i];
+ private:
+  // The largest magnitude becomes 127.
+  static float scale_of(const uint16_t* x, int64_t size, float* inverse) {
+    float most = 0.0f;
+    for (int64_t i = 0; i < size; ++i) most = std::max(most, std::fabs(bf16_to_float(x[i])));
+    *inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    return most / 127.0f;
+  }
+  static Element narrow(uint16_t x, float inverse) {
+    if constexpr (!TileForm<Element>::kScaled) return x;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an even integer
+    return static_cast<Element>(static_cast<int>((bf16_to_float(x) * inverse + magic) - magic));
   }
 };
 

@@ -21,7 +21,8 @@ struct RopeStoreArgs {
   float eps;
   bool norm_all;     // the norms run over all heads of a token together
   bool interleaved;  // pairs (2i, 2i + 1) instead of (i, i + half)
-  bool tiles;        // the pieces hold tiles (kv_tile.h), of bf16 as qkv is
+  bool tiles;        // the pieces hold tiles (kv_tile.h), qkv is bf16
+  bool int8;         // tiles of int8
   Type type, pieces_type;
 };
 

@@ -5,6 +5,7 @@
 #include "cpu/rope_store.h"
 
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/kv_tile.h"
@@ -42,7 +43,7 @@ class TokenKernel {
  public:
   explicit TokenKernel(const RopeStoreArgs& args)
       : a(args), head_(static_cast<size_t>(a.head_dim)), key_(static_cast<size_t>(a.head_dim)),
-        writer_{a.head_dim, a.v_head_dim, a.block_size} {}
+        tiles_{{a.head_dim, a.v_head_dim}} {}
 
   void run(int64_t token) {
     const T* x = static_cast<const T*>(a.qkv) + token * a.stride;
@@ -55,14 +56,16 @@ class TokenKernel {
     heads(token, k, a.num_kv_heads, a.k_weight, [&](int64_t) { return key_.data(); }, [&](int64_t head) {
       Kv* piece = block + head * a.piece_stride;
       const T* value = v + head * a.v_head_dim;
-      if constexpr (sizeof(T) == 2 && sizeof(Kv) == 2) {
+      if constexpr (sizeof(T) == 2 && sizeof(Kv) <= 2) {
         if (a.tiles) {
-          writer_.put(writer_.tile(piece, offset), offset, key_.data(), value);
+          tiles_.put(piece, offset, key_.data(), value);
           return;
         }
       }
-      convert(key_.data(), piece + offset * a.head_dim, a.head_dim);
-      convert(value, piece + a.block_size * a.head_dim + offset * a.v_head_dim, a.v_head_dim);
+      if constexpr (sizeof(Kv) >= 2) {
+        convert(key_.data(), piece + offset * a.head_dim, a.head_dim);
+        convert(value, piece + a.block_size * a.head_dim + offset * a.v_head_dim, a.v_head_dim);
+      }
     });
   }
 
@@ -114,7 +117,7 @@ class TokenKernel {
   const RopeStoreArgs& a;
   std::vector<float> head_;
   std::vector<T> key_;
-  const TileWriter writer_;
+  const TileWriter<std::conditional_t<sizeof(Kv) == 1, int8_t, uint16_t>> tiles_;
 };
 
 template <typename T, typename Kv>
@@ -132,6 +135,7 @@ void rope_store_as(const RopeStoreArgs& a, ThreadPool& pool) {
 }
 
 void rope_store(const RopeStoreArgs& a, ThreadPool& pool) {
+  if (a.int8) return rope_store_as<uint16_t, int8_t>(a, pool);
   const bool wide = a.type == Type::f32, pieces_wide = a.pieces_type == Type::f32;
   (wide ? (pieces_wide ? rope_store_as<float, float> : rope_store_as<float, uint16_t>)
         : (pieces_wide ? rope_store_as<uint16_t, float> : rope_store_as<uint16_t, uint16_t>))(a, pool);

@@ -25,7 +25,8 @@ struct StoreArgs {
   int64_t tokens, heads, head_dim, v_head_dim, block_size;
   int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride, block_stride, piece_stride;
   Type type, pieces_type;
-  bool tiles;  // the pieces hold tiles of bf16 (kv_tile.h), k and v are bf16
+  bool tiles;  // the pieces hold tiles (kv_tile.h), k and v are bf16
+  bool int8;   // of int8
 };
 
 struct RowKernels {

@@ -68,14 +68,15 @@ void store_as(const StoreArgs& a, ThreadPool& pool) {
   });
 }
 
+template <typename Element>
 void store_tiles(const StoreArgs& a, ThreadPool& pool) {
-  const TileWriter writer{a.head_dim, a.v_head_dim, a.block_size};
+  const TileWriter<Element> writer{{a.head_dim, a.v_head_dim}};
   auto body = [&](int thread, int num_threads) {
     const Range mine = whole_tiles(a.block_ids, a.offsets, a.tokens, thread, num_threads);
     for (int64_t head = 0; head < a.heads; ++head) {
       for (int64_t token = mine.begin; token < mine.end; ++token) {
-        uint16_t* piece = static_cast<uint16_t*>(a.pieces) + a.block_ids[token] * a.block_stride + head * a.piece_stride;
-        writer.put(writer.tile(piece, a.offsets[token]), a.offsets[token],
+        Element* piece = static_cast<Element*>(a.pieces) + a.block_ids[token] * a.block_stride + head * a.piece_stride;
+        writer.put(piece, a.offsets[token],
                    static_cast<const uint16_t*>(a.k) + token * a.k_token_stride + head * a.k_head_stride,
                    static_cast<const uint16_t*>(a.v) + token * a.v_token_stride + head * a.v_head_stride);
       }
@@ -90,7 +91,7 @@ void store_tiles(const StoreArgs& a, ThreadPool& pool) {
 
 void store_rows(const StoreArgs& a, ThreadPool& pool) {
   if (a.tiles) {
-    store_tiles(a, pool);
+    (a.int8 ? store_tiles<int8_t> : store_tiles<uint16_t>)(a, pool);
     return;
   }
   const bool wide = a.type == Type::f32, pieces_wide = a.pieces_type == Type::f32;

@@ -61,6 +61,8 @@ class EngineArgs:
                                       "can hold it].", group="Memory", low=1)  # fmt: skip
     kv_memory: str | int | None = _flag(None, "Memory for the KV cache, e.g. 4GiB [half of what the weights leave "
                                         "available].", group="Memory")  # fmt: skip
+    kv_dtype: str = _flag("auto", "Type of the KV cache; auto is the compute type, int8 takes half of bfloat16.",
+                          group="Memory", choices=("auto", "int8"))  # fmt: skip
     num_kv_blocks: int | None = _flag(
         None, "KV cache in blocks, instead of --kv-memory.", group="Memory", low=2
     )

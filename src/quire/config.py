@@ -62,7 +62,7 @@ class ModelConfig:
     name: str  # what the person typed
     spec: ModelSpec
     dtype: str  # "bfloat16" | "float32": what the weights and activations are computed in
-    kv_dtype: str  # "bfloat16" | "float32"
+    kv_dtype: str  # "bfloat16" | "float32" | "int8"
     max_model_len: int
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
     quantize: str | None = None  # what the person asked for

@@ -221,7 +221,8 @@ class ModelSpec:
                         tuple(layers[part * len(layers) // count : (part + 1) * len(layers) // count]), window
                     )
                 )
-        return KvLayout(tuple(groups), per_page, next(iter(elements)))
+        num_kv_heads = max(layer.attention.num_kv_heads for layer in self.layers)
+        return KvLayout(tuple(groups), per_page, next(iter(elements)), num_kv_heads)
 
     def kv_bytes_per_token(self, group: KvGroup, dtype: str = "bfloat16") -> int:
         """Bytes of K and V that one token takes in the layers of ``group`` (without padding)."""
@@ -250,9 +251,14 @@ class KvLayout:
     groups: tuple[KvGroup, ...]
     layers_per_page: int
     elements_per_token: int  # of one layer
+    num_kv_heads: int
 
     def page_bytes(self, block_size: int, dtype: str) -> int:
-        return self.layers_per_page * block_size * self.elements_per_token * DTYPE_BYTES[dtype]
+        """Bytes of a page; in int8 K and V of a token and head have a scale of 4 bytes each."""
+        per_token = self.elements_per_token * DTYPE_BYTES[dtype]
+        if dtype == "int8":
+            per_token += self.num_kv_heads * 2 * 4
+        return self.layers_per_page * block_size * per_token
 
     def group_of_layer(self, layer: int) -> tuple[int, int]:
         """Return (group index, slot in the page) of a layer."""

@@ -62,9 +62,10 @@ def resolve(
     dtype = _dtype(args.dtype, spec)
     plan = plan_weights(spec, stored or {}, args.quantize, args.quantize_head)
     weights = spec.weight_bytes(dtype, plan.formats)
-    max_model_len, num_blocks = _lengths(args, spec, device, dtype, weights)
+    kv_dtype = _kv_dtype(args, spec, dtype)
+    max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights)
     layout = spec.kv_layout(max_model_len)
-    scope = f"{path}|{args.seed}|{spec!r}|{dtype}|{sorted(plan.formats.items(), key=itemgetter(0))!r}"
+    scope = f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{sorted(plan.formats.items(), key=itemgetter(0))!r}"
     model_key = hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()
     return EngineConfig(
         model=ModelConfig(
@@ -72,7 +73,7 @@ def resolve(
             name=args.model,
             spec=spec,
             dtype=dtype,
-            kv_dtype=dtype,
+            kv_dtype=kv_dtype,
             max_model_len=max_model_len,
             load_format=args.load_format,  # type: ignore[arg-type]
             quantize=args.quantize,
@@ -103,6 +104,22 @@ def _dtype(asked: str, spec: ModelSpec) -> str:
     return (
         "bfloat16" if dtype == "float16" else dtype
     )  # a CPU has no fast float16; the range of bfloat16 holds it
+
+
+def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str) -> str:
+    if args.kv_dtype == "auto":
+        return dtype
+    attention = [layer.attention for layer in spec.layers]
+    unmet = (
+        f"a compute type of bfloat16, not {dtype}" if dtype != "bfloat16"
+        else f"a block_size that is a multiple of 16, not {args.block_size}" if args.block_size % 16
+        else "keys and values of their own, and this model caches latents (MLA)" if any(a.is_mla for a in attention)
+        else "an even head_dim" if any(a.head_dim % 2 for a in attention)
+        else None
+    )  # fmt: skip
+    if unmet is not None:
+        raise ConfigError(f"kv_dtype = {args.kv_dtype!r} needs {unmet}; leave it at 'auto', or change that")
+    return args.kv_dtype
 
 
 LEVELS = ("scalar", "avx2", "avx512", "amx")  # each has what those before it have
@@ -142,7 +159,7 @@ def _scheduler(args: EngineArgs, max_model_len: int) -> SchedulerConfig:
 
 
 def _lengths(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, dtype: str, weights: int
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, kv_dtype: str, weights: int
 ) -> tuple[int, int]:
     """Return (max_model_len, num_blocks) so that at least one sequence of max_model_len fits."""
     asked_len = args.max_model_len
@@ -151,7 +168,7 @@ def _lengths(
             f"max_model_len = {asked_len} is more than the model's {spec.max_position_embeddings} positions"
         )
     wanted = asked_len or spec.max_position_embeddings
-    num_blocks = args.num_kv_blocks or _blocks_in_memory(args, spec, device, dtype, wanted, weights)
+    num_blocks = args.num_kv_blocks or _blocks_in_memory(args, spec, device, kv_dtype, wanted, weights)
     while wanted > 1:
         need = blocks_for_sequence(spec, wanted, args.block_size, args.max_num_batched_tokens)
         if need <= num_blocks:
@@ -177,10 +194,10 @@ def blocks_for_sequence(spec: ModelSpec, length: int, block_size: int, chunk: in
 
 
 def _blocks_in_memory(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, dtype: str, max_len: int, weights: int
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, kv_dtype: str, max_len: int, weights: int
 ) -> int:
     available = device.memory_available_bytes
-    page = spec.kv_layout(max_len).page_bytes(args.block_size, dtype)
+    page = spec.kv_layout(max_len).page_bytes(args.block_size, kv_dtype)
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
         if weights + budget > available:

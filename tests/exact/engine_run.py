@@ -93,6 +93,7 @@ def engine_config(
     max_num_seqs: int = 16,
     num_threads: int = 1,
     cpu_isa: str = "reference",
+    kv_dtype: str | None = None,
     max_model_len: int = MAX_MODEL_LEN,
     formats: dict[str, WeightFormat] | None = None,
 ) -> EngineConfig:
@@ -105,7 +106,7 @@ def engine_config(
             "tiny",
             spec,
             dtype,
-            dtype,
+            kv_dtype or dtype,
             max_model_len,
             "auto" if path else "random",
             seed=1,

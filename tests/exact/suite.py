@@ -42,6 +42,7 @@ class Case:
     seed: int
     num_requests: int = 64
     cpu_isa: str = "reference"
+    kv_dtype: str | None = None
     max_prompt: int = 80
     max_output: int = 14
     quantize: str = ""  # format of every linear, short last groups included; the output matrix is int8
@@ -70,6 +71,7 @@ class Case:
             num_threads=num_threads,
             cpu_isa=self.cpu_isa,
             formats=self.formats,
+            kv_dtype=self.kv_dtype,
         )
 
     @property

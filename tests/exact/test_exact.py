@@ -113,6 +113,13 @@ def test_native_kernels_are_exact_too(level: str, dtype: str) -> None:
         serve_and_check(case, Policy("continuous", "fcfs", 48))
 
 
+@pytest.mark.parametrize("level", backends("attention"))
+def test_an_int8_cache_is_exact_too(level: str) -> None:
+    for model in ("llama", "sliding"):
+        case = Case(model, "bfloat16", 41, num_requests=12, cpu_isa=level, kv_dtype="int8")
+        serve_and_check(case, Policy("continuous", "fcfs", 48))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", ["llama", "sliding", "post_norm"])
 def test_replayed_steps_equal_plain_ones(model: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

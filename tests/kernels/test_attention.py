@@ -15,7 +15,7 @@ from quire.kernels.kv_view import KvView, Layout
 from quire.kernels.registry import Backend
 
 SMALL = [case for case in cases.ATTENTION if not case.bench]
-TILED = [tiled for case in SMALL if (tiled := case.in_tiles()) is not None]
+TILED = [tiled for case in SMALL for int8 in (False, True) if (tiled := case.in_tiles(int8=int8)) is not None]
 ALL = [(case, dtype) for case in SMALL for dtype in DTYPES] + [(case, torch.bfloat16) for case in TILED]
 each_case = pytest.mark.parametrize(("case", "dtype"), ALL, ids=lambda x: getattr(x, "name", str(x)))
 

@@ -202,3 +202,28 @@ def test_rope_store(
                 again = fused(qkv, part, norm, backend, interleaved=interleaved, layout=layout)
                 for one, other in zip(again, made, strict=True):
                     assert_same_bits(one, other[part], f"{kind}, from {start}, {count} threads")
+
+
+@pytest.mark.parametrize("backend", registry.backends("rope_store"))
+def test_int8_tiles_are_the_references(backend: Backend) -> None:
+    """Both ways into the cache write the reference's bytes, a row of zeros among others; errors are half a step."""
+    k, v = (torch.randn(37, 2, dim, generator=generator(dim)).bfloat16() for dim in (12, 10))
+    k[5, 1] = 0
+    slots = torch.arange(37)
+    at = slots // 32, slots % 32
+    views = [
+        view_layer(
+            torch.full((2, 2 * 32 * 30), 77, dtype=torch.int8), 0, num_kv_heads=2, block_size=32, head_dim=12,
+            v_head_dim=10, layout="tiles",
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    store_kv(k, v, views[0], *at)
+    store_kv(k, v, views[1], *at, backend=backend)
+    qkv = torch.cat((torch.zeros(37, 4 * 12).bfloat16(), k.flatten(1), v.flatten(1)), dim=1)
+    rope_store(qkv, 4, None, None, views[2], *at, backend=backend)
+    for view in views[1:]:
+        assert torch.equal(view.pieces, views[0].pieces)
+    for stored, rows in zip(views[0].read(torch.arange(2)), (k, v), strict=True):
+        error = (stored.transpose(1, 2).flatten(0, 1)[:37] - rows.float()).abs()
+        assert (error <= rows.float().abs().amax(-1, keepdim=True) / 254 * 1.0001).all()

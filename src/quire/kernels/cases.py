@@ -11,7 +11,7 @@ import torch
 
 from quire.kernels.activation import ActivationKind
 from quire.kernels.attention import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView, Layout, can_tile, view_layer
+from quire.kernels.kv_view import SCALE_BYTES, KvView, Layout, can_tile, view_layer
 from quire.modelspec import MoeSpec
 from quire.weight_format import WeightFormat
 
@@ -59,13 +59,15 @@ class AttentionCase:
     sinks: bool = False
     v_in_k: bool = False
     layout: Layout = "rows"
+    int8: bool = False
     bench: bool = False
 
-    def in_tiles(self) -> AttentionCase | None:
-        """The same case over a cache in tiles, if it can be (in bf16)."""
+    def in_tiles(self, *, int8: bool = False) -> AttentionCase | None:
+        """The same case over a cache in tiles of bf16 or int8, if it can be."""
         if not can_tile(torch.bfloat16, self.block_size, self.head_dim, v_in_k=self.v_in_k):
             return None
-        return replace(self, name=f"{self.name}, tiles", layout="tiles")
+        name = f"{self.name}, {'int8' if int8 else 'bf16'} tiles"
+        return replace(self, name=name, layout="tiles", int8=int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,10 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
     total = sum(num_blocks) + 3
     piece = case.block_size * (case.head_dim + (0 if case.v_in_k else case.v_head_dim))
     storage = torch.randn(total, 2 * case.num_kv_heads * piece, generator=generator).to(dtype)
+    if case.int8:
+        storage = torch.zeros(
+            total, 2 * case.num_kv_heads * (piece + case.block_size * SCALE_BYTES), dtype=torch.int8
+        )
     kv = view_layer(
         storage,
         1,
@@ -221,6 +227,13 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
         v_in_k=case.v_in_k,
         layout=case.layout,
     )
+    if case.int8:
+        slots = torch.arange(total * case.block_size)
+        k, v = (
+            torch.randn(len(slots), case.num_kv_heads, dim, generator=generator)
+            for dim in (case.head_dim, case.v_head_dim)
+        )
+        kv.write(k, v, slots // case.block_size, slots % case.block_size)
     order = torch.randperm(total, generator=generator)
     table = torch.zeros(len(case.lengths), max(num_blocks, default=1), dtype=torch.int64)
     taken = 0

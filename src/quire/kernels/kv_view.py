@@ -6,10 +6,12 @@
     piece    rows:   [K: block_size × head_dim | V: block_size × v_head_dim]
              tiles:  [tile | tile | …], one for every 16 positions
     tile     [K: head_dim / 2 × 16 × 2 | V: 8 × v_head_dim × 2]
+             int8: [… | scales of K: 16 fp32 | scales of V: 16 fp32], one a position
 
 A tile is what the native kernels' dot units read as it lies: pairs of the dim for q·k, pairs of positions for p·V.
 Rows are for everything else: torch, fp32, blocks that are no multiple of 16. With ``v_in_k`` (MLA, rows) there is no V
-part: V is the first v_head_dim elements of each key. Both take the same bytes.
+part: V is the first v_head_dim elements of each key. Both take the same bytes. int8 is always in tiles: an element is
+round(x / scale), and scale = largest magnitude / 127 of the K or V of one position and head.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 
 Layout = Literal["rows", "tiles"]
 TILE = 16  # positions
+SCALE_BYTES = 8  # of a position and head in int8: one fp32 for K, one for V
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +60,18 @@ class KvView:
         )
 
     def read(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy blocks out of any layout: K and V ``[len(block_ids), num_kv_heads, block_size, dim]``."""
+        """Copy blocks out of any layout: K and V ``[len(block_ids), num_kv_heads, block_size, dim]``, int8 as fp32."""
         pieces = gather_pages(self.pieces, block_ids)
         picked = KvView(pieces, self.block_size, self.head_dim, self.v_head_dim, self.v_in_k, self.layout)
         if self.layout == "rows":
             return picked.keys, picked.values
         keys, values = picked._tiles()
         shape = (*pieces.shape[:2], self.block_size)
-        return keys.transpose(3, 4).reshape(*shape, -1), values.transpose(4, 5).reshape(*shape, -1)
+        rows = keys.transpose(3, 4).reshape(*shape, -1), values.transpose(4, 5).reshape(*shape, -1)
+        if pieces.dtype != torch.int8:
+            return rows
+        scales = picked._scales().transpose(2, 3).reshape(*shape[:2], 2, -1, 1)
+        return rows[0] * scales[:, :, 0], rows[1] * scales[:, :, 1]
 
     def write(
         self, k: torch.Tensor, v: torch.Tensor | None, block_ids: torch.Tensor, offsets: torch.Tensor
@@ -83,6 +90,11 @@ class KvView:
         fresh = place == 0
         keys[block_ids[fresh], :, tile[fresh]] = 0
         values[block_ids[fresh], :, tile[fresh]] = 0
+        if dtype == torch.int8:
+            scales = self._scales()
+            scales[block_ids[fresh], :, tile[fresh]] = 0
+            (k, k_scale), (v, v_scale) = _to_int8(k), _to_int8(v)
+            scales[block_ids, :, tile, :, place] = torch.stack((k_scale, v_scale), dim=-1)
         keys[block_ids, :, tile, :, place] = torch.unflatten(k.to(dtype), -1, (-1, 2))
         values[block_ids, :, tile, place // 2, :, place % 2] = v.to(dtype)
 
@@ -90,13 +102,28 @@ class KvView:
         """Views K ``[num_blocks, num_kv_heads, tiles, head_dim / 2, 16, 2]``, V ``[…, tiles, 8, v_head_dim, 2]``."""
         assert self.layout == "tiles"
         tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
-        keys, values = tiles[..., : TILE * self.head_dim], tiles[..., TILE * self.head_dim :]
+        k_size, v_size = TILE * self.head_dim, TILE * self.v_head_dim
+        keys, values = tiles[..., :k_size], tiles[..., k_size : k_size + v_size]
         return torch.unflatten(keys, -1, (-1, TILE, 2)), torch.unflatten(values, -1, (TILE // 2, -1, 2))
+
+    def _scales(self) -> torch.Tensor:
+        """View ``[num_blocks, num_kv_heads, tiles, 2, 16]`` of int8 tiles: fp32 scales of K, of V."""
+        tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
+        return torch.unflatten(tiles[..., -SCALE_BYTES * TILE :].view(torch.float32), -1, (2, TILE))
+
+
+def _to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x [n, heads, dim]`` → the same in whole numbers of −127 … 127, and scales ``[n, heads]``."""
+    most = x.float().abs().amax(-1)
+    inverse = torch.where(most > 0, 127.0 / most, 0.0)
+    return (x.float() * inverse.unsqueeze(-1)).round(), most / 127.0
 
 
 def can_tile(dtype: torch.dtype, block_size: int, head_dim: int, *, v_in_k: bool) -> bool:
-    """Whether a cache can lie in tiles: bf16, whole tiles a block, whole pairs of the dim, a V of its own."""
-    return dtype == torch.bfloat16 and block_size % TILE == 0 and head_dim % 2 == 0 and not v_in_k
+    """Whether a cache can lie in tiles: bf16 or int8, whole tiles a block, pairs of the dim, a V of its own."""
+    return (
+        dtype in (torch.bfloat16, torch.int8) and block_size % TILE == 0 and head_dim % 2 == 0 and not v_in_k
+    )
 
 
 def gather_pages(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -121,6 +148,9 @@ def view_layer(
     """Return the view of layer slot ``slot`` over ``storage [num_blocks, page_elements]``."""
     assert layout == "rows" or can_tile(storage.dtype, block_size, head_dim, v_in_k=v_in_k)
     piece = block_size * (head_dim if v_in_k else head_dim + v_head_dim)
+    if storage.dtype == torch.int8:
+        assert layout == "tiles"
+        piece += block_size * SCALE_BYTES
     start = slot * num_kv_heads * piece
     assert start + num_kv_heads * piece <= storage.shape[1], "the layer slot lies beyond the page"
     pieces = torch.unflatten(storage[:, start : start + num_kv_heads * piece], 1, (num_kv_heads, piece))

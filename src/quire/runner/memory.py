@@ -56,7 +56,9 @@ class KvCache:
         kernels: KernelChoice,
     ) -> None:
         page_elements = layout.page_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
-        self.storage = _reserve(num_blocks, page_elements, torch_dtype(dtype))
+        self.storage = _reserve(
+            num_blocks, page_elements, torch.int8 if dtype == "int8" else torch_dtype(dtype)
+        )
         native = kernels.backend("attention") in NATIVE_LEVELS
         self.views: tuple[KvView, ...] = tuple(
             _view(self.storage, spec, layout, index, block_size, native) for index in range(spec.num_layers)
@@ -92,7 +94,9 @@ def _view(
             v_head_dim=a.kv_lora_rank,
             v_in_k=True,
         )
-    tiles = native and can_tile(storage.dtype, block_size, a.head_dim, v_in_k=False)
+    tiles = (native or storage.dtype == torch.int8) and can_tile(
+        storage.dtype, block_size, a.head_dim, v_in_k=False
+    )
     return view_layer(
         storage,
         slot,

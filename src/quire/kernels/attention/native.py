@@ -63,6 +63,7 @@ def attention(
         q.dtype == torch.bfloat16,
         pieces.dtype == torch.bfloat16,
         kv.layout == "tiles",
+        pieces.dtype == torch.int8,
         q.data_ptr(),
         q.stride(0),
         pieces.data_ptr(),
