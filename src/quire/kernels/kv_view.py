@@ -115,7 +115,7 @@ class KvView:
 def _to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``x [n, heads, dim]`` → the same in whole numbers of −127 … 127, and scales ``[n, heads]``."""
     most = x.float().abs().amax(-1)
-    inverse = torch.where(most > 0, 127.0 / most, 0.0)
+    inverse = torch.where(most > 0, torch.full_like(most, 127.0) / most, 0.0)  # 127.0 / most is no division
     return (x.float() * inverse.unsqueeze(-1)).round(), most / 127.0
 
 
