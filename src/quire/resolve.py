@@ -65,7 +65,9 @@ def resolve(
     kv_dtype = _kv_dtype(args, spec, dtype)
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights)
     layout = spec.kv_layout(max_model_len)
-    scope = f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{sorted(plan.formats.items(), key=itemgetter(0))!r}"
+    scope = (
+        f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{sorted(plan.formats.items(), key=itemgetter(0))!r}"
+    )
     model_key = hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()
     return EngineConfig(
         model=ModelConfig(

@@ -1,9 +1,6 @@
-"""RMSNorm with its weight, over rows and over heads."""
+"""RMSNorm with its weight."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from functools import partial
 
 import torch
 
@@ -67,40 +64,3 @@ class RmsNorm:
         if self._reader.quantized:
             return add_rms_norm_to_int8(x, residual, self.weight, self.eps, group, backend=backend)
         return self.add(x, residual)
-
-
-class HeadNorm:
-    """Over each head of several kinds at once: ``heads``: name → how many heads have that weight."""
-
-    def __init__(
-        self,
-        heads: Mapping[str, int],
-        size: int,
-        eps: float,
-        kernels: KernelChoice,
-        *,
-        plus_one: bool = False,
-    ) -> None:
-        self._heads = dict(heads)
-        self._weight = torch.zeros(sum(heads.values()), size)
-        self._eps = eps
-        self._plus_one = plus_one
-        self._backend = kernels.backend("rms_norm")
-
-    def places(self) -> dict[str, Place]:
-        """Return ``{name}.weight [size]``."""
-        found: dict[str, Place] = {}
-        start = 0
-        for name, count in self._heads.items():
-            found[f"{name}.weight"] = partial(self._place, slice(start, start + count))
-            start += count
-        return found
-
-    def _place(self, heads: slice, tensor: torch.Tensor) -> None:
-        self._weight[heads] = tensor
-        if self._plus_one:
-            self._weight[heads] += 1.0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[num_tokens, all heads in order, size]`` → the same shape and dtype."""
-        return rms_norm(x, self._weight, self._eps, backend=self._backend)
