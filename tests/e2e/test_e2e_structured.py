@@ -124,8 +124,8 @@ def test_tokens_among_others_are_those_alone(client: openai.OpenAI) -> None:
         ({"guided_regex": "(?=a)"}, "guided_regex", "look-ahead"),
         ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
         ({"response_format": {"type": "json_schema", "json_schema": {
-            "name": "a", "strict": True, "schema": {"type": "array", "contains": {"const": 1}}}}},
-         "response_format.json_schema.schema", "contains"),
+            "name": "a", "strict": True, "schema": {"type": "array", "uniqueItems": True}}}},
+         "response_format.json_schema.schema", "uniqueItems"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_by_name(

@@ -45,6 +45,8 @@ WRITTEN_OUT: list[dict[str, Any]] = [
     {"$defs": {"n": {"type": "integer", "minimum": 1}}, "type": "integer", "minimum": -5, "not": {"$ref": "#/$defs/n"}},
     {**PERSON, "anyOf": [{"not": {"required": ["a"]}}, {"not": {"not": {"required": ["b"]}}}]},
     {"type": "string", "format": "colour", "maxLength": 5},
+    {"type": "array", "items": {"enum": [1, 2]}, "contains": {"minimum": 2}, "maxItems": 4},
+    {"contains": {"const": 1}, "maxItems": 2, "maxLength": 2, "maximum": 7, "additionalProperties": False},
 ]  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def test_nothing_is_lost_where_the_opposite_has_a_form() -> None:
     "schema",
     [
         {"type": "array", "uniqueItems": True},
-        {"type": "array", "contains": {"const": 1}},
+        {"type": "array", "contains": {"const": 1}, "maxContains": 1},
         {"type": "string", "not": {"pattern": "^a"}},
         {"type": "object", "propertyNames": {"pattern": "^a"}},
     ],

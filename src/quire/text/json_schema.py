@@ -68,7 +68,7 @@ def written_out(schema: Any, root: dict[str, Any]) -> Any:
         del made["format"]
     if made.get("uniqueItems") is False:
         del made["uniqueItems"]
-    for rule in (_dependencies, _condition, _one_of, _not):
+    for rule in (_contains, _dependencies, _condition, _one_of, _not):
         try:
             result = rule(made, root)
         except NoForm:
@@ -77,6 +77,17 @@ def written_out(schema: Any, root: dict[str, Any]) -> Any:
             return result
         made = result
     return made
+
+
+def _contains(schema: dict[str, Any], root: dict[str, Any]) -> Any:
+    """Some item matches: the first."""
+    if "contains" not in schema or "maxContains" in schema or schema.get("minContains", 1) != 1:
+        return schema
+    made = {key: value for key, value in schema.items() if key not in ("contains", "minContains")}
+    arrays = schema.get("type") in ("array", ["array"])  # else what is no array is valid
+    first = {"type": "array", "prefixItems": [schema["contains"]], "minItems": 1}
+    others = {"type": ["null", "boolean", "number", "string", "object"]}
+    return all_of([made, first if arrays else {"anyOf": [first, others]}])
 
 
 def _dependencies(schema: dict[str, Any], root: dict[str, Any]) -> Any:
