@@ -73,10 +73,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--quantize", default=None, help="int8 or int4")
     parser.add_argument("--no-tape", action="store_true", help="run call by call, to compare")
     given = parser.parse_args()
     device = detect_device()
-    config, _ = configure(EngineArgs(model=given.model, kv_memory="512MiB", threads=given.threads), device)
+    args = EngineArgs(model=given.model, kv_memory="512MiB", threads=given.threads, quantize=given.quantize)
+    config, _ = configure(args, device)
     executor = LocalExecutor(config)
     runner = executor.worker.runner
     if given.no_tape:
