@@ -35,11 +35,14 @@ _NO_TOKEN = "structured_outputs: no token of the model's vocabulary can continue
 
 
 class _Entry:
-    """One constrained sequence. ``forbidden: [vocab_size]`` is of its next token, once ``pending`` is done."""
+    """One constrained sequence. Of its next token, once ``pending`` is done: the ids allowed or those forbidden,
+    whichever are fewer.
+    """
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self.constraint: GrammarConstraint | None = None
-        self.forbidden: NDArray[np.bool_] | None = None
+        self.ids = torch.empty(0, dtype=torch.int64)
+        self.ids_are_allowed = True
         self.error: str | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pending: Future[None] | None = None
@@ -89,8 +92,7 @@ class Grammars:
             if entry.error is not None:
                 failed[seq_id] = entry.error
             else:
-                assert entry.forbidden is not None
-                logits[row].masked_fill_(torch.from_numpy(entry.forbidden).to(logits.device), -torch.inf)
+                _forbid(logits[row], entry)
         return failed
 
     def follow(self, seq_ids: Sequence[int], samples: Sequence[SeqSample]) -> None:
@@ -169,7 +171,7 @@ class Grammars:
         bits = np.zeros((len(entries), bitmask_words(self._vocab_size)), np.int32)
         jobs = [(_matcher(entry), row) for row, entry in enumerate(entries)]
         self._masks().unsafe_compute_mask_ptr(jobs, bits.ctypes.data, bits[0].nbytes, len(entries))
-        forbidden = unpack(~bits, self._vocab_size)
+        allowed = unpack(bits, self._vocab_size)
         for row, entry in enumerate(entries):
             assert entry.constraint is not None
             error = entry.constraint.error
@@ -177,12 +179,27 @@ class Grammars:
                 entry.error = f"structured_outputs: {error}."
             elif not bits[row].any():
                 entry.error = _NO_TOKEN
-            entry.forbidden = forbidden[row]
+            _note_ids(entry, allowed[row])
 
     def _masks(self) -> Any:
         if self._executor is None:
             self._executor = mask_threads(self._num_threads)
         return self._executor
+
+
+def _note_ids(entry: _Entry, allowed: NDArray[np.bool_]) -> None:
+    entry.ids_are_allowed = 2 * int(np.count_nonzero(allowed)) <= allowed.size
+    entry.ids = torch.from_numpy(np.flatnonzero(allowed if entry.ids_are_allowed else ~allowed))
+
+
+def _forbid(row: torch.Tensor, entry: _Entry) -> None:
+    """Write −inf into ``row: [vocab_size]``; most masks allow or forbid few ids."""
+    ids = entry.ids.to(row.device)
+    if entry.ids_are_allowed:
+        kept = row.index_select(0, ids)
+        row.fill_(-torch.inf).index_copy_(0, ids, kept)
+    else:
+        row.index_fill_(0, ids, -torch.inf)
 
 
 def _matcher(entry: _Entry) -> Any:
