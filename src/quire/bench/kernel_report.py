@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +24,7 @@ def kernel(op: str | None, isa: str | None, threads: int | None, seconds: float,
     if as_json:
         print(json.dumps({"isa": level, "threads": num_threads, **bench.as_dict(bounds, rows)}))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(f"{level}, {num_threads} threads. Bounds now: {bounds}")
     table = Table("op", "case", "level", box=None, pad_edge=False)
     for heading in ("µs", "GB/s", "Gop/s", "bound µs", "of bound"):
