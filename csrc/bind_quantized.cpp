@@ -1,5 +1,6 @@
-// Quantized linears: packing, activations to int8, the product.
+// Quantized linears: rounding and packing of weights, activations to int8, the product.
 #include "bind.h"
+#include "cpu/quantize_weights.h"
 #include "cpu/quantized.h"
 
 namespace nb = nanobind;
@@ -39,6 +40,18 @@ void bind_quantized(nb::module_& m) {
                        count, k, first, at<uint8_t>(packed), pool.get());
       },
       "Pack rows [first, first + count) of a quantized weight: int8 [count, k], fp16 [count, groups] (0 without groups).",
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "quantize_weights",
+      [](int num_threads, const std::string& isa, int bits, int64_t group, bool bf16, uintptr_t w, int64_t stride,
+         int64_t rows, int64_t k, uintptr_t q, uintptr_t scale) {
+        const QuantizeWeightsArgs args{at<void>(w), at<int8_t>(q), at<float>(scale), rows, k, stride,
+                                       group,       bits,          type_of(bf16)};
+        if (bits == 4 && (group <= 0 || group % 32 != 0 || group > 128)) throw std::invalid_argument("int4 group");
+        const auto& kernels = kernels_of<QuantizeWeightsKernels>(isa);
+        submit(num_threads, [&](ThreadPool& pool) { kernels.quantize(args, pool); });
+      },
+      "Weights [rows, k] rounded to int8 q [rows, k] (8 or 4 bits) and fp32 scales [rows, groups] (quant/rtn.py).",
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "quantize_rows",

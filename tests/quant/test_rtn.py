@@ -1,11 +1,13 @@
-"""Rounding on load: error against the oracle of ggml, special rows, and independence of ranges and threads."""
+"""Rounding on load: error against the oracle of ggml, special rows, native as the reference, any ranges and threads."""
 
 from __future__ import annotations
 
 import gguf
 import pytest
 import torch
+from tests.kernels.checks import threads
 
+from quire.kernels.registry import Backend, backends
 from quire.quant.rtn import quantize
 from quire.quant.stored import dequantize
 from quire.weight_format import WeightFormat
@@ -17,6 +19,7 @@ FORMATS = [
     WeightFormat("int4", 32),
     WeightFormat("int4", 128),
 ]
+NATIVE = [backend for backend in backends("round_to_nearest") if backend != "reference"]
 
 
 def weight_of(rows: int, columns: int) -> torch.Tensor:
@@ -63,6 +66,43 @@ def test_zeros_and_short_last_groups(held: WeightFormat) -> None:
     assert torch.isfinite(found.scale).all()
     padded = torch.nn.functional.pad(weight, (0, 128 - 75))
     assert torch.equal(quantize(padded, held).q[:, :75], found.q)
+
+
+def with_odd_groups(weight: torch.Tensor) -> torch.Tensor:
+    """Zeros, an outlier, numbers too small to divide by, NaN, infinity, ties of the largest."""
+    weight[0] = 0.0
+    weight[1, :32] = 0.0
+    weight[2, 5] = 1e6
+    weight[3] *= 1e-35
+    weight[4, 2] = torch.nan
+    weight[5, -1] = -torch.inf
+    weight[6] = weight[6].sign()
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("held", [*FORMATS, WeightFormat("int4", 64)], ids=str)
+@pytest.mark.parametrize("backend", NATIVE)
+def test_native_has_the_bits_of_the_reference(
+    backend: Backend, held: WeightFormat, dtype: torch.dtype
+) -> None:
+    for rows, columns in ((7, 75), (40, 896), (33, 2048), (9, 129)):
+        weight = with_odd_groups(weight_of(rows, columns)).to(dtype)
+        expected = quantize(weight, held)
+        wide = torch.nn.functional.pad(weight, (0, 3))
+        for num_threads, source in (
+            (1, weight),
+            (2, weight),
+            (1, wide[:, :columns]),
+            (1, weight.t().contiguous().t()),
+        ):
+            with threads(num_threads):
+                found = quantize(source, held, backend=backend)
+            assert torch.equal(found.q, expected.q), f"{rows} x {columns}, seed {SEED}"
+            assert torch.equal(found.scale.isnan(), expected.scale.isnan())
+            assert torch.equal(found.scale.nan_to_num(-1.0), expected.scale.nan_to_num(-1.0)), f"seed {SEED}"
+        assert expected.scale[4].isnan().any()
+        assert not expected.q[0].any()
 
 
 @pytest.mark.parametrize("held", FORMATS, ids=str)

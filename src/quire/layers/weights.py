@@ -57,5 +57,6 @@ def write_weight(packed: PackedLinear, start: int, weight: Weight) -> None:
     if not packed.format.quantized:
         write_rows(packed, start, weight)
         return
+    backend = KernelChoice((packed.backend, "reference")).backend("round_to_nearest")
     for row, stop in row_ranges(*weight.shape):
-        write_rows(packed, start + row, quantize(weight[row:stop], packed.format))
+        write_rows(packed, start + row, quantize(weight[row:stop], packed.format, backend=backend))

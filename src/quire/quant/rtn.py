@@ -3,7 +3,9 @@
 int8 takes the largest weight of a row or group as 127. Sixteen levels are too few for that: of `DIVISORS`, each the
 place of a group's largest weight among −8 … 7, the one is taken that leaves the least square error under the best
 scale for its integers, Σ w·q / Σ q² (the error is Σ w² − (Σ w·q)² / Σ q²). Each group stands alone, so the result
-depends on neither ranges nor threads.
+depends on neither ranges nor threads. A group with NaN or infinity gets the scale NaN, never plausible numbers.
+
+This file is the reference, in an order of summation that every level of `quire.quant.rtn_native` keeps bit for bit.
 """
 
 from __future__ import annotations
@@ -11,52 +13,74 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.linear.packed import QuantizedWeight
+from quire.kernels.registry import Backend, find, register
+from quire.quant import rtn_native  # noqa: F401  registers it
 from quire.weight_format import WeightFormat
 
 # The largest weight of a group becomes −divisor: beyond 8 it is cut off, below it not all levels are used.
 DIVISORS = (8.0, 7.0, 7.4, 7.7, 8.3, 8.6, 9.0)
+PARTIALS = 4  # partial sums of Σ w·q: weight i of a group belongs to sum i mod 4
+SMALLEST = 2.0**-100  # a group whose largest weight is no larger is all zeros
 
 
-def quantize(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
+def quantize(weight: torch.Tensor, held: WeightFormat, *, backend: Backend = "reference") -> QuantizedWeight:
     """``weight [out, in]`` → ``held``, which has no offset; the last group of a row may be short."""
+    assert held.quantized
     assert not held.has_offset
+    found: QuantizedWeight = find("round_to_nearest", backend)(weight, held)
+    return found
+
+
+@register("round_to_nearest", "reference")
+def round_to_nearest(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
     num_rows, in_features = weight.shape
     group = held.group or in_features
     padded = torch.nn.functional.pad(weight.float(), (0, -in_features % group))
     values = torch.unflatten(padded, 1, (-1, group))
-    q, scale = _int4(values) if held.kind == "int4" else _int8(values)
+    largest = values.abs().amax(-1, keepdim=True)  # NaN and infinity come through
+    finite = torch.isfinite(largest)
+    used = finite & (largest > SMALLEST)
+    q, scale = _int4(values, used) if held.kind == "int4" else _int8(values, largest)
+    q = torch.where(used, q, 0.0).to(torch.int8)
+    scale = torch.where(used, scale, torch.where(finite, 0.0, torch.nan))
     return QuantizedWeight(held, q.flatten(1)[:, :in_features].contiguous(), scale.view(num_rows, -1))
 
 
-def _int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[out, groups, group]`` → q int8 of that shape and scale ``[out, groups, 1]``."""
-    largest = values.abs().amax(-1, keepdim=True)
-    q = (values * _inverse(largest, 127.0)).round_().clamp_(-127, 127)
-    return q.to(torch.int8), largest / 127.0
+def _int8(values: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[out, groups, group]`` → q of that shape and scale ``[out, groups, 1]``, both fp32."""
+    inverse = (
+        torch.full_like(largest, 127.0) / largest
+    )  # 127.0 / largest is a reciprocal and a product in torch
+    return (values * inverse).round_().clamp_(-127, 127), largest / 127.0
 
 
-def _int4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _int4(values: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
-    extreme = torch.where(
-        -low >= high, low, high
-    )  # with its sign: it becomes −8, the one level without a twin
+    # With its sign: it becomes −8, the one level without a twin.
+    extreme = torch.where(-low >= high, low, high)
+    reciprocal = torch.where(used, extreme.reciprocal(), 0.0)
     best = torch.full_like(extreme, -1.0)
-    scale, divisor = torch.zeros_like(extreme), torch.full_like(extreme, DIVISORS[0])
-    for each in DIVISORS:
-        q = _levels(values, _inverse(extreme, -each))
-        along, size = (values * q).sum(-1, keepdim=True), q.square().sum(-1, keepdim=True)
+    scale, inverse = torch.zeros_like(extreme), torch.zeros_like(extreme)
+    for divisor in DIVISORS:
+        each = reciprocal * -divisor
+        q = _levels(values, each)
+        along, size = _sum(values * q), q.square().sum(-1, keepdim=True)  # the second is exact in any order
         gain = along.square() / size
         better = gain > best  # NaN, of a group of zeros, is not
         best = torch.where(better, gain, best)
         scale = torch.where(better, along / size, scale)
-        divisor = torch.where(better, each, divisor)
-    return _levels(values, _inverse(extreme, -divisor)).to(torch.int8), scale
+        inverse = torch.where(better, each, inverse)
+    return _levels(values, inverse), scale
 
 
 def _levels(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return (values * inverse).round_().clamp_(-8, 7)
 
 
-def _inverse(largest: torch.Tensor, level: torch.Tensor | float) -> torch.Tensor:
-    """What ``largest`` is multiplied with to become ``level``; 0 where it is 0."""
-    return torch.where(largest == 0, 0.0, level / largest)
+def _sum(products: torch.Tensor) -> torch.Tensor:
+    """Sum ``[..., group]`` to ``[..., 1]`` in a stated order."""
+    steps = torch.unflatten(products, -1, (-1, PARTIALS)).unbind(-2)
+    partial = steps[0].clone()
+    for step in steps[1:]:
+        partial += step
+    return ((partial[..., 0] + partial[..., 2]) + (partial[..., 1] + partial[..., 3])).unsqueeze(-1)
