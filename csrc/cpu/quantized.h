@@ -87,6 +87,7 @@ struct QuantizedKernels {
 namespace avx2_vnni { extern const QuantizedKernels kQuantized; }
 #endif
 QUIRE_LEVELS(QuantizedKernels, kQuantized)
+QUIRE_AMX_LEVEL(QuantizedKernels)
 
 // The level's kernels; for "avx2" those with AVX-VNNI where the CPU has it ("avx2_madd": without, for tests).
 const QuantizedKernels* quantized_kernels(const char* isa);

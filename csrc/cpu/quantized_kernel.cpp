@@ -10,6 +10,7 @@
 
 #include "cpu/int_vec.h"
 #include "cpu/quantize_row.h"
+#include "cpu/quantized_write.h"
 #include "cpu/row_loops.h"
 
 namespace quire::cpu::QUIRE_ISA {
@@ -30,19 +31,6 @@ struct Place {
 
 inline void prefetch(const Place& at, int64_t line) {
   if (line < at.next_lines) __builtin_prefetch(at.next + line * 64, 0, 2);
-}
-
-// t * s_x (+ bias), rounded to the type; column and lane of the first of kLanes results.
-inline void write(const QuantizedLinearArgs& a, int64_t row, int64_t column, Vec t) {
-  const int n = static_cast<int>(std::min<int64_t>(kLanes, a.n - column));
-  if (n <= 0) return;
-  const Vec x_scale = broadcast(a.x.scale[row]);
-  const Vec y = a.bias == nullptr ? mul(t, x_scale) : fused(t, x_scale, load_some(a.bias + column, n));
-  if (a.y_type == Type::f32) {
-    store_some(static_cast<float*>(a.y) + row * a.n + column, y, n);
-  } else {
-    store_some(static_cast<uint16_t*>(a.y) + row * a.n + column, y, n);
-  }
 }
 
 // One scale a column: integers over all of K.

@@ -7,14 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tests.kernels.checks import assert_same_bits, generator, threads
+from tests.kernels.test_quantized_linear import random_weight
 
-from quire.kernels import registry
-from quire.kernels.linear import PackedLinear, linear, pack_empty, write_bias, write_rows
+from quire.kernels import cases, registry
+from quire.kernels.linear import PackedLinear, linear, pack_empty, quantize_rows, write_bias, write_rows
+from quire.weight_format import WeightFormat
 
 if "amx" not in registry.backends("linear"):
     pytest.skip("this CPU or build has no AMX", allow_module_level=True)
 
 NUM_ROWS = 70
+LEVELS: tuple[registry.Backend, ...] = ("amx", "avx512")
 
 
 def packed(
@@ -66,10 +69,31 @@ def test_what_lies_behind_a_row_does_not_count() -> None:
 
 
 def test_fp32_runs_on_avx512() -> None:
-    """The level is whole: what has no version for tiles is avx512's (test_quantized_linear: int8 and int4 too)."""
+    """The level is whole: what has no version for tiles is avx512's."""
     weight, x = packed(64, 48, torch.float32, "amx"), torch.randn(5, 64)
     other = packed(64, 48, torch.float32, "avx512")
     assert_same_bits(linear(x, weight), linear(x, other), "fp32")
+
+
+@pytest.mark.parametrize("format", cases.FORMATS, ids=str)
+@pytest.mark.parametrize("in_features", [3, 65, 577, 1200])
+def test_quantized_weights_give_the_bits_of_avx512(in_features: int, format: WeightFormat) -> None:
+    """From few rows, which avx512 does itself, to tiles that overlap, and more rows than a pass takes."""
+    weight = random_weight(300, in_features, format)
+    by_level = {}
+    for level in LEVELS:
+        by_level[level] = pack_empty(
+            300, in_features, torch.bfloat16, bias=True, backend=level, format=format
+        )
+        write_rows(by_level[level], 0, weight)
+        write_bias(by_level[level], 0, torch.randn(300, generator=generator(7)))
+    x = torch.randn(1100, in_features, generator=generator(8)).bfloat16()
+    for count in (1, 2):
+        with threads(count):
+            for rows in (1, 7, 8, 15, 16, 17, 31, 32, 33, 49, 511, 513, 1100):
+                quantized = quantize_rows(x[1100 - rows :], format.group, backend="avx512")
+                actual, expected = (linear(quantized, by_level[level]) for level in LEVELS)
+                assert_same_bits(actual, expected, f"{format}, {in_features} k, {rows} rows, {count} threads")
 
 
 def test_engines_of_one_process_do_not_disturb_each_other() -> None:
