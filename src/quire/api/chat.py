@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.api import field_tables
 from quire.api.chat_choices import ChatChoices
-from quire.api.generation import Job
+from quire.api.generation import Answer, Job
 from quire.api.identity import new_head
 from quire.api.logprobs import TokenNames
 from quire.api.messages import template_messages
 from quire.api.protocol import ChatPrompt, ChatRequest, parse, stream_options
+from quire.api.replies import ChoicesAnswer
 from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
-from quire.api.tools import ToolUse, output_plan, tool_use
+from quire.api.tools import OutputPlan, ToolUse, output_plan, tool_use
 from quire.errors import RequestError
+from quire.request import SamplingParams
 
 # What the server itself hands to a template; a client may not replace it through chat_template_kwargs.
 _RESERVED_KWARGS = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWork:
+    """A checked chat: what to run, and how its answers are taken apart (``plan`` None: they are plain text)."""
+
+    request: ChatRequest
+    model: str  # the name that the answer carries
+    text: str  # what the chat template made
+    prompt: list[int]
+    sampling: SamplingParams
+    plan: OutputPlan | None
+
+    def job(self, answer: Answer) -> Job:
+        request = self.request
+        return Job(
+            prompts=[self.prompt],
+            prompt_text=self.text,
+            sampling=self.sampling,
+            answer=answer,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            tenant=request.user,
+            continues=bool(request.continue_final_message),
+            client_request_id=request.request_id or request.rid,
+            truncate_to=request.truncate_prompt_tokens,
+        )
 
 
 async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
@@ -30,8 +59,27 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         RequestError: names the field, the value and what is allowed.
     """
     request = parse(ChatRequest, body, field_tables.CHAT, ignored=ignored)
-    model = state.check_model(request.model)
     options = stream_options(request, ignored)
+    work = await chat_work(state, request, ignored)
+    names = TokenNames(state.frontend.tokenizer.token_bytes, as_ids=request.return_tokens_as_token_ids)
+    choices = ChatChoices(
+        names,
+        with_logprobs=request.logprobs,
+        with_ids=request.return_token_ids,
+        plan=work.plan,
+        new_id=state.new_id,
+    )
+    head = new_head(state, choices.id_prefix, work.model)
+    return work.job(ChoicesAnswer(head, choices, options, work.sampling.n))
+
+
+async def chat_work(state: ApiState, request: ChatRequest, ignored: list[str] | None) -> ChatWork:
+    """Check a chat's values and render its prompt; the other endpoints that hold conversations come here too.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    model = state.check_model(request.model)
     sampling = sampling_params(
         request,
         state.model.generation_defaults,
@@ -54,28 +102,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
     if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
         form = plan.constrained(use, sampling.structured_outputs)
         sampling = replace(sampling, skip_special_tokens=False, structured_outputs=form)
-    names = TokenNames(state.frontend.tokenizer.token_bytes, as_ids=request.return_tokens_as_token_ids)
-    choices = ChatChoices(
-        names,
-        with_logprobs=request.logprobs,
-        with_ids=request.return_token_ids,
-        plan=plan,
-        new_id=state.new_id,
-    )
-    return Job(
-        prompts=[prompt],
-        prompt_text=text,
-        sampling=sampling,
-        head=new_head(state, choices.id_prefix, model),
-        choices=choices,
-        options=options,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        tenant=request.user,
-        continues=bool(request.continue_final_message),
-        client_request_id=request.request_id or request.rid,
-        truncate_to=request.truncate_prompt_tokens,
-    )
+    return ChatWork(request, model, text, prompt, sampling, plan)
 
 
 def chat_prompt(state: ApiState, request: ChatPrompt, ignored: list[str] | None, use: ToolUse) -> str:

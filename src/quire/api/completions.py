@@ -10,7 +10,7 @@ from quire.api.generation import Job
 from quire.api.identity import new_head
 from quire.api.logprobs import TokenNames
 from quire.api.protocol import CompletionRequest, parse, stream_options
-from quire.api.replies import CompletionChoices
+from quire.api.replies import ChoicesAnswer, CompletionChoices
 from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
 from quire.errors import RequestError
@@ -53,9 +53,7 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
     return Job(
         prompts=prompts,
         sampling=sampling,
-        head=new_head(state, choices.id_prefix, model),
-        choices=choices,
-        options=options,
+        answer=ChoicesAnswer(new_head(state, choices.id_prefix, model), choices, options, sampling.n),
         priority=request.priority,
         cache_salt=request.cache_salt,
         tenant=request.user,

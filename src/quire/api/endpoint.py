@@ -107,7 +107,7 @@ class GenerateEndpoint(PostEndpoint):
             log.debug(
                 "request_done",
                 request_id=request_id_of(scope),
-                id=job.head.id,
+                id=job.answer.head.id,
                 prompt_tokens=generation.usage.prompt_tokens,
                 cached_tokens=generation.usage.cached_tokens,
                 output_tokens=generation.usage.completion_tokens,

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from starlette.types import Send
 
 from quire.api.body import Headers, send_json
-from quire.api.protocol import StreamOptions
 from quire.api.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
-from quire.api.replies import Choices, Envelope, Head, Usage, whole_answer
+from quire.api.replies import Head, Usage
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk, merge
 from quire.engine.stream import RequestStream
@@ -27,7 +27,28 @@ _SSE_HEADERS = (
     (b"x-accel-buffering", b"no"),  # nginx must not hold the stream back
 )
 log = Log("api")
-DONE = b"data: [DONE]\n\n"
+
+
+class Answer(Protocol):
+    """How the chunks of a request are written: as one body, or as server-sent events."""
+
+    head: Head
+    streamed: bool
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed: one chunk for each choice, the token ids of each prompt."""
+
+    def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
+        """The events before any chunk. ``echoes``: the text of each prompt where it is asked for, else empty."""
+
+    def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
+        """The events of one chunk of one choice; empty where it says nothing yet."""
+
+    def closing(self, usage: Usage) -> bytes:
+        """The events behind the last chunk."""
+
+    def error(self, refusal: Refusal) -> bytes:
+        """The end of a stream that had begun and failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +57,7 @@ class Job:
 
     prompts: Sequence[str | list[int]]
     sampling: SamplingParams
-    head: Head
-    choices: Choices
-    options: StreamOptions | None  # None: a whole answer
+    answer: Answer
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
@@ -76,7 +95,7 @@ class Generation:
                 stream = await self._state.frontend.submit(
                     prompt,
                     job.sampling,
-                    request_id=job.head.id if single else f"{job.head.id}-{i}",
+                    request_id=job.answer.head.id if single else f"{job.answer.head.id}-{i}",
                     priority=job.priority,
                     cache_salt=job.cache_salt,
                     tenant=job.tenant,
@@ -120,10 +139,10 @@ class Generation:
 
     async def answer(self, send: Send, headers: Headers) -> None:
         """Send the answer. An error before the first byte is raised, one after it is an event of the stream."""
-        if self._job.options is None:
-            await self._answer_whole(send, headers)
+        if self._job.answer.streamed:
+            await self._answer_stream(send, headers)
         else:
-            await self._answer_stream(self._job.options, send, headers)
+            await self._answer_whole(send, headers)
 
     async def close(self) -> None:
         """Abort whatever still runs."""
@@ -150,18 +169,18 @@ class Generation:
         async with aclosing(self._chunks()) as chunks:
             async for index, chunk in chunks:
                 collected[index].append(chunk)
-        items = []
+        wholes = []
         for i, parts in enumerate(collected):
             whole = merge(parts)
             if self._echoes:
                 whole = replace(whole, text=self._echoes[i // n] + whole.text)
-            items.append(job.choices.whole(i, whole, self._streams[i // n].prompt_token_ids))
-        beside = job.choices.beside(self._streams[0].prompt_token_ids)
+            wholes.append(whole)
+        body = job.answer.whole(wholes, self._prompts(), self.usage)
         self._ended = True
-        await send_json(send, 200, whole_answer(job.head, job.choices, items, self.usage, beside), headers)
+        await send_json(send, 200, body, headers)
 
-    async def _answer_stream(self, options: StreamOptions, send: Send, headers: Headers) -> None:
-        envelope = Envelope(self._job.head, self._job.choices.chunk_kind, usage_field=options.include_usage)
+    async def _answer_stream(self, send: Send, headers: Headers) -> None:
+        answer = self._job.answer
         begun = False
         try:
             async with aclosing(self._chunks()) as chunks:
@@ -171,45 +190,27 @@ class Generation:
                         begun = True
                         all_headers = [*_SSE_HEADERS, *headers]
                         await send({"type": "http.response.start", "status": 200, "headers": all_headers})
-                        frame = self._opening(envelope) + self._frame(envelope, options, index, chunk)
+                        frame = answer.opening(self._prompts(), self._echoes, self.usage)
+                        frame += answer.frame(index, chunk, self.usage)
                     else:
-                        frame = self._frame(envelope, options, index, chunk)
+                        frame = answer.frame(index, chunk, self.usage)
                     if frame:
                         await send({"type": "http.response.body", "body": frame, "more_body": True})
         except Exception as error:
             if not begun:
                 raise
             if not isinstance(error, QuireError):
-                log.exception("stream_crashed", id=self._job.head.id)
-            await self._send_last(send, b"data: " + refusal_of(error).body() + b"\n\n")
+                log.exception("stream_crashed", id=answer.head.id)
+            await self._send_last(send, answer.error(refusal_of(error)))
             return
-        end = b""
-        if options.include_usage:
-            end = envelope.frame_with(b"", {"usage": self.usage.to_json()})
-        await self._send_last(send, end)
+        await self._send_last(send, answer.closing(self.usage))
 
     async def _send_last(self, send: Send, body: bytes) -> None:
         self._ended = True
-        await send({"type": "http.response.body", "body": body + DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _opening(self, envelope: Envelope) -> bytes:
-        choices = self._job.choices
-        beside = choices.beside(self._streams[0].prompt_token_ids)
-        frames = []
-        for index in range(len(self._job.prompts) * self._job.sampling.n):
-            prompt = index // self._job.sampling.n
-            opening = choices.opening(index, self._echoes[prompt] if self._echoes else "")
-            if opening is not None:
-                frames.append(envelope.frame_with(opening, beside) if beside else envelope.frame(opening))
-        return b"".join(frames)
-
-    def _frame(self, envelope: Envelope, options: StreamOptions, index: int, chunk: OutputChunk) -> bytes:
-        choice = self._job.choices.delta(index, chunk)
-        if choice is None:
-            return b""
-        if options.continuous_usage_stats:
-            return envelope.frame_with(choice, {"usage": self.usage.to_json()})
-        return envelope.frame(choice)
+    def _prompts(self) -> list[Sequence[int]]:
+        return [stream.prompt_token_ids for stream in self._streams]
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
         """Yield (choice index, chunk) of all streams as they come; count them; raise on an error of the engine."""

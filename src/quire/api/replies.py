@@ -14,10 +14,13 @@ import msgspec
 
 from quire.api.chat_choices import ChatChoices
 from quire.api.logprobs import CompletionLogprobs, TokenNames
+from quire.api.protocol import StreamOptions
+from quire.api.refusals import Refusal
 from quire.engine.output import OutputChunk
 from quire.request import TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(slots=True)
@@ -151,8 +154,47 @@ class CompletionChoices:
 Choices = ChatChoices | CompletionChoices
 
 
-def whole_answer(
-    head: Head, choices: Choices, items: list[dict[str, Any]], usage: Usage, beside: dict[str, Any]
-) -> bytes:
-    """The body of a non-streaming answer."""
-    return _encode({**head.to_json(choices.kind), "choices": items, "usage": usage.to_json(), **beside})
+class ChoicesAnswer:
+    """The answer of OpenAI's completions and chat completions: a list of choices. ``options`` None: not streamed."""
+
+    def __init__(self, head: Head, choices: Choices, options: StreamOptions | None, n: int) -> None:
+        self.head = head
+        self.streamed = options is not None
+        self._choices = choices
+        self._options = options or StreamOptions()
+        self._n = n
+        self._envelope = Envelope(head, choices.chunk_kind, usage_field=self._options.include_usage)
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        choices = self._choices
+        items = [choices.whole(i, chunk, prompts[i // self._n]) for i, chunk in enumerate(chunks)]
+        values = {**self.head.to_json(choices.kind), "choices": items, "usage": usage.to_json()}
+        return _encode({**values, **choices.beside(prompts[0])})
+
+    def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
+        beside = self._choices.beside(prompts[0])
+        frames = []
+        for index in range(len(prompts) * self._n):
+            opening = self._choices.opening(index, echoes[index // self._n] if echoes else "")
+            if opening is not None:
+                framed = (
+                    self._envelope.frame_with(opening, beside) if beside else self._envelope.frame(opening)
+                )
+                frames.append(framed)
+        return b"".join(frames)
+
+    def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
+        choice = self._choices.delta(index, chunk)
+        if choice is None:
+            return b""
+        if self._options.continuous_usage_stats:
+            return self._envelope.frame_with(choice, {"usage": usage.to_json()})
+        return self._envelope.frame(choice)
+
+    def closing(self, usage: Usage) -> bytes:
+        if self._options.include_usage:
+            return self._envelope.frame_with(b"", {"usage": usage.to_json()}) + DONE
+        return DONE
+
+    def error(self, refusal: Refusal) -> bytes:
+        return b"data: " + refusal.body() + b"\n\n" + DONE

@@ -92,7 +92,7 @@ async def render(state: ApiState, body: Any, ignored: list[str] | None) -> dict[
     ids = job.prompts[0]
     return {
         "object": "chat.completion.render",
-        "model": job.head.model,
+        "model": job.answer.head.model,
         "prompt": job.prompt_text,
         "prompt_token_ids": ids,
         "count": len(ids),
