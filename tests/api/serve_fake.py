@@ -1,10 +1,13 @@
-"""A server process over a `FakeFrontend`: ``python -m tests.api.serve_fake STEP_MS DRAIN_S``."""
+"""A server process over a `FakeFrontend`: ``python -m tests.api.serve_fake STEP_MS DRAIN_S [ANSWER]``.
+
+ANSWER is what the model writes, in the format hermes; without it, the fake's own answer.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from tests.api.fake_frontend import FakeFrontend
+from tests.api.fake_frontend import FakeFrontend, default_script, say
 
 from quire.api.app import create_app
 from quire.api.server import run
@@ -12,10 +15,11 @@ from quire.api.settings import ApiSettings
 from quire.metrics.log import configure
 
 
-def main(step_ms: str, drain_s: str) -> int:
+def main(step_ms: str, drain_s: str, answer: str | None = None) -> int:
     configure("info")
-    frontend = FakeFrontend(step_s=float(step_ms) / 1000)
-    app = create_app(frontend, ApiSettings())  # type: ignore[arg-type]
+    script = default_script if answer is None else lambda prompt, index, seed: say(answer)
+    frontend = FakeFrontend(script, max_model_len=1024, step_s=float(step_ms) / 1000)
+    app = create_app(frontend, ApiSettings(tool_format="hermes"))  # type: ignore[arg-type]
     return run(app, port=0, drain_timeout_s=float(drain_s), on_ready=lambda url, _: print(url, flush=True))
 
 

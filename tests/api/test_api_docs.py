@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.api.fake_frontend import FakeFrontend
 
-from quire.api import field_tables
+from quire.api import anthropic_fields, field_tables
 from quire.api.app import create_app
 from quire.api.fields import Rule, Use
 from quire.api.settings import ApiSettings
@@ -28,6 +28,19 @@ TABLES = {
     "response_format": field_tables.RESPONSE_FORMAT,
     "response_format.json_schema": field_tables.JSON_SCHEMA_FORMAT,
     "structured_outputs": field_tables.STRUCTURED_OUTPUTS,
+    "/v1/messages": anthropic_fields.MESSAGES,
+    "/v1/messages/count_tokens": anthropic_fields.COUNT_TOKENS,
+    "/v1/messages: messages[i]": anthropic_fields.TURN,
+    "/v1/messages: text": anthropic_fields.TEXT_BLOCK,
+    "/v1/messages: thinking (block)": anthropic_fields.THINKING_BLOCK,
+    "/v1/messages: tool_use": anthropic_fields.TOOL_USE_BLOCK,
+    "/v1/messages: tool_result": anthropic_fields.TOOL_RESULT_BLOCK,
+    "/v1/messages: tools[i]": anthropic_fields.TOOL,
+    "/v1/messages: tool_choice": anthropic_fields.TOOL_CHOICE,
+    "/v1/messages: thinking": anthropic_fields.THINKING,
+    "/v1/messages: output_config": anthropic_fields.OUTPUT_CONFIG,
+    "/v1/messages: output_config.format": anthropic_fields.OUTPUT_CONFIG_FORMAT,
+    "/v1/messages: metadata": anthropic_fields.METADATA,
 }
 
 

@@ -41,6 +41,20 @@ def test_keys() -> None:
     assert not api.frontend.submitted
 
 
+def test_the_key_where_anthropics_clients_have_it() -> None:
+    api = Api(api_keys=("secret",))
+    assert api.call("GET", "/v1/models", headers={"x-api-key": "secret"}).status_code == 200
+    assert (
+        api.call("GET", "/v1/models", headers={"x-api-key": "wrong", **bearer("secret")}).status_code == 200
+    )
+    for wrong in ("", "secre", "Bearer secret"):
+        error_of(api.call("GET", "/v1/models", headers={"x-api-key": wrong}), 401)
+        refused = api.call("POST", "/v1/messages", headers={"x-api-key": wrong})
+        assert refused.status_code == 401
+        assert refused.json()["error"]["type"] == "authentication_error"
+        assert refused.json()["type"] == "error"
+
+
 def test_no_key_is_asked_for_without_a_setting() -> None:
     assert Api().call("GET", "/v1/models").status_code == 200
 

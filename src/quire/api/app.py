@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quire.api.anthropic_messages import count_tokens, messages_job
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.edge import Edge, request_id_of
@@ -82,8 +83,17 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/models": models.listed,
         "/v1/models/{model_id:path}": models.one,
     }
-    generate = {"/v1/completions": completion_job, "/v1/chat/completions": chat_job}
-    compute = {"/tokenize": tokenize, "/detokenize": detokenize, "/v1/chat/completions/render": render}
+    generate = {
+        "/v1/completions": completion_job,
+        "/v1/chat/completions": chat_job,
+        "/v1/messages": messages_job,
+    }
+    compute = {
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+        "/v1/chat/completions/render": render,
+        "/v1/messages/count_tokens": count_tokens,
+    }
     # Routes are tried in order: the busy ones come first.
     routes = [
         Route(path, GenerateEndpoint(state, path, job), methods=["POST"]) for path, job in generate.items()
@@ -94,7 +104,7 @@ def _routes(state: ApiState) -> list[Route]:
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router, in OpenAI's form."""
+    """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     state: ApiState = request.app.state.quire
@@ -109,18 +119,18 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     else:
         refusal = Refusal(error.status_code, str(error.detail))
     state.metrics.response("other", refusal.status)
-    return _response(refusal, dict(error.headers or {}))
+    return _response(request, refusal, dict(error.headers or {}))
 
 
 async def _quire_error(request: Request, error: Exception) -> Response:
-    return _response(refusal_of(error), {})
+    return _response(request, refusal_of(error), {})
 
 
 async def _crash(request: Request, error: Exception) -> Response:
     log.error("request_crashed", request_id=request_id_of(request.scope), error=repr(error))
-    return _response(refusal_of(error), {})
+    return _response(request, refusal_of(error), {})
 
 
-def _response(refusal: Refusal, headers: dict[str, str]) -> Response:
+def _response(request: Request, refusal: Refusal, headers: dict[str, str]) -> Response:
     headers.update({key.decode(): value.decode() for key, value in refusal.headers})
-    return Response(refusal.body(), refusal.status, headers, "application/json")
+    return Response(refusal.body(request.url.path), refusal.status, headers, "application/json")

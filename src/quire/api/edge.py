@@ -42,19 +42,23 @@ class Edge:
         if self._keys and scope["path"] not in OPEN_PATHS and not self._knows(scope):
             refusal = Refusal(
                 401,
-                "Missing or wrong API key: send the header Authorization: Bearer <key>.",
+                "Missing or wrong API key: send the header Authorization: Bearer <key> (or x-api-key: <key>).",
                 code="invalid_api_key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
-            await send_json(send_named, refusal.status, refusal.body(), refusal.headers)
+            await send_json(send_named, refusal.status, refusal.body(scope["path"]), refusal.headers)
             return
         await self._app(scope, receive, send_named)
 
     def _knows(self, scope: Scope) -> bool:
         """Compare with every key in constant time; neither the length nor the position of a difference shows."""
         kind, _, token = (header(scope, b"authorization") or b"").partition(b" ")
-        matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
-        return kind.lower() == b"bearer" and any(matches)
+        given = [token.strip()] if kind.lower() == b"bearer" else []
+        other = header(scope, b"x-api-key")  # where Anthropic's clients have it
+        if other is not None:
+            given.append(other)
+        matches = [hmac.compare_digest(one, key) for one in given for key in self._keys]
+        return any(matches)
 
 
 def request_id_of(scope: Scope) -> str:

@@ -26,7 +26,7 @@ Compute = Callable[[ApiState, Any, list[str] | None], Awaitable[Any]]
 
 
 class PostEndpoint:
-    """An ASGI application for one path: read under limits, check, answer, or refuse in OpenAI's form."""
+    """An ASGI application for one path: read under limits, check, answer, or refuse as clients of the path expect."""
 
     def __init__(self, state: ApiState, path: str) -> None:
         self._state = state
@@ -60,7 +60,7 @@ class PostEndpoint:
             log.error("request_failed", request_id=request_id, status=refusal.status, error=refusal.message)
         elif log.debugging:
             log.debug("request_refused", request_id=request_id, status=refusal.status, error=refusal.message)
-        await send_json(send, refusal.status, refusal.body(), refusal.headers)
+        await send_json(send, refusal.status, refusal.body(self._path), refusal.headers)
         return refusal.status
 
 

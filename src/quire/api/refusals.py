@@ -1,4 +1,7 @@
-"""From exceptions to answers in OpenAI's error form: ``{"error": {"message", "type", "param", "code"}}``."""
+"""From exceptions to answers in OpenAI's error form: ``{"error": {"message", "type", "param", "code"}}``.
+
+Anthropic's endpoints answer in its own.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,13 @@ _TYPES = {
     404: "not_found_error",
     503: "service_unavailable_error",
 }
+ANTHROPIC_ROOT = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,13 @@ class Refusal:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
-    def body(self) -> bytes:
+    def body(self, path: str = "") -> bytes:
+        """The answer's body; below Anthropic's path in its form, ``{"type": "error", "error": {type, message}}``."""
+        if path == ANTHROPIC_ROOT or path.startswith(ANTHROPIC_ROOT + "/"):
+            kind = _ANTHROPIC_TYPES.get(
+                self.status, "invalid_request_error" if self.status < 500 else "api_error"
+            )
+            return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
         return msgspec.json.encode({"error": self.error()})
 
 

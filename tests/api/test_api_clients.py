@@ -1,0 +1,99 @@
+"""The official clients over a socket, against the fake frontend: what they put together from a stream is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from tests.e2e.live import LiveServer
+
+WRITTEN = (
+    '<think>Hm.</think>Sure, 🙂.\n<tool_call>\n{"name": "get", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+)
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("fake") / "log"
+    with LiveServer(["-m", "tests.api.serve_fake", "0", "5", WRITTEN], Path(log)) as live:
+        yield live.url
+
+
+@pytest.fixture(scope="module")
+def claude(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+        yield client
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "max_tokens": 300,
+        "messages": [{"role": "user", "content": "Weather?"}],
+        "tools": [{"name": "get", "input_schema": CITY}, {"name": "now", "input_schema": {"type": "object"}}],
+        **fields,
+    }
+
+
+def plain(message: anthropic.types.Message) -> dict[str, Any]:
+    """The message without what each answer has anew: its id, and the ids of its calls."""
+    value = message.model_dump(exclude_none=True)
+    del value["id"]
+    for block in value["content"]:
+        block.pop("id", None)
+        block.pop("parsed_output", None)
+    return value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": []},
+        {"stop_sequences": ["🙂"]},
+        {"max_tokens": 30},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}},
+    ],
+)
+def test_anthropic_stream_equals_whole(claude: anthropic.Anthropic, fields: dict[str, Any]) -> None:
+    whole = claude.messages.create(**asked(**fields))
+    with claude.messages.stream(**asked(**fields)) as stream:
+        text = "".join(stream.text_stream)
+        streamed = stream.get_final_message()
+    assert plain(streamed) == plain(whole)
+    assert text == "".join(block.text for block in whole.content if block.type == "text")
+    assert whole.content
+
+
+def test_anthropic_round_trip(claude: anthropic.Anthropic) -> None:
+    first = claude.messages.create(**asked())
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert first.stop_reason == "tool_use"
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
+        for block in first.content
+        if block.type == "tool_use"
+    ]
+    messages = [
+        *asked()["messages"],
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": results},
+    ]
+    second = claude.messages.create(**asked(messages=messages))
+    assert second.usage.input_tokens > first.usage.input_tokens
+    fields = {name: value for name, value in asked(messages=messages).items() if name != "max_tokens"}
+    count = claude.messages.count_tokens(**fields).input_tokens
+    assert count == second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0)
+
+
+def test_anthropic_errors(claude: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="other"):
+        claude.messages.create(**asked(model="other"))
+    with pytest.raises(anthropic.BadRequestError, match="temperature"):
+        claude.messages.create(**asked(extra_body={"temperature": -1}))
