@@ -43,8 +43,13 @@ def main(argv: list[str]) -> None:
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for place in (inbox, outbox):
         place.set_hwm(0)  # what is in flight is bounded by the queue of the scheduler
-    inbox.bind(f"ipc://{directory}/inbox.ipc")
-    outbox.connect(f"ipc://{directory}/events.ipc")
+    try:
+        inbox.bind(f"ipc://{directory}/inbox.ipc")
+        outbox.connect(f"ipc://{directory}/events.ipc")
+    except zmq.ZMQError:
+        if not os.path.isdir(directory):
+            os._exit(0)  # the parent has gone, and cleaned up: there is nobody to tell
+        raise
     outbox.linger = 1000  # the last words of a failure have to get out
     try:
         preload(executor)
