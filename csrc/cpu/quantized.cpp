@@ -8,18 +8,32 @@ namespace quire::cpu {
 
 namespace {
 
-// One row of one group: `size` codes (fewer than the group's where the row ends) to its column of the block.
+// Four codes as they lie in memory, from the quad's four numbers: q + 128, or q + 8 in the low halves of the bytes.
+uint32_t int8_quad(const int8_t* q) {
+  uint32_t four;
+  std::memcpy(&four, q, 4);
+  return four ^ 0x80808080u;
+}
+
+uint32_t int4_quad(const int8_t* q) {
+  uint32_t four;
+  std::memcpy(&four, q, 4);
+  return (four & 0x0f0f0f0fu) ^ 0x08080808u;
+}
+
+// One row of one group to its column of the block. The codes of what a short last group lacks are of zeros.
 void pack_codes(const QuantizedFormat& format, const int8_t* q, int64_t size, int64_t column, uint8_t* block) {
-  const int zero = format.bits == 8 ? 128 : 8;
-  for (int64_t i = 0; i < size; ++i) {
-    const auto code = static_cast<uint8_t>(q[i] + zero);
-    const int64_t quad = i / 4;
-    if (format.bits == 8) {
-      block[(quad * kPanel + column) * 4 + i % 4] = code;
-    } else {
-      uint8_t& both = block[(quad / 2 * kPanel + column) * 4 + i % 4];
-      both = quad % 2 == 0 ? uint8_t((both & 0xf0) | code) : uint8_t((both & 0x0f) | (code << 4));
+  const int64_t step = format.bits == 8 ? 4 : 8;  // numbers that make four bytes
+  uint8_t* target = block + column * 4;
+  for (int64_t i = 0; i < size; i += step, target += kPanel * 4) {
+    int8_t padded[8] = {};
+    const int8_t* from = q + i;
+    if (i + step > size) {
+      std::copy(from, q + size, padded);
+      from = padded;
     }
+    const uint32_t codes = format.bits == 8 ? int8_quad(from) : int4_quad(from) | int4_quad(from + 4) << 4;
+    std::memcpy(target, &codes, 4);
   }
 }
 
