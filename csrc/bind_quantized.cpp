@@ -66,10 +66,11 @@ void bind_quantized(nb::module_& m) {
       "quantized_linear",
       [](int num_threads, const std::string& isa, int bits, int64_t group, bool has_offset, uintptr_t q, int64_t stride,
          uintptr_t x_scale, uintptr_t sums, uintptr_t packed, uintptr_t scale, uintptr_t offset, uintptr_t bias,
-         bool bf16, uintptr_t y, int64_t rows, int64_t n, int64_t k) {
+         bool bf16, uintptr_t y, int64_t y_stride, int64_t rows, int64_t n, int64_t k) {
         const QuantizedLinearArgs args{{at<int8_t>(q), at<float>(x_scale), at<int32_t>(sums), stride},
                                        at<uint8_t>(packed), at<float>(scale), at<float>(offset), at<float>(bias),
-                                       at<void>(y), rows, n, k, format_of(bits, group, has_offset), type_of(bf16)};
+                                       at<void>(y), rows, n, k, y_stride, format_of(bits, group, has_offset),
+                                       type_of(bf16)};
         submit(num_threads, args, {&QuantizedLinearArgs::rows}, kernels_named(isa).linear);
       },
       "y[rows, n] = x[rows, k] @ w.T (+ bias) from quantized rows and packed weights; offset and bias 0 for none.",

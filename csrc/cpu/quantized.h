@@ -48,8 +48,8 @@ struct QuantizedLinearArgs {
   const float* scale;   // [panels * 32]: of the column, or the power of two that its fp16 scales are multiplied with
   const float* offset;  // [panels * 32] where one scale a column has offsets
   const float* bias;    // [n] or null
-  void* y;              // [rows, n] of y_type, contiguous
-  int64_t rows, n, k;
+  void* y;              // [rows, n] of y_type, rows y_stride elements apart
+  int64_t rows, n, k, y_stride;
   QuantizedFormat format;
   Type y_type;
 };

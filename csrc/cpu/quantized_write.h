@@ -16,9 +16,9 @@ inline void write(const QuantizedLinearArgs& a, int64_t row, int64_t column, Vec
   const Vec x_scale = broadcast(a.x.scale[row]);
   const Vec y = a.bias == nullptr ? mul(t, x_scale) : fused(t, x_scale, load_some(a.bias + column, n));
   if (a.y_type == Type::f32) {
-    store_some(static_cast<float*>(a.y) + row * a.n + column, y, n);
+    store_some(static_cast<float*>(a.y) + row * a.y_stride + column, y, n);
   } else {
-    store_some(static_cast<uint16_t*>(a.y) + row * a.n + column, y, n);
+    store_some(static_cast<uint16_t*>(a.y) + row * a.y_stride + column, y, n);
   }
 }
 

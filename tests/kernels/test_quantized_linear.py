@@ -193,6 +193,6 @@ def test_avx2_without_vnni_has_the_same_bits(num_tokens: int, format: WeightForm
     packed, _, _ = make(case, format, torch.bfloat16, "avx2")
     signs = rows_of(num_tokens, 1100, torch.bfloat16).sign()  # ±127: the largest sums there are
     rows = quantize_rows(signs, format.group)
-    actual = quantized_native.linear(quantized_native.native, "avx2_madd", rows, packed)
+    actual = quantized_native.linear(quantized_native.native, "avx2_madd", rows, packed, None)
     expected = linear(rows, make(case, format, torch.bfloat16, "reference")[0])
     assert_same_bits(actual, expected, f"{num_tokens} {format}")

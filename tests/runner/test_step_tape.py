@@ -14,6 +14,7 @@ from quire.config import EngineConfig
 from quire.kernels.registry import backends
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.kernels.workspace import Arena, empty
+from quire.weight_format import WeightFormat
 
 native = pytest.importorskip("quire._native", reason="the native extension is not built")
 LEVELS = [level for level in backends("linear") if level != "reference"]
@@ -43,11 +44,25 @@ def play(driver: Driver) -> Driver:
     return driver
 
 
+def in_formats(config: EngineConfig) -> EngineConfig:
+    """q, k, v and gate, up of the first layer each in formats of their own, as Q4_K_M of GGUF has them."""
+    formats = {
+        "layers.0.attn.q.weight": WeightFormat("int4", 32),
+        "layers.0.attn.k.weight": WeightFormat("int4", 64),
+        "layers.0.mlp.gate.weight": WeightFormat("int8", 16),
+        "layers.0.mlp.up.weight": WeightFormat("int8"),
+    }
+    return replace(config, model=replace(config.model, formats=formats))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("spec", ["llama", "windows"])
+@pytest.mark.parametrize("spec", ["llama", "windows", "formats"])
 def test_replays_equal_plain_steps(spec: str, level: str, dtype: str) -> None:
-    taped, plain = (Driver(config_of(spec, dtype, level)) for _ in range(2))
+    config = (
+        in_formats(config_of("llama", dtype, level)) if spec == "formats" else config_of(spec, dtype, level)
+    )
+    taped, plain = Driver(config), Driver(config)
     assert taped.executor.worker.runner.tape is not None
     plain.executor.worker.runner.tape = None
     play(taped)

@@ -10,6 +10,7 @@ import torch
 
 from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty, write_bias
 from quire.kernels.registry import KernelChoice
+from quire.kernels.workspace import empty
 from quire.layers.weights import NO_FORMATS, Formats, Place, matrix_backend, write_weight
 from quire.weight_format import PLAIN, WeightFormat
 
@@ -71,4 +72,11 @@ class Linear:
         """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``, in x's dtype if nothing is said."""
         if len(self.segments) == 1:
             return linear(x, self.segments[0], out_dtype=out_dtype)
-        return torch.cat([linear(x, packed, out_dtype=out_dtype) for packed in self.segments], dim=1)
+        num_tokens = x.shape[0] if isinstance(x, torch.Tensor) else x.num_tokens
+        y = empty(num_tokens, sum(self.parts.values()), dtype=out_dtype or x.dtype)
+        start = 0
+        for packed in self.segments:  # into their columns: a `cat` would be no native call (`kernels.tape`)
+            stop = start + packed.out_features
+            linear(x, packed, out_dtype=out_dtype, out=y[:, start:stop])
+            start = stop
+        return y

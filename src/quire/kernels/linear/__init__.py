@@ -97,23 +97,32 @@ def quantize_rows(x: torch.Tensor, group: int | None, *, backend: Backend = "ref
 
 
 def linear(
-    x: torch.Tensor | QuantizedRows, packed: PackedLinear, *, out_dtype: torch.dtype | None = None
+    x: torch.Tensor | QuantizedRows,
+    packed: PackedLinear,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]`` (rows may be strided).
 
-    The result is in x's dtype, or in ``out_dtype``, where a native sum comes as it is, in fp32.
+    The result is in x's dtype, or in ``out_dtype``, where a native sum comes as it is, in fp32. It is written into
+    ``out`` where that is given: of that shape and dtype, such as a range of the columns of a wider result.
     """
     y: torch.Tensor
+    if out is not None:
+        assert out.shape == (x.shape[0] if isinstance(x, torch.Tensor) else x.num_tokens, packed.out_features)
+        assert out.dtype == (out_dtype or x.dtype), (out.dtype, out_dtype, x.dtype)
+        assert out.stride(1) == 1, out.stride()
     if not packed.format.quantized:
         assert isinstance(x, torch.Tensor), "rows are quantized for quantized weights only"
-        y = find("linear", packed.backend)(x, packed, out_dtype or x.dtype)
+        y = find("linear", packed.backend)(x, packed, out_dtype or x.dtype, out)
         return y
     rows = quantize_rows(x, packed.format.group, backend=packed.backend) if isinstance(x, torch.Tensor) else x
     assert rows.in_features == packed.in_features, (rows.in_features, packed.in_features)
     assert rows.group == packed.format.group, (rows.group, packed.format)
     if out_dtype is not None:
         rows = replace(rows, dtype=out_dtype)
-    y = find("quantized_linear", packed.backend)(rows, packed)
+    y = find("quantized_linear", packed.backend)(rows, packed, out)
     return y
 
 

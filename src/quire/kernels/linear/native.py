@@ -52,7 +52,12 @@ def read_rows(module: ModuleType, isa: str, packed: PackedLinear, ids: torch.Ten
 
 
 def linear(
-    module: ModuleType, isa: str, x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype
+    module: ModuleType,
+    isa: str,
+    x: torch.Tensor,
+    packed: PackedLinear,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     dtype = packed.data.dtype
     assert x.dtype == dtype, (x.dtype, dtype)
@@ -61,7 +66,7 @@ def linear(
         x = x.contiguous()
     if in_features % STEP[dtype]:  # the kernel reads whole pairs
         x = torch.nn.functional.pad(x, (0, 1))
-    y = empty(num_tokens, packed.out_features, dtype=out_dtype)
+    y = empty(num_tokens, packed.out_features, dtype=out_dtype) if out is None else out
     module.linear(
         num_native_threads(),
         isa,
@@ -71,7 +76,7 @@ def linear(
         packed.data.data_ptr(),
         packed.bias.data_ptr() if packed.bias is not None else 0,
         y.data_ptr(),
-        packed.out_features,
+        y.stride(0),
         TYPES[out_dtype],
         num_tokens,
         packed.out_features,

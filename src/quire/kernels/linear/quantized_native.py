@@ -112,9 +112,15 @@ def quantize_rows(module: ModuleType, isa: str, x: torch.Tensor, group: int | No
     return rows
 
 
-def linear(module: ModuleType, isa: str, rows: QuantizedRows, packed: PackedLinear) -> torch.Tensor:
+def linear(
+    module: ModuleType,
+    isa: str,
+    rows: QuantizedRows,
+    packed: PackedLinear,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
     assert packed.scale is not None
-    y = empty(rows.num_tokens, packed.out_features, dtype=rows.dtype)
+    y = empty(rows.num_tokens, packed.out_features, dtype=rows.dtype) if out is None else out
     module.quantized_linear(
         num_native_threads(),
         isa,
@@ -129,6 +135,7 @@ def linear(module: ModuleType, isa: str, rows: QuantizedRows, packed: PackedLine
         0 if packed.bias is None else packed.bias.data_ptr(),
         rows.dtype == torch.bfloat16,
         y.data_ptr(),
+        y.stride(0),
         rows.num_tokens,
         packed.out_features,
         packed.in_features,

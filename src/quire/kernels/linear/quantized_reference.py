@@ -92,7 +92,7 @@ def dequantize(
 
 
 @register("quantized_linear", "reference")
-def linear(rows: QuantizedRows, packed: PackedLinear) -> torch.Tensor:
+def linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
     """``rows`` of in_features → ``[num_tokens, out_features]`` in the dtype that they had."""
     assert packed.scale is not None
     group = packed.format.group
@@ -108,7 +108,8 @@ def linear(rows: QuantizedRows, packed: PackedLinear) -> torch.Tensor:
             if packed.offset is not None:
                 t = _fma(rows.sums[:, g : g + 1], packed.offset[:, g], t)
     s_x = rows.scale.unsqueeze(1)
-    return (t * s_x if packed.bias is None else _fma(t, s_x, packed.bias)).to(rows.dtype)
+    y = (t * s_x if packed.bias is None else _fma(t, s_x, packed.bias)).to(rows.dtype)
+    return y if out is None else out.copy_(y)
 
 
 def _dots(x: torch.Tensor, w: torch.Tensor, start: int, end: int) -> torch.Tensor:

@@ -49,7 +49,9 @@ def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
 
 
 @register("linear", "reference")
-def linear(x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor:
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``, one GEMM for every 32 rows."""
     num_tokens, in_features = x.shape
     num_rows = round_up(num_tokens, TILE_ROWS)
@@ -64,7 +66,8 @@ def linear(x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype) -> tor
     y = y[:num_tokens]
     if weight.shape[1] != packed.out_features:
         y = y[:, : packed.out_features]
-    return (y if packed.bias is None else y + packed.bias).to(out_dtype)
+    y = (y if packed.bias is None else y + packed.bias).to(out_dtype)
+    return y if out is None else out.copy_(y)
 
 
 def pack_heads(weight: torch.Tensor) -> torch.Tensor:
