@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.api.fake_frontend import FakeFrontend
 
-from quire.api import anthropic_fields, field_tables
+from quire.api import anthropic_fields, field_tables, response_fields
 from quire.api.app import create_app
 from quire.api.fields import Rule, Use
 from quire.api.settings import ApiSettings
@@ -41,6 +41,17 @@ TABLES = {
     "/v1/messages: output_config": anthropic_fields.OUTPUT_CONFIG,
     "/v1/messages: output_config.format": anthropic_fields.OUTPUT_CONFIG_FORMAT,
     "/v1/messages: metadata": anthropic_fields.METADATA,
+    "/v1/responses": response_fields.RESPONSES,
+    "/v1/responses: reasoning": response_fields.REASONING,
+    "/v1/responses: text": response_fields.TEXT,
+    "/v1/responses: text.format": response_fields.TEXT_FORMAT,
+    "/v1/responses: tools[i]": response_fields.TOOL,
+    "/v1/responses: tool_choice": response_fields.TOOL_CHOICE,
+    "/v1/responses: message": response_fields.MESSAGE_ITEM,
+    "/v1/responses: function_call": response_fields.CALL_ITEM,
+    "/v1/responses: function_call_output": response_fields.OUTPUT_ITEM,
+    "/v1/responses: reasoning (item)": response_fields.REASONING_ITEM,
+    "/v1/responses: parts of a content": response_fields.PART,
 }
 
 

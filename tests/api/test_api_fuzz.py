@@ -12,7 +12,7 @@ import pytest
 from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
-from quire.api import anthropic_fields, field_tables
+from quire.api import anthropic_fields, field_tables, response_fields
 
 NUM_REQUESTS = 300
 STRINGS = ["", "a", "user", "system", "text", "tiny", "\u0000", "🙂", "0", "true", "json_object", "x" * 300]
@@ -67,6 +67,7 @@ def test_junk(seed: int) -> None:
         ("/v1/completions", field_tables.COMPLETIONS, {"prompt": "hi", "max_tokens": 3}),
         ("/v1/messages", anthropic_fields.MESSAGES, chat),
         ("/v1/messages/count_tokens", anthropic_fields.COUNT_TOKENS, {"messages": chat["messages"]}),
+        ("/v1/responses", response_fields.RESPONSES, {"input": "hi", "max_output_tokens": 3}),
     ]
 
     async def go() -> dict[int, int]:

@@ -21,6 +21,8 @@ from quire.api.edge import Edge, request_id_of
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
 from quire.api.health import Models, Probes
 from quire.api.refusals import Refusal, refusal_of
+from quire.api.response_store import ResponseStore
+from quire.api.responses import StoredResponses, responses_job
 from quire.api.settings import ApiSettings
 from quire.api.state import ApiState
 from quire.api.text_tools import detokenize, render, tokenize
@@ -43,7 +45,14 @@ def create_app(
     metrics = ServerMetrics(frontend.model.names[0], frontend.stats)
     rng = Random(secrets.randbits(128))  # unique is enough for ids, and a system call for each is dear
     state = ApiState(
-        frontend, settings, metrics, now, unix_time, lambda: f"{rng.getrandbits(128):032x}", int(unix_time())
+        frontend,
+        settings,
+        metrics,
+        now,
+        unix_time,
+        new_id=lambda: f"{rng.getrandbits(128):032x}",
+        started_unix=int(unix_time()),
+        responses=ResponseStore(settings.response_store_bytes),
     )
     app = FastAPI(
         title="Quire",
@@ -61,7 +70,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-quire-ignored-fields", "retry-after"],
         )
@@ -72,7 +81,7 @@ def create_app(
 
 
 def _routes(state: ApiState) -> list[Route]:
-    probes, models = Probes(state), Models(state)
+    probes, models, stored = Probes(state), Models(state), StoredResponses(state)
     get = {
         "/livez": probes.livez,
         "/readyz": probes.readyz,
@@ -87,6 +96,7 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/completions": completion_job,
         "/v1/chat/completions": chat_job,
         "/v1/messages": messages_job,
+        "/v1/responses": responses_job,
     }
     compute = {
         "/tokenize": tokenize,
@@ -100,6 +110,8 @@ def _routes(state: ApiState) -> list[Route]:
     ]
     routes += [Route(path, JsonEndpoint(state, path, run), methods=["POST"]) for path, run in compute.items()]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
+    routes.append(Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]))
+    routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
     return routes
 
 

@@ -20,6 +20,7 @@ class ApiSettings:
     max_body_bytes: int = 32 * 2**20
     tool_format: str = "auto"  # a name of quire.text.output.FORMATS, or what the chat template shows
     retry_after_s: int = 1  # sent with 503
+    response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
 
 
 def fingerprint(config: EngineConfig, version: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.api.response_store import ResponseStore
 from quire.api.settings import ApiSettings
 from quire.engine.frontend import Frontend
 from quire.engine.model_info import ModelInfo
@@ -24,6 +25,7 @@ class ApiState:
     unix_time: Callable[[], float]  # seconds since 1970, for "created"
     new_id: Callable[[], str]  # 32 hexadecimal digits, never twice the same
     started_unix: int
+    responses: ResponseStore
 
     def output_format(self, has_tools: bool) -> OutputFormat:
         """Return how the model writes reasoning and calls: --tool-format, or what its chat template shows."""

@@ -64,6 +64,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         lenient=server_args.lenient,
         tool_format=server_args.tool_format,
         max_body_bytes=server_args.max_body_mib * 2**20,
+        response_store_bytes=server_args.response_store_mib * 2**20,
     )
 
     def announce(url: str, info: EngineInfo) -> None:

@@ -1,0 +1,178 @@
+"""Answers of ``/v1/responses``: a response with output items, whole or as OpenAI's numbered events.
+
+response.created response.in_progress
+(response.output_item.added … response.output_item.done)*     one item for each part of the answer
+response.completed | response.incomplete | response.failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.api.answer_parts import AnswerParts, Event, Kind, Part
+from quire.api.refusals import Refusal
+from quire.api.replies import Head, Usage
+from quire.api.tools import OutputPlan
+from quire.engine.output import OutputChunk
+from quire.request import FinishReason
+
+_encode = msgspec.json.Encoder().encode
+_PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
+# Name of a part's events, where its text stands in them, and the type of its content.
+_EVENTS = {
+    Kind.TEXT: ("output_text", "text", "output_text"),
+    Kind.REASONING: ("reasoning_text", "text", "reasoning_text"),
+    Kind.CALL: ("function_call_arguments", "arguments", ""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHooks:
+    """What an answer needs of the server."""
+
+    new_id: Callable[[], str]
+    unix_time: Callable[[], float]
+    count_tokens: Callable[[str], int]
+    store: Callable[[dict[str, Any]], None]  # called with a response that is complete
+
+
+class ResponseAnswer:
+    """The one response to a request. ``echoed``: the fields of the request that it repeats."""
+
+    def __init__(
+        self,
+        head: Head,
+        echoed: dict[str, Any],
+        plan: OutputPlan | None,
+        hooks: ResponseHooks,
+        *,
+        streamed: bool,
+    ) -> None:
+        self.head = head
+        self.streamed = streamed
+        self._echoed = echoed
+        self._hooks = hooks
+        self._parts = AnswerParts(plan, lambda: "call_" + hooks.new_id()[:24])
+        self._ids: list[str] = []  # of the items
+        self._cut = False  # max_output_tokens, or the context, ended the answer
+        self._num_events = 0
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        (chunk,) = chunks
+        self._cut = chunk.finish_reason is FinishReason.LENGTH
+        for event in self._parts.feed(chunk.text, last=True):
+            self._name(event)
+        return _encode(self._complete(usage))
+
+    def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
+        response = self._response("in_progress", [])
+        created = self._event("response.created", {"response": response})
+        return created + self._event("response.in_progress", {"response": response})
+
+    def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
+        self._cut = chunk.finish_reason is FinishReason.LENGTH
+        events = self._parts.feed(chunk.text, last=chunk.finish_reason is not None)
+        return b"".join([self._part_events(event) for event in events])
+
+    def closing(self, usage: Usage) -> bytes:
+        kind = "response.incomplete" if self._cut else "response.completed"
+        return self._event(kind, {"response": self._complete(usage)})
+
+    def error(self, refusal: Refusal) -> bytes:
+        self._cut = True  # the last item is incomplete
+        response = self._response("failed", [self._item(part) for part in self._parts.parts])
+        response["error"] = {"code": "server_error", "message": refusal.message}
+        return self._event("response.failed", {"response": response})
+
+    def _complete(self, usage: Usage) -> dict[str, Any]:
+        response = self._response(
+            "incomplete" if self._cut else "completed", [self._item(part) for part in self._parts.parts]
+        )
+        if self._cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["completed_at"] = None if self._cut else int(self._hooks.unix_time())
+        thoughts = [part.text for part in self._parts.parts if part.kind is Kind.REASONING]
+        response["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            # The tokens that the text takes: those that were written may be cut otherwise.
+            "output_tokens_details": {"reasoning_tokens": sum(map(self._hooks.count_tokens, thoughts))},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        self._hooks.store(response)
+        return response
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        head = self.head
+        return {
+            "id": head.id,
+            "object": "response",
+            "created_at": head.created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": head.model,
+            "output": output,
+            **self._echoed,
+            "truncation": "disabled",
+            "usage": None,
+            "system_fingerprint": head.fingerprint,
+            "determinism": head.determinism,
+        }
+
+    def _name(self, event: Event) -> None:
+        """Give the item of a part that opens its id."""
+        if event.verb == "open":
+            self._ids.append(_PREFIXES[event.part.kind] + self._hooks.new_id())
+
+    def _item(self, part: Part, *, begun: bool = False) -> dict[str, Any]:
+        """The output item of a part, or as it begins, empty; what the end cut off is incomplete."""
+        cut = self._cut and part is self._parts.parts[-1]
+        status = "in_progress" if begun else "incomplete" if cut else "completed"
+        item = {"id": self._ids[part.index], "status": status}
+        if part.kind is Kind.CALL:
+            call = {"call_id": part.id, "name": part.name, "arguments": "" if begun else part.text}
+            return {"type": "function_call", **item, **call}
+        content = [] if begun else [_content(part, part.text)]
+        if part.kind is Kind.REASONING:
+            return {"type": "reasoning", **item, "summary": [], "content": content}
+        return {"type": "message", **item, "role": "assistant", "content": content}
+
+    def _part_events(self, event: Event) -> bytes:
+        self._name(event)
+        part = event.part
+        name, text_field, content_type = _EVENTS[part.kind]
+        index = {"output_index": part.index}
+        place: dict[str, Any] = {"item_id": self._ids[part.index], **index}
+        if content_type:
+            place["content_index"] = 0
+        logprobs: dict[str, Any] = {"logprobs": []} if part.kind is Kind.TEXT else {}
+        if event.verb == "more":
+            return self._event(f"response.{name}.delta", {**place, "delta": event.text, **logprobs})
+        if event.verb == "open":
+            added = self._event("response.output_item.added", {**index, "item": self._item(part, begun=True)})
+            if content_type:
+                added += self._event("response.content_part.added", {**place, "part": _content(part, "")})
+            return added
+        done = self._event(f"response.{name}.done", {**place, text_field: part.text, **logprobs})
+        if content_type:
+            done += self._event("response.content_part.done", {**place, "part": _content(part, part.text)})
+        return done + self._event("response.output_item.done", {**index, "item": self._item(part)})
+
+    def _event(self, kind: str, values: dict[str, Any]) -> bytes:
+        value = {"type": kind, "sequence_number": self._num_events, **values}
+        self._num_events += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(value))
+
+
+def _content(part: Part, text: str) -> dict[str, Any]:
+    if part.kind is Kind.REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

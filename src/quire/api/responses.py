@@ -1,0 +1,180 @@
+"""OpenAI's ``/v1/responses``, by way of a chat completion, and what is stored of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api import response_fields as tables
+from quire.api.chat import ChatWork, chat_work
+from quire.api.fields import clip
+from quire.api.generation import Job
+from quire.api.identity import new_head
+from quire.api.protocol import ChatRequest, parse
+from quire.api.response_answer import ResponseAnswer, ResponseHooks
+from quire.api.response_prompt import add_input, chat_fields
+from quire.api.response_protocol import ResponsesRequest
+from quire.api.response_store import Stored
+from quire.api.state import ApiState
+from quire.errors import NotFoundError, RequestError
+
+# Fields that a chat completion has under the same name.
+_SAME_NAME = (
+    "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "user", "priority",
+    "cache_salt", "request_id", "chat_template_kwargs",
+)  # fmt: skip
+# What a chat completion's errors call a field → what the client called it.
+_RENAMED = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    (".function.", "."),
+    ("max_completion_tokens", "max_output_tokens"),
+)
+
+
+async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a response and render its prompt.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(ResponsesRequest, body, tables.RESPONSES, ignored=ignored)
+    fields = chat_fields(request, ignored)
+    for name in _SAME_NAME:
+        value = getattr(request, name)
+        if value is not None:
+            fields[name] = value
+    if request.max_output_tokens is not None:
+        fields["max_completion_tokens"] = request.max_output_tokens
+    messages = _before(state, request.previous_response_id)
+    add_input(messages, request.input, ignored)
+    if not messages:
+        raise RequestError("input = [] is not allowed without previous_response_id.", param="input")
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""  # reasoning alone
+    opening = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    try:
+        work = await chat_work(state, ChatRequest(**fields, messages=opening + messages), ignored)
+    except RequestError as error:
+        renamed = error.param and _rename(error.param)
+        raise type(error)(_rename(str(error)), param=renamed, code=error.code) from None
+    form = work.sampling.structured_outputs
+    if form is not None:  # the engine names it, too
+        named = replace(form, param=_rename(form.param))
+        work = replace(work, sampling=replace(work.sampling, structured_outputs=named))
+    hooks = _hooks(state, request, messages)
+    head = new_head(state, "resp_", work.model)
+    return work.job(ResponseAnswer(head, _echoed(request, work), work.plan, hooks, streamed=request.stream))
+
+
+def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
+    """The conversation that ``previous_response_id`` ends."""
+    if previous is None:
+        return []
+    stored = state.responses.get(previous)
+    if stored is None:
+        raise RequestError(
+            f"previous_response_id = {clip(previous)} is not stored here: it was not stored, was deleted, or made room "
+            "for newer ones (--response-store-mib). Send the whole conversation as input.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return stored.conversation()
+
+
+def _hooks(state: ApiState, request: ResponsesRequest, messages: list[dict[str, Any]]) -> ResponseHooks:
+    def store(response: dict[str, Any]) -> None:
+        if request.store:
+            add_input(messages, response["output"])
+            kept = Stored(msgspec.json.encode(response), msgspec.json.encode(messages))
+            state.responses.put(response["id"], kept)
+
+    def count_tokens(text: str) -> int:
+        return len(state.frontend.tokenizer.encode(text))
+
+    return ResponseHooks(state.new_id, state.unix_time, count_tokens, store)
+
+
+def _echoed(request: ResponsesRequest, work: ChatWork) -> dict[str, Any]:
+    """The fields of the request that the response repeats, with the values that count."""
+    text, reasoning = request.text or {}, request.reasoning or {}
+    return {
+        "instructions": request.instructions,
+        "previous_response_id": request.previous_response_id,
+        "store": request.store,
+        "metadata": request.metadata or {},
+        "tools": request.tools or [],
+        "tool_choice": request.tool_choice or "auto",
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "text": {"format": text.get("format") or {"type": "text"}},
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "max_output_tokens": request.max_output_tokens,
+        "temperature": work.sampling.temperature,
+        "top_p": work.sampling.top_p,
+        "user": request.user or None,
+    }
+
+
+def _rename(text: str) -> str:
+    for theirs, ours in _RENAMED:
+        text = text.replace(theirs, ours)
+    return text
+
+
+class StoredResponses:
+    """``/v1/responses/{id}``: GET and DELETE, and ``POST …/cancel``."""
+
+    def __init__(self, state: ApiState) -> None:
+        self._state = state
+
+    async def one(self, request: Request) -> Response:
+        """Return the response as it was, or forget it.
+
+        Raises:
+            NotFoundError: an id that is not stored.
+            RequestError: a query that would change the answer.
+        """
+        response_id = request.path_params["response_id"]
+        if request.method == "DELETE":
+            if not self._state.responses.delete(response_id):
+                raise _not_found(response_id)
+            deleted = {"id": response_id, "object": "response", "deleted": True}
+            return Response(msgspec.json.encode(deleted), media_type="application/json")
+        if request.query_params.get("stream", "false") != "false":
+            raise RequestError(
+                "stream is only allowed with background responses, which are not supported.", param="stream"
+            )
+        return Response(self._stored(response_id).response, media_type="application/json")
+
+    async def cancel(self, request: Request) -> Response:
+        """Refuse: only responses in the background can be cancelled, and there are none.
+
+        Raises:
+            NotFoundError: an id that is not stored.
+            RequestError: always else.
+        """
+        response_id = request.path_params["response_id"]
+        self._stored(response_id)
+        raise RequestError(
+            f"{response_id} is complete. Only background responses can be cancelled; close the connection of another.",
+            param="response_id",
+        )
+
+    def _stored(self, response_id: str) -> Stored:
+        stored = self._state.responses.get(response_id)
+        if stored is None:
+            raise _not_found(response_id)
+        return stored
+
+
+def _not_found(response_id: str) -> NotFoundError:
+    return NotFoundError(
+        f"The response {clip(response_id)} is not stored here.",
+        param="response_id",
+        code="response_not_found",
+    )
