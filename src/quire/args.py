@@ -106,7 +106,7 @@ class ServerArgs:
                                      group="Server")  # fmt: skip
     max_body_mib: int = _flag(32, "Largest request body in MiB.", group="Server", low=1, high=4096)
     response_store_mib: int = _flag(64, "Memory in MiB for stored answers of /v1/responses, the least recently used "
-                                    "going first; 0 stores none.", group="Server", low=0, high=65536)
+                                    "going first; 0 stores none.", group="Server", low=0, high=65536)  # fmt: skip
     drain_timeout_s: float = _flag(
         30.0, "Seconds that running requests get after SIGTERM.", group="Server", low=0.0
     )
