@@ -57,9 +57,14 @@ def test_against_fp64(case: cases.LinearCase, dtype: torch.dtype, backend: Backe
 
 
 @pytest.mark.parametrize("backend", registry.backends("linear"))
-def test_rows_come_back_as_written(backend: Backend) -> None:
-    packed, weight, _ = make(cases.LinearCase(1, 33, 70), torch.bfloat16, backend)
-    ids = torch.tensor([69, 0, 5, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("in_features", "out_features"), [(33, 70), (64, 96), (96, 250), (544, 224)])
+def test_rows_come_back_as_written(
+    in_features: int, out_features: int, dtype: torch.dtype, backend: Backend
+) -> None:
+    """Whole panels and parts of panels, each with and without a whole number of vectors in a row."""
+    packed, weight, _ = make(cases.LinearCase(1, in_features, out_features), dtype, backend)
+    ids = torch.cat((torch.tensor([out_features - 1, 0, 5, 5]), torch.arange(out_features)))
     assert_same_bits(read_rows(packed, ids), weight[ids], "read_rows")
 
 
