@@ -70,6 +70,10 @@ def _iter_mapped(
                 f"configuration asks for {list(shape)}; config.json and weights do not belong together."
             )
         yield canonical, weight
+        # Whoever took it has copied or packed it: the process should not count the model twice while it loads.
+        for name in (*source.take.names, *(name for parts in source.parts for name in parts.values())):
+            if name in stored:
+                stored[name].unmap_pages()
 
 
 def _weight(

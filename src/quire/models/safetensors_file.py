@@ -43,6 +43,13 @@ class StoredTensor:
     num_bytes: int
     file: Path
 
+    def unmap_pages(self) -> None:
+        """Take the pages that were read out of this process's memory: a later read brings them back from the file."""
+        start = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (self.offset + self.num_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self.buffer.madvise(mmap.MADV_DONTNEED, start, size)
+
 
 def map_file(path: Path) -> mmap.mmap:
     """Map a file privately (writes never reach it). Raises `ModelLoadError` where it cannot be opened or is empty."""
