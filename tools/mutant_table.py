@@ -111,7 +111,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "the attention tile depends on the longest sequence of the batch",
         "src/quire/kernels/attention/reference.py",
         "    blocks_per_tile = -(-TILE // kv.block_size)\n",
-        "    blocks_per_tile = min(-(-TILE // kv.block_size), batch.block_table.shape[1])\n",
+        "    blocks_per_tile = min(-(-TILE // kv.block_size), -(-int(batch.seq_lens.max()) // kv.block_size))\n",
         EXACT,
     ),
     Mutant(
