@@ -24,8 +24,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csr
 	$(PIP) -e .
 	@touch $@
 
+# For users a build that fails falls back to the reference; who develops must see it.
 $(VENV)/.dev: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
+	@if command -v c++ >/dev/null; then $(BIN)/python -c 'import quire._native' || \
+	  { echo 'The native extension did not build; see: $(BIN)/pip install -v --no-build-isolation --no-deps -e .'; exit 1; }; fi
 	@touch $@
 
 install: $(VENV)/.installed  ## install Quire into .venv
