@@ -1,0 +1,198 @@
+"""The step-time model: what a step has to do → seconds. One form for profiles, the simulator and ``serve --slo``.
+
+    seconds = fixed_s + rows(num_tokens) + logits(num_logits) + per_seq_s · num_seqs
+              + per_decode_kv_s · decode_kv_tokens + per_chunk_kv_s · chunk_kv_tokens + per_pair_s · chunk_pairs
+
+What each term stands for, in bytes and operations:
+
+    fixed_s      all weights read once, whatever the number of rows; launches, Python
+    rows         the linears' operations: flat while the weight bytes are the bound, straight when the dot units are;
+                 a rising broken line, since tiles and caches bend it
+    logits       the same for the output matrix, and the sampler
+    per_seq_s    what is done once a sequence: block tables, results
+    decode_kv    K and V of a sequence with one row are read once: bytes
+    chunk_kv     K and V of a longer chunk are read once a tile of rows: bytes
+    pairs        each (query, key) pair of a longer chunk is multiplied: operations
+
+`quire.plan.fit` finds the numbers from measured steps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+from quire.errors import ConfigError
+from quire.step import StepPlan
+
+
+class StepFeatures(NamedTuple):
+    """What a step has to do. A chunk is a sequence with more than one row in the step, a decode one with one row."""
+
+    num_tokens: int  # rows computed
+    num_seqs: int
+    num_logits: int  # rows that a token is drawn from
+    decode_kv_tokens: int  # keys that the decodes read, all together
+    chunk_kv_tokens: int  # keys that the chunks read, each once a chunk
+    chunk_pairs: int  # (query, key) pairs of the chunks
+
+
+class StepTime(Protocol):
+    """Seconds of a step: a fitted `CostModel`, or a roofline."""
+
+    def seconds(self, step: StepFeatures) -> float:
+        """Return how long ``step`` takes."""
+        ...
+
+
+def features(plan: StepPlan, num_logits: int) -> StepFeatures:
+    """Return the features of ``plan``; ``num_logits``: how many of its sequences draw a token.
+
+    The plan does not say that by itself: a chunk draws if it ends at the sequence's last known token.
+    """
+    rows = decode_kv = chunk_kv = pairs = 0
+    for seq in plan.seqs:
+        start, count = seq.num_computed_tokens, seq.num_scheduled_tokens
+        rows += count
+        if count == 1:
+            decode_kv += start + 1
+        else:
+            chunk_kv += start + count
+            pairs += chunk_pairs(start, count)
+    return StepFeatures(rows, len(plan.seqs), num_logits, decode_kv, chunk_kv, pairs)
+
+
+def chunk_pairs(start: int, count: int) -> int:
+    """Return the (query, key) pairs of the rows ``start … start + count − 1``: row p sees keys 0 … p."""
+    return count * start + count * (count + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A rising broken line through (knots, values); straight on beyond the last knot, flat before the first."""
+
+    knots: tuple[float, ...]
+    values: tuple[float, ...]  # seconds
+    slopes: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.knots or len(self.knots) != len(self.values):
+            raise ConfigError(
+                f"a curve has {len(self.knots)} knots and {len(self.values)} values; they must be as many"
+            )
+        if list(self.knots) != sorted(set(self.knots)):
+            raise ConfigError(f"knots = {list(self.knots)} must ascend")
+        pairs = list(zip(self.knots, self.values, strict=True))
+        slopes = [(v1 - v0) / (k1 - k0) for (k0, v0), (k1, v1) in pairwise(pairs)]
+        object.__setattr__(self, "slopes", (*slopes, slopes[-1] if slopes else 0.0))
+
+    def at(self, x: float) -> float:
+        """Return the value at ``x``."""
+        index = bisect_right(self.knots, x) - 1
+        if index < 0:
+            return self.values[0]
+        return self.values[index] + self.slopes[index] * (x - self.knots[index])
+
+
+FLAT = Curve((1.0,), (0.0,))
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of a step from its features; see the module. All numbers are ≥ 0."""
+
+    fixed_s: float
+    rows: Curve = FLAT
+    logits: Curve = FLAT
+    per_seq_s: float = 0.0
+    per_decode_kv_s: float = 0.0
+    per_chunk_kv_s: float = 0.0
+    per_pair_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in _RATES:
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0.0):
+                raise ConfigError(f"cost model: {name} = {value!r} must be a number ≥ 0")
+
+    def seconds(self, step: StepFeatures) -> float:
+        """Return how long ``step`` takes. A step without rows (moves alone) takes no time."""
+        num_tokens, num_seqs, num_logits, decode_kv, chunk_kv, pairs = step
+        if num_tokens == 0:
+            return 0.0
+        seconds = (
+            self.fixed_s
+            + self.rows.at(num_tokens)
+            + self.per_seq_s * num_seqs
+            + self.per_decode_kv_s * decode_kv
+            + self.per_chunk_kv_s * chunk_kv
+            + self.per_pair_s * pairs
+        )
+        return seconds + self.logits.at(num_logits) if num_logits else seconds
+
+    def explain(self, step: StepFeatures) -> dict[str, float]:
+        """Return the seconds of each term; their sum is `seconds` (of a step with rows)."""
+        return {
+            "fixed": self.fixed_s,
+            "rows": self.rows.at(step.num_tokens),
+            "logits": self.logits.at(step.num_logits) if step.num_logits else 0.0,
+            "seqs": self.per_seq_s * step.num_seqs,
+            "decode_kv": self.per_decode_kv_s * step.decode_kv_tokens,
+            "chunk_kv": self.per_chunk_kv_s * step.chunk_kv_tokens,
+            "pairs": self.per_pair_s * step.chunk_pairs,
+        }
+
+    def plus(self, *, fixed_s: float = 0.0, per_seq_s: float = 0.0) -> CostModel:
+        """Return the model with more time a step and a sequence: what the host adds to the worker's."""
+        return CostModel(
+            self.fixed_s + fixed_s,
+            self.rows,
+            self.logits,
+            self.per_seq_s + per_seq_s,
+            self.per_decode_kv_s,
+            self.per_chunk_kv_s,
+            self.per_pair_s,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain numbers and lists; `from_json` gives the same model bit for bit."""
+        curves = {name: {"knots": list(c.knots), "values": list(c.values)} for name, c in self._curves()}
+        return {name: getattr(self, name) for name in _RATES} | curves
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CostModel:
+        """Return the model that `to_json` wrote.
+
+        Raises:
+            ConfigError: names the field that is missing or wrong.
+        """
+        unknown = sorted(set(data) - {*_RATES, *_CURVES})
+        if unknown:
+            raise ConfigError(
+                f"cost model: unknown field {unknown[0]!r}; allowed: {', '.join((*_RATES, *_CURVES))}"
+            )
+        if "fixed_s" not in data:
+            raise ConfigError("cost model: the field 'fixed_s' is missing")
+        curves = {name: _curve(name, data[name]) for name in _CURVES if name in data}
+        return cls(**{name: data[name] for name in _RATES if name in data}, **curves)
+
+    def _curves(self) -> Sequence[tuple[str, Curve]]:
+        return [(name, getattr(self, name)) for name in _CURVES]
+
+
+_RATES = ("fixed_s", "per_seq_s", "per_decode_kv_s", "per_chunk_kv_s", "per_pair_s")
+_CURVES = ("rows", "logits")
+
+
+def _curve(name: str, data: Any) -> Curve:
+    try:
+        knots = tuple(float(x) for x in data["knots"])
+        return Curve(knots, tuple(float(x) for x in data["values"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"cost model: {name} = {data!r} must be an object of two lists of numbers, 'knots' and 'values'"
+        ) from error

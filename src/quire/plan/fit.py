@@ -1,0 +1,162 @@
+"""Measured steps → `CostModel`: non-negative least squares on relative errors, with the cross-validated error.
+
+Every term is a cost, so every coefficient is ≥ 0; a broken line is a sum of ramps (each ≥ 0 from one knot to the next),
+so it can only rise. Each equation is divided by its measured seconds: a step of 1 ms counts as much as one of 1 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import ConfigError
+from quire.plan.cost_model import CostModel, Curve, StepFeatures
+
+ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+LOGIT_KNOTS = (1, 4, 16, 64, 256, 1024)
+FOLDS = 8
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step and the seconds it took: the median of its repetitions."""
+
+    step: StepFeatures
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """|predicted / measured − 1| of steps that the model had not seen, over `FOLDS` folds."""
+
+    median: float
+    p90: float
+    worst: float
+    num_points: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"median": self.median, "p90": self.p90, "worst": self.worst, "num_points": self.num_points}
+
+
+def fit(
+    points: Sequence[MeasuredStep],
+    *,
+    row_knots: Sequence[int] = ROW_KNOTS,
+    logit_knots: Sequence[int] = LOGIT_KNOTS,
+) -> CostModel:
+    """Return the model with the least squared relative error.
+
+    Raises:
+        ConfigError: no points, or one without rows or without time.
+    """
+    _check(points)
+    rows, logits = _knots(row_knots, points, 0), _knots(logit_knots, points, 2)
+    seconds = np.array([point.seconds for point in points])
+    columns = np.array([_columns(point.step, rows, logits) for point in points], dtype=float)
+    x = _scaled_nnls(columns / seconds[:, None], np.ones(len(points)))
+    num_rows, num_logits = len(rows) - 1, len(logits) - 1
+    row_steps, logit_steps = x[5 : 5 + num_rows], x[5 + num_rows : 5 + num_rows + num_logits]
+    return CostModel(
+        float(x[0]), _sum_of_ramps(rows, row_steps), _sum_of_ramps(logits, logit_steps), *map(float, x[1:5])
+    )
+
+
+def cross_validate(points: Sequence[MeasuredStep], **knots: Sequence[int]) -> FitError:
+    """Return the error on points left out of the fit: every `FOLDS`-th, in turn.
+
+    The points at the least and at the most rows always stay in: a fit is not asked to extrapolate.
+    """
+    _check(points)
+    ends = {min(p.step.num_tokens for p in points), max(p.step.num_tokens for p in points)}
+    inner = [i for i, p in enumerate(points) if p.step.num_tokens not in ends]
+    if len(inner) < FOLDS:
+        raise ConfigError(f"{len(inner)} inner points are too few to cross-validate: at least {FOLDS}")
+    errors: list[float] = []
+    for fold in range(FOLDS):
+        left_out = set(inner[fold::FOLDS])
+        model = fit([p for i, p in enumerate(points) if i not in left_out], **knots)
+        errors += [abs(model.seconds(points[i].step) / points[i].seconds - 1.0) for i in left_out]
+    median, p90 = np.percentile(errors, [50, 90])
+    return FitError(float(median), float(p90), max(errors), len(points))
+
+
+def _check(points: Sequence[MeasuredStep]) -> None:
+    if not points:
+        raise ConfigError("a cost model needs measured steps, and there are none")
+    for point in points:
+        if point.step.num_tokens < 1 or point.seconds <= 0.0:
+            raise ConfigError(f"{point} must have at least one row and more than 0 seconds")
+
+
+def _knots(knots: Sequence[int], points: Sequence[MeasuredStep], index: int) -> tuple[int, ...]:
+    """Return the knots up to the first at or beyond what was measured: a ramp that no point reaches has no height."""
+    most = max(point.step[index] for point in points)
+    inside = [k for k in knots if k < most]
+    return (*inside, most) if inside else (knots[0],)
+
+
+def _columns(step: StepFeatures, rows: Sequence[int], logits: Sequence[int]) -> list[float]:
+    return [
+        1.0,
+        step.num_seqs,
+        step.decode_kv_tokens,
+        step.chunk_kv_tokens,
+        step.chunk_pairs,
+        *_ramps(step.num_tokens, rows),
+        *_ramps(step.num_logits, logits),
+    ]
+
+
+def _ramps(x: int, knots: Sequence[int]) -> list[float]:
+    """Return how far ``x`` is from each knot to the next: 0 … 1."""
+    return [min(1.0, max(0.0, (x - a) / (b - a))) for a, b in pairwise(knots)]
+
+
+def _sum_of_ramps(knots: Sequence[int], steps: Array) -> Curve:
+    return Curve(tuple(float(k) for k in knots), (0.0, *(float(v) for v in np.cumsum(steps))))
+
+
+def _scaled_nnls(a: Array, b: Array) -> Array:
+    """`nnls` with columns of length 1: they differ by many orders of magnitude."""
+    scale = np.linalg.norm(a, axis=0)
+    scale[scale == 0.0] = 1.0
+    return nnls(a / scale, b) / scale
+
+
+def nnls(a: Array, b: Array) -> Array:
+    """Return x ≥ 0 that minimises ‖a·x − b‖ (Lawson & Hanson 1974, ch. 23). ``a: [m, n]``, ``b: [m]``, ``x: [n]``."""
+    num_columns = a.shape[1]
+    x = np.zeros(num_columns)
+    passive = np.zeros(num_columns, bool)
+    tolerance = 1e-10 * max(1.0, float(np.abs(a.T @ b).max()))
+    for _ in range(10 * num_columns):
+        gradient = a.T @ (b - a @ x)
+        gradient[passive] = -np.inf
+        best = int(np.argmax(gradient))
+        if gradient[best] <= tolerance:
+            return x
+        passive[best] = True
+        x = _step_inside(a, b, x, passive)
+    return x
+
+
+def _step_inside(a: Array, b: Array, x: Array, passive: NDArray[np.bool_]) -> Array:
+    """Solve for the passive columns; those that would fall below 0 on the way leave (``passive`` changes)."""
+    while True:
+        z = np.zeros_like(x)
+        z[passive] = np.linalg.lstsq(a[:, passive], b, rcond=None)[0]
+        below = passive & (z <= 0.0)
+        if not below.any():
+            return z
+        way = float(np.min(x[below] / (x[below] - z[below]))) if (x[below] > 0).any() else 0.0
+        x = x + way * (z - x)
+        passive &= x > 1e-14
+        x[~passive] = 0.0
+        if not passive.any():
+            return x
