@@ -1,0 +1,120 @@
+"""From the record of every request to one summary: the same keys from ``quire bench serve`` and ``quire simulate``.
+
+TTFT = first token − arrival; E2EL = last token − arrival; TPOT = (E2EL − TTFT) / (output tokens − 1); ITL = each gap
+between two tokens. Arrival is the *intended* send time: a client that falls behind, or waits for a connection, does not
+hide what its requests waited (coordinated omission). Goodput = completed requests a second that met every SLO.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quire.workload.slo import Slo
+
+PERCENTILES = (50, 90, 95, 99)
+OK, CANCELLED, ERROR = "ok", "cancelled", "error"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What happened to one request. Times are seconds since the start of the run."""
+
+    index: int
+    arrival_s: float  # the intended send time
+    sent_s: float  # when it was really sent
+    end_s: float  # last token, or when it failed
+    num_prompt_tokens: int
+    num_output_tokens: int
+    first_token_s: float | None = None
+    itl_s: tuple[float, ...] = ()  # a gap for each token but the first; tokens of one chunk share theirs
+    status: str = OK  # ok, cancelled (by this client, as planned) or error
+    error: str | None = None  # the kind of error, which errors are counted by
+    detail: str | None = None  # what the server or the connection said
+    num_cached_tokens: int = 0  # of the prompt, where the server tells
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def e2el_s(self) -> float:
+        return self.end_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None where fewer than two tokens came."""
+        if self.first_token_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.end_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """One line of the JSON lines file: the fields, and TTFT, TPOT and E2EL in milliseconds."""
+        derived = {"ttft_ms": self.ttft_s, "tpot_ms": self.tpot_s, "e2el_ms": self.e2el_s}
+        return asdict(self) | {name: None if s is None else s * 1e3 for name, s in derived.items()}
+
+
+def summarize(
+    records: Sequence[RequestRecord],
+    *,
+    slo: Slo | None = None,
+    duration_s: float | None = None,
+    refused_rows: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """Return the summary, ready for JSON.
+
+    Latencies are those of completed requests; tokens count of all. ``duration_s`` is from the start of the run to the
+    last token, unless given. Without an SLO every completed request counts for goodput.
+    """
+    done = [r for r in records if r.status == OK]
+    if duration_s is None:
+        duration_s = max((r.end_s for r in records), default=0.0)
+    good = [r for r in done if (slo or Slo()).met(r.ttft_s, r.tpot_s, r.e2el_s)]
+    prompts = [r for r in records if r.first_token_s is not None]
+
+    def per_s(count: int) -> float:
+        return count / duration_s if duration_s > 0.0 else 0.0
+
+    return {
+        "ttft_ms": distribution(r.ttft_s for r in done),
+        "tpot_ms": distribution(r.tpot_s for r in done),
+        "itl_ms": distribution(gap_s for r in done for gap_s in r.itl_s),
+        "e2el_ms": distribution(r.e2el_s for r in done),
+        "output_tokens_per_s": per_s(sum(r.num_output_tokens for r in records)),
+        "input_tokens_per_s": per_s(sum(r.num_prompt_tokens for r in prompts)),
+        "requests_per_s": per_s(len(done)),
+        "goodput_per_s": per_s(len(good)),
+        "slo": slo.as_dict() if slo else {},
+        "duration_s": duration_s,
+        "num_requests": len(records),
+        "num_completed": len(done),
+        "num_good": len(good),
+        "num_cancelled": sum(r.status == CANCELLED for r in records),
+        "num_failed": sum(r.status == ERROR for r in records),
+        "errors": dict(Counter(r.error or "unknown" for r in records if r.status == ERROR)),
+        "num_input_tokens": sum(r.num_prompt_tokens for r in prompts),
+        "num_output_tokens": sum(r.num_output_tokens for r in records),
+        "num_cached_tokens": sum(r.num_cached_tokens for r in prompts),
+        "num_refused_rows": sum((refused_rows or {}).values()),
+        "refused_rows": dict(refused_rows or {}),
+    }
+
+
+def distribution(seconds: Iterable[float | None]) -> dict[str, float | None]:
+    """``mean``, ``p50`` … ``p99`` in milliseconds of what is not None; all None where nothing is."""
+    values = sorted(s * 1e3 for s in seconds if s is not None)
+    mean = math.fsum(values) / len(values) if values else None
+    return {"mean": mean} | {f"p{p}": percentile(values, p) for p in PERCENTILES}
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float | None:
+    """The percentile of ascending values, linear between neighbours (numpy's default); None of none."""
+    if not ordered:
+        return None
+    place = (len(ordered) - 1) * percent / 100.0
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

@@ -1,0 +1,73 @@
+"""`Slo`: the latencies that a service promises, written ``ttft=500ms,tpot=50ms``."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields
+
+from quire.errors import ConfigError, nearest
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_TIME = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(us|ms|s)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Upper limits of a request's latencies in seconds; None: no limit. Met where every limit is (goodput)."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2el_s: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Read ``ttft=500ms,tpot=50ms,e2el=10s``; any of the three, units us, ms or s.
+
+        Raises:
+            ConfigError: names the part, what is wrong with it and what is allowed.
+        """
+        limits: dict[str, float] = {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, equals, value = (p.strip() for p in part.partition("="))
+            if not equals or f"{name}_s" not in _NAMES:
+                hint = nearest(name, ("ttft", "tpot", "e2el"))
+                raise ConfigError(f"--slo {text!r}: {part!r} is not ttft=…, tpot=… or e2el=…{hint}")
+            if f"{name}_s" in limits:
+                raise ConfigError(f"--slo {text!r}: {name} is given twice")
+            limits[f"{name}_s"] = parse_seconds(value, f"--slo {name}")
+        if not limits:
+            raise ConfigError(f"--slo {text!r} gives no limit; write for example ttft=500ms,tpot=50ms")
+        return cls(**limits)
+
+    def met(self, ttft_s: float | None, tpot_s: float | None, e2el_s: float | None) -> bool:
+        """Whether every limit holds. A TPOT of None (a single token) meets any; a TTFT of None meets none."""
+        if ttft_s is None or e2el_s is None:
+            return False
+        values = (ttft_s, tpot_s, e2el_s)
+        limits = (self.ttft_s, self.tpot_s, self.e2el_s)
+        return all(v is None or limit is None or v <= limit for v, limit in zip(values, limits, strict=True))
+
+    def as_dict(self) -> dict[str, float]:
+        """The limits that are set, in milliseconds, by ``ttft_ms``, ``tpot_ms``, ``e2el_ms``."""
+        given = {name: getattr(self, name) for name in _NAMES}
+        return {name.replace("_s", "_ms"): v * 1e3 for name, v in given.items() if v is not None}
+
+    def __str__(self) -> str:
+        return ",".join(f"{name.removesuffix('_ms')}={v:g}ms" for name, v in self.as_dict().items())
+
+
+_NAMES = tuple(f.name for f in fields(Slo))
+
+
+def parse_seconds(text: str, name: str) -> float:
+    """Read a time with its unit, ``500ms`` or ``0.5s``, as seconds.
+
+    Raises:
+        ConfigError: no number, no unit, or not above 0; the message says ``name``.
+    """
+    found = _TIME.fullmatch(text.strip())
+    value = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+    if not 0.0 < value < math.inf:
+        raise ConfigError(f"{name} = {text!r} must be a time above 0 with its unit, as 500ms or 0.5s")
+    return value
