@@ -25,8 +25,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csr
 	@touch $@
 
 # For users a build that fails falls back to the reference; who develops must see it.
+# The extra's packages by themselves: `pip install -e .[dev]` would build the native extension a second time.
 $(VENV)/.dev: $(VENV)/.installed
-	$(PIP) -e '.[dev]'
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], sep="\n")' > $(VENV)/dev.txt
+	$(PIP) -r $(VENV)/dev.txt
 	@if command -v c++ >/dev/null; then $(BIN)/python -c 'import quire._native' || \
 	  { echo 'The native extension did not build; see: $(BIN)/pip install -v --no-build-isolation --no-deps -e .'; exit 1; }; fi
 	@touch $@
