@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -124,3 +126,17 @@ def test_the_arena_gives_again_what_is_let_go() -> None:
     assert arena.num_bytes == 3 << 20
     assert not bool(large.any())
     assert empty(2, 2, dtype=torch.float32).shape == (2, 2)
+
+
+def test_a_start_does_not_import_the_compiler() -> None:
+    """torch._dynamo and sympy cost a second and 60 MB; torch's own defaults would have them imported by a recording."""
+    script = (
+        "import sys\n"
+        "from quire import LLM, SamplingParams\n"
+        "with LLM('quill', kv_memory='64MiB') as llm:\n"
+        "    llm.generate('The', SamplingParams(max_tokens=2))\n"
+        "assert 'torch' in sys.modules\n"
+        "print(sorted(name for name in sys.modules if name in ('torch._dynamo', 'sympy')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

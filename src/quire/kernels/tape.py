@@ -80,6 +80,11 @@ class StepTape:
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets pass the torch operations that return views of their arguments and write nothing."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks. Yes, its default, would import torch._dynamo at the first operation: a second of every start."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
