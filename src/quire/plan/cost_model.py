@@ -177,8 +177,9 @@ class CostModel:
             )
         if "fixed_s" not in data:
             raise ConfigError("cost model: the field 'fixed_s' is missing")
-        curves = {name: _curve(name, data[name]) for name in _CURVES if name in data}
-        return cls(**{name: data[name] for name in _RATES if name in data}, **curves)
+        fields: dict[str, Any] = {name: data[name] for name in _RATES if name in data}
+        fields |= {name: _curve(name, data[name]) for name in _CURVES if name in data}
+        return cls(**fields)
 
     def _curves(self) -> Sequence[tuple[str, Curve]]:
         return [(name, getattr(self, name)) for name in _CURVES]

@@ -126,7 +126,8 @@ def _scaled_nnls(a: Array, b: Array) -> Array:
     """`nnls` with columns of length 1: they differ by many orders of magnitude."""
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0.0] = 1.0
-    return nnls(a / scale, b) / scale
+    scaled: Array = nnls(a / scale, b) / scale
+    return scaled
 
 
 def nnls(a: Array, b: Array) -> Array:
