@@ -39,12 +39,19 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Take in messages, submit what can be computed, apply one result. Blocks while a result is computed."""
+        events = self.begin()
+        return events + self.finish() if self._out else events
+
+    def begin(self) -> list[TokenEvent]:
+        """The first half of `step`, which never blocks: take in messages, submit what can be computed."""
         events = self._drain_inbox()
         self._submit()
-        if self._out:
-            result = self._collect()
-            events += self.scheduler.apply(result, self.clock.now())
         return events
+
+    def finish(self) -> list[TokenEvent]:
+        """The second half: wait for the oldest step out, and apply its result. The simulator comes between the halves."""
+        result = self._collect()
+        return self.scheduler.apply(result, self.clock.now())
 
     @property
     def has_work(self) -> bool:

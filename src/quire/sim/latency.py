@@ -1,0 +1,69 @@
+"""Seconds of a simulated step: a profile's or a roofline's, with speculation and swapping on top.
+
+Speculation is an acceptance model (Leviathan et al. 2023, eq. 1): each of ``num_drafts`` drafted tokens is accepted with
+probability ``acceptance``, independently, so a verification step gives
+
+    E = (1 − αᵞ⁺¹) / (1 − α)         tokens a sequence (γ + 1 for α = 1)
+
+The scheduler plans no drafts yet, so a decode step here stands for 1/E of a verification step: it gives one token, and takes
+1/E of the time that γ drafts and the verification of 1 + γ rows a sequence add to the step. Means are right; the spread of
+the gaps between tokens is narrower than live.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+from quire.plan.cost_model import StepFeatures, StepTime
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """``acceptance``: α in 0…1; ``num_drafts``: γ ≥ 1; ``draft_cost``: seconds of a draft step as a share of a decode step."""
+
+    acceptance: float
+    num_drafts: int
+    draft_cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.acceptance <= 1.0:
+            raise ConfigError(f"acceptance = {self.acceptance} must be in 0…1")
+        if self.num_drafts < 1:
+            raise ConfigError(f"num_drafts = {self.num_drafts} must be at least 1")
+        if not 0.0 <= self.draft_cost <= 1.0:
+            raise ConfigError(f"draft_cost = {self.draft_cost} must be in 0…1")
+
+    @property
+    def tokens_per_step(self) -> float:
+        """E: expected tokens of a verification step."""
+        a, g = self.acceptance, self.num_drafts
+        return float(g + 1) if a == 1.0 else (1.0 - a ** (g + 1)) / (1.0 - a)
+
+
+class Latency:
+    """Seconds of a step on one replica."""
+
+    def __init__(self, step_time: StepTime, speculation: Speculation | None = None) -> None:
+        self._plain = step_time.seconds
+        self._speculation = speculation
+
+    def seconds(self, step: StepFeatures, num_decodes: int) -> float:
+        """Return the time of ``step``, ``num_decodes`` of whose sequences draw from one row."""
+        speculation = self._speculation
+        if speculation is None or num_decodes == 0:
+            return self._plain(step)
+        others = StepFeatures(
+            step.num_tokens - num_decodes,
+            step.num_seqs - num_decodes,
+            step.num_logits - num_decodes,
+            0,
+            step.chunk_kv_tokens,
+            step.chunk_pairs,
+        )
+        drafted = speculation.num_drafts * num_decodes
+        verify = step._replace(num_tokens=step.num_tokens + drafted, num_logits=step.num_logits + drafted)
+        decode = StepFeatures(num_decodes, num_decodes, num_decodes, step.decode_kv_tokens, 0, 0)
+        drafts = speculation.num_drafts * speculation.draft_cost * self._plain(decode)
+        without = self._plain(others)
+        return without + (self._plain(verify) - without + drafts) / speculation.tokens_per_step
