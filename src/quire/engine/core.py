@@ -49,7 +49,7 @@ class EngineCore:
         return events
 
     def finish(self) -> list[TokenEvent]:
-        """The second half: wait for the oldest step out, and apply its result. The simulator comes between the halves."""
+        """The second half: wait for the oldest step out and apply its result. The simulator comes in between."""
         result = self._collect()
         return self.scheduler.apply(result, self.clock.now())
 

@@ -1,13 +1,13 @@
 """Seconds of a simulated step: a profile's or a roofline's, with speculation and swapping on top.
 
-Speculation is an acceptance model (Leviathan et al. 2023, eq. 1): each of ``num_drafts`` drafted tokens is accepted with
-probability ``acceptance``, independently, so a verification step gives
+Speculation is an acceptance model (Leviathan et al. 2023, eq. 1): each of ``num_drafts`` drafted tokens is accepted
+with probability ``acceptance``, independently, so a verification step gives
 
     E = (1 − αᵞ⁺¹) / (1 − α)         tokens a sequence (γ + 1 for α = 1)
 
-The scheduler plans no drafts yet, so a decode step here stands for 1/E of a verification step: it gives one token, and takes
-1/E of the time that γ drafts and the verification of 1 + γ rows a sequence add to the step. Means are right; the spread of
-the gaps between tokens is narrower than live.
+The scheduler plans no drafts yet, so a decode step here stands for 1/E of a verification step: it gives one token, and
+takes 1/E of the time that γ drafts and the verification of 1 + γ rows a sequence add to the step. Means are right; the
+spread of the gaps between tokens is narrower than live.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.plan.cost_model import StepFeatures, StepTime
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """``acceptance``: α in 0…1; ``num_drafts``: γ ≥ 1; ``draft_cost``: seconds of a draft step as a share of a decode step."""
+    """``acceptance``: α in 0…1; ``num_drafts``: γ ≥ 1; ``draft_cost``: a draft step as a share of a decode step."""
 
     acceptance: float
     num_drafts: int
