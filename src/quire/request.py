@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
@@ -52,7 +52,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # > 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> [-100, 100]
     seed: int | None = None
-    max_tokens: int | None = 16  # None: to the end of the context
+    max_tokens: int | None = 16  # None: to the end of the context; 0, with prompt_logprobs: the prompt alone
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -61,6 +61,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None  # how many alternatives beside the drawn token, 0…20
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = (
         None  # taken out by the frontend: it goes as `Request.grammar`
@@ -113,9 +114,10 @@ def _check(params: SamplingParams) -> None:
         if not number or not low <= value <= high:
             raise _bad(name, value, allowed)
     for name, low, high in (
-        ("max_tokens", 1, 2**31),
+        ("max_tokens", 1 if params.prompt_logprobs is None else 0, 2**31),
         ("seed", -(2**63), SEED_MAX),
         ("logprobs", 0, MAX_LOGPROBS),
+        ("prompt_logprobs", 0, MAX_LOGPROBS),
     ):
         value = getattr(params, name)
         if value is not None and not (_is_int(value) and low <= value <= high):
@@ -143,6 +145,23 @@ def _check(params: SamplingParams) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooling:
+    """What a request wants of its prompt's hidden states (after the last norm) instead of an answer.
+
+    "last" and "mean" give a vector of hidden_size numbers, not normalised; "logprobs" gives the log-probability of each
+    of ``token_ids`` as the next token.
+    """
+
+    kind: Literal["last", "mean", "logprobs"]
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether every row of the prompt is needed, so that none may come from the prefix cache."""
+        return self.kind == "mean"
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request as the core sees it: ids only, every default resolved, valid by construction.
 
@@ -162,6 +181,12 @@ class Request:
     output_token_ids: tuple[tuple[int, ...], ...] = ()
     # After a restart: samples whose terminal event was already delivered; they are not computed again.
     finished_samples: tuple[int, ...] = ()
+    pooling: Pooling | None = None
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether it ends with its prompt computed, and draws no token."""
+        return self.pooling is not None or self.sampling.max_tokens == 0
 
 
 class TokenEvent(NamedTuple):
@@ -182,3 +207,7 @@ class TokenEvent(NamedTuple):
     num_preemptions: int = 0
     queued_s: float = 0.0  # arrival to first admission
     ttft_s: float = 0.0  # arrival to first token; 0 before it
+    # Of the prompt's tokens prompt_start, prompt_start + 1 …; after a preemption or a restart they may come again.
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_start: int = 0
+    pooled: tuple[float, ...] | None = None  # with the terminal event of a `Pooling`

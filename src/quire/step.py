@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.request import SamplingParams, TokenLogprobs
+from quire.request import Pooling, SamplingParams, TokenLogprobs
 
 
 class KvMove(NamedTuple):
@@ -45,6 +45,15 @@ class NewSeq:
     sample_index: int  # which of n: part of the RNG key
     adapter_slot: int = 0  # 0: the base model
     grammar: str | None = None  # source text, as `Request.grammar`
+    prompt_logprobs: int | None = (
+        None  # alternatives wanted beside each prompt token; None: not wanted (any more)
+    )
+    pooling: Pooling | None = None
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is drawn when the prompt is computed."""
+        return self.pooling is not None or self.sampling.max_tokens == 0
 
 
 class SeqPlan(NamedTuple):
@@ -86,8 +95,9 @@ class SeqResult(NamedTuple):
     token_ids: tuple[int, ...]
     num_next_drafts: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of token_ids, when asked for
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    pooled: tuple[float, ...] | None = None
+    # Of the prompt tokens that the rows of this step predict: row p (absolute) gives that of token p + 1.
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    pooled: tuple[float, ...] | None = None  # with the prompt's last row
     error: str | None = None  # this sequence failed; the others of the step did not
 
 

@@ -19,7 +19,7 @@ from quire.engine.prepare import prepare_request
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
-from quire.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
+from quire.request import FinishReason, Pooling, SamplingParams, TokenEvent, TokenLogprobs
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import grammar_source
 from quire.text.token_text import BYTE_OF_CHAR, token_text_of
@@ -104,6 +104,7 @@ class FakeFrontend:
         cache_salt: str = "",
         tenant: str = "",
         continues: bool = False,
+        pooling: Pooling | None = None,
     ) -> RequestStream:
         if self.raises is not None:
             raise self.raises
@@ -120,6 +121,7 @@ class FakeFrontend:
             arrival_s=0.0,
             seed=7,
             grammar=None if form is None else grammar_source(form),
+            pooling=pooling,
         )
         output = RequestOutputState(request, self.tokenizer, lambda message: None, continues=continues)
         stream = RequestStream(request.request_id, output, lambda: self._give_up(record))
@@ -160,6 +162,12 @@ class FakeFrontend:
         for task in self._tasks:
             task.cancel()
 
+    def pooled(self, prompt: Sequence[int], pooling: Pooling) -> tuple[float, ...]:
+        """Six numbers that depend on the prompt and the kind; for "logprobs" one for each id."""
+        if pooling.kind == "logprobs":
+            return tuple(-1.0 - (sum(prompt) + token_id) % 7 for token_id in pooling.token_ids)
+        return tuple(float((sum(prompt) + i) % 5 + 1 + (pooling.kind == "mean")) for i in range(6))
+
     def _give_up(self, record: Submitted) -> None:
         record.aborted = True
 
@@ -168,6 +176,24 @@ class FakeFrontend:
         if self.refusal is not None:
             error, kind = self.refusal
             stream.fail(error, kind)
+            return
+        name = request.request_id
+        if request.sampling.prompt_logprobs is not None:  # as two chunks of a prompt would give them
+            entries = tuple(
+                _scored(i, request.sampling.prompt_logprobs) for i in request.prompt_token_ids[1:]
+            )
+            for start, part in ((1, entries[:2]), (3, entries[2:])):
+                stream.feed(TokenEvent(name, 0, prompt_logprobs=part, prompt_start=start))
+        if request.prompt_only:
+            await asyncio.sleep(0)
+            for index in range(n):
+                reason = FinishReason.LENGTH if request.pooling is None else FinishReason.STOP
+                pooled = (
+                    None
+                    if request.pooling is None
+                    else self.pooled(request.prompt_token_ids, request.pooling)
+                )
+                stream.feed(TokenEvent(name, index, finish_reason=reason, pooled=pooled))
             return
         assert request.sampling.seed is not None
         scripts = [list(self._script(request.prompt_token_ids, i, request.sampling.seed)) for i in range(n)]
@@ -196,10 +222,7 @@ class FakeFrontend:
             reason = FinishReason.LENGTH
         logprobs = None
         if sampling.logprobs is not None:
-            top = tuple((token_id + j) % 257 for j in range(sampling.logprobs))
-            logprobs = (
-                TokenLogprobs(token_id, -0.25, 1, top, tuple(-0.25 - 1.0 * j for j in range(len(top)))),
-            )
+            logprobs = (_scored(token_id, sampling.logprobs),)
         return TokenEvent(
             output.request.request_id,
             index,
@@ -210,6 +233,11 @@ class FakeFrontend:
             num_cached_tokens=3,
             queued_s=0.25,
         )
+
+
+def _scored(token_id: int, count: int) -> TokenLogprobs:
+    top = tuple((token_id + j) % 257 for j in range(count))
+    return TokenLogprobs(token_id, -0.25, 1, top, tuple(-0.25 - 1.0 * j for j in range(count)))
 
 
 class FailingFrontend(FakeFrontend):

@@ -127,7 +127,12 @@ BAD: list[tuple[str, dict[str, Any], str, list[str]]] = [
     ("completions", {"prompt": ""}, "prompt", ["empty"]),
     ("completions", {"logprobs": 21}, "logprobs", ["21", "0…20"]),
     ("completions", {"logprobs": True}, "logprobs", ["True", "an integer"]),
-    ("completions", {"echo": True, "logprobs": 1}, "echo", ["not supported"]),
+    ("completions", {"echo": True, "logprobs": 21}, "logprobs", ["21", "0…20"]),
+    ("completions", {"prompt_logprobs": 21}, "prompt_logprobs", ["21", "0…20"]),
+    ("completions", {"max_tokens": 0}, "max_tokens", ["0"]),
+    ("completions", {"max_tokens": 0, "prompt_logprobs": 0, "min_tokens": 1}, "min_tokens", ["1", "0"]),
+    ("chat", {"prompt_logprobs": -1}, "prompt_logprobs", ["-1", "0…20"]),
+    ("chat", {"prompt_logprobs": True}, "prompt_logprobs", ["True", "an integer"]),
     ("completions", {"suffix": "x"}, "suffix", ["not supported"]),
 ]  # fmt: skip
 

@@ -72,10 +72,6 @@ def test_echo_begins_each_choice_with_its_prompt() -> None:
     assert [parts[i] for i in range(4)] == texts
 
 
-def test_echo_with_logprobs_is_refused() -> None:
-    assert error_of(Api().complete(echo=True, logprobs=1), 400)["param"] == "echo"
-
-
 def test_truncation_keeps_the_end_and_says_so() -> None:
     api = Api()
     body = api.complete(prompt="abcdef", truncate_prompt_tokens=2, echo=True).json()

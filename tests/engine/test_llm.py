@@ -84,6 +84,23 @@ def test_logprobs_and_stop_strings(llm: LLM) -> None:
     assert cut.outputs[0].stop_reason == stop
 
 
+def test_prompt_logprobs_are_those_of_the_same_tokens_as_an_answer(llm: LLM) -> None:
+    (whole,) = llm.generate(
+        "The sea", SamplingParams(max_tokens=80, temperature=0.0, logprobs=1, ignore_eos=True)
+    )
+    (answer,) = whole.outputs
+    assert whole.prompt_logprobs is None
+    prompt = [*whole.prompt_token_ids, *answer.token_ids]  # longer than a step
+    for n in (1, 2):
+        (scored,) = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1, n=n))
+        assert scored.prompt_logprobs is not None
+        assert scored.prompt_logprobs[0] is None
+        assert scored.prompt_logprobs[-80:] == answer.logprobs
+        assert [(o.token_ids, o.finish_reason) for o in scored.outputs] == [((), "length")] * n
+    with pytest.raises(RequestError, match="max_tokens = 0"):
+        SamplingParams(max_tokens=0)
+
+
 def test_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Tell me a story."}]
     sampling = SamplingParams(max_tokens=5, temperature=0.0)

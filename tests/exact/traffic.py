@@ -71,6 +71,7 @@ def _sampling(
         "bad_words_token_ids": [[rng.randrange(vocab) for _ in range(rng.randint(1, 2))] for _ in range(8)],
         "allowed_token_ids": rng.sample(range(vocab), vocab // 2),
         "logprobs": rng.choice([0, 4]),
+        "prompt_logprobs": rng.choice([0, 2]),
     }
     chosen = {name: value for name, value in features.items() if rng.random() < 0.12}
     if rng.random() < 0.4:

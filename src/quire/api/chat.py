@@ -61,11 +61,12 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
     request = parse(ChatRequest, body, field_tables.CHAT, ignored=ignored)
     options = stream_options(request, ignored)
     work = await chat_work(state, request, ignored)
-    names = TokenNames(state.frontend.tokenizer.token_bytes, as_ids=request.return_tokens_as_token_ids)
+    names = TokenNames(state.frontend.tokenizer, as_ids=request.return_tokens_as_token_ids)
     choices = ChatChoices(
         names,
         with_logprobs=request.logprobs,
         with_ids=request.return_token_ids,
+        num_prompt_logprobs=request.prompt_logprobs,
         plan=work.plan,
         new_id=state.new_id,
     )

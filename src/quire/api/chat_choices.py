@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.api.logprobs import TokenNames, chat_logprobs
+from quire.api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.api.tools import OutputPlan
 from quire.engine.output import OutputChunk
 from quire.request import FinishReason, TokenLogprobs
@@ -85,12 +85,14 @@ class ChatChoices:
         *,
         with_logprobs: bool,
         with_ids: bool,
+        num_prompt_logprobs: int | None,
         plan: OutputPlan | None,
         new_id: Callable[[], str],
     ) -> None:
         self._names = names
         self._with_logprobs = with_logprobs
         self._with_ids = with_ids
+        self._num_prompt_logprobs = num_prompt_logprobs
         self._plan = plan
         self._new_id = new_id
         self._messages: dict[int, Message] = {}
@@ -154,6 +156,13 @@ class ChatChoices:
     def beside(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         """Fields beside ``choices``, in a whole answer and in the first chunk."""
         return {"prompt_token_ids": prompt_token_ids} if self._with_ids else {}
+
+    def scored(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        """More fields beside ``choices``: with the first chunk of the first choice, the prompt's log-probabilities."""
+        if index or chunk.prompt_logprobs is None or self._num_prompt_logprobs is None:
+            return {}
+        entries = prompt_logprobs(chunk.prompt_logprobs, self._num_prompt_logprobs, self._names)
+        return {"prompt_logprobs": entries}
 
     def _message(self, index: int) -> Message:
         assert self._plan is not None

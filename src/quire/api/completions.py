@@ -31,24 +31,23 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
     if not request.add_special_tokens:
         tokenize = state.frontend.tokenize
         prompts = [await tokenize(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
-    if request.echo and request.logprobs is not None:
-        raise RequestError(
-            "echo = true with logprobs is not supported yet: log-probabilities of the prompt are not computed.",
-            param="echo",
-        )
     defaults = state.model.generation_defaults
     max_tokens = request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS
     sampling = sampling_params(
-        request,
+        _echoing(request),
         defaults,
         max_tokens=max_tokens,
         logprobs=request.logprobs,
         logprobs_param="logprobs",
         ignored=ignored,
     )
-    names = TokenNames(state.frontend.tokenizer.token_bytes, as_ids=request.return_tokens_as_token_ids)
+    names = TokenNames(state.frontend.tokenizer, as_ids=request.return_tokens_as_token_ids)
     choices = CompletionChoices(
-        names, with_logprobs=request.logprobs is not None, with_ids=request.return_token_ids
+        names,
+        num_logprobs=request.logprobs,
+        with_ids=request.return_token_ids,
+        num_prompt_logprobs=request.prompt_logprobs,
+        echo=request.echo,
     )
     return Job(
         prompts=prompts,
@@ -62,6 +61,14 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
         truncate_to=request.truncate_prompt_tokens,
         echo=request.echo,
     )
+
+
+def _echoing(request: CompletionRequest) -> CompletionRequest:
+    """An echo with log-probabilities, or of the prompt alone (max_tokens = 0), needs those of the prompt."""
+    if not request.echo or (request.logprobs is None and request.max_tokens != 0):
+        return request
+    most = max(request.logprobs or 0, request.prompt_logprobs or 0)
+    return request.model_copy(update={"prompt_logprobs": most})
 
 
 def parse_prompts(prompt: Any) -> list[str | list[int]]:

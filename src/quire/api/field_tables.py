@@ -12,7 +12,6 @@ from typing import Any
 from quire.api.fields import Rule, Use, no_effect, refused, used
 
 _NO_BEAMS = "Beam search is not supported yet."
-_NO_PROMPT_LOGPROBS = "Log-probabilities of the prompt are not supported yet."
 _TEXT_ONLY = "The model reads and writes text only."
 _STORED_TEMPLATE = "Start the server with --chat-template to use another template."
 _NATIVE_WEIGHTS = "LoRA adapters are not supported yet."
@@ -100,7 +99,7 @@ VLLM: dict[str, Rule] = {
     **_BEST_OF,
     **refused("use_beam_search", "early_stopping", neutral=(False,), hint=_NO_BEAMS),
     **refused("length_penalty", neutral=(1.0,), hint=_NO_BEAMS),
-    **refused("prompt_logprobs", hint=_NO_PROMPT_LOGPROBS),
+    **used("prompt_logprobs"),
     **refused("logprob_token_ids", hint="Ask for top_logprobs."),
     **refused("spaces_between_special_tokens", neutral=(True,)),
     **used("structured_outputs", "structural_tag", "guided_whitespace_pattern"),

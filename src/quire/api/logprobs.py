@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quire.request import TokenLogprobs
+from quire.text.tokenizer import Tokenizer
 
 _FLOOR = -9999.0  # JSON has no -Infinity; OpenAI's servers use this number
-
-TokenBytes = Callable[[int], bytes]
 
 
 class TokenNames:
     """How tokens are written in an answer: their text, or ``token_id:N`` (vLLM's return_tokens_as_token_ids)."""
 
-    __slots__ = ("_as_ids", "_token_bytes")
+    __slots__ = ("_as_ids", "_special_ids", "_token_bytes")
 
-    def __init__(self, token_bytes: TokenBytes, *, as_ids: bool) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._special_ids = tokenizer.special_token_ids
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
@@ -37,6 +37,9 @@ class TokenNames:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
 
     def bytes_of(self, token_id: int) -> bytes:
         return self._token_bytes(token_id)
@@ -57,6 +60,22 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], names: TokenNames) -> dict[
     }
 
 
+def prompt_logprobs(
+    entries: Sequence[TokenLogprobs | None], num_top: int, names: TokenNames
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's form: per token of the prompt ``{id: {logprob, rank, decoded_token}}``, null for the first."""
+    return [None if entry is None else _ranked(entry, num_top, names) for entry in entries]
+
+
+def _ranked(lp: TokenLogprobs, num_top: int, names: TokenNames) -> dict[str, Any]:
+    best = zip(lp.top_token_ids[:num_top], lp.top_logprobs[:num_top], strict=True)
+    ranked = [(lp.token_id, lp.logprob, lp.rank)]
+    ranked += [(i, p, rank) for rank, (i, p) in enumerate(best, 1) if i != lp.token_id]
+    return {
+        str(i): {"logprob": _finite(p), "rank": rank, "decoded_token": names.text(i)} for i, p, rank in ranked
+    }
+
+
 class CompletionLogprobs:
     """The older format: parallel lists. Keeps the text offset of one choice from chunk to chunk."""
 
@@ -67,21 +86,37 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters of the answer before the next token
 
-    def render(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Return ``{tokens, token_logprobs, top_logprobs, text_offset}`` of the next tokens."""
-        tokens, token_logprobs, tops, offsets = [], [], [], []
+    def render(self, logprobs: Sequence[TokenLogprobs], into: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return ``{tokens, token_logprobs, top_logprobs, text_offset}`` of the next tokens, added to ``into``."""
+        lists = into or {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for lp in logprobs:
-            tokens.append(self._names.legacy_text(lp.token_id))
-            token_logprobs.append(_finite(lp.logprob))
-            tops.append(self._top(lp))
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._names.bytes_of(lp.token_id)))
-        return {
-            "tokens": tokens,
-            "token_logprobs": token_logprobs,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+            self._add(lists, lp.token_id, _finite(lp.logprob), self._top(lp))
+        return lists
+
+    def echo(
+        self, entries: Sequence[TokenLogprobs | None], prompt_token_ids: Sequence[int], num_top: int
+    ) -> dict[str, Any]:
+        """The same of a prompt that the answer begins with; its first token has no log-probability."""
+        lists = self.render(())
+        for token_id, lp in zip(prompt_token_ids, entries, strict=True):
+            if lp is None:
+                self._add(lists, token_id, None, None)
+            else:
+                lp = lp._replace(
+                    top_token_ids=lp.top_token_ids[:num_top], top_logprobs=lp.top_logprobs[:num_top]
+                )
+                self._add(lists, token_id, _finite(lp.logprob), self._top(lp))
+        return lists
+
+    def _add(
+        self, lists: dict[str, Any], token_id: int, logprob: float | None, top: dict[str, float] | None
+    ) -> None:
+        lists["tokens"].append(self._names.legacy_text(token_id))
+        lists["token_logprobs"].append(logprob)
+        lists["top_logprobs"].append(top)
+        lists["text_offset"].append(self._offset)
+        if not self._names.is_special(token_id):  # the text of a prompt does not show its BOS
+            self._offset += len(self._decoder.decode(self._names.bytes_of(token_id)))
 
     def _top(self, lp: TokenLogprobs) -> dict[str, float]:
         """The alternatives and the drawn token. Of two tokens with one text, the more likely is shown."""

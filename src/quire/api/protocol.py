@@ -83,6 +83,7 @@ class GenerationFields(Wire):
     return_token_ids: Boolean = False
     return_tokens_as_token_ids: Boolean = False
     truncate_prompt_tokens: Integer | None = None
+    prompt_logprobs: Integer | None = None
 
 
 class CompletionRequest(GenerationFields):

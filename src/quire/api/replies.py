@@ -13,11 +13,10 @@ from typing import Any
 import msgspec
 
 from quire.api.chat_choices import ChatChoices
-from quire.api.logprobs import CompletionLogprobs, TokenNames
+from quire.api.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from quire.api.protocol import StreamOptions
 from quire.api.refusals import Refusal
 from quire.engine.output import OutputChunk
-from quire.request import TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -91,10 +90,22 @@ class CompletionChoices:
 
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, names: TokenNames, *, with_logprobs: bool, with_ids: bool) -> None:
+    def __init__(
+        self,
+        names: TokenNames,
+        *,
+        num_logprobs: int | None,
+        with_ids: bool,
+        num_prompt_logprobs: int | None = None,
+        echo: bool = False,
+    ) -> None:
+        """``num_logprobs``: alternatives beside each token, of the answer and of an echoed prompt; None: none."""
         self._names = names
-        self._with_logprobs = with_logprobs
+        self._num_logprobs = num_logprobs
+        self._with_logprobs = num_logprobs is not None
         self._with_ids = with_ids
+        self._num_prompt_logprobs = num_prompt_logprobs
+        self._echo = echo
         self._renderers: dict[int, CompletionLogprobs] = {}
 
     def opening(self, index: int, echo: str) -> bytes | None:
@@ -105,7 +116,8 @@ class CompletionChoices:
 
     def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
         """The choice object of one chunk; None when there is nothing to say yet."""
-        if chunk.finish_reason is None and not self._with_logprobs and not self._with_ids:
+        plain = chunk.finish_reason is None and chunk.prompt_logprobs is None
+        if plain and not self._with_logprobs and not self._with_ids:
             if not chunk.text:
                 return None
             return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (
@@ -115,8 +127,9 @@ class CompletionChoices:
         value: dict[str, Any] = {
             "index": index,
             "text": chunk.text,
-            "logprobs": self._logprobs(index, chunk.logprobs),
+            "logprobs": self._logprobs(index, chunk),
             "finish_reason": chunk.finish_reason,
+            **self._scored(chunk),
         }
         if chunk.finish_reason is not None:
             value["stop_reason"] = chunk.stop_reason
@@ -129,9 +142,10 @@ class CompletionChoices:
         value: dict[str, Any] = {
             "index": index,
             "text": chunk.text,
-            "logprobs": self._logprobs(index, chunk.logprobs),
+            "logprobs": self._logprobs(index, chunk),
             "finish_reason": chunk.finish_reason,
             "stop_reason": chunk.stop_reason,
+            **self._scored(chunk),
         }
         if self._with_ids:
             value["token_ids"] = chunk.token_ids
@@ -142,13 +156,27 @@ class CompletionChoices:
         """Fields beside ``choices``: none, since each choice may have another prompt."""
         return {}
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
-        if not self._with_logprobs:
+    def scored(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        """More fields beside ``choices``: none; each choice has its prompt's log-probabilities."""
+        return {}
+
+    def _scored(self, chunk: OutputChunk) -> dict[str, Any]:
+        if chunk.prompt_logprobs is None or self._num_prompt_logprobs is None:
+            return {}
+        entries = prompt_logprobs(chunk.prompt_logprobs, self._num_prompt_logprobs, self._names)
+        return {"prompt_logprobs": entries}
+
+    def _logprobs(self, index: int, chunk: OutputChunk) -> dict[str, Any] | None:
+        if self._num_logprobs is None:
             return None
         renderer = self._renderers.get(index)
         if renderer is None:
             renderer = self._renderers[index] = CompletionLogprobs(self._names)
-        return renderer.render(logprobs or ())
+        echoed = None
+        if self._echo and chunk.prompt_logprobs is not None:
+            assert chunk.prompt_token_ids is not None
+            echoed = renderer.echo(chunk.prompt_logprobs, chunk.prompt_token_ids, self._num_logprobs)
+        return renderer.render(chunk.logprobs or (), echoed)
 
 
 Choices = ChatChoices | CompletionChoices
@@ -169,7 +197,7 @@ class ChoicesAnswer:
         choices = self._choices
         items = [choices.whole(i, chunk, prompts[i // self._n]) for i, chunk in enumerate(chunks)]
         values = {**self.head.to_json(choices.kind), "choices": items, "usage": usage.to_json()}
-        return _encode({**values, **choices.beside(prompts[0])})
+        return _encode({**values, **choices.beside(prompts[0]), **choices.scored(0, chunks[0])})
 
     def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
         beside = self._choices.beside(prompts[0])
@@ -185,11 +213,16 @@ class ChoicesAnswer:
 
     def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
         choice = self._choices.delta(index, chunk)
-        if choice is None:
+        beside = self._choices.scored(index, chunk) if chunk.prompt_logprobs is not None else {}
+        if choice is None and not beside:
             return b""
         if self._options.continuous_usage_stats:
-            return self._envelope.frame_with(choice, {"usage": usage.to_json()})
-        return self._envelope.frame(choice)
+            beside["usage"] = usage.to_json()
+        return (
+            self._envelope.frame_with(choice or b"", beside)
+            if beside
+            else self._envelope.frame(choice or b"")
+        )
 
     def closing(self, usage: Usage) -> bytes:
         if self._options.include_usage:

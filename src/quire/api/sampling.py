@@ -15,7 +15,7 @@ from quire.request import SamplingParams
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "bad_words",
-    "allowed_token_ids", "skip_special_tokens",
+    "allowed_token_ids", "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ class BlockTable:
         "num_published",
         "publishable",
         "reads",
+        "reads_prefix",
         "root",
         "rows",
         "sent_rows",
@@ -43,6 +44,7 @@ class BlockTable:
         ] = []  # hashes of the full blocks of the known tokens; they outlive a preemption
         self.last_step = -1  # the last step that this table took part in
         self._publishes = publishes
+        self.reads_prefix = True  # whether an admission may take blocks from the prefix tree
         self._empty(num_groups)
 
     def _empty(self, num_groups: int) -> None:

@@ -52,7 +52,7 @@ class CacheManager:
 
     def match(self, table: BlockTable, token_ids: Sequence[int], step: int = -1) -> Hit:
         """Find what the tree has of ``token_ids``, without taking it. ``step``: see `PrefixCache.find`."""
-        if not self.config.enable_prefix_caching:
+        if not (self.config.enable_prefix_caching and table.reads_prefix):
             return Hit([], 0, (0,) * self._num_groups, False)
         extend_chain(table.chain, table.root, token_ids, self.block_size)
         return self.prefix.find(table.chain, len(token_ids), step)

@@ -27,7 +27,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import SamplingParams, TokenEvent
+from quire.request import Pooling, SamplingParams, TokenEvent
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -92,8 +92,11 @@ class Frontend:
         cache_salt: str = "",
         tenant: str = "",
         continues: bool = False,
+        pooling: Pooling | None = None,
     ) -> RequestStream:
         """Start a request. A string is tokenized with what the model expects around a text (BOS).
+
+        ``pooling``: no answer is drawn; the one chunk carries what it asks of the prompt.
 
         ``continues``: the output goes on from the prompt's text (a completion), where an answer begins its own.
 
@@ -125,6 +128,7 @@ class Frontend:
             cache_salt=cache_salt,
             tenant=tenant,
             grammar=grammar,
+            pooling=pooling,
         )
         self._check_open()  # the tokenizer may have taken its time
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)

@@ -24,7 +24,7 @@ from quire.engine.llm_args import llm_args
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.prepare import SEED_BITS, prepare_request
 from quire.engine.progress import ProgressBar
-from quire.engine.results import RequestOutput, completion
+from quire.engine.results import RequestOutput, completion, prompt_tables
 from quire.errors import RequestError
 from quire.request import Request, SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -203,17 +203,21 @@ class LLM:
             parts[state.request.request_id][chunk.index].append(chunk)
             bar.add(requests=state.finished, tokens=len(chunk.token_ids))
         bar.close()
-        return [
-            RequestOutput(
-                request_id=request.request_id,
-                prompt=text,
-                prompt_token_ids=request.prompt_token_ids,
-                outputs=[completion(merge(c), self._tokenizer) for c in parts[request.request_id]],
-                seed=request.sampling.seed or 0,
-                num_cached_tokens=states[request.request_id].num_cached_tokens,
+        outputs = []
+        for request, text in zip(requests, texts, strict=True):
+            wholes = [merge(chunks) for chunks in parts[request.request_id]]
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    prompt=text,
+                    prompt_token_ids=request.prompt_token_ids,
+                    outputs=[completion(whole, self._tokenizer) for whole in wholes],
+                    seed=request.sampling.seed or 0,
+                    num_cached_tokens=states[request.request_id].num_cached_tokens,
+                    prompt_logprobs=prompt_tables(wholes[0], self._tokenizer),
+                )
             )
-            for request, text in zip(requests, texts, strict=True)
-        ]
+        return outputs
 
     def _chunks(
         self, waiting: deque[Request], *, continues: bool

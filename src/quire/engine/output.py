@@ -34,6 +34,10 @@ class OutputChunk:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of token_ids, when asked for
     finish_reason: FinishReason | None = None
+    # The prompt and the log-probabilities of its tokens (None for the first): with the first chunk, when asked for.
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    pooled: tuple[float, ...] | None = None  # of a `Pooling`: with its only chunk
     stop_reason: int | str | None = None  # the stop token id or the stop string; None for EOS
     error: str | None = None  # with FinishReason.ERROR
     error_kind: str | None = None  # "capacity", "never_fits", "step", "internal", "dead"
@@ -64,6 +68,9 @@ def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
         token_ids=tuple([i for chunk in chunks for i in chunk.token_ids]),
         logprobs=tuple([entry for entries in logprobs for entry in entries]) if logprobs else None,
         finish_reason=last.finish_reason,
+        prompt_token_ids=chunks[0].prompt_token_ids,
+        prompt_logprobs=chunks[0].prompt_logprobs,
+        pooled=last.pooled,
         stop_reason=last.stop_reason,
         error=last.error,
         error_kind=last.error_kind,
@@ -73,7 +80,7 @@ def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
 class _Sample:
     """One of the n sequences of a request on its way to text."""
 
-    __slots__ = ("detokenizer", "finished", "matcher", "num_tokens")
+    __slots__ = ("detokenizer", "finished", "matcher", "num_tokens", "started")
 
     def __init__(self, request: Request, tokenizer: Tokenizer, continues: bool) -> None:
         sampling = request.sampling
@@ -86,6 +93,7 @@ class _Sample:
                 sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
             )
         self.num_tokens = 0
+        self.started = False  # its first chunk is out
         self.finished = False
 
     @property
@@ -137,6 +145,7 @@ class RequestOutputState:
         self._samples = [_Sample(request, tokenizer, continues) for _ in range(request.sampling.n)]
         self._preemptions = [0] * request.sampling.n
         self._num_open = request.sampling.n
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
 
     @property
     def finished(self) -> bool:
@@ -154,6 +163,9 @@ class RequestOutputState:
     def feed(self, event: TokenEvent) -> OutputChunk | None:
         """Take one event; return what it adds, or None when there is nothing to show or the sample is over."""
         sample = self._samples[event.sample_index]
+        if event.prompt_logprobs is not None:
+            # What came before, from an earlier admission or another sample, is equal.
+            self._prompt_logprobs += event.prompt_logprobs[len(self._prompt_logprobs) - event.prompt_start :]
         if sample.finished:
             return None
         self._note(event)
@@ -225,12 +237,17 @@ class RequestOutputState:
         if reason is not None:
             sample.finished = True
             self._num_open -= 1
+        first, sample.started = not sample.started, True
+        wanted = first and self.request.sampling.prompt_logprobs is not None
         return OutputChunk(
             index=event.sample_index,
             text=text,
             token_ids=event.token_ids[:used],
             logprobs=None if event.logprobs is None else event.logprobs[:used],
             finish_reason=reason,
+            prompt_token_ids=self.request.prompt_token_ids if wanted else None,
+            prompt_logprobs=tuple(self._prompt_logprobs) if wanted else None,
+            pooled=event.pooled,
             stop_reason=stop_reason,
             error=event.error if reason is FinishReason.ERROR else None,
             error_kind=event.error_kind if reason is FinishReason.ERROR else None,

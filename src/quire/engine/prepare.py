@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from quire.engine.model_info import ModelInfo
 from quire.errors import RequestError
-from quire.request import Request, SamplingParams
+from quire.request import Pooling, Request, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 # 53 bits: a seed that is shown in JSON survives every client that reads numbers as doubles.
@@ -31,6 +31,7 @@ def prepare_request(
     cache_salt: str = "",
     tenant: str = "",
     grammar: str | None = None,
+    pooling: Pooling | None = None,
 ) -> Request:
     """Return the request as the core sees it. ``seed`` is used where ``sampling`` gives none.
 
@@ -53,7 +54,7 @@ def prepare_request(
     resolved = replace(
         sampling,
         seed=seed if sampling.seed is None else sampling.seed,
-        max_tokens=_max_tokens(len(ids), sampling, model.max_model_len),
+        max_tokens=_max_tokens(len(ids), sampling, model.max_model_len, prompt_only=pooling is not None),
         eos_token_ids=() if sampling.ignore_eos else model.eos_token_ids,
         bad_words_token_ids=bad_words_ids(sampling.bad_words, tokenizer),
         structured_outputs=None,
@@ -67,6 +68,7 @@ def prepare_request(
         cache_salt=cache_salt,
         tenant=tenant,
         grammar=grammar,
+        pooling=pooling,
     )
 
 
@@ -80,9 +82,11 @@ def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
-def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int) -> int:
+def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int, *, prompt_only: bool) -> int:
     room = limit - num_prompt_tokens
     asked = sampling.max_tokens
+    if (prompt_only or asked == 0) and room >= 0:
+        return asked or 0 if not prompt_only else 1
     if room < 1:
         raise RequestError(
             f"The prompt has {num_prompt_tokens} tokens and max_tokens is {'not set' if asked is None else asked}, but "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.engine.output import OutputChunk
@@ -43,6 +42,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]  # by index
     seed: int  # given or drawn: with it the same text comes again
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    # With `SamplingParams.prompt_logprobs`, per prompt token: as `CompletionOutput.logprobs`; None for the first.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
 
 
@@ -54,23 +55,27 @@ def completion(chunk: OutputChunk, tokenizer: Tokenizer) -> CompletionOutput:
         text=chunk.text,
         token_ids=chunk.token_ids,
         cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
-        logprobs=None if logprobs is None else _tables(logprobs, tokenizer),
+        logprobs=None if logprobs is None else [_table(entry, tokenizer) for entry in logprobs],
         finish_reason=chunk.finish_reason,
         stop_reason=chunk.stop_reason,
         error=chunk.error,
     )
 
 
-def _tables(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[int, Logprob]]:
+def prompt_tables(chunk: OutputChunk, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None] | None:
+    """Return `RequestOutput.prompt_logprobs`."""
+    if chunk.prompt_logprobs is None:
+        return None
+    return [None if entry is None else _table(entry, tokenizer) for entry in chunk.prompt_logprobs]
+
+
+def _table(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
     def text(token_id: int) -> str:
         return tokenizer.decode([token_id], skip_special_tokens=False, continues=True)
 
-    tables = []
-    for entry in logprobs:
-        table = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
-        for rank, (token_id, logprob) in enumerate(
-            zip(entry.top_token_ids, entry.top_logprobs, strict=True), start=1
-        ):
-            table.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
-        tables.append(table)
-    return tables
+    table = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+    for rank, (token_id, logprob) in enumerate(
+        zip(entry.top_token_ids, entry.top_logprobs, strict=True), start=1
+    ):
+        table.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
+    return table

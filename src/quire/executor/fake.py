@@ -16,6 +16,7 @@ from quire.config import CacheConfig
 from quire.errors import StepError
 from quire.executor.fake_pages import FakePages, WorkerSeq
 from quire.executor.fake_tokens import MASK, FakeModel
+from quire.request import TokenLogprobs
 from quire.step import SeqPlan, SeqResult, StepPlan, StepResult
 
 
@@ -164,16 +165,29 @@ class FakeExecutor:
         drift = self._pages.read(seq, start, end)
         if drift:
             self._note(clean, f"sequence {p.seq_id} sees wrong slots at rows {start}…{end}")
+        new_seq = seq.new_seq
+        scored = self._score(seq, start, end, drift) if new_seq.prompt_logprobs is not None else None
         if end < len(seq.token_ids):
-            return SeqResult(p.seq_id, p.epoch, ())
+            return SeqResult(p.seq_id, p.epoch, (), prompt_logprobs=scored)
         state = (seq.states[end - 1] + drift) & MASK
-        sampling = seq.new_seq.sampling
+        if new_seq.prompt_only:
+            pooled = None if new_seq.pooling is None else self._model.pooled(state, new_seq.pooling)
+            return SeqResult(p.seq_id, p.epoch, (), prompt_logprobs=scored, pooled=pooled)
+        sampling = new_seq.sampling
         token_id = self._model.token(state, sampling, seq.new_seq.sample_index, seq.num_output)
         seq.append(token_id)
         if sampling.logprobs is None:
-            return SeqResult(p.seq_id, p.epoch, (token_id,))
-        logprobs = (self._model.logprobs(state, sampling, token_id),)
-        return SeqResult(p.seq_id, p.epoch, (token_id,), logprobs=logprobs)
+            return SeqResult(p.seq_id, p.epoch, (token_id,), prompt_logprobs=scored)
+        logprobs = (self._model.logprobs(state, sampling.logprobs, token_id),)
+        return SeqResult(p.seq_id, p.epoch, (token_id,), logprobs=logprobs, prompt_logprobs=scored)
+
+    def _score(self, seq: WorkerSeq, start: int, end: int, drift: int) -> tuple[TokenLogprobs, ...]:
+        """Score the prompt tokens that the rows ``start`` … ``end`` − 1 predict."""
+        prompt, count = seq.new_seq.prompt_token_ids, seq.new_seq.prompt_logprobs or 0
+        return tuple(
+            self._model.logprobs((seq.states[row] + drift) & MASK, count, prompt[row + 1])
+            for row in range(start, min(end, len(prompt) - 1))
+        )
 
     def _lose(self, p: SeqPlan, why: str) -> SeqResult:
         self._seqs.pop(p.seq_id, None)

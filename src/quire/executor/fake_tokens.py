@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.request import SamplingParams, TokenLogprobs
+from quire.request import Pooling, SamplingParams, TokenLogprobs
 
 MASK = (1 << 64) - 1
 _SEED = 0x9E3779B97F4A7C15
@@ -37,9 +37,14 @@ class FakeModel:
                 token_id = (token_id + 1) % self.vocab_size
         return token_id
 
-    def logprobs(self, state: int, sampling: SamplingParams, token_id: int) -> TokenLogprobs:
-        """Return made-up log-probabilities that depend on the context and the token only."""
-        count = sampling.logprobs or 0
+    def pooled(self, state: int, pooling: Pooling) -> tuple[float, ...]:
+        """Return four made-up numbers of a prompt, or one for each of ``pooling.token_ids``."""
+        if pooling.kind == "logprobs":
+            return tuple(self.logprobs(state, 0, token_id).logprob for token_id in pooling.token_ids)
+        return tuple((mix(state, i) % 1000) / 500.0 - 1.0 for i in range(4))
+
+    def logprobs(self, state: int, count: int, token_id: int) -> TokenLogprobs:
+        """Return made-up log-probabilities that depend on the context and the token only; ``count`` alternatives."""
         top = tuple((mix(state, i) % self.vocab_size) for i in range(count))
         return TokenLogprobs(
             token_id,

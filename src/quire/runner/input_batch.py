@@ -59,6 +59,7 @@ class InputBatch:
         # np.zeros maps untouched memory: rows and columns that are never used cost nothing.
         self._token_ids = np.zeros((max_num_seqs, self._max_tokens), np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int64)
+        self._draws = np.zeros(max_num_seqs, np.bool_)  # whether the last known token's row samples
         self._tables = [np.zeros((max_num_seqs, self._max_blocks), np.int32) for _ in range(num_groups)]
         self._rows: dict[int, int] = {}
         self._epochs: dict[int, int] = {}
@@ -87,6 +88,7 @@ class InputBatch:
         ids[: len(new.prompt_token_ids)] = new.prompt_token_ids
         ids[len(new.prompt_token_ids) : known] = new.output_token_ids
         self._num_tokens[row] = known
+        self._draws[row] = not new.prompt_only
         for table in self._tables:
             table[row] = 0
 
@@ -152,7 +154,7 @@ class InputBatch:
         ):
             slot_blocks[:num_tokens] = table[token_rows, columns]
             block_table[:num_seqs, :width] = table[rows, :width]
-        sampling = np.flatnonzero(seq_lens == self._num_tokens[rows])
+        sampling = np.flatnonzero((seq_lens == self._num_tokens[rows]) & self._draws[rows])
         to.logits_indices[: sampling.size] = cu_seqlens_q[1:][sampling] - 1
         return PreparedStep(to, num_tokens, num_seqs, tuple(sampling.tolist()), longest)
 
@@ -191,5 +193,6 @@ class InputBatch:
         size = len(self._num_tokens)
         self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
         self._num_tokens = np.concatenate((self._num_tokens, np.zeros_like(self._num_tokens)))
+        self._draws = np.concatenate((self._draws, np.zeros_like(self._draws)))
         self._tables = [np.concatenate((table, np.zeros_like(table))) for table in self._tables]
         self._free = list(range(size, 2 * size))[::-1]

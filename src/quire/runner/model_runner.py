@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.config import EngineConfig
 from quire.kernels import registry
+from quire.kernels.sampling import token_logprobs
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.step_batch import StepBatch
 from quire.models.decoder import Decoder
 from quire.quant.stored import Weight
+from quire.request import TokenLogprobs
 from quire.runner.grammars import Grammars
 from quire.runner.input_batch import PreparedStep
 from quire.runner.memory import KvCache, torch_dtype
@@ -52,6 +57,7 @@ class ModelRunner:
             kernels,
         )
         self.sampler = Sampler(model.spec.vocab_size, kernels)
+        self._logprobs_backend = kernels.backend("token_logprobs")
         self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
         self.observe_logits: ObserveLogits | None = None
         self.tape: StepTape | None = None
@@ -78,6 +84,30 @@ class ModelRunner:
             logits = self.tape.run(step.num_tokens, len(seq_ids))
         else:
             logits = self._logits_of(step.batch)
+        return self._sample(step, seq_ids, logits)
+
+    @torch.inference_mode()
+    def run_with_rows(
+        self, step: PreparedStep, seq_ids: Sequence[int], rows: npt.NDArray[np.int64]
+    ) -> tuple[list[SeqSample], torch.Tensor]:
+        """As `run`; also return the hidden states of ``rows`` of the step, after the last norm: ``[rows, hidden]``.
+
+        Call by call, since a recorded step has no more than a row a sequence after its last layer.
+        """
+        self.decoder.cover(step.num_positions)
+        batch = step.batch
+        indices = torch.cat((batch.logits_indices, torch.from_numpy(rows)))
+        hidden = self.decoder.forward(replace(batch, logits_indices=indices), self.kv.views)
+        drawn = hidden[: len(seq_ids)]
+        samples = self._sample(step, seq_ids, self.decoder.logits(drawn)) if seq_ids else []
+        return samples, hidden[len(seq_ids) :]
+
+    @torch.inference_mode()
+    def logits_of_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden [rows, hidden_size]`` → fp32 ``[rows, vocab_size]``."""
+        return self.decoder.logits(hidden)
+
+    def _sample(self, step: PreparedStep, seq_ids: Sequence[int], logits: torch.Tensor) -> list[SeqSample]:
         if not seq_ids:
             return []
         if self.observe_logits is not None:
@@ -92,6 +122,12 @@ class ModelRunner:
             samples = [SeqSample(-1, error=errors[i]) if i in errors else s for i, s in enumerate(samples)]
         self.grammars.follow(seq_ids, samples)
         return samples
+
+    def score(
+        self, logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of ``token_ids`` in rows of raw ``logits``, as `kernels.sampling.token_logprobs`."""
+        return token_logprobs(logits, torch.tensor(token_ids), num_top, backend=self._logprobs_backend)
 
     def _logits_of(self, batch: StepBatch) -> torch.Tensor:
         """``[num_logits, vocab_size]`` fp32."""

@@ -14,6 +14,7 @@ from quire.errors import RequestError, StepError
 from quire.quant.stored import Weight
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner
+from quire.runner.prompt_rows import PromptOutput, PromptRows, rows_of
 from quire.sampling.sampler import SeqSample
 from quire.step import NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
@@ -33,6 +34,7 @@ class Worker:
             config.scheduler.max_num_batched_tokens,
         )
         self.runner.record(self._inputs.buffers)
+        self._prompts = PromptRows(self.runner.logits_of_rows, self.runner.score, self._vocab_size)
         self._refused: dict[int, str] = {}  # sequences that the sampler would not take, with the reason
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -48,8 +50,10 @@ class Worker:
         fine = plan.seqs
         if self._refused:
             fine = tuple(seq for seq in fine if seq.seq_id not in self._refused)
-        samples = self._compute(fine)
-        results = tuple(self._result(seq, samples.get(seq.seq_id)) for seq in plan.seqs)
+        samples, prompts = self._compute(fine)
+        results = tuple(
+            self._result(seq, samples.get(seq.seq_id), prompts.get(seq.seq_id)) for seq in plan.seqs
+        )
         return StepResult(
             plan.step, results, moves_done=len(plan.kv_moves), device_s=self._clock.now() - start_s
         )
@@ -59,6 +63,7 @@ class Worker:
             self._inputs.remove(seq_id)
             self.runner.sampler.remove(seq_id)
             self.runner.grammars.remove(seq_id)
+            self._prompts.remove(seq_id)
         self._refused.pop(seq_id, None)
 
     def _admit(self, plan: StepPlan) -> None:
@@ -82,25 +87,35 @@ class Worker:
         except RequestError as error:
             return str(error)
         self.runner.grammars.add(new)
+        self._prompts.add(new)
         return None
 
-    def _compute(self, plans: tuple[SeqPlan, ...]) -> dict[int, SeqSample]:
-        """Compute the rows of ``plans`` and return the samples by sequence."""
+    def _compute(self, plans: tuple[SeqPlan, ...]) -> tuple[dict[int, SeqSample], dict[int, PromptOutput]]:
+        """Compute the rows of ``plans``; return what was drawn, and what prompts gave, by sequence."""
         if not plans:
-            return {}
+            return {}, {}
         self.runner.kv.clear(self._inputs.update_tables(plans))
         prepared = self._inputs.prepare(plans)
         seq_ids = [plans[index].seq_id for index in prepared.sampling]
-        samples = self.runner.run(prepared, seq_ids)
-        return dict(zip(seq_ids, samples, strict=True))
+        spans = self._prompts.spans(plans) if self._prompts else []
+        if not spans:
+            return dict(zip(seq_ids, self.runner.run(prepared, seq_ids), strict=True)), {}
+        samples, hidden = self.runner.run_with_rows(prepared, seq_ids, rows_of(spans))
+        return dict(zip(seq_ids, samples, strict=True)), self._prompts.outputs(spans, hidden)
 
-    def _result(self, plan: SeqPlan, sample: SeqSample | None) -> SeqResult:
+    def _result(self, plan: SeqPlan, sample: SeqSample | None, prompt: PromptOutput | None) -> SeqResult:
         if plan.seq_id in self._refused:
             return SeqResult(plan.seq_id, plan.epoch, (), error=self._refused[plan.seq_id])
-        if sample is None:
-            return SeqResult(plan.seq_id, plan.epoch, ())
-        if sample.error is not None:
-            return SeqResult(plan.seq_id, plan.epoch, (), error=sample.error)
-        self._inputs.append(plan.seq_id, sample.token_id)
-        logprobs = None if sample.logprobs is None else (sample.logprobs,)
-        return SeqResult(plan.seq_id, plan.epoch, (sample.token_id,), logprobs=logprobs)
+        error = (sample.error if sample is not None else None) or (
+            prompt.error if prompt is not None else None
+        )
+        if error is not None:
+            return SeqResult(plan.seq_id, plan.epoch, (), error=error)
+        result = SeqResult(plan.seq_id, plan.epoch, ())
+        if sample is not None:
+            self._inputs.append(plan.seq_id, sample.token_id)
+            logprobs = None if sample.logprobs is None else (sample.logprobs,)
+            result = SeqResult(plan.seq_id, plan.epoch, (sample.token_id,), logprobs=logprobs)
+        if prompt is not None:
+            result = result._replace(prompt_logprobs=prompt.logprobs, pooled=prompt.pooled)
+        return result

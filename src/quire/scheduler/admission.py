@@ -70,7 +70,7 @@ def _refusal(state: SchedulerState, request: Request) -> tuple[str, str] | None:
     """Return (error_kind, text) where the request cannot be taken."""
     config = state.config
     num_prompt = len(request.prompt_token_ids)
-    if num_prompt >= config.max_model_len:
+    if num_prompt + (not request.prompt_only) > config.max_model_len:
         return "never_fits", (
             f"The prompt has {num_prompt} tokens; this model's context is {config.max_model_len} tokens for prompt and "
             "output together. Shorten the prompt."
@@ -99,8 +99,9 @@ def _too_large(state: SchedulerState, request: Request) -> str | None:
     longest = (
         config.max_model_len if max_tokens is None else min(num_prompt + max_tokens, config.max_model_len)
     )
-    chunk = 1 if config.enable_chunked_prefill else longest - 1
-    num_blocks = cache.windows.lifetime_blocks(longest - 1, chunk)
+    num_rows = num_prompt if request.prompt_only else longest - 1
+    chunk = 1 if config.enable_chunked_prefill else num_rows
+    num_blocks = cache.windows.lifetime_blocks(num_rows, chunk)
     if num_blocks <= cache.pool.num_blocks:
         return None
     return (

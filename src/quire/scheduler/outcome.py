@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
 
-from quire.request import FinishReason, TokenEvent
+from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import Entry, SchedulerState, StepRecord
 from quire.step import SeqResult, StepResult
@@ -52,10 +52,14 @@ def _apply_sequences(
         if seq.epoch != epoch:  # a zombie: it ended or was preempted while this step was in flight
             num_zombies += 1
             continue
-        _, _, token_ids, _, logprobs, _, _, _ = result
+        _, _, token_ids, _, logprobs, prompt_logprobs, _, _ = result
+        if prompt_logprobs:
+            events.append(_scored(seq, end, prompt_logprobs))
         if not token_ids:
             if end >= seq.table.due_at:
                 state.cache.settle(seq.table, seq.token_ids, end)
+            if seq.prompt_only and end == seq.row_limit:
+                events.append(_end_prompt(state, seq, result.pooled))
             continue
         assert len(token_ids) == 1, "drafts are not planned yet"
         token_id = token_ids[0]
@@ -80,6 +84,23 @@ def _apply_sequences(
     state.counters.num_generated_tokens += num_generated
 
 
+def _end_prompt(state: SchedulerState, seq: Sequence, pooled: tuple[float, ...] | None) -> TokenEvent:
+    """End a sequence whose prompt is all there is."""
+    if seq.group.request.pooling is None:
+        return state.end(seq, FinishReason.LENGTH)
+    assert pooled is not None, "the prompt's last row gives what is pooled"
+    return state.end(seq, FinishReason.STOP, pooled=pooled)
+
+
+def _scored(seq: Sequence, end: int, entries: tuple[TokenLogprobs, ...]) -> TokenEvent:
+    """Return the event of a chunk that ended at row ``end`` and scored the prompt's tokens on its way."""
+    group = seq.group
+    last = min(end, seq.num_prompt - 1)  # the last token of the prompt that is predicted by now
+    group.num_scored = max(group.num_scored, last)
+    start = last + 1 - len(entries)
+    return TokenEvent(seq.request_id, seq.sample_index, prompt_logprobs=entries, prompt_start=start)
+
+
 def _new_tail(seq: Sequence, now: float) -> tuple[object, ...]:
     """Return the fields of a `TokenEvent` that stay the same until the sequence is preempted or ends."""
     group = seq.group
@@ -94,6 +115,9 @@ def _new_tail(seq: Sequence, now: float) -> tuple[object, ...]:
         seq.num_preemptions,
         group.queued_s,
         seq.ttft_s,
+        None,
+        0,
+        None,
     )
     return seq.event_tail
 

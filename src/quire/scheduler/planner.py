@@ -156,6 +156,7 @@ class Planner:
         state = self._state
         target = seq.target
         whole = self._budget.must_be_whole(target)
+        seq.table.reads_prefix = seq.group.reads_prefix
         admitted = state.cache.admit(seq.table, seq.token_ids, target, self._budget.left, whole=whole)
         if admitted is None:
             return False
@@ -235,7 +236,7 @@ class Planner:
         if seq.registered:
             return
         seq.registered = True
-        request = seq.group.request
+        group, request = seq.group, seq.group.request
         self._new_seqs.append(
             NewSeq(
                 seq.seq_id,
@@ -245,6 +246,8 @@ class Planner:
                 seq.sampling,
                 seq.sample_index,
                 grammar=request.grammar,
+                prompt_logprobs=seq.sampling.prompt_logprobs if group.wants_prompt_logprobs else None,
+                pooling=request.pooling,
             )
         )
 

@@ -4,7 +4,8 @@
                  0                num_prompt      len(token_ids)  num_total        ≤ max_total
     planned      │ rows computed or in flight …… │ num_planned                    ≤ row_limit = max_total − 1
 
-Every sequence chases `num_total` with `num_planned`; the last token is never computed.
+Every sequence chases `num_total` with `num_planned`; the last token is never computed, except where the prompt is all
+there is (`prompt_only`: row_limit = max_total = num_prompt).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "num_total",
+        "prompt_only",
         "registered",
         "request_id",
         "row_limit",
@@ -74,6 +76,9 @@ class Sequence:
         max_tokens = sampling.max_tokens if sampling.max_tokens is not None else max_model_len
         self.max_total = min(self.num_prompt + max_tokens, max_model_len)
         self.row_limit = self.max_total - 1
+        self.prompt_only = request.prompt_only
+        if self.prompt_only:
+            self.max_total = self.row_limit = self.num_prompt
         self.min_total = self.num_prompt + sampling.min_tokens
         self.stop_ids = frozenset(sampling.eos_token_ids) | frozenset(sampling.stop_token_ids)
         self.state = SequenceState.WAITING
@@ -103,7 +108,7 @@ class Sequence:
 class RequestState:
     """What the n sequences of a request have in common."""
 
-    __slots__ = ("admitted", "num_cached_tokens", "queued_s", "request", "sequences")
+    __slots__ = ("admitted", "num_cached_tokens", "num_scored", "queued_s", "request", "sequences")
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -111,3 +116,18 @@ class RequestState:
         self.admitted = False
         self.num_cached_tokens = 0
         self.queued_s = 0.0
+        # Rows of the prompt whose log-probabilities were sent; those who have output have them all.
+        self.num_scored = len(request.prompt_token_ids) - 1 if any(request.output_token_ids) else 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are still missing."""
+        request = self.request
+        wanted = request.sampling.prompt_logprobs is not None
+        return wanted and self.num_scored < len(request.prompt_token_ids) - 1
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether cached blocks may stand in for rows of the prompt: not while every row's output is wanted."""
+        pooling = self.request.pooling
+        return not self.wants_prompt_logprobs and (pooling is None or not pooling.whole_prompt)

@@ -107,6 +107,7 @@ class SchedulerState:
         stop_token_id: int | None = None,
         error: str | None = None,
         error_kind: str | None = None,
+        pooled: tuple[float, ...] | None = None,
     ) -> TokenEvent:
         """End a sequence in whatever state it is, and return its terminal event."""
         group = seq.group
@@ -145,6 +146,7 @@ class SchedulerState:
             seq.num_preemptions,
             group.queued_s,
             seq.ttft_s or 0.0,
+            pooled=pooled,
         )
 
     def _promote(self, siblings: list[Sequence]) -> None:

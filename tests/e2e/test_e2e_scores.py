@@ -1,0 +1,82 @@
+"""Scores of prompts from a live server with Quill, through OpenAI's client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from tests.e2e.live import LiveServer
+
+from quire.errors import ModelLoadError
+from quire.models.quill import quill_path
+
+TEXT = "Once upon a time, there was a little girl who lived by the sea with her mother and a small grey cat."
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    try:
+        quill_path("quill")
+    except ModelLoadError as error:
+        pytest.skip(str(error))
+    log = tmp_path_factory.mktemp("scores") / "log"
+    # Chunks of eight rows: every prompt here comes in several.
+    command = ["-m", "quire.cli", "serve", "--port", "0", "--threads", "1", "--max-num-batched-tokens", "8"]
+    with LiveServer(command, log) as live:
+        yield live
+        assert live.metric("quire:kv_blocks_free") + live.metric("quire:kv_blocks_idle") == live.metric(
+            "quire:kv_blocks"
+        )
+        assert live.stop() == 0, live.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_echoed_logprobs_of_an_answer_are_those_it_was_given(client: openai.OpenAI) -> None:
+    """The answer's tokens sent back as a prompt have the same log-probabilities, to the last bit."""
+    asked: dict[str, Any] = {"model": "quill", "prompt": TEXT, "temperature": 0, "logprobs": 2}
+    answer = client.completions.create(
+        **asked, max_tokens=24, extra_body={"return_token_ids": True, "ignore_eos": True}
+    ).choices[0]
+    ids = answer.prompt_token_ids + answer.token_ids  # type: ignore[attr-defined]
+    given = answer.logprobs
+    assert given is not None
+    for stream in (False, True):
+        again: Any = client.completions.create(
+            **{**asked, "prompt": ids, "max_tokens": 0, "stream": stream}, echo=True
+        )
+        parts = [c.choices[0].logprobs for c in again] if stream else [again.choices[0].logprobs]
+        logprobs = [p for part in parts if part for p in part.token_logprobs]
+        assert len(logprobs) == len(ids)
+        assert logprobs[0] is None
+        assert logprobs[-24:] == given.token_logprobs
+        tops = [p for part in parts if part for p in part.top_logprobs]
+        assert tops[-24:] == given.top_logprobs
+    assert again is not None
+
+
+def test_prompt_logprobs(client: openai.OpenAI) -> None:
+    whole: Any = client.chat.completions.create(
+        model="quill",
+        messages=[{"role": "user", "content": TEXT}],
+        max_tokens=4,
+        extra_body={"prompt_logprobs": 3, "return_token_ids": True},
+    )
+    table = whole.prompt_logprobs
+    ids = whole.prompt_token_ids
+    assert table[0] is None
+    for token_id, entries in zip(ids[1:], table[1:], strict=True):
+        assert str(token_id) in entries
+        assert 3 <= len(entries) <= 4
+        ranked = sorted(entries.values(), key=lambda e: e["rank"])
+        assert [e["logprob"] for e in ranked] == sorted((e["logprob"] for e in ranked), reverse=True)
+    completion: Any = client.completions.create(
+        model="quill", prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": 3}
+    )
+    assert completion.choices[0].prompt_logprobs == table
