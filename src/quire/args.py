@@ -100,6 +100,13 @@ class ServerArgs:
     )
     tool_format: str = _flag("auto", "How the model writes tool calls and reasoning: a name of docs/tools.md; "
                              "auto reads it from the chat template.", group="Server", choices=TOOL_FORMATS)  # fmt: skip
+    admin_port: int | None = _flag(None, "Port of the admin surface, see docs/admin.md; 0 takes a free one [closed].",
+                                   group="Admin", low=0, high=65535)  # fmt: skip
+    admin_host: str = _flag("127.0.0.1", "Address of --admin-port; another than this machine's own needs --admin-key.",
+                            group="Admin")  # fmt: skip
+    admin_socket: str | None = _flag(None, "Path of a unix socket for the admin surface, instead of a port [closed].",
+                                     group="Admin")  # fmt: skip
+    admin_key: str | None = _flag(None, "Key for the admin surface, as a bearer token.", group="Admin")
     lenient: bool = _flag(False, "Accept unknown request fields and list them in a response header.",
                           group="Server")  # fmt: skip
     cors_origins: str | None = _flag(None, "Origins that browsers may call from, comma-separated; * for all.",

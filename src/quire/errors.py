@@ -46,7 +46,11 @@ class CapacityError(QuireError):
 
 
 class ConfigError(QuireError):
-    """A flag, a key of the configuration file, or a combination of them, is wrong."""
+    """A flag, a key of the configuration file, a live setting, or a combination of them, is wrong."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param  # the setting, where it is one
 
 
 class ModelLoadError(QuireError):

@@ -12,14 +12,20 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from quire.clock import VirtualClock
+from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.client import EngineInfo
+from quire.engine.core import EngineCore
+from quire.engine.inbox import Call, Reply
 from quire.engine.model_info import ModelInfo
 from quire.engine.output import RequestOutputState
 from quire.engine.prepare import prepare_request
 from quire.engine.stream import RequestStream
-from quire.errors import CapacityError, QuireError, RequestError
+from quire.errors import CapacityError, ConfigError, QuireError, RequestError
+from quire.executor.fake import FakeExecutor
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Pooling, SamplingParams, TokenEvent, TokenLogprobs
+from quire.scheduler.scheduler import Scheduler
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import grammar_source
 from quire.text.token_text import BYTE_OF_CHAR, token_text_of
@@ -86,6 +92,8 @@ class FakeFrontend:
         self.fail_at: int | None = None  # token number at which the engine fails the sequence
         self.raises: Exception | None = None
         self.gate: asyncio.Event | None = None
+        cache = CacheConfig(16)
+        self._core = EngineCore(Scheduler(SchedulerConfig(), cache), FakeExecutor(cache), VirtualClock())
         self._script = script
         self._step_s = step_s
         self._tasks: set[asyncio.Task[None]] = set()
@@ -149,6 +157,23 @@ class FakeFrontend:
     @property
     def num_requests(self) -> int:
         return sum(not s.stream.finished for s in self.submitted)
+
+    async def call(self, make: Callable[[str], Call]) -> Reply:
+        """The core's answers, from a scheduler with nothing in it."""
+        self._core.put(make("call"))
+        self._core.step()
+        (reply,) = self._core.replies
+        self._core.replies = []
+        if reply.error is not None:
+            raise ConfigError(reply.error, param=reply.param)
+        return reply
+
+    def stop_admitting(self) -> None:
+        self.state = "draining"
+
+    def admit_again(self) -> bool:
+        self.state = "ready"
+        return True
 
     async def drain(self, grace_s: float) -> None:
         self.state = "draining"

@@ -18,7 +18,8 @@ import pytest
 from tests.api.fake_frontend import ANSWER, FailingFrontend
 
 from quire.api.app import create_app
-from quire.api.server import bind, run, url_of
+from quire.api.listen import bind, url_of
+from quire.api.server import run
 from quire.api.settings import ApiSettings
 from quire.errors import ConfigError
 

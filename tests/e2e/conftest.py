@@ -27,7 +27,8 @@ def server(
         command = ["-m", "tests.e2e.serve_fake_engine", model, str(template), str(FAKE_STEP_MS)]
     else:
         command = ["-m", "quire.cli", "serve", model, "--port", "0", "--chat-template", str(template),
-                   "--served-model-name", "tiny", "--num-kv-blocks", "512", "--threads", "1"]  # fmt: skip
+                   "--served-model-name", "tiny", "--num-kv-blocks", "512", "--threads", "1",
+                   "--admin-port", "0"]  # fmt: skip
     with LiveServer(command, folder / "log") as live:
         yield live
         assert live.stop() == 0, live.log.read_text()

@@ -15,6 +15,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90
+_ADMIN = re.compile(r"^admin +on (\S+)$", re.MULTILINE)
 _READY = re.compile(r"server ready url=(\S+)")
 
 
@@ -58,6 +59,13 @@ class LiveServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         return self.process.wait(10)
+
+    @property
+    def admin_url(self) -> str:
+        """Of the admin surface, where there is one."""
+        found = _ADMIN.search(self.log.read_text(errors="replace"))
+        assert found, "the server has no admin surface"
+        return found[1]
 
     def metric(self, name: str) -> float:
         """The value of an unlabelled metric of /metrics (beside the model's own labels)."""

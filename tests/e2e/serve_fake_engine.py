@@ -10,7 +10,8 @@ import sys
 from quire.api.app import create_app
 from quire.api.server import run
 from quire.api.settings import ApiSettings
-from quire.args import EngineArgs
+from quire.args import EngineArgs, ServerArgs
+from quire.cli.serve import admin_listener
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, load_text
@@ -26,7 +27,8 @@ def main(model: str, template: str, step_ms: str) -> int:
     client = ProcessClient(config, executor=f"fake@{step_ms}")
     text = load_text(args, config, checkpoint, names=("tiny",), chat_template=template)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
-    return run(create_app(frontend, ApiSettings()), port=0)
+    app = create_app(frontend, ApiSettings())
+    return run(app, port=0, admin=admin_listener(app, ServerArgs(admin_port=0)))
 
 
 if __name__ == "__main__":

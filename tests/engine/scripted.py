@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable
 
 from quire.engine.client import EngineInfo
-from quire.engine.inbox import AddRequest, Message
+from quire.engine.inbox import AddRequest, Message, Reply
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent
@@ -55,6 +55,9 @@ class ScriptedClient:
         if self._die_after is not None:
             self._die_after -= 1
         return self._step()
+
+    def replies(self) -> list[Reply]:
+        return []
 
     def stats(self) -> EngineStats:
         return EngineStats()

@@ -15,13 +15,14 @@ import pytest
 from tests.engine.toy import VOCAB, engine_config
 
 from quire.clock import WallClock
-from quire.engine.inbox import AbortRequest, AddRequest, FinishSample
+from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.engine.wire import Boot, Events, decode, encode
 from quire.errors import EngineDeadError, ModelLoadError
 from quire.executor.fake_tokens import FakeModel, fake_tokens
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from quire.scheduler.policy import PolicyChange
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,7 +118,9 @@ def test_wire_keeps_every_field() -> None:
     asked = Request("r", (1, 2), sampling, 1.5, output_token_ids=((1,), ()), finished_samples=(1,))
     entry = TokenLogprobs(5, -0.25, 1, (5, 6), (-0.25, -2.0))
     event = TokenEvent("r", 1, (5,), (entry,), FinishReason.STOP, 5, num_cached_tokens=3, ttft_s=0.5)
-    for value in (AddRequest(asked), Events([event]), Boot(engine_config(), "info")):
+    reply = Reply("7", {"order": "fcfs", "max_queue": 3}, {"order": "slo"}, "no", "order")
+    change = ChangePolicy("7", PolicyChange(gate="static", dynamic_max_wait_s=0.5))
+    for value in (AddRequest(asked), Events([event], [reply]), Boot(engine_config(), "info"), change):
         assert decode(encode(value)) == value
 
 

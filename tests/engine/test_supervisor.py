@@ -9,7 +9,7 @@ from tests.engine.scripted import ScriptedClient, clients, token_of
 
 from quire.clock import VirtualClock
 from quire.engine.in_flight import InFlight
-from quire.engine.inbox import AbortRequest, AddRequest, FinishSample
+from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
@@ -175,3 +175,10 @@ def test_live_settings_survive_a_restart() -> None:
     book.sent(PolicyChange(max_queue=5, order="priority"))
     book.sent(PolicyChange(max_queue=7))
     assert book.readmissions() == [PolicyChange(max_queue=7), PolicyChange(order="priority")]
+    before = {"max_queue": 7, "order": "priority", "max_num_seqs": 4}
+    book.sent(
+        ChangePolicy("0", PolicyChange(max_num_seqs=2, max_queue=9))
+    )  # not known yet whether it is taken
+    assert len(book.readmissions()) == 2
+    book.answered([Reply("0", {**before, "max_num_seqs": 2}, before), Reply("1", before, error="no")])
+    assert book.readmissions()[2:] == [PolicyChange(max_num_seqs=2)]

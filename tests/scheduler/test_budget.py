@@ -75,8 +75,13 @@ def test_a_wrong_setting_changes_nothing() -> None:
     for change in (
         PolicyChange(max_num_seqs=0, max_queue=7),
         PolicyChange(order="random"),  # type: ignore[arg-type]
+        PolicyChange(gate="open"),  # type: ignore[arg-type]
+        PolicyChange(max_num_seqs=before.max_num_seqs + 1),
+        PolicyChange(max_num_batched_tokens=before.max_num_batched_tokens + 1),
         PolicyChange(dynamic_max_wait_s=-1.0),
     ):
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError) as caught:
             scheduler.change_policy(change)
+        param = str(caught.value.param)
+        assert f"{param} = {getattr(change, param)!r} is not allowed: it must be" in str(caught.value)
     assert scheduler.config == before

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from tests.sim.scenario import RequestMaker, Scenario, expected_output
 
 from quire.clock import VirtualClock
-from quire.config import ORDERS
+from quire.config import GATES, ORDERS
 from quire.engine.core import EngineCore
-from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, Shutdown
+from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, ResetPrefixCache, Shutdown
 from quire.executor.fake import FakeExecutor
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.policy import PolicyChange
@@ -134,13 +134,20 @@ class Driver:
                 sample.aborted = True
             self.core.put(AbortRequest(request_id))
         if self.rng.random() < self.scenario.policy_rate:
+            start = self.scenario.scheduler
             change = PolicyChange(
-                max_num_seqs=self.rng.choice((None, 1, 4, 20)),
-                max_num_batched_tokens=self.rng.choice((None, 2, 40)),
+                max_num_seqs=self.rng.choice((None, 1, min(4, start.max_num_seqs), start.max_num_seqs)),
+                max_num_batched_tokens=self.rng.choice(
+                    (None, min(2, start.max_num_batched_tokens), start.max_num_batched_tokens)
+                ),
+                gate=self.rng.choice((None, None, *GATES)),
                 order=self.rng.choice((None, *ORDERS)),
             )
             self.seen["policy changes"] += 1
             self.core.put(change)
+        if self.rng.random() < self.scenario.policy_rate:
+            self.seen["cache resets in flight"] += self.core.num_out > 0
+            self.core.put(ResetPrefixCache("reset"))
 
     def _take(self, events: list[TokenEvent]) -> None:
         """What the frontend does with events."""

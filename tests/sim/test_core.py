@@ -9,10 +9,19 @@ from tests.scheduler.harness import Engine, make_scheduler, oracle, request
 from tests.sim.driver import Driver
 from tests.sim.scenario import make_scenario
 
-from quire.engine.inbox import AbortRequest, AddRequest, Drain, FinishSample, Shutdown
+from quire.engine.inbox import (
+    AbortRequest,
+    AddRequest,
+    ChangePolicy,
+    Drain,
+    FinishSample,
+    Reply,
+    ResetPrefixCache,
+    Shutdown,
+)
 from quire.executor.fake import FakeFaults
 from quire.request import FinishReason
-from quire.scheduler.policy import PolicyChange
+from quire.scheduler.policy import PolicyChange, settings
 from quire.step import StepPlan
 
 
@@ -92,6 +101,44 @@ def test_a_wrong_policy_is_told_and_changes_nothing() -> None:
     assert engine.scheduler.config.max_num_seqs == 3
     assert len(engine.core.rejected) == 1
     assert "max_num_seqs = -1" in engine.core.rejected[0]
+
+
+def test_a_call_is_answered_with_what_was_and_what_is() -> None:
+    engine = Engine(make_scheduler())
+    before = settings(engine.scheduler.config)
+    engine.core.put(ChangePolicy("0", PolicyChange()))
+    engine.core.put(ChangePolicy("1", PolicyChange(max_num_seqs=3, gate="static")))
+    engine.core.put(ChangePolicy("2", PolicyChange(order="priority", max_num_seqs=0)))
+    assert engine.core.has_work
+    engine.step()
+    read, changed, refused = engine.core.replies
+    assert read == Reply("0", before, before)
+    assert changed == Reply("1", {**before, "max_num_seqs": 3, "gate": "static"}, before)
+    assert refused.values == changed.values == settings(engine.scheduler.config)
+    assert refused.param == "max_num_seqs"
+    assert "max_num_seqs = 0 is not allowed" in (refused.error or "")
+
+
+def test_a_reset_of_the_prefix_cache_leaves_what_runs_alone() -> None:
+    engine = Engine(make_scheduler())
+    prompt = tuple(range(1, 41))
+    engine.put([request("a", prompt, max_tokens=30)])
+    engine.run()
+    engine.put([request("b", prompt, max_tokens=30)])
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.stats().num_cached_tokens > 0
+    engine.core.put(ResetPrefixCache("reset"))
+    engine.step()
+    (reply,) = engine.core.replies
+    assert reply.values["num_freed_blocks"] > 0
+    assert engine.scheduler.stats().num_cached_blocks == 0
+    engine.run()
+    assert engine.tokens("b") == engine.tokens("a")
+    cached = engine.scheduler.stats().num_cached_tokens
+    engine.put([request("c", prompt, max_tokens=30)])
+    engine.run()
+    assert engine.scheduler.stats().num_cached_tokens == cached, "nothing was left of the prefix"
 
 
 def test_put_is_safe_from_other_threads() -> None:

@@ -8,30 +8,24 @@ from collections.abc import Callable
 from random import Random
 
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.api.anthropic_messages import count_tokens, messages_job
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
-from quire.api.edge import Edge, request_id_of
+from quire.api.edge import Edge
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
 from quire.api.health import Models, Probes
-from quire.api.refusals import Refusal, refusal_of
 from quire.api.response_store import ResponseStore
 from quire.api.responses import StoredResponses, responses_job
+from quire.api.routing_errors import add_error_handlers
+from quire.api.running import RunningRequests
 from quire.api.settings import ApiSettings
 from quire.api.state import ApiState
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
-from quire.errors import QuireError
-from quire.metrics.log import Log
 from quire.metrics.prometheus import ServerMetrics
-
-log = Log("api")
 
 
 def create_app(
@@ -53,6 +47,7 @@ def create_app(
         new_id=lambda: f"{rng.getrandbits(128):032x}",
         started_unix=int(unix_time()),
         responses=ResponseStore(settings.response_store_bytes),
+        running=RunningRequests(),
     )
     app = FastAPI(
         title="Quire",
@@ -74,9 +69,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-quire-ignored-fields", "retry-after"],
         )
-    app.add_exception_handler(HTTPException, _http_exception)
-    app.add_exception_handler(QuireError, _quire_error)
-    app.add_exception_handler(Exception, _crash)
+    add_error_handlers(app)
     return app
 
 
@@ -113,36 +106,3 @@ def _routes(state: ApiState) -> list[Route]:
     routes.append(Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]))
     routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
     return routes
-
-
-async def _http_exception(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router."""
-    assert isinstance(error, HTTPException)
-    path, method = request.url.path, request.method
-    state: ApiState = request.app.state.quire
-    if error.status_code == 404:
-        served = ", ".join(sorted({r.path for r in request.app.router.routes}))
-        refusal = Refusal(404, f"There is no {path} here. Paths: {served}.", code="unknown_path")
-    elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        refusal = Refusal(
-            405, f"{method} is not allowed on {path}; allowed: {allowed}.", code="method_not_allowed"
-        )
-    else:
-        refusal = Refusal(error.status_code, str(error.detail))
-    state.metrics.response("other", refusal.status)
-    return _response(request, refusal, dict(error.headers or {}))
-
-
-async def _quire_error(request: Request, error: Exception) -> Response:
-    return _response(request, refusal_of(error), {})
-
-
-async def _crash(request: Request, error: Exception) -> Response:
-    log.error("request_crashed", request_id=request_id_of(request.scope), error=repr(error))
-    return _response(request, refusal_of(error), {})
-
-
-def _response(request: Request, refusal: Refusal, headers: dict[str, str]) -> Response:
-    headers.update({key.decode(): value.decode() for key, value in refusal.headers})
-    return Response(refusal.body(request.url.path), refusal.status, headers, "application/json")

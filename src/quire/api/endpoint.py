@@ -88,7 +88,24 @@ class GenerateEndpoint(PostEndpoint):
         ignored = self._ignored()
         job = await self._prepare(self._state, body, ignored)
         adopt_request_id(scope, job.client_request_id)
-        generation = Generation(self._state, job, arrival_s)
+        generation = Generation(self._state, job, arrival_s, request_id_of(scope))
+        ids = frozenset((job.answer.head.id, request_id_of(scope)))
+        with self._state.running.entered(ids, generation):
+            await self._answer(generation, ignored, receive, send)
+        if log.debugging:
+            log.debug(
+                "request_done",
+                request_id=request_id_of(scope),
+                id=job.answer.head.id,
+                prompt_tokens=generation.usage.prompt_tokens,
+                cached_tokens=generation.usage.cached_tokens,
+                output_tokens=generation.usage.completion_tokens,
+                seconds=self._state.now() - arrival_s,
+            )
+
+    async def _answer(
+        self, generation: Generation, ignored: list[str] | None, receive: Receive, send: Send
+    ) -> None:
         watcher: asyncio.Task[None] | None = None
         try:
             await generation.submit()
@@ -103,16 +120,6 @@ class GenerateEndpoint(PostEndpoint):
             await generation.close()
         if generation.disconnected:
             raise Disconnected
-        if log.debugging:
-            log.debug(
-                "request_done",
-                request_id=request_id_of(scope),
-                id=job.answer.head.id,
-                prompt_tokens=generation.usage.prompt_tokens,
-                cached_tokens=generation.usage.cached_tokens,
-                output_tokens=generation.usage.completion_tokens,
-                seconds=self._state.now() - arrival_s,
-            )
 
 
 def ignored_header(ignored: list[str] | None) -> list[tuple[bytes, bytes]]:

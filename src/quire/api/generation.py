@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.types import Send
 
@@ -73,8 +73,9 @@ class Job:
 class Generation:
     """Runs a `Job`. The choice index of sample s of prompt p is ``p * n + s``, as in OpenAI's API."""
 
-    def __init__(self, state: ApiState, job: Job, arrival_s: float) -> None:
+    def __init__(self, state: ApiState, job: Job, arrival_s: float, request_id: str) -> None:
         self._state = state
+        self.request_id = request_id  # under which the client and the log know it
         self._job = job
         self._arrival_s = arrival_s
         self._streams: list[RequestStream] = []
@@ -83,6 +84,7 @@ class Generation:
         self.usage = Usage()
         self._ended = False  # the last bytes are on their way
         self.disconnected = False
+        self._cancelled = False  # by an operator
 
     async def submit(self) -> None:
         """Start all prompts, or none."""
@@ -111,6 +113,7 @@ class Generation:
                     )
                 )
                 self.usage.prompt_tokens += len(stream.prompt_token_ids)
+            self._check_cancelled()
         except BaseException:
             await self.close()
             raise
@@ -161,6 +164,32 @@ class Generation:
         self._state.metrics.counters["quire:http_disconnects"] += 1
         for stream in self._streams:
             await stream.abort()
+
+    async def cancel(self) -> None:
+        """An operator ends the request; its client gets an error."""
+        self._cancelled = True
+        for stream in self._streams:
+            await stream.abort()
+
+    def describe(self, now_s: float) -> dict[str, Any]:
+        """The line of ``GET /requests``."""
+        return {
+            "id": self._job.answer.head.id,
+            "request_id": self.request_id,
+            "model": self._job.answer.head.model,
+            "seconds": round(now_s - self._arrival_s, 3),
+            "num_choices": len(self._job.prompts) * self._job.sampling.n,
+            "prompt_tokens": self.usage.prompt_tokens,
+            "completion_tokens": self.usage.completion_tokens,
+            "stream": self._job.answer.streamed,
+            "priority": self._job.priority,
+            "tenant": self._job.tenant,
+        }
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled:
+            # Clients try a 409, 429 or 5xx again by themselves; this one was ended on purpose.
+            raise HttpError(Refusal(499, "The request was cancelled by an operator.", code="cancelled"))
 
     async def _answer_whole(self, send: Send, headers: Headers) -> None:
         job = self._job
@@ -243,6 +272,8 @@ class Generation:
         retry_after_s = self._state.settings.retry_after_s
         if chunk.finish_reason is FinishReason.ERROR:
             raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=retry_after_s))
+        if chunk.finish_reason is FinishReason.ABORT:
+            self._check_cancelled()
         if chunk.finish_reason is FinishReason.ABORT and not self.disconnected:
             raise HttpError(
                 Refusal(503, "The request was aborted: the server is shutting down.", code="aborted")

@@ -8,18 +8,22 @@ a second signal → exit at once
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
 from types import FrameType
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from quire.api.admin_server import AdminListener, admin_server
+from quire.api.listen import bind, url_of
 from quire.api.state import ApiState
 from quire.engine.client import EngineInfo
 from quire.engine.frontend import Frontend
-from quire.errors import ConfigError, QuireError
+from quire.errors import QuireError
 from quire.metrics.log import Log
 
 BACKLOG = 2048
@@ -30,37 +34,6 @@ log = Log("server")
 ReadyHook = Callable[[str, EngineInfo], None]  # (base URL, what the engine says of itself)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a bound TCP socket; port 0 takes a free one.
-
-    Raises:
-        ConfigError: the address cannot be had, with what to change.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise ConfigError(f"--host {host} cannot be used: {error}. Try 127.0.0.1 or 0.0.0.0.") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port (0 takes a free one)."
-        ) from error
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    """Return ``http://host:port`` as a client on this machine would type it."""
-    host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}"
-
-
 def run(
     app: FastAPI,
     host: str = "127.0.0.1",
@@ -69,19 +42,24 @@ def run(
     drain_timeout_s: float = 30.0,
     on_ready: ReadyHook | None = None,
     sock: socket.socket | None = None,
+    admin: AdminListener | None = None,
 ) -> int:
     """Serve ``app`` until a signal; return the exit status: 0 after a drain, 1 when the engine could not start.
 
     ``sock`` is an already bound socket, instead of ``host`` and ``port``. The frontend is started and closed here, in
-    the loop that serves.
+    the loop that serves. ``admin`` is served beside it, from before the engine is ready until after the drain.
     """
     sock = sock if sock is not None else bind(host, port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(app, sock, drain_timeout_s, on_ready))
+        return runner.run(_serve(app, sock, drain_timeout_s, on_ready, admin))
 
 
 async def _serve(
-    app: FastAPI, sock: socket.socket, drain_timeout_s: float, on_ready: ReadyHook | None
+    app: FastAPI,
+    sock: socket.socket,
+    drain_timeout_s: float,
+    on_ready: ReadyHook | None,
+    admin: AdminListener | None,
 ) -> int:
     state: ApiState = app.state.quire
     frontend = state.frontend
@@ -100,7 +78,8 @@ async def _serve(
     server = DrainingServer(config, frontend, drain_timeout_s)
     starting = asyncio.create_task(_start(server, frontend, url_of(sock), on_ready))
     try:
-        await server.serve([sock])
+        async with _beside(admin):
+            await server.serve([sock])
         if not starting.done():
             starting.cancel()
             return 0
@@ -109,6 +88,24 @@ async def _serve(
         return 0
     finally:
         await frontend.close()
+
+
+@asynccontextmanager
+async def _beside(admin: AdminListener | None) -> AsyncGenerator[None, None]:
+    """Serve the admin surface while the block runs."""
+    if admin is None:
+        yield
+        return
+    server = admin_server(admin)
+    serving = asyncio.create_task(server.serve([admin.sock]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+        if admin.path is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(admin.path)
 
 
 async def _start(server: DrainingServer, frontend: Frontend, url: str, on_ready: ReadyHook | None) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.api.response_store import ResponseStore
+from quire.api.running import RunningRequests
 from quire.api.settings import ApiSettings
 from quire.engine.frontend import Frontend
 from quire.engine.model_info import ModelInfo
@@ -26,6 +27,7 @@ class ApiState:
     new_id: Callable[[], str]  # 32 hexadecimal digits, never twice the same
     started_unix: int
     responses: ResponseStore
+    running: RunningRequests
 
     def output_format(self, has_tools: bool) -> OutputFormat:
         """Return how the model writes reasoning and calls: --tool-format, or what its chat template shows."""

@@ -39,7 +39,8 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 
     # The child loads the model from here on; this process reads the tokenizer and imports the web server.
     from quire.api.app import create_app
-    from quire.api.server import bind, run
+    from quire.api.listen import bind
+    from quire.api.server import run
     from quire.api.settings import ApiSettings, fingerprint
     from quire.clock import WallClock
     from quire.engine.client import EngineInfo
@@ -78,7 +79,25 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     note = slow_kernels(config.device, config.runner.cpu_isa)
     sock = bind(server_args.host, server_args.port)
     app = create_app(frontend, api)
-    return run(app, sock=sock, drain_timeout_s=server_args.drain_timeout_s, on_ready=announce)
+    admin = admin_listener(app, server_args)
+    return run(app, sock=sock, drain_timeout_s=server_args.drain_timeout_s, on_ready=announce, admin=admin)
+
+
+def admin_listener(app: Any, args: ServerArgs) -> Any:
+    """Bind the admin surface where it is asked for."""
+    from quire.api.admin import create_admin_app
+    from quire.api.admin_server import AdminListener, bind_admin
+    from quire.api.listen import url_of
+
+    key = args.admin_key
+    bound = bind_admin(
+        host=args.admin_host, port=args.admin_port, path=args.admin_socket, has_key=key is not None
+    )
+    if bound is None:
+        return None
+    sock, path = bound
+    print(f"admin    on {path or url_of(sock)}", file=sys.stderr, flush=True)
+    return AdminListener(create_admin_app(app, keys=(key,) if key else ()), sock, path)
 
 
 def _list(text: str | None) -> tuple[str, ...]:

@@ -79,8 +79,9 @@ def serve(core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes],
         for message in _drain(inbox):
             core.put(message)
         events = core.step()
-        if events:
-            outbox.send_multipart(encode(Events(events)))
+        if events or core.replies:
+            outbox.send_multipart(encode(Events(events, core.replies)))
+            core.replies.clear()
         while core.rejected:
             log.error("policy_change_rejected", error=core.rejected.pop(0))
         now_s = clock.now()

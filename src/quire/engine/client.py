@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from quire.engine.inbox import Message
+from quire.engine.inbox import Message, Reply
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
 
@@ -54,6 +54,10 @@ class EngineClient(Protocol):
         Raises:
             EngineDeadError: the engine is gone; every later call raises it too.
         """
+        ...
+
+    def replies(self) -> list[Reply]:
+        """Return the answers to calls that came with the last `receive` (which wakes for them). Does not block."""
         ...
 
     def stats(self) -> EngineStats:

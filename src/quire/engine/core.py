@@ -10,13 +10,23 @@ from __future__ import annotations
 from collections import deque
 
 from quire.clock import Clock
-from quire.engine.inbox import AbortRequest, AddRequest, Drain, FinishSample, Message, Shutdown
+from quire.engine.inbox import (
+    AbortRequest,
+    AddRequest,
+    ChangePolicy,
+    Drain,
+    FinishSample,
+    Message,
+    Reply,
+    ResetPrefixCache,
+    Shutdown,
+)
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
 from quire.scheduler.admission import refused
-from quire.scheduler.policy import PolicyChange
+from quire.scheduler.policy import PolicyChange, settings
 from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan, StepResult
 
@@ -29,6 +39,7 @@ class EngineCore:
         self.executor = executor
         self.clock = clock
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
+        self.replies: list[Reply] = []  # to calls, for whoever steps to take out
         self._inbox: deque[Message] = deque()  # append and popleft are atomic
         self._out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
         self._draining = False
@@ -105,7 +116,19 @@ class EngineCore:
                     self.scheduler.change_policy(message)
                 except ConfigError as error:
                     self.rejected.append(str(error))
+            case ChangePolicy(call_id, change):
+                self.replies.append(self._change_policy(call_id, change))
+            case ResetPrefixCache(call_id):
+                self.replies.append(Reply(call_id, {"num_freed_blocks": self.scheduler.reset_prefix_cache()}))
         return []
+
+    def _change_policy(self, call_id: str, change: PolicyChange) -> Reply:
+        before = settings(self.scheduler.config)
+        try:
+            self.scheduler.change_policy(change)
+        except ConfigError as error:
+            return Reply(call_id, before, error=str(error), param=error.param)
+        return Reply(call_id, settings(self.scheduler.config), before)
 
     def _submit(self) -> None:
         """Submit while fewer than ``max_in_flight`` are out and there is work.

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from quire.clock import Clock
+from quire.engine.calls import Calls
 from quire.engine.client import EngineClient, EngineInfo
 from quire.engine.grammar_check import GrammarChecker
-from quire.engine.inbox import AbortRequest, AddRequest
+from quire.engine.inbox import AbortRequest, AddRequest, Call, Reply
 from quire.engine.model_info import ModelInfo
 from quire.engine.output import RequestOutputState
 from quire.engine.prepare import SEED_BITS, prepare_request
@@ -61,6 +62,8 @@ class Frontend:
         self._draw_seed = draw_seed
         self._grammars = GrammarChecker(tokenizer, model.vocab_size, model.eos_token_ids)
         self._open: dict[str, RequestStream] = {}
+        self._calls = Calls(client.send)
+        self._closing = False  # drained for good: the process is about to end
         self._num_submitted = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -77,7 +80,12 @@ class Frontend:
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         self._pump = EventPump(
-            self._client, loop, on_ready=self._on_ready, on_events=self._dispatch, on_death=self._die
+            self._client,
+            loop,
+            on_ready=self._on_ready,
+            on_events=self._dispatch,
+            on_replies=self._calls.answered,
+            on_death=self._die,
         )
         self._pump.start()
         return await self._ready
@@ -188,13 +196,35 @@ class Frontend:
         """Requests in flight, waiting ones included."""
         return len(self._open)
 
+    async def call(self, make: Callable[[str], Call]) -> Reply:
+        """Ask the core something, between two of its steps; ``make`` builds the message around a call id.
+
+        Raises:
+            ConfigError: the core refused, and nothing has changed; `param` names the setting.
+            CapacityError, EngineDeadError: there is no engine to answer now, or for good (503).
+        """
+        if self.state == "dead" or self.info is None:
+            self._check_open()
+        return await self._calls.ask(make)
+
+    def stop_admitting(self) -> None:
+        """Refuse new requests (503) while those in flight go on to their end."""
+        if self.state in ("starting", "ready"):
+            self.state = "draining"
+
+    def admit_again(self) -> bool:
+        """Undo `stop_admitting`; False where the process is about to end, or the engine is dead."""
+        if self.state == "draining" and not self._closing:
+            self.state = "starting" if self.info is None else "ready"
+        return self.state in ("starting", "ready")
+
     async def drain(self, grace_s: float) -> None:
         """Take no new requests; let the running ones finish for ``grace_s`` seconds, then abort them.
 
         Each sample still open then gets its terminal chunk, with `FinishReason.ABORT`.
         """
-        if self.state in ("starting", "ready"):
-            self.state = "draining"
+        self._closing = True
+        self.stop_admitting()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         for stream in list(self._open.values()):
@@ -215,7 +245,11 @@ class Frontend:
         if self.state == "dead":
             raise EngineDeadError(str(self.failure))
         if self.state != "ready":
-            doing = "still loading the model" if self.state == "starting" else "shutting down"
+            doing = (
+                "still loading the model" if self.state == "starting"
+                else "shutting down" if self._closing
+                else "draining: it finishes what runs and takes nothing new"
+            )  # fmt: skip
             raise CapacityError(f"The server is {doing}: try again later.", retryable=True)
 
     def _give_up(self, request_id: str) -> None:
@@ -252,6 +286,7 @@ class Frontend:
             stream.fail(str(error), "dead")
         self._open.clear()
         self._idle.set()
+        self._calls.fail(error)
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(error)

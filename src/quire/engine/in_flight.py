@@ -7,8 +7,9 @@ What the engine has delivered is all that counts: tokens that were lost on the w
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, Message
+from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, Message, Reply
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.policy import PolicyChange
 
@@ -44,8 +45,7 @@ class InFlight:
         elif isinstance(message, FinishSample):
             self._finish(message.request_id, message.sample_index)
         elif isinstance(message, PolicyChange):
-            changes = {k: v for k, v in asdict(message).items() if v is not None}
-            self._policy.update({name: PolicyChange(**{name: value}) for name, value in changes.items()})
+            self._note_policy({k: v for k, v in asdict(message).items() if v is not None})
 
     def received(self, events: list[TokenEvent]) -> None:
         """Note events that were delivered."""
@@ -56,6 +56,14 @@ class InFlight:
             entry.outputs[event.sample_index].extend(event.token_ids)
             if event.finish_reason is not None:
                 self._finish(event.request_id, event.sample_index)
+
+    def answered(self, replies: list[Reply]) -> None:
+        """Note what calls changed: only the engine knows whether it took the change."""
+        for reply in replies:
+            self._note_policy({k: v for k, v in reply.values.items() if reply.before.get(k, v) != v})
+
+    def _note_policy(self, changes: dict[str, Any]) -> None:
+        self._policy.update({name: PolicyChange(**{name: value}) for name, value in changes.items()})
 
     def count_death(self, max_deaths: int) -> list[TokenEvent]:
         """Count a death against every request; end those that were there each of ``max_deaths`` times.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from quire.request import Request
 from quire.scheduler.policy import PolicyChange
@@ -41,4 +42,31 @@ class Shutdown:
     """End everything now, with abort events."""
 
 
-Message = AddRequest | AbortRequest | FinishSample | PolicyChange | Drain | Shutdown
+@dataclass(frozen=True, slots=True)
+class ChangePolicy:
+    """A `PolicyChange` that is answered with a `Reply`: the settings before and after. An empty one just reads them."""
+
+    call_id: str
+    change: PolicyChange
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget every cached prefix; answered with a `Reply`."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The core's answer to a message with a ``call_id``, after it took effect. With ``error`` nothing has changed."""
+
+    call_id: str
+    values: dict[str, Any]  # what is now
+    before: dict[str, Any] = field(default_factory=dict)  # what was, where something was changed
+    error: str | None = None  # the text of a ConfigError
+    param: str | None = None  # the setting at fault
+
+
+Call = ChangePolicy | ResetPrefixCache
+Message = AddRequest | AbortRequest | FinishSample | PolicyChange | Call | Drain | Shutdown

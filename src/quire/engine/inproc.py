@@ -9,7 +9,7 @@ from quire.config import EngineConfig
 from quire.engine.build import build_core, describe
 from quire.engine.client import EngineInfo
 from quire.engine.core import EngineCore
-from quire.engine.inbox import Message
+from quire.engine.inbox import Message, Reply
 from quire.errors import EngineDeadError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
@@ -68,6 +68,11 @@ class InProcessClient:
             return core.step()
         except Exception as error:
             raise EngineDeadError(f"The engine stopped: {type(error).__name__}: {error}") from error
+
+    def replies(self) -> list[Reply]:
+        """As `EngineClient.replies`."""
+        replies, self.core.replies = self.core.replies, []
+        return replies
 
     def stats(self) -> EngineStats:
         """As `EngineClient.stats`."""

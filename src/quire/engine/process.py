@@ -16,7 +16,7 @@ import zmq
 from quire import errors
 from quire.config import EngineConfig
 from quire.engine.client import EngineInfo
-from quire.engine.inbox import Message
+from quire.engine.inbox import Message, Reply
 from quire.engine.spawn import EngineProcess
 from quire.engine.wire import Boot, Events, Failure, decode, encode
 from quire.errors import EngineDeadError, QuireError
@@ -53,6 +53,7 @@ class ProcessClient:
         self._closed = False
         self._dead: EngineDeadError | None = None
         self._stats = EngineStats()
+        self._replies: list[Reply] = []
         self._send(Boot(config, log_level))
 
     @property
@@ -78,6 +79,7 @@ class ProcessClient:
         while True:
             value = self._next(timeout_s)
             if isinstance(value, Events):
+                self._replies += value.replies
                 return value.events
             if isinstance(value, EngineStats):
                 self._stats = value
@@ -87,6 +89,11 @@ class ProcessClient:
                 raise self._dead
             else:
                 return []
+
+    def replies(self) -> list[Reply]:
+        """As `EngineClient.replies`."""
+        replies, self._replies = self._replies, []
+        return replies
 
     def stats(self) -> EngineStats:
         """As `EngineClient.stats`."""

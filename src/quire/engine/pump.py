@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from quire.engine.client import EngineClient, EngineInfo
+from quire.engine.inbox import Reply
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.log import Log
 from quire.request import TokenEvent
@@ -16,7 +17,8 @@ log = Log("frontend")
 
 
 class EventPump:
-    """Calls ``on_ready`` once, ``on_events`` for each step, ``on_death`` at most once, but not after `stop`.
+    """Calls ``on_ready`` once, ``on_events`` for each step, ``on_replies`` where calls were answered, ``on_death`` at
+    most once, but not after `stop`.
 
     All calls are made in the loop's thread.
     """
@@ -28,12 +30,14 @@ class EventPump:
         *,
         on_ready: Callable[[EngineInfo], None],
         on_events: Callable[[list[TokenEvent]], None],
+        on_replies: Callable[[list[Reply]], None],
         on_death: Callable[[QuireError], None],
     ) -> None:
         self._client = client
         self._loop = loop
         self._on_ready = on_ready
         self._on_events = on_events
+        self._on_replies = on_replies
         self._on_death = on_death
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="quire-events", daemon=True)
@@ -55,6 +59,8 @@ class EventPump:
                 events = self._client.receive()
                 if events:
                     self._post(self._on_events, events)
+                if replies := self._client.replies():
+                    self._post(self._on_replies, replies)
         except QuireError as error:
             self._die(error)
         except Exception as error:  # a bug; the streams have to end all the same

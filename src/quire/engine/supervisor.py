@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from quire.clock import Clock
 from quire.engine.client import EngineClient, EngineInfo
 from quire.engine.in_flight import InFlight
-from quire.engine.inbox import Message
+from quire.engine.inbox import Message, Reply
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
@@ -87,6 +87,13 @@ class Supervisor:
         with self._lock:
             self._book.received(events)
         return events
+
+    def replies(self) -> list[Reply]:
+        """As `EngineClient.replies`. What is asked of an engine that dies is not answered."""
+        with self._lock:
+            replies = self._client.replies()
+            self._book.answered(replies)
+        return replies
 
     def stats(self) -> EngineStats:
         """As `EngineClient.stats`."""

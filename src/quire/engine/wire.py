@@ -11,7 +11,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.client import EngineInfo
-from quire.engine.inbox import Message
+from quire.engine.inbox import Message, Reply
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
 
@@ -24,9 +24,10 @@ class Boot(NamedTuple):
 
 
 class Events(NamedTuple):
-    """Child → parent: the events of one step."""
+    """Child → parent: the events of one step, and the answers to calls that came before it."""
 
     events: list[TokenEvent]
+    replies: list[Reply]
 
 
 class Failure(NamedTuple):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from quire.config import ORDERS, OrderKind, SchedulerConfig
+from quire.config import GATES, ORDERS, GateKind, OrderKind, SchedulerConfig
 from quire.errors import ConfigError
+from quire.scheduler.gate import Gate
 from quire.scheduler.order import sort_key
 from quire.scheduler.state import SchedulerState
 
@@ -16,31 +19,55 @@ class PolicyChange:
 
     max_num_seqs: int | None = None  # sequences that run above a lowered limit go on
     max_num_batched_tokens: int | None = None
-    max_queue: int | None = None
+    max_queue: int | None = None  # requests that wait above a lowered limit stay
+    gate: GateKind | None = None
     order: OrderKind | None = None
     dynamic_max_wait_s: float | None = None
 
 
+SETTINGS = tuple(field.name for field in fields(PolicyChange))
+
+
+def settings(config: SchedulerConfig) -> dict[str, Any]:
+    """Return the values of ``config`` that a `PolicyChange` can change."""
+    return {name: getattr(config, name) for name in SETTINGS}
+
+
 def change_policy(state: SchedulerState, change: PolicyChange) -> None:
     """Apply ``change``; ConfigError names what is not allowed, and nothing has changed then."""
-    state.config = changed(state.config, change)
-    if change.order is not None:
+    before, state.config = state.config, changed(state.config, change, state.start_config)
+    if state.config.gate != before.gate:
+        state.gate = Gate()  # a batch that was being formed is nobody's any more
+    if state.config.order != before.order:
         for seq in state.sequences.values():
-            seq.key = sort_key(change.order, seq)
+            seq.key = sort_key(state.config.order, seq)
         state.waiting.reorder()
 
 
-def changed(config: SchedulerConfig, change: PolicyChange) -> SchedulerConfig:
-    """Return ``config`` with the values of ``change``."""
-    for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue"):
+def changed(config: SchedulerConfig, change: PolicyChange, start: SchedulerConfig) -> SchedulerConfig:
+    """Return ``config`` with the values of ``change``. ``start``: what the engine was built with, which bounds some.
+
+    Raises:
+        ConfigError: names the setting (`param`), its value and what is allowed.
+    """
+    sized = "the engine's buffers were sized with that many at its start"
+    for name, high, why in (
+        ("max_num_seqs", start.max_num_seqs, sized),
+        ("max_num_batched_tokens", start.max_num_batched_tokens, sized),
+        ("max_queue", 2**31, ""),
+    ):
+        value, low = getattr(change, name), 1
+        if value is not None and not low <= value <= high:
+            raise _wrong(name, value, f"an integer in {low}…{high}" + (f" ({why})" if why else ""))
+    for name, known in (("gate", GATES), ("order", ORDERS)):
         value = getattr(change, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} = {value} is not allowed: it must be at least 1.")
-    if change.order is not None and change.order not in ORDERS:
-        raise ConfigError(f"order = {change.order!r} is not known: choose one of {', '.join(ORDERS)}.")
-    if change.dynamic_max_wait_s is not None and change.dynamic_max_wait_s < 0:
-        raise ConfigError(
-            f"dynamic_max_wait_s = {change.dynamic_max_wait_s} is not allowed: at least 0 seconds."
-        )
-    names = ("max_num_seqs", "max_num_batched_tokens", "max_queue", "order", "dynamic_max_wait_s")
-    return replace(config, **{n: v for n in names if (v := getattr(change, n)) is not None})
+        if value is not None and value not in known:
+            raise _wrong(name, value, f"one of {', '.join(known)}")
+    wait_s = change.dynamic_max_wait_s
+    if wait_s is not None and not (wait_s >= 0 and math.isfinite(wait_s)):
+        raise _wrong("dynamic_max_wait_s", wait_s, "a number ≥ 0")
+    return replace(config, **{name: v for name in SETTINGS if (v := getattr(change, name)) is not None})
+
+
+def _wrong(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{name} = {value!r} is not allowed: it must be {allowed}.", param=name)

@@ -32,7 +32,7 @@ class Scheduler:
     ) -> None:
         self.cache = CacheManager(cache_config, events)
         self.cache_events = events  # for a gateway to drain; None: off
-        self._state = SchedulerState(config, self.cache)
+        self._state = SchedulerState(config, config, self.cache)
 
     @property
     def config(self) -> SchedulerConfig:
@@ -87,6 +87,15 @@ class Scheduler:
     def change_policy(self, change: PolicyChange) -> None:
         """Change settings from the next plan on; ConfigError where a value is not allowed."""
         change_policy(self._state, change)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix and return the number of blocks that came free.
+
+        Blocks that sequences or steps in flight refer to stay with them; nothing that runs is computed again.
+        """
+        num_free = self.cache.pool.num_free
+        self.cache.prefix.clear()
+        return self.cache.pool.num_free - num_free
 
     def wakes_at(self) -> float | None:
         """Return when the mere passing of time lets work start (dynamic gate), or None."""

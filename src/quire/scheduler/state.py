@@ -50,6 +50,7 @@ class SchedulerState:
     """Shared by the parts of one scheduler; private to this package."""
 
     config: SchedulerConfig
+    start_config: SchedulerConfig  # as the engine was built; `config` changes with the policy
     cache: CacheManager
     gate: Gate = field(default_factory=Gate)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)

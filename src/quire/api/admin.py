@@ -1,0 +1,218 @@
+"""The admin surface: cancel, drain, prefix-cache reset, live settings. On a port or socket of its own.
+
+It is an app beside the one of `create_app` and shares its state. Browsers are refused, so that no page a person looks
+at can drive a server on their machine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import FastAPI
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.api.body import header, read_json, send_json
+from quire.api.edge import Edge
+from quire.api.fields import Rule, clip, used
+from quire.api.health import Handler, Probes
+from quire.api.protocol import Integer, Number, Wire, parse
+from quire.api.refusals import Refusal
+from quire.api.routing_errors import add_error_handlers
+from quire.api.state import ApiState
+from quire.config import GATES, ORDERS
+from quire.engine.inbox import ChangePolicy, ResetPrefixCache
+from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError
+from quire.metrics.log import Log
+from quire.scheduler.policy import PolicyChange
+
+log = Log("admin")
+
+RUNTIME: dict[str, Rule] = used(
+    "gate", "order", "max_num_seqs", "max_num_batched_tokens", "max_queue", "dynamic_max_wait_ms"
+)
+
+
+class RuntimePatch(Wire):
+    """Body of ``PATCH /runtime``: the names of the flags."""
+
+    gate: Annotated[
+        Literal["static", "dynamic", "continuous"] | None, Field(description=f"one of {', '.join(GATES)}")
+    ] = None
+    order: Annotated[
+        Literal["fcfs", "priority", "shortest-first", "longest-prefix"] | None,
+        Field(description=f"one of {', '.join(ORDERS)}"),
+    ] = None
+    max_num_seqs: Integer | None = None
+    max_num_batched_tokens: Integer | None = None
+    max_queue: Integer | None = None
+    dynamic_max_wait_ms: Number | None = None
+
+
+def create_admin_app(main: FastAPI, *, keys: tuple[str, ...] = ()) -> FastAPI:
+    """Return the admin app over the state of ``main`` (what `create_app` returned). ``keys``: empty asks for none."""
+    state: ApiState = main.state.quire
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.router.routes.extend(_routes(state))
+    app.state.quire = state
+    app.add_middleware(Edge, api_keys=keys, new_id=state.new_id)
+    app.add_middleware(NoBrowsers)
+    add_error_handlers(app)
+    return app
+
+
+def _routes(state: ApiState) -> list[Route]:
+    admin, probes = Admin(state), Probes(state)
+    table: tuple[tuple[str, str, Handler], ...] = (
+        ("GET", "/livez", probes.livez),
+        ("GET", "/readyz", probes.readyz),
+        ("GET", "/metrics", probes.metrics),
+        ("GET", "/runtime", admin.runtime),
+        ("PATCH", "/runtime", admin.change_runtime),
+        ("GET", "/drain", admin.progress),
+        ("POST", "/drain", admin.drain),
+        ("POST", "/undrain", admin.undrain),
+        ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
+        ("GET", "/requests", admin.requests),
+        ("POST", "/requests/{request_id:path}/cancel", admin.cancel),
+    )
+    return [Route(path, handler, methods=[method]) for method, path, handler in table]
+
+
+class NoBrowsers:
+    """ASGI middleware: a request that a web page makes is refused (cross-site requests, DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        browsers = (b"origin", b"sec-fetch-site")
+        if scope["type"] == "http" and any(header(scope, name) is not None for name in browsers):
+            refusal = Refusal(
+                403, "The admin surface does not answer web pages: use curl, or a script.", code="forbidden"
+            )
+            await send_json(send, refusal.status, refusal.body())
+            return
+        await self._app(scope, receive, send)
+
+
+class Admin:
+    """The handlers."""
+
+    def __init__(self, state: ApiState) -> None:
+        self._state = state
+
+    async def runtime(self, request: Request) -> Response:
+        """The settings in force."""
+        reply = await self._state.frontend.call(lambda call_id: ChangePolicy(call_id, PolicyChange()))
+        return _json({"object": "runtime", "runtime": _as_flags(reply.values)})
+
+    async def change_runtime(self, request: Request) -> Response:
+        """Change settings at the next step boundary; the answer has old and new values of what was asked for.
+
+        Raises:
+            RequestError: names the setting, the value and what is allowed; nothing has changed then.
+        """
+        body = await self._body(request)
+        patch = parse(RuntimePatch, body, RUNTIME)
+        asked = patch.model_dump(exclude_none=True)
+        if not asked:
+            raise RequestError(f"The body changes nothing: send one or more of {', '.join(RUNTIME)}.")
+        wait_ms = asked.pop("dynamic_max_wait_ms", None)
+        change = PolicyChange(**asked, dynamic_max_wait_s=None if wait_ms is None else wait_ms / 1e3)
+        try:
+            reply = await self._state.frontend.call(lambda call_id: ChangePolicy(call_id, change))
+        except ConfigError as error:
+            raise _as_request_error(error, wait_ms) from None
+        old, new = _as_flags(reply.before), _as_flags(reply.values)
+        changes = {name: {"old": old[name], "new": new[name]} for name in RUNTIME if name in body}
+        log.info("runtime_changed", **{name: f"{c['old']} -> {c['new']}" for name, c in changes.items()})
+        return _json({"object": "runtime", "changed": changes, "runtime": new})
+
+    async def progress(self, request: Request) -> Response:
+        """How far a drain is; also says so where there is none."""
+        return _json(self._progress())
+
+    async def drain(self, request: Request) -> Response:
+        """Refuse new requests from now on; those in flight, queued ones included, go on to their end."""
+        self._state.frontend.stop_admitting()
+        log.info("drain", requests=len(self._state.running))
+        return _json(self._progress())
+
+    async def undrain(self, request: Request) -> Response:
+        """Take requests again.
+
+        Raises:
+            CapacityError: the process is about to end, or its engine is dead.
+        """
+        if not self._state.frontend.admit_again():
+            raise CapacityError(
+                f"The server is {self._state.frontend.state} for good: it can take no more requests.",
+                retryable=True,
+            )
+        log.info("undrain")
+        return _json(self._progress())
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget cached prefixes; what runs keeps its blocks."""
+        reply = await self._state.frontend.call(ResetPrefixCache)
+        return _json({"object": "prefix_cache.reset", **reply.values})
+
+    async def requests(self, request: Request) -> Response:
+        """The requests at work, in order of arrival."""
+        return _json({"object": "list", "data": self._state.running.describe(self._state.now())})
+
+    async def cancel(self, request: Request) -> Response:
+        """End every request of this id; its client gets an error that says so.
+
+        Raises:
+            NotFoundError: no request at work has it.
+        """
+        request_id = request.path_params["request_id"]
+        found = self._state.running.named(request_id)
+        if not found:
+            raise NotFoundError(
+                f"No request at work has the id {clip(request_id)} (the id of its answer, or its x-request-id): it has "
+                "ended, or never was. GET /requests lists those at work.",
+                param="request_id",
+                code="request_not_found",
+            )
+        for one in found:
+            await one.cancel()
+        return _json({"id": request_id, "object": "request.cancelled", "cancelled": len(found)})
+
+    def _progress(self) -> dict[str, Any]:
+        frontend = self._state.frontend
+        stats = frontend.stats()
+        return {
+            "object": "drain",
+            "state": frontend.state,
+            "drained": frontend.state == "draining" and frontend.num_requests == 0,
+            "num_requests": frontend.num_requests,  # in flight, as this process counts them
+            "num_running": stats.num_running,  # sequences, as the engine last said
+            "num_waiting": stats.num_waiting,
+        }
+
+    async def _body(self, request: Request) -> Any:
+        return await read_json(request.scope, request.receive, self._state.settings.max_body_bytes)
+
+
+def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings under the names of their flags."""
+    values = {**settings, "dynamic_max_wait_ms": round(settings["dynamic_max_wait_s"] * 1e3, 6)}
+    return {name: values[name] for name in RUNTIME}
+
+
+def _as_request_error(error: ConfigError, wait_ms: float | None) -> RequestError:
+    if error.param == "dynamic_max_wait_s":
+        text = f"dynamic_max_wait_ms = {wait_ms} is not allowed: it must be a number ≥ 0."
+        return RequestError(text, param="dynamic_max_wait_ms")
+    return RequestError(str(error), param=error.param)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
