@@ -29,7 +29,8 @@ class Calls:
             CapacityError: no answer in time: the engine is being restarted, or one step takes very long (503).
         """
         call_id = str(next(self._ids))
-        future = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = future
         try:
             self._send(make(call_id))
             reply = await asyncio.wait_for(future, self._timeout_s)
