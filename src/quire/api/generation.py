@@ -91,9 +91,12 @@ class Generation:
         job, single = self._job, len(self._job.prompts) == 1
         try:
             for i, given in enumerate(job.prompts):
-                prompt = await self._cut(given)
+                prompt, num_cut = await _cut(self._state, job, given)
+                self.usage.truncated_tokens += num_cut
                 if job.echo:
-                    self._echoes.append(prompt if isinstance(prompt, str) else self._text_of(prompt))
+                    self._echoes.append(
+                        prompt if isinstance(prompt, str) else _text_of(self._state, job, prompt)
+                    )
                 stream = await self._state.frontend.submit(
                     prompt,
                     job.sampling,
@@ -117,28 +120,6 @@ class Generation:
         except BaseException:
             await self.close()
             raise
-
-    async def _cut(self, prompt: str | list[int]) -> str | list[int]:
-        """Apply ``truncate_prompt_tokens``; what goes is counted in the usage, never silent."""
-        asked, limit = self._job.truncate_to, self._state.model.max_model_len
-        if asked is None:
-            return prompt
-        if asked != -1 and not 1 <= asked <= limit:
-            raise RequestError(
-                f"truncate_prompt_tokens = {asked} is not allowed: it must be an integer in 1…{limit} (the context of "
-                "this model), or -1 for as many as the context holds.",
-                param="truncate_prompt_tokens",
-            )
-        ids = await self._state.frontend.tokenize(prompt) if isinstance(prompt, str) else prompt
-        room = limit - (self._job.sampling.max_tokens or 1) if asked == -1 else asked
-        kept = ids[-max(room, 1) :]
-        self.usage.truncated_tokens += len(ids) - len(kept)
-        return prompt if len(kept) == len(ids) else kept
-
-    def _text_of(self, ids: list[int]) -> str:
-        return self._state.frontend.tokenizer.decode(
-            ids, skip_special_tokens=self._job.sampling.skip_special_tokens
-        )
 
     async def answer(self, send: Send, headers: Headers) -> None:
         """Send the answer. An error before the first byte is raised, one after it is an event of the stream."""
@@ -278,6 +259,28 @@ class Generation:
             raise HttpError(
                 Refusal(503, "The request was aborted: the server is shutting down.", code="aborted")
             )
+
+
+async def _cut(state: ApiState, job: Job, prompt: str | list[int]) -> tuple[str | list[int], int]:
+    """Apply ``truncate_prompt_tokens``; what goes is counted, never silent."""
+    asked, limit = job.truncate_to, state.model.max_model_len
+    if asked is None:
+        return prompt, 0
+    if asked != -1 and not 1 <= asked <= limit:
+        raise RequestError(
+            f"truncate_prompt_tokens = {asked} is not allowed: it must be an integer in 1…{limit} (the context of "
+            "this model), or -1 for as many as the context holds.",
+            param="truncate_prompt_tokens",
+        )
+    ids = await state.frontend.tokenize(prompt) if isinstance(prompt, str) else prompt
+    room = limit - (job.sampling.max_tokens or 1) if asked == -1 else asked
+    kept = ids[-max(room, 1) :]
+    num_cut = len(ids) - len(kept)
+    return (kept if num_cut else prompt), num_cut
+
+
+def _text_of(state: ApiState, job: Job, ids: list[int]) -> str:
+    return state.frontend.tokenizer.decode(ids, skip_special_tokens=job.sampling.skip_special_tokens)
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, OutputChunk], None]:

@@ -4,13 +4,12 @@ One thread (the pump) waits in `EngineClient.receive` and hands each step's even
 text. Everything else happens in the loop's thread.
 
     submit ──> prepare_request ──> client.send(AddRequest)
-    stream <── RequestOutputState <── _dispatch <── pump thread <── client.receive
+    stream <── RequestOutputState <── OpenStreams <── pump thread <── client.receive
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -19,8 +18,9 @@ from quire.clock import Clock
 from quire.engine.calls import Calls
 from quire.engine.client import EngineClient, EngineInfo
 from quire.engine.grammar_check import GrammarChecker
-from quire.engine.inbox import AbortRequest, AddRequest, Call, Reply
+from quire.engine.inbox import AddRequest, Call, Reply
 from quire.engine.model_info import ModelInfo
+from quire.engine.open_streams import OpenStreams
 from quire.engine.output import RequestOutputState
 from quire.engine.prepare import SEED_BITS, prepare_request
 from quire.engine.pump import EventPump
@@ -28,7 +28,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Pooling, SamplingParams, TokenEvent
+from quire.request import Pooling, SamplingParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -61,12 +61,10 @@ class Frontend:
         self._clock = clock
         self._draw_seed = draw_seed
         self._grammars = GrammarChecker(tokenizer, model.vocab_size, model.eos_token_ids)
-        self._open: dict[str, RequestStream] = {}
+        self._open = OpenStreams(client.send)
         self._calls = Calls(client.send)
         self._closing = False  # drained for good: the process is about to end
         self._num_submitted = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._pump: EventPump | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
 
@@ -83,7 +81,7 @@ class Frontend:
             self._client,
             loop,
             on_ready=self._on_ready,
-            on_events=self._dispatch,
+            on_events=self._open.dispatch,
             on_replies=self._calls.answered,
             on_death=self._die,
         )
@@ -140,9 +138,8 @@ class Frontend:
         )
         self._check_open()  # the tokenizer may have taken its time
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
-        stream = RequestStream(name, state, lambda: self._give_up(request.request_id))
-        self._open[request.request_id] = stream
-        self._idle.clear()
+        stream = RequestStream(name, state, lambda: self._open.give_up(request.request_id))
+        self._open.add(request.request_id, stream)
         self._client.send(AddRequest(request))
         return stream
 
@@ -225,10 +222,7 @@ class Frontend:
         """
         self._closing = True
         self.stop_admitting()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        for stream in list(self._open.values()):
-            await stream.abort()
+        await self._open.end(grace_s)
 
     async def close(self) -> None:
         """Abort what is in flight and stop the engine. May be called again."""
@@ -252,24 +246,6 @@ class Frontend:
             )  # fmt: skip
             raise CapacityError(f"The server is {doing}: try again later.", retryable=True)
 
-    def _give_up(self, request_id: str) -> None:
-        self._forget(request_id)
-        self._client.send(AbortRequest(request_id))
-
-    def _forget(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
-        if not self._open:
-            self._idle.set()
-
-    def _dispatch(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            stream = self._open.get(event.request_id)
-            if stream is None:  # aborted or ended by a stop string; the core did not know yet
-                continue
-            stream.feed(event)
-            if stream.finished:
-                self._forget(event.request_id)
-
     def _on_ready(self, info: EngineInfo) -> None:
         self.info = info
         if self.state == "starting":
@@ -282,10 +258,7 @@ class Frontend:
         self.state = "dead"
         self.failure = error
         log.error("engine_dead", error=error)
-        for stream in list(self._open.values()):
-            stream.fail(str(error), "dead")
-        self._open.clear()
-        self._idle.set()
+        self._open.fail(str(error))
         self._calls.fail(error)
         assert self._ready is not None
         if not self._ready.done():
