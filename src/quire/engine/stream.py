@@ -71,7 +71,8 @@ class RequestStream:
         try:
             while True:
                 while self._chunks:
-                    yield self._chunks.popleft()
+                    for chunk in self._take():
+                        yield chunk
                 if self._state.finished:
                     return
                 assert self._waiter is None, "one reader at a time"
@@ -80,6 +81,16 @@ class RequestStream:
                 self._waiter = None
         finally:
             await self.abort()
+
+    def _take(self) -> list[OutputChunk]:
+        """Return what waits. Chunks of a sample are one by now if the reader, or its client's socket, fell behind."""
+        if len(self._chunks) == 1:
+            return [self._chunks.popleft()]
+        samples: dict[int, list[OutputChunk]] = {}
+        for chunk in self._chunks:
+            samples.setdefault(chunk.index, []).append(chunk)
+        self._chunks.clear()
+        return [merge(chunks) for chunks in samples.values()]
 
     async def collect(self) -> tuple[OutputChunk, ...]:
         """Wait for the end and return one whole chunk for each sample, by index."""

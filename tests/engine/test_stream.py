@@ -1,0 +1,51 @@
+"""A reader that falls behind gets fewer and longer chunks, and the same text."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.engine.toy import byte_tokenizer, ids
+
+from quire.engine.output import OutputChunk, RequestOutputState, merge
+from quire.engine.stream import RequestStream
+from quire.request import FinishReason, Request, SamplingParams, TokenEvent
+
+TOKENIZER = byte_tokenizer()
+TEXT = "what is read late is read whole"
+
+
+@pytest.mark.parametrize("pause_every", [1, 4, 100])
+def test_waiting_chunks_come_as_one_for_each_sample(pause_every: int) -> None:
+    sampling = SamplingParams(max_tokens=100, n=2, seed=1)
+    request = Request("r", tuple(ids("prompt")), sampling, arrival_s=0.0)
+
+    async def read() -> list[OutputChunk]:
+        state = RequestOutputState(request, TOKENIZER, lambda message: None)
+        stream = RequestStream("r", state, lambda: None)
+        tokens = TOKENIZER.encode(TEXT, add_special_tokens=False)
+
+        async def feed() -> None:
+            for count, token_id in enumerate(tokens, 1):
+                last = FinishReason.LENGTH if count == len(tokens) else None
+                for index in range(2):
+                    stream.feed(TokenEvent("r", index, (token_id,), finish_reason=last))
+                if count % pause_every == 0:
+                    await asyncio.sleep(0)
+
+        feeding = asyncio.create_task(feed())
+        chunks = [chunk async for chunk in stream]
+        await feeding
+        return chunks
+
+    chunks = asyncio.run(read())
+    for index in range(2):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        whole = merge(own)
+        assert whole.text == TEXT
+        assert whole.finish_reason is FinishReason.LENGTH
+        assert [chunk.finish_reason is not None for chunk in own] == [False] * (len(own) - 1) + [True]
+        if pause_every == 100:
+            assert len(own) == 1
+        elif pause_every == 1:
+            assert len(own) > len(whole.token_ids) // 2
