@@ -8,7 +8,7 @@ PORT ?= 8000
 ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve test test-slow test-gpu exact mutants parity lint bench bench-peers clean
+.PHONY: help install dev serve test test-slow test-gpu exact fuzz mutants parity lint bench bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -54,6 +54,10 @@ exact: dev  ## run the exactness suite and print what it exercised
 
 parity: dev  ## compare every family with transformers
 	$(PYTEST) tests/parity $(ARGS)
+
+fuzz: dev  ## send 20,000 requests made from the API's own description (schemathesis)
+	$(PIP) schemathesis
+	$(PYTEST) tests/e2e/test_e2e_fuzz.py -m slow -s $(ARGS)
 
 mutants: dev  ## plant faults; the suite must catch each
 	$(BIN)/python tools/mutants.py $(ARGS)

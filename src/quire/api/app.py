@@ -17,6 +17,7 @@ from quire.api.completions import completion_job
 from quire.api.edge import Edge
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
 from quire.api.health import Models, Probes
+from quire.api.openapi import Description
 from quire.api.response_store import ResponseStore
 from quire.api.responses import StoredResponses, responses_job
 from quire.api.routing_errors import add_error_handlers
@@ -57,7 +58,9 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.router.routes.extend(_routes(state))
+    routes = _routes(state)
+    routes.append(Route("/openapi.json", Description(routes, settings.version).show, methods=["GET"]))
+    app.router.routes.extend(routes)
     app.state.quire = state
     app.add_middleware(Edge, api_keys=settings.api_keys, new_id=state.new_id)
     if settings.cors_origins:

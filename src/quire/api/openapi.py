@@ -1,0 +1,187 @@
+"""``/openapi.json``: the description of this API, made from the wire models and field tables that check its requests.
+
+A name of a table that the model lacks has no effect here, and says so; a refused name is not in the description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.api import anthropic_fields, anthropic_protocol, field_tables, response_fields, response_protocol
+from quire.api import protocol as wire
+from quire.api.fields import Table, Use
+from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
+
+_REF = "#/components/schemas/{model}"
+_ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The body of a POST endpoint. ``lists`` and ``objects`` are the models of fields that are checked on their own."""
+
+    summary: str
+    model: type[wire.Wire]
+    table: Table
+    lists: Mapping[str, type[wire.Wire]] = field(default_factory=dict)
+    objects: Mapping[str, type[wire.Wire]] = field(default_factory=dict)
+
+
+_CHAT_PARTS = {"messages": wire.Message}
+_STREAM = {"stream_options": wire.StreamOptions}
+BODIES: dict[str, Body] = {
+    "/v1/chat/completions": Body(
+        "Answer a conversation", wire.ChatRequest, field_tables.CHAT, _CHAT_PARTS, _STREAM
+    ),
+    "/v1/completions": Body("Continue a text", wire.CompletionRequest, field_tables.COMPLETIONS, {}, _STREAM),
+    "/v1/messages": Body(
+        "Answer a conversation (Anthropic's form)",
+        anthropic_protocol.MessagesRequest,
+        anthropic_fields.MESSAGES,
+        {"messages": anthropic_protocol.Turn},
+    ),
+    "/v1/messages/count_tokens": Body(
+        "Count the tokens of a conversation",
+        anthropic_protocol.CountTokensRequest,
+        anthropic_fields.COUNT_TOKENS,
+        {"messages": anthropic_protocol.Turn},
+    ),
+    "/v1/responses": Body(
+        "Answer, and keep the answer", response_protocol.ResponsesRequest, response_fields.RESPONSES
+    ),
+    "/v1/chat/completions/render": Body(
+        "The prompt of a conversation, as text and ids",
+        wire.ChatRequest,
+        field_tables.CHAT,
+        _CHAT_PARTS,
+        _STREAM,
+    ),
+    "/tokenize": Body("Text or messages to token ids", TokenizeRequest, field_tables.TOKENIZE, _CHAT_PARTS),
+    "/detokenize": Body("Token ids to text", DetokenizeRequest, field_tables.DETOKENIZE),
+}
+SUMMARIES: dict[str, str] = {
+    "/livez": "200 while the process lives",
+    "/readyz": "200 while requests are taken",
+    "/startupz": "200 once the model is loaded",
+    "/health": "as /readyz",
+    "/version": "the version",
+    "/openapi.json": "this description",
+    "/metrics": "metrics in Prometheus's text form",
+    "/v1/models": "the models served",
+    "/v1/models/{model_id}": "one model",
+    "/v1/responses/{response_id}": "a kept response: read it, or forget it",
+    "/v1/responses/{response_id}/cancel": "stop a running response",
+}
+
+
+class Description:
+    """``/openapi.json`` of ``routes``; made when it is first asked for, since a start should not wait for it."""
+
+    def __init__(self, routes: Sequence[Route], version: str) -> None:
+        self._routes = routes
+        self._version = version
+        self._body: bytes | None = None
+
+    async def show(self, request: Request) -> Response:
+        if self._body is None:
+            self._body = msgspec.json.encode(openapi_of(self._routes, self._version))
+        return Response(self._body, media_type="application/json")
+
+
+def openapi_of(routes: Iterable[Route], version: str) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 description of ``routes``.
+
+    Raises:
+        KeyError: a route that neither `BODIES` nor `SUMMARIES` knows.
+    """
+    schemas: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    paths: dict[str, Any] = {}
+    for route in routes:
+        path = route.path.replace(":path}", "}")
+        operations = paths.setdefault(path, {})
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            operations[method.lower()] = _operation(path, method, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+
+
+def _operation(path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    body = BODIES.get(path) if method == "POST" else None
+    error = "AnthropicError" if path in _ANTHROPIC else "Error"
+    operation: dict[str, Any] = {
+        "summary": SUMMARIES[path] if body is None else body.summary,
+        "operationId": f"{method.lower()}{path}".replace("/", "_").replace("{", "").replace("}", ""),
+        "responses": {
+            "200": {"description": "the answer"},
+            "default": {
+                "description": "a refusal, or a failure",
+                "content": {"application/json": {"schema": {"$ref": _REF.format(model=error)}}},
+            },
+        },
+    }
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if body is not None:
+        schema = _schema(body, schemas)
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
+
+
+def _schema(body: Body, schemas: dict[str, Any]) -> dict[str, Any]:
+    """Put the body's schema and what it refers to among ``schemas``; return the reference to it."""
+    reference = _add(body.model, schemas)
+    properties = schemas[body.model.__name__]["properties"]
+    for name, part in body.lists.items():
+        properties[name] = {**properties[name], "items": _add(part, schemas)}
+        _only(properties[name], "array")
+    for name, part in body.objects.items():
+        properties[name] = {"anyOf": [_add(part, schemas), {"type": "null"}]}
+    for name, rule in body.table.items():
+        if rule.use is Use.NO_EFFECT:
+            properties.setdefault(name, {"description": "accepted; no effect here"})
+    return reference
+
+
+def _only(schema: dict[str, Any], kind: str) -> None:
+    """``anyOf`` with null, as pydantic writes an optional list, to a list alone: null is the same as absent."""
+    if schema.pop("anyOf", None) is not None:
+        schema["type"] = kind
+
+
+def _add(model: type[wire.Wire], schemas: dict[str, Any]) -> dict[str, Any]:
+    if model.__name__ not in schemas:
+        schema = model.model_json_schema(ref_template=_REF)
+        schemas.update(schema.pop("$defs", {}))
+        schemas[model.__name__] = schema
+    return {"$ref": _REF.format(model=model.__name__)}
+
+
+def _error_schema(*names: str) -> dict[str, Any]:
+    properties = {name: {"type": ["string", "null"]} for name in names}
+    return {"type": "object", "required": list(names), "properties": properties}
+
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": _error_schema("message", "type", "param", "code")},
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {"type": {"const": "error"}, "error": _error_schema("type", "message")},
+}

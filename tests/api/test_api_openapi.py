@@ -1,0 +1,52 @@
+"""The description says what the server checks: every route, every field that is used, the forms of errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+from tests.api.asgi_client import Api
+from tests.api.fake_frontend import FakeFrontend, say
+
+from quire.api.fields import Use
+from quire.api.openapi import BODIES, SUMMARIES
+
+
+@pytest.fixture(scope="module")
+def described() -> dict[str, Any]:
+    answer = Api(FakeFrontend(lambda *_: say("ok"))).call("GET", "/openapi.json")
+    assert answer.status_code == 200
+    return dict(answer.json())
+
+
+def test_every_route_is_described_and_nothing_else(described: dict[str, Any]) -> None:
+    app = Api(FakeFrontend(lambda *_: say("ok"))).app
+    routes = {route.path.replace(":path}", "}") for route in app.router.routes if isinstance(route, Route)}
+    assert set(described["paths"]) == routes
+    assert set(BODIES) | set(SUMMARIES) == routes
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+def test_every_used_field_is_described(path: str, described: dict[str, Any]) -> None:
+    schemas = described["components"]["schemas"]
+    content = described["paths"][path]["post"]["requestBody"]["content"]
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    properties = schemas[name]["properties"]
+    for field, rule in BODIES[path].table.items():
+        if rule.use is not Use.REFUSED:
+            assert field in properties, f"{path}: {field}"
+
+
+def test_references_lead_somewhere(described: dict[str, Any]) -> None:
+    def references(value: Any) -> set[str]:
+        if isinstance(value, dict):
+            own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+            return own.union(*[references(item) for item in value.values()])
+        if isinstance(value, list):
+            return set().union(*[references(item) for item in value])
+        return set()
+
+    known = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
+    assert references(described) <= known
+    assert len(known) > 10
