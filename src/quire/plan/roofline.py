@@ -1,0 +1,159 @@
+"""`Roofline`: seconds of a step from what the device can do, with a handful of efficiency constants.
+
+    seconds = linears + experts + attention + links + launches
+
+    linears     max(2 · weights · rows / (rate · compute), bytes / (bandwidth · memory))     the output matrix: drawn rows
+    experts     the same with the experts that ``rows`` rows touch: E · (1 − (1 − k/E)^rows)
+    attention   K and V read / (bandwidth · memory) + 4 · head_dim · heads · pairs / (bf16 rate · compute)
+    links       2 all-reduces a layer (tp), 2 all-to-alls a layer of experts (ep), 1 send a stage (pp)
+    launches    a constant a layer, and one a step
+
+The roofline is Williams et al. 2009; all-reduce moves 2 (n − 1)/n of its bytes (a ring, Patarasuk and Yuan 2009). The
+constants are data (`quire.plan.efficiency`). It is a `StepTime`: the simulator takes it in place of a profile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from quire.modelspec import DTYPE_BYTES, ModelSpec
+from quire.plan.cost_model import StepFeatures
+from quire.plan.efficiency import Efficiency
+from quire.plan.hardware import Hardware
+from quire.plan.split import Shard, Split, shard_of
+
+KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}
+ACTIVATION_BYTES = 2  # bf16 between layers
+DEFAULT_LINK = 16e9  # bytes a second where the table knows none: PCIe 3.0 x16
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Seconds of a step by cause; ``bound`` says which roof the linears met."""
+
+    linears: float
+    experts: float
+    attention: float
+    links: float
+    launches: float
+    bound: str  # "compute" | "memory"
+
+    @property
+    def seconds(self) -> float:
+        return self.linears + self.experts + self.attention + self.links + self.launches
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """Of all layers of one stage: bytes of K and V that a cached token costs a reader, and FLOPs a pair."""
+
+    full_bytes: float
+    windows: tuple[tuple[int, float], ...]  # (window, bytes)
+    flops_per_pair: float
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Step times of ``spec`` on ``hardware`` under ``split`` (one replica of it)."""
+
+    spec: ModelSpec
+    hardware: Hardware
+    efficiency: Efficiency
+    precision: str = "bf16"
+    kv_dtype: str = "bf16"
+    split: Split = Split()
+
+    @property
+    def shard(self) -> Shard:
+        return shard_of(self.spec, self.precision, self.split)
+
+    def seconds(self, step: StepFeatures) -> float:
+        """Return how long ``step`` takes from its first stage to its last."""
+        return self.parts(step).seconds if step.num_tokens else 0.0
+
+    def parts(self, step: StepFeatures) -> StepParts:
+        """Return the seconds of ``step`` by cause."""
+        e, hw, shard, split = self.efficiency, self.hardware, self.shard, self.split
+        rows = step.num_tokens / split.attention_dp  # of one device's attention
+        rate = (hw.rate(self.precision) or 0.0) * e.compute
+        bandwidth = hw.bandwidth * e.memory
+        compute_s = 2 * (shard.dense_params * rows) / rate if rate else 0.0
+        memory_s = shard.dense_bytes / bandwidth
+        head_rows = step.num_logits / split.attention_dp
+        bf16 = (hw.rate("bf16") or 0.0) * e.compute
+        head_s = max(
+            2 * shard.head_params * head_rows / bf16 if bf16 else 0.0,
+            shard.head_bytes / bandwidth if head_rows else 0.0,
+        )
+        return StepParts(
+            linears=split.pp * max(compute_s, memory_s) + head_s,
+            experts=split.pp * self._experts(step.num_tokens, rate, bandwidth),
+            attention=self._attention(step, bf16, bandwidth),
+            links=self._links(rows),
+            launches=self.spec.num_layers * e.layer_s + e.step_s,
+            bound="compute" if compute_s > memory_s else "memory",
+        )
+
+    def _experts(self, rows: float, rate: float, bandwidth: float) -> float:
+        moe = next((layer.mlp.moe for layer in self.spec.layers if layer.mlp.moe is not None), None)
+        if moe is None:
+            return 0.0
+        shard = self.shard
+        touched = 1 - (1 - moe.top_k / moe.num_experts) ** rows
+        compute_s = 2 * shard.expert_params * rows / (rate * self.efficiency.experts) if rate else 0.0
+        return max(compute_s, shard.expert_bytes * touched / (bandwidth * self.efficiency.experts))
+
+    def _attention(self, step: StepFeatures, rate: float, bandwidth: float) -> float:
+        """Reads of the decodes and of the chunks, then products of the chunks. Windows cut a mean context."""
+        cut = attention_of(self.spec, self.kv_dtype)
+        ways = self.split.tp * self.split.attention_dp
+        kv_ways = self.split.attention_dp * min(self.split.tp, _kv_heads(self.spec))
+        num_decodes = max(1, step.num_seqs if not step.chunk_pairs else step.num_seqs - 1)
+        mean = step.decode_kv_tokens / num_decodes
+        read = cut.full_bytes * (step.decode_kv_tokens + step.chunk_kv_tokens)
+        read += sum(size * (min(mean, w) * num_decodes + min(step.chunk_kv_tokens, w)) for w, size in cut.windows)
+        flops = cut.flops_per_pair * step.chunk_pairs
+        return read / kv_ways / bandwidth + (flops / ways / rate if rate else 0.0)
+
+    def _links(self, rows: float) -> float:
+        e, split, layers = self.efficiency, self.split, self.spec.num_layers
+        size = rows * self.spec.hidden_size * ACTIVATION_BYTES
+        seconds = 0.0
+        if split.tp > 1:
+            moved = 2 * (split.tp - 1) / split.tp * size
+            seconds += 2 * layers * (e.link_s + moved / self._link(split.tp))
+        if split.ep > 1 and split.attention_dp > 1:
+            moe = [layer.mlp.moe for layer in self.spec.layers if layer.mlp.moe is not None]
+            copies = min(moe[0].top_k, split.ep - 1) if moe else 0
+            seconds += 2 * len(moe) * (e.link_s + copies * size / self._link(split.ep))
+        if split.pp > 1:
+            seconds += (split.pp - 1) * (e.link_s + size / self._link(split.tp * split.pp))
+        return seconds
+
+    def _link(self, num_devices: int) -> float:
+        """Bytes a second between ``num_devices``: the network's where they are more than one domain."""
+        hw = self.hardware
+        wide = num_devices > hw.domain
+        return (hw.network_bandwidth if wide else hw.link_bandwidth) or DEFAULT_LINK
+
+
+def _kv_heads(spec: ModelSpec) -> int:
+    """Into how many parts a token's K and V can be cut: MLA's latent into none."""
+    return min(1 if a.is_mla else a.num_kv_heads for a in (layer.attention for layer in spec.layers))
+
+
+@lru_cache(maxsize=256)
+def attention_of(spec: ModelSpec, kv_dtype: str) -> _Attention:
+    """Return what attention reads and computes, over all layers and heads."""
+    windows: dict[int, float] = {}
+    full = flops = 0.0
+    for layer in spec.layers:
+        a = layer.attention
+        size = a.kv_elements_per_token * DTYPE_BYTES[KV_DTYPES[kv_dtype]]
+        flops += 2 * a.num_heads * (a.head_dim + a.v_head_dim) if a.window is None else 0.0
+        if a.window is None:
+            full += size
+        else:
+            windows[a.window] = windows.get(a.window, 0.0) + size
+    return _Attention(full, tuple(windows.items()), flops)
