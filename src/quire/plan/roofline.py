@@ -15,7 +15,6 @@ constants are data (`quire.plan.efficiency`). It is a `StepTime`: the simulator 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from quire.modelspec import DTYPE_BYTES, ModelSpec
 from quire.plan.cost_model import StepFeatures
@@ -45,28 +44,65 @@ class StepParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Attention:
-    """Of all layers of one stage: bytes of K and V that a cached token costs a reader, and FLOPs a pair."""
+class Work:
+    """What one device has to do for a step, in bytes and operations: `work_of` reads it from a `ModelSpec`."""
 
-    full_bytes: float
-    windows: tuple[tuple[int, float], ...]  # (window, bytes)
-    flops_per_pair: float
+    shard: Shard
+    split: Split
+    precision: str
+    num_layers: int
+    hidden_size: int
+    kv_ways: int  # parts that a token's K and V are cut into: MLA's latent into one
+    kv_bytes: float  # of a cached token, in the layers without a window
+    windows: tuple[tuple[int, float], ...]  # (window, bytes) of the layers with one
+    flops_per_pair: float  # of a chunk's row, all heads and layers without a window
+    decode_flops_per_key: float  # of a decode's row: MLA multiplies with the latent itself
+    num_moe_layers: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+
+
+def work_of(spec: ModelSpec, precision: str = "bf16", kv_dtype: str = "bf16", split: Split | None = None) -> Work:
+    """Return what a replica of ``spec`` under ``split`` costs a device."""
+    split = split or Split()
+    windows: dict[int, float] = {}
+    kv_bytes = flops = decode_flops = 0.0
+    for layer in spec.layers:
+        a = layer.attention
+        size = a.kv_elements_per_token * DTYPE_BYTES[KV_DTYPES[kv_dtype]]
+        if a.window is None:
+            kv_bytes += size
+            flops += 2 * a.num_heads * (a.head_dim + a.v_head_dim)
+            latent = a.kv_elements_per_token + a.kv_lora_rank if a.is_mla else a.head_dim + a.v_head_dim
+            decode_flops += 2 * a.num_heads * latent
+        else:
+            windows[a.window] = windows.get(a.window, 0.0) + size
+    heads = min(1 if a.is_mla else a.num_kv_heads for a in (layer.attention for layer in spec.layers))
+    moe = [layer.mlp.moe for layer in spec.layers if layer.mlp.moe is not None]
+    return Work(
+        shard=shard_of(spec, precision, split),
+        split=split,
+        precision=precision,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        kv_ways=min(split.tp, heads),
+        kv_bytes=kv_bytes,
+        windows=tuple(windows.items()),
+        flops_per_pair=flops,
+        decode_flops_per_key=decode_flops,
+        num_moe_layers=len(moe),
+        num_experts=moe[0].num_experts if moe else 0,
+        top_k=moe[0].top_k if moe else 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Step times of ``spec`` on ``hardware`` under ``split`` (one replica of it)."""
+    """Step times of one replica on ``hardware``."""
 
-    spec: ModelSpec
+    work: Work
     hardware: Hardware
     efficiency: Efficiency
-    precision: str = "bf16"
-    kv_dtype: str = "bf16"
-    split: Split = Split()
-
-    @property
-    def shard(self) -> Shard:
-        return shard_of(self.spec, self.precision, self.split)
 
     def seconds(self, step: StepFeatures) -> float:
         """Return how long ``step`` takes from its first stage to its last."""
@@ -74,9 +110,9 @@ class Roofline:
 
     def parts(self, step: StepFeatures) -> StepParts:
         """Return the seconds of ``step`` by cause."""
-        e, hw, shard, split = self.efficiency, self.hardware, self.shard, self.split
+        e, hw, shard, split = self.efficiency, self.hardware, self.work.shard, self.work.split
         rows = step.num_tokens / split.attention_dp  # of one device's attention
-        rate = (hw.rate(self.precision) or 0.0) * e.compute
+        rate = (hw.rate(self.work.precision) or 0.0) * e.compute
         bandwidth = hw.bandwidth * e.memory
         compute_s = 2 * (shard.dense_params * rows) / rate if rate else 0.0
         memory_s = shard.dense_bytes / bandwidth
@@ -91,42 +127,42 @@ class Roofline:
             experts=split.pp * self._experts(step.num_tokens, rate, bandwidth),
             attention=self._attention(step, bf16, bandwidth),
             links=self._links(rows),
-            launches=self.spec.num_layers * e.layer_s + e.step_s,
+            launches=self.work.num_layers * e.layer_s + e.step_s,
             bound="compute" if compute_s > memory_s else "memory",
         )
 
     def _experts(self, rows: float, rate: float, bandwidth: float) -> float:
-        moe = next((layer.mlp.moe for layer in self.spec.layers if layer.mlp.moe is not None), None)
-        if moe is None:
+        work, shard = self.work, self.work.shard
+        if not work.num_experts:
             return 0.0
-        shard = self.shard
-        touched = 1 - (1 - moe.top_k / moe.num_experts) ** rows
+        touched = 1 - (1 - work.top_k / work.num_experts) ** rows
         compute_s = 2 * shard.expert_params * rows / (rate * self.efficiency.experts) if rate else 0.0
         return max(compute_s, shard.expert_bytes * touched / (bandwidth * self.efficiency.experts))
 
     def _attention(self, step: StepFeatures, rate: float, bandwidth: float) -> float:
         """Reads of the decodes and of the chunks, then products of the chunks. Windows cut a mean context."""
-        cut = attention_of(self.spec, self.kv_dtype)
-        ways = self.split.tp * self.split.attention_dp
-        kv_ways = self.split.attention_dp * min(self.split.tp, _kv_heads(self.spec))
+        work, split = self.work, self.work.split
+        ways = split.tp * split.attention_dp
         num_decodes = max(1, step.num_seqs if not step.chunk_pairs else step.num_seqs - 1)
         mean = step.decode_kv_tokens / num_decodes
-        read = cut.full_bytes * (step.decode_kv_tokens + step.chunk_kv_tokens)
-        read += sum(size * (min(mean, w) * num_decodes + min(step.chunk_kv_tokens, w)) for w, size in cut.windows)
-        flops = cut.flops_per_pair * step.chunk_pairs
-        return read / kv_ways / bandwidth + (flops / ways / rate if rate else 0.0)
+        read = work.kv_bytes * (step.decode_kv_tokens + step.chunk_kv_tokens)
+        read += sum(size * (min(mean, w) * num_decodes + min(step.chunk_kv_tokens, w)) for w, size in work.windows)
+        read_s = read / (work.kv_ways * split.attention_dp) / bandwidth
+        if not rate:
+            return read_s
+        decode_s = work.decode_flops_per_key * step.decode_kv_tokens / ways / rate
+        return max(read_s, decode_s) + work.flops_per_pair * step.chunk_pairs / ways / rate
 
     def _links(self, rows: float) -> float:
-        e, split, layers = self.efficiency, self.split, self.spec.num_layers
-        size = rows * self.spec.hidden_size * ACTIVATION_BYTES
+        e, work, split = self.efficiency, self.work, self.work.split
+        size = rows * work.hidden_size * ACTIVATION_BYTES
         seconds = 0.0
         if split.tp > 1:
             moved = 2 * (split.tp - 1) / split.tp * size
-            seconds += 2 * layers * (e.link_s + moved / self._link(split.tp))
+            seconds += 2 * work.num_layers * (e.link_s + moved / self._link(split.tp))
         if split.ep > 1 and split.attention_dp > 1:
-            moe = [layer.mlp.moe for layer in self.spec.layers if layer.mlp.moe is not None]
-            copies = min(moe[0].top_k, split.ep - 1) if moe else 0
-            seconds += 2 * len(moe) * (e.link_s + copies * size / self._link(split.ep))
+            copies = min(work.top_k, split.ep - 1)
+            seconds += 2 * work.num_moe_layers * (e.link_s + copies * size / self._link(split.ep))
         if split.pp > 1:
             seconds += (split.pp - 1) * (e.link_s + size / self._link(split.tp * split.pp))
         return seconds
@@ -137,23 +173,3 @@ class Roofline:
         wide = num_devices > hw.domain
         return (hw.network_bandwidth if wide else hw.link_bandwidth) or DEFAULT_LINK
 
-
-def _kv_heads(spec: ModelSpec) -> int:
-    """Into how many parts a token's K and V can be cut: MLA's latent into none."""
-    return min(1 if a.is_mla else a.num_kv_heads for a in (layer.attention for layer in spec.layers))
-
-
-@lru_cache(maxsize=256)
-def attention_of(spec: ModelSpec, kv_dtype: str) -> _Attention:
-    """Return what attention reads and computes, over all layers and heads."""
-    windows: dict[int, float] = {}
-    full = flops = 0.0
-    for layer in spec.layers:
-        a = layer.attention
-        size = a.kv_elements_per_token * DTYPE_BYTES[KV_DTYPES[kv_dtype]]
-        flops += 2 * a.num_heads * (a.head_dim + a.v_head_dim) if a.window is None else 0.0
-        if a.window is None:
-            full += size
-        else:
-            windows[a.window] = windows.get(a.window, 0.0) + size
-    return _Attention(full, tuple(windows.items()), flops)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 from quire.modelspec import ModelSpec, matrix_bytes, weight_shapes
@@ -56,7 +55,6 @@ class Shard:
         return self.dense_bytes + self.expert_bytes + self.head_bytes + self.table_bytes
 
 
-@lru_cache(maxsize=256)
 def shard_of(spec: ModelSpec, precision: str, split: Split) -> Shard:
     """Return the part of ``spec``'s weights on one device of ``split``, held in ``precision``.
 

@@ -1,0 +1,126 @@
+"""TTFT, TPOT and throughput of a load from step times, in closed form. `quire simulate` runs the scheduler instead.
+
+With td the seconds of a decode step of b sequences, and tp what one prompt adds to the steps that compute it:
+
+    closed loop, b clients     E2EL = osl · td(b) + b · tp                    (while one decodes, b prompts pass)
+    open loop, rate r          TPOT = td(b) / (1 − r · tp),  b = r · osl · TPOT   (prompts take the share r · tp)
+
+The first token comes after the step in flight, the prompts ahead, and the own one. In a closed loop requests that end
+together come back together, so more are ahead: ``wave · b ** wave_growth``. In an open loop they wait as in an M/D/1
+queue: r · tp² / (2 (1 − r · tp)).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from quire.plan.cost_model import StepFeatures, chunk_pairs
+from quire.plan.roofline import Roofline
+from quire.workload.slo import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Mean lengths in tokens; ``rate`` is of one replica."""
+
+    isl: int
+    osl: int
+    rate: float | None = None  # requests a second, open loop
+    concurrency: int | None = None  # closed loop
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of one replica. Means; seconds."""
+
+    ttft_s: float
+    tpot_s: float
+    concurrency: float  # requests running
+    rate: float  # requests completed a second
+    prefill_s: float  # tp
+    decode_s: float  # td
+    saturated: bool = False  # more comes than can be served: the queue grows without end
+
+    @property
+    def e2el_s(self) -> float:
+        return self.ttft_s + self.decode_s if math.isinf(self.tpot_s) else self.ttft_s + self.tpot_s
+
+    def meets(self, slo: Slo) -> bool:
+        """Whether the means hold, and the queue does not grow."""
+        limits = ((slo.ttft_s, self.ttft_s), (slo.tpot_s, self.tpot_s))
+        return not self.saturated and all(limit is None or value <= limit for limit, value in limits)
+
+
+class Replica:
+    """Estimates for one replica: its step times, how many requests fit, and the chunk that a step may hold."""
+
+    def __init__(self, roofline: Roofline, max_requests: int, max_num_batched_tokens: int) -> None:
+        self.roofline = roofline
+        self.max_requests = max(1, max_requests)
+        self.chunk = max_num_batched_tokens
+
+    def decode_s(self, b: float, load: Load) -> float:
+        """Seconds of a step of ``b`` decodes half way through their output; ``pp`` stages hold a part of them each."""
+        seqs = max(1, math.ceil(b / self.roofline.work.split.pp))
+        context = round(seqs * (load.isl + load.osl / 2))
+        return self.roofline.seconds(StepFeatures(seqs, seqs, seqs, context, 0, 0))
+
+    def prefill_s(self, b: float, load: Load) -> float:
+        """Seconds that one prompt adds to steps with ``b`` decodes."""
+        stages = self.roofline.work.split.pp
+        seqs = max(1, math.ceil(b / stages))
+        context = round(seqs * (load.isl + load.osl / 2))
+        alone = self.decode_s(b, load)
+        total = 0.0
+        for start in range(0, load.isl, self.chunk):
+            n = min(self.chunk, load.isl - start)
+            step = StepFeatures(n + seqs, seqs + 1, seqs + 1, context, start + n, chunk_pairs(start, n))
+            total += self.roofline.seconds(step) - alone
+        return total / stages
+
+    def closed(self, load: Load) -> Estimate:
+        """``load.concurrency`` clients, each with one request at a time; those beyond the memory wait."""
+        assert load.concurrency is not None
+        e = self.roofline.efficiency
+        b = min(load.concurrency, self.max_requests)
+        td, tp = self.decode_s(b, load), self.prefill_s(b, load)
+        e2el = load.osl * td + b * tp
+        ttft = e.first_s + td + tp * e.wave * b**e.wave_growth
+        tpot = max(td, (e2el - ttft) / max(1, load.osl - 1))
+        ttft += (load.concurrency - b) / b * e2el
+        return Estimate(ttft, tpot, b, b / e2el, tp, td)
+
+    def open(self, load: Load) -> Estimate:
+        """``load.rate`` requests a second at random times."""
+        assert load.rate is not None
+        top = self.max_requests
+        if self._rate_at(top, load) < load.rate:
+            td, tp = self.decode_s(top, load), self.prefill_s(top, load)
+            rate = self._rate_at(top, load)
+            return Estimate(math.inf, td / max(1e-9, 1 - rate * tp), top, rate, tp, td, saturated=True)
+        low, high = 0.0, float(top)  # the number running at which as much is completed as comes
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._rate_at(middle, load) >= load.rate else (middle, high)
+        b = high
+        td, tp = self.decode_s(b, load), self.prefill_s(b, load)
+        busy = min(0.999, load.rate * tp)
+        tpot = td / (1 - busy)
+        wait = load.rate * tp * tp / (2 * (1 - busy)) + tpot / 2
+        return Estimate(self.roofline.efficiency.first_s + wait + tp + td, tpot, b, load.rate, tp, td)
+
+    def knee(self, load: Load, slo: Slo) -> float:
+        """Return the highest rate at which `open` meets ``slo``, in requests a second; 0 where none does."""
+        low, high = 0.0, self._rate_at(self.max_requests, load)
+        for _ in range(40):
+            middle = (low + high) / 2
+            good = self.open(replace(load, rate=middle)).meets(slo)
+            low, high = (middle, high) if good else (low, middle)
+        return low if low > 1e-6 else 0.0
+
+    def _rate_at(self, b: float, load: Load) -> float:
+        """Requests completed a second with ``b`` running: b / E2EL."""
+        if b <= 0:
+            return 0.0
+        return b / (load.osl * self.decode_s(b, load) + b * self.prefill_s(b, load))
