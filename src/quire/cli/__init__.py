@@ -1,4 +1,4 @@
-"""`quire`: serve | run | chat | bench | doctor. Each command imports what it needs when it runs: --help is quick."""
+"""`quire`: serve | run | chat | bench | plan | doctor. Each command imports what it needs when it runs: --help is quick."""
 
 from __future__ import annotations
 
@@ -116,6 +116,49 @@ def bench_kernel(
     from quire.bench.kernel_report import kernel
 
     kernel(op, isa, threads, seconds, as_json=as_json)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A preset or hub id (docs/planner.md), a local folder, or 'quill'.")],
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="A device of the hardware table: h100, mi300x, epyc-9755 …")
+    ] = None,
+    count: Annotated[int, typer.Option("--count", help="How many of them.", min=1)] = 1,
+    cpu: Annotated[bool, typer.Option("--cpu", help="This machine instead, measured in a second.")] = False,
+    workload: Annotated[
+        str, typer.Option("--workload", help="PROMPT/OUTPUT tokens, or a trace file for its means.")
+    ] = "1024/256",
+    rate: Annotated[float | None, typer.Option("--rate", help="Requests a second, at random times.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", help="Or so many clients (1).", min=1)
+    ] = None,
+    slo: Annotated[str | None, typer.Option("--slo", help="As ttft=500ms,tpot=50ms: means, in the formulas.")] = None,
+    quantize: Annotated[
+        str | None, typer.Option("--quantize", help="Weights: bf16, fp8, int8, int4, fp4, mxfp4 (the model's).")
+    ] = None,
+    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16, fp8 or int8.")] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", help="Tokens of a request, for memory (prompt + output).", min=1)
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Fitted constants: default, vllm, sglang, trtllm or cpu.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option("--max-num-batched-tokens", help="Tokens of a step (8192; CPU: 2048).", min=1)
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences at once.", min=1)] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Each figure with its formula.")] = False,
+) -> None:
+    """Does it fit, how fast would it be, what would it cost: from formulas, with the line to run."""
+    from quire.cli.plan import Asked, plan
+
+    asked = Asked(
+        model, gpu, count, cpu, workload, rate, concurrency, slo, quantize, kv_dtype, context, engine,
+        max_num_batched_tokens, max_num_seqs, as_json, explain,
+    )  # fmt: skip
+    raise typer.Exit(plan(asked))
 
 
 @app.command()

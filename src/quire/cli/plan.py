@@ -1,0 +1,239 @@
+"""`quire plan`: the figures of `quire.plan.capacity` as tables, or as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quire.args import EngineArgs, ServerArgs, flag_name
+from quire.bench.bounds import measure
+from quire.bench.bounds import native as probes
+from quire.device import detect_device
+from quire.errors import ConfigError
+from quire.models.spec_only import read_spec
+from quire.modelspec import ModelSpec
+from quire.plan.capacity import CapacityPlan, Question, plan_capacity
+from quire.plan.efficiency import efficiencies
+from quire.plan.estimate import Load
+from quire.plan.explain import explain
+from quire.plan.hardware import GIB, Hardware, find_hardware
+from quire.plan.presets import preset_of, preset_spec
+from quire.plan.split import PRECISIONS
+from quire.workload.slo import Slo
+from quire.workload.traces import read_trace
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a person typed after ``quire plan``."""
+
+    model: str
+    gpu: str | None = None
+    count: int = 1
+    cpu: bool = False
+    workload: str = "1024/256"
+    rate: float | None = None
+    concurrency: int | None = None
+    slo: str | None = None
+    quantize: str | None = None
+    kv_dtype: str | None = None
+    context: int | None = None
+    engine: str | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int = 256
+    as_json: bool = False
+    explain: bool = False
+
+
+def question_of(asked: Asked) -> Question:
+    """Return the question that ``asked`` means.
+
+    Raises:
+        ConfigError: a flag that cannot be, with what is allowed.
+        ModelLoadError, UnsupportedModelError: the model's configuration.
+    """
+    spec = spec_of(asked.model)
+    hardware = hardware_of(asked)
+    isl, osl = lengths_of(asked.workload)
+    precision = asked.quantize or ("bf16" if spec.dtype != "float32" else "fp32")
+    if precision not in PRECISIONS:
+        raise ConfigError(f"--quantize {precision!r} must be one of {', '.join(PRECISIONS)}")
+    kv_dtype = asked.kv_dtype or "bf16"
+    if kv_dtype not in ("bf16", "fp8", "int8"):
+        raise ConfigError(f"--kv-dtype {kv_dtype!r} must be one of bf16, fp8, int8")
+    if asked.count < 1:
+        raise ConfigError(f"--count {asked.count} must be at least 1")
+    if asked.rate is not None and asked.rate <= 0:
+        raise ConfigError(f"--rate {asked.rate:g} must be more than 0 requests a second")
+    table = efficiencies()
+    engine = asked.engine or ("cpu" if hardware.kind == "cpu" else "default")
+    if engine not in table:
+        raise ConfigError(f"--engine {engine!r} has no fitted constants; there are {', '.join(table)}")
+    concurrency = asked.concurrency if asked.rate is None else None
+    return Question(
+        model=asked.model,
+        spec=spec,
+        hardware=hardware,
+        count=asked.count,
+        load=Load(isl, osl, asked.rate, concurrency if asked.rate or concurrency else 1),
+        efficiency=table[engine],
+        slo=Slo.parse(asked.slo) if asked.slo else None,
+        precision=precision,
+        kv_dtype=kv_dtype,
+        context=asked.context,
+        max_num_batched_tokens=asked.max_num_batched_tokens or (2048 if hardware.kind == "cpu" else 8192),
+        max_num_seqs=asked.max_num_seqs,
+    )
+
+
+def spec_of(model: str) -> ModelSpec:
+    """Return the `ModelSpec` of a preset, a local folder or file, or a hub id, of which only config.json is fetched."""
+    name = preset_of(model) if not Path(model).expanduser().exists() else None
+    return preset_spec(name) if name is not None else read_spec(model)
+
+
+def hardware_of(asked: Asked) -> Hardware:
+    """Return the device asked for; ``--cpu`` is this machine, with its bandwidth and peak measured now."""
+    if asked.cpu == (asked.gpu is not None):
+        raise ConfigError("give either --gpu NAME (any name of the hardware table) or --cpu (this machine)")
+    if asked.gpu is not None:
+        return find_hardware(asked.gpu)
+    device = detect_device()
+    if probes is None:
+        raise ConfigError("--cpu measures this machine with the native extension, which is not built: see `quire doctor`")
+    bounds = measure(device.num_cores)
+    peaks = {"bf16": bounds.peak(device.isa, "float"), "int8": bounds.peak(device.isa, "int8")}
+    return Hardware(
+        name="this machine",
+        title=f"{device.name}, {device.num_cores} cores",
+        source=f"measured now: {bounds}",
+        memory_bytes=device.memory_total_bytes,
+        bandwidth=bounds.read,
+        flops={unit: rate for unit, rate in peaks.items() if rate is not None},
+        kind="cpu",
+    )
+
+
+def lengths_of(workload: str) -> tuple[int, int]:
+    """Return the mean (prompt, output) tokens of ``1024/256`` or of a trace file."""
+    parts = workload.split("/")
+    if len(parts) == 2 and all(p.isdigit() and int(p) > 0 for p in parts):
+        return int(parts[0]), int(parts[1])
+    if not Path(workload).is_file():
+        raise ConfigError(f"--workload {workload!r} must be PROMPT/OUTPUT in tokens, as 1024/256, or a trace file")
+    rows = read_trace(workload).rows
+    if not rows:
+        raise ConfigError(f"--workload {workload}: no row of the trace can be a request")
+    prompt = statistics.fmean(r.num_prompt_tokens for r in rows)
+    return round(prompt), max(1, round(statistics.fmean(r.num_output_tokens for r in rows)))
+
+
+def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
+    """Return the ``quire serve`` line of the plan, with the flags that there are, and what no flag says yet."""
+    q, chosen = plan.question, plan.advice.chosen
+    known = {f.name for kind in (EngineArgs, ServerArgs) for f in fields(kind)}
+    wanted: dict[str, Any] = {
+        "max_model_len": q.context or q.load.isl + q.load.osl,
+        "max_num_seqs": min(q.max_num_seqs, max(1, plan.memory.max_requests)),
+        "max_num_batched_tokens": q.max_num_batched_tokens,
+    }
+    if q.precision not in ("bf16", "fp32"):
+        wanted["quantize"] = q.precision
+    if q.kv_dtype != "bf16":
+        wanted["kv_dtype"] = q.kv_dtype
+    if q.slo is not None:
+        wanted["slo"] = str(q.slo)
+    if q.hardware.kind != "cpu":
+        wanted["device"] = "cuda"
+    ways = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "expert_parallel_size": "ep"}
+    for name, short in ways.items():
+        if chosen and (size := getattr(chosen.split, short)) > 1:
+            wanted[name] = size
+    flags = [f"{flag_name(name)} {shlex.quote(str(v))}" for name, v in wanted.items() if name in known]
+    lacking = [f"this version has no {flag_name(name)} yet (wanted: {v})" for name, v in wanted.items() if name not in known]
+    if chosen and chosen.split.dp > 1:
+        lacking.append(f"run {chosen.split.dp} of them, behind a load balancer")
+    return " ".join(["quire serve", q.model, *flags]), lacking
+
+
+def plan(asked: Asked) -> int:
+    """Print the plan; return 0, or 2 where nothing fits."""
+    answer = plan_capacity(question_of(asked))
+    command, lacking = serve_command(answer)
+    if asked.as_json:
+        said = answer.as_dict() | {"command": command, "remarks": lacking}
+        if asked.explain:
+            said["explain"] = [{"name": x.name, "value": x.value, "formula": x.formula} for x in explain(answer)]
+        print(json.dumps(said, indent=1))
+    else:
+        _print(answer, command, lacking, explained=asked.explain)
+    return 0 if answer.advice.chosen else 2
+
+
+def _print(answer: CapacityPlan, command: str, lacking: list[str], *, explained: bool) -> None:
+    q = answer.question
+    console = Console() if sys.stdout.isatty() else Console(width=130)
+    data = answer.as_dict()
+    active = f", {q.spec.num_active_params / 1e9:.1f} B active" if any(x.mlp.moe for x in q.spec.layers) else ""
+    console.print(
+        f"[bold]{q.model}[/bold]  {q.spec.num_params / 1e9:.2f} B weights{active} as {q.precision}, on "
+        f"{q.count} × {q.hardware.title}\n"
+    )
+    for reason in answer.advice.reasons:
+        console.print(reason, highlight=False)
+    console.print()
+    console.print(_memory_table(data["memory"]))
+    if data["predicted"]:
+        console.print()
+        console.print(_speed_table(data))
+    console.print(f"\n  {command}", highlight=False, soft_wrap=True)
+    for remark in lacking:
+        console.print(f"  [dim]# {remark}[/dim]", highlight=False)
+    if explained:
+        table = Table("figure", "value", "formula", box=None, pad_edge=False)
+        for line in explain(answer):
+            table.add_row(line.name, line.value, line.formula)
+        console.print()
+        console.print(table)
+
+
+def _memory_table(m: Mapping[str, Any]) -> Table:
+    table = Table("memory of one device", "GiB", "", box=None, pad_edge=False)
+    for name in ("weights", "activations", "workspace", "graphs"):
+        table.add_row(name, f"{m[name] / GIB:.2f}", "")
+    requests = f"{m['max_requests']:,} requests of {m['context']:,} tokens" if m["fits"] else "does not fit"
+    table.add_row("left for K and V", f"{m['kv_pool'] / GIB:.2f}", requests)
+    table.add_row("device", f"{m['capacity'] / GIB:.2f}", f"{m['usable'] / GIB:.2f} used")
+    table.add_row("K and V a token, whole model", "", f"{m['kv_bytes_per_token']:,} bytes")
+    table.add_row("K and V a request, whole model", f"{m['kv_bytes_per_request'] / GIB:.2f}", "")
+    return table
+
+
+def _speed_table(data: Mapping[str, Any]) -> Table:
+    p, load, cost = data["predicted"], data["load"], data["cost"]
+    how = f"{load['rate']:g} requests/s" if load["rate"] else f"{load['concurrency']} clients"
+    table = Table(f"predicted at {how}, {load['isl']} in, {load['osl']} out", "", box=None, pad_edge=False)
+    ttft = "grows without end: more comes than can be served" if p["ttft_ms"] is None else f"{p['ttft_ms']:.0f} ms"
+    table.add_row("TTFT (mean)", ttft)
+    table.add_row("TPOT (mean)", f"{p['tpot_ms']:.1f} ms")
+    table.add_row("running, of at most", f"{p['running'] / data['split']['dp']:.1f} of {p['max_batch']:,} in a replica")
+    table.add_row("throughput", f"{p['requests_per_s']:.2f} requests/s, {p['input_tokens_per_s']:,.0f} tokens/s in, "
+                  f"{p['output_tokens_per_s']:,.0f} out")  # fmt: skip
+    if p["knee_per_s"] is not None:
+        held = "held" if p["meets_slo"] else "[red]not held[/red]"
+        table.add_row("SLO", f"{held}; goodput {p['goodput_per_s']:.2f} requests/s, knee at {p['knee_per_s']:.2f}")
+    if cost and cost["usd_per_hour"] is not None:
+        table.add_row("cost", f"${cost['usd_per_hour']:.2f} an hour; a million tokens ${cost['usd_per_million_input']:.3f} "
+                      f"in, ${cost['usd_per_million_output']:.3f} out ({cost['price_source']})")  # fmt: skip
+    else:
+        table.add_row("cost", "unknown: the table has no price")
+    return table

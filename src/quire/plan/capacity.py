@@ -1,0 +1,148 @@
+"""`plan_capacity`: one question, every figure. What `quire plan` prints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.modelspec import ModelSpec
+from quire.plan.advise import Advice, Option, advise
+from quire.plan.cost import Cost, cost_of
+from quire.plan.efficiency import Efficiency
+from quire.plan.estimate import Load, Replica
+from quire.plan.hardware import Hardware
+from quire.plan.memory import MemoryPlan, plan_memory
+from quire.plan.roofline import Roofline, work_of
+from quire.plan.split import Split
+from quire.workload.slo import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be served, on what, how. ``load.rate`` is of the whole service."""
+
+    model: str
+    spec: ModelSpec
+    hardware: Hardware
+    count: int
+    load: Load
+    efficiency: Efficiency
+    slo: Slo | None = None
+    precision: str = "bf16"
+    kv_dtype: str = "bf16"
+    context: int | None = None  # tokens of a request; None: its prompt and output
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+
+    def replica(self, split: Split, memory: MemoryPlan) -> Replica:
+        """Return one replica of ``split``."""
+        work = work_of(self.spec, self.precision, self.kv_dtype, split)
+        most = min(self.max_num_seqs, self._mean_requests(split))
+        return Replica(Roofline(work, self.hardware, self.efficiency), most, self.max_num_batched_tokens)
+
+    def memory(self, split: Split, context: int | None = None) -> MemoryPlan:
+        """Return what a device of ``split`` holds, with requests of ``context`` tokens."""
+        return plan_memory(
+            self.spec,
+            self.hardware,
+            split,
+            precision=self.precision,
+            kv_dtype=self.kv_dtype,
+            context=context or self.context or self.load.isl + self.load.osl,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+    def _mean_requests(self, split: Split) -> int:
+        """Requests that fit when they are half way through their output: pages are taken as they grow."""
+        return self.memory(split, self.load.isl + self.load.osl // 2).max_requests
+
+    def look(self, split: Split) -> Option:
+        """Size one split and estimate its replica's share of the load."""
+        memory = self.memory(split)
+        if not memory.fits:
+            return Option(split, memory, None)
+        replica = self.replica(split, memory)
+        if self.load.rate is None:
+            share = replace(self.load, concurrency=max(1, math.ceil((self.load.concurrency or 1) / split.dp)))
+            return Option(split, memory, replica.closed(share))
+        return Option(split, memory, replica.open(replace(self.load, rate=self.load.rate / split.dp)))
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """The answer. ``knee``: requests a second of all replicas up to which the SLO holds; None: no SLO, or no fit."""
+
+    question: Question
+    advice: Advice
+    memory: MemoryPlan  # of the chosen split, or of one device where nothing fits
+    knee: float | None
+    cost: Cost | None
+
+    @property
+    def goodput(self) -> float | None:
+        """Requests a second within the SLO: all that come up to the knee, and no more than it."""
+        if self.knee is None:
+            return None
+        rate = self.question.load.rate
+        return self.knee if rate is None else min(rate, self.knee)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for ``--json``."""
+        q, chosen = self.question, self.advice.chosen
+        estimate = chosen.estimate if chosen else None
+        predicted: dict[str, Any] = {}
+        if chosen and estimate:
+            dp = chosen.split.dp
+            predicted = {
+                "ttft_ms": _number(estimate.ttft_s * 1e3),
+                "tpot_ms": _number(estimate.tpot_s * 1e3),
+                "prefill_ms": estimate.prefill_s * 1e3,
+                "decode_step_ms": estimate.decode_s * 1e3,
+                "running": estimate.concurrency * dp,
+                "requests_per_s": estimate.rate * dp,
+                "input_tokens_per_s": estimate.rate * dp * q.load.isl,
+                "output_tokens_per_s": estimate.rate * dp * q.load.osl,
+                "goodput_per_s": self.goodput,
+                "knee_per_s": self.knee,
+                "saturated": estimate.saturated,
+                "meets_slo": chosen.holds(q.slo),
+                "max_batch": min(q.max_num_seqs, chosen.memory.max_requests),
+            }
+        split = chosen.split if chosen else None
+        return {
+            "model": q.model,
+            "parameters": q.spec.num_params,
+            "active_parameters": q.spec.num_active_params,
+            "hardware": {"name": q.hardware.name, "title": q.hardware.title, "count": q.count},
+            "weights": q.precision,
+            "kv_dtype": q.kv_dtype,
+            "memory": self.memory.as_dict(),
+            "fits": chosen is not None,
+            "split": {n: getattr(split, n) for n in ("tp", "pp", "ep", "dp")} if split else None,
+            "reasons": list(self.advice.reasons),
+            "load": {"isl": q.load.isl, "osl": q.load.osl, "rate": q.load.rate, "concurrency": q.load.concurrency},
+            "slo": q.slo.as_dict() if q.slo else None,
+            "predicted": predicted,
+            "cost": {n: getattr(self.cost, n) for n in Cost.__slots__} if self.cost else None,
+        }
+
+
+def _number(value: float) -> float | None:
+    """JSON knows no infinity: the latency of a queue that grows without end is null."""
+    return value if math.isfinite(value) else None
+
+
+def plan_capacity(question: Question) -> CapacityPlan:
+    """Answer ``question``."""
+    q = question
+    advice = advise(q.spec, q.hardware, q.count, q.look, q.slo)
+    chosen = advice.chosen
+    if chosen is None or chosen.estimate is None:
+        return CapacityPlan(q, advice, q.memory(Split()), None, None)
+    replica = q.replica(chosen.split, chosen.memory)
+    knee = replica.knee(q.load, q.slo) * chosen.split.dp if q.slo is not None else None
+    used = chosen.split.num_devices
+    cost = cost_of(q.hardware, used, chosen.split.dp, q.load, chosen.estimate)
+    return CapacityPlan(q, advice, chosen.memory, knee, cost)

@@ -1,0 +1,103 @@
+"""The roofline by hand, and what must hold of any estimate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.plan.cost_model import StepFeatures, chunk_pairs
+from quire.plan.efficiency import IDEAL, Efficiency, efficiencies
+from quire.plan.estimate import Load, Replica
+from quire.plan.hardware import UNITS, find_hardware, hardware_table
+from quire.plan.presets import preset_spec
+from quire.plan.roofline import Roofline, work_of
+from quire.plan.split import Split
+from quire.workload.slo import Slo
+
+H100 = find_hardware("h100")
+LLAMA8 = preset_spec("llama-3.1-8b")
+
+
+def replica(efficiency: Efficiency = IDEAL, split: Split | None = None) -> Replica:
+    return Replica(Roofline(work_of(LLAMA8, split=split), H100, efficiency), 256, 8192)
+
+
+def test_a_decode_step_reads_the_weights_and_the_cache() -> None:
+    step = StepFeatures(4, 4, 4, 4 * 1000, 0, 0)
+    weights = 2 * (8_030_261_248 - 128256 * 4096)  # a decode reads a row of the embedding table
+    assert Roofline(work_of(LLAMA8), H100, IDEAL).seconds(step) == pytest.approx(
+        (weights + 4000 * 131_072) / 3.35e12
+    )
+
+
+def test_a_prompt_multiplies() -> None:
+    step = StepFeatures(4096, 1, 1, 0, 4096, chunk_pairs(0, 4096))
+    linears = 2 * (8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096) * 4096 / 989e12
+    attention = 4 * 32 * 128 * 32 * chunk_pairs(0, 4096) / 989e12
+    head, cache = 2 * 128256 * 4096 / 3.35e12, 4096 * 131_072 / 3.35e12
+    seconds = Roofline(work_of(LLAMA8), H100, IDEAL).seconds(step)
+    assert seconds == pytest.approx(linears + attention + head + cache)
+
+
+def test_two_devices_halve_the_work_and_reduce_twice_a_layer() -> None:
+    step = StepFeatures(1, 1, 1, 0, 0, 0)
+    one = Roofline(work_of(LLAMA8), H100, IDEAL).parts(step)
+    two = Roofline(work_of(LLAMA8, split=Split(tp=2)), H100, replace(IDEAL, link_s=1e-5)).parts(step)
+    assert two.linears == pytest.approx(one.linears / 2, rel=1e-3)
+    assert two.links == pytest.approx(2 * 32 * (1e-5 + 2 * 0.5 * 4096 * 2 / 450e9))
+
+
+def test_experts_are_read_as_they_are_touched() -> None:
+    mixtral = Roofline(work_of(preset_spec("mixtral-8x7b")), H100, IDEAL)
+    size = 32 * 8 * 3 * 4096 * 14336 * 2
+    for rows, share in ((1, 2 / 8), (2, 1 - (6 / 8) ** 2), (1000, 1.0)):
+        step = StepFeatures(rows, rows, rows, 0, 0, 0)
+        compute = 2 * (size / 2) * 2 / 8 * rows / 989e12
+        assert mixtral.parts(step).experts == pytest.approx(max(share * size / 3.35e12, compute))
+
+
+def test_a_step_of_nothing_takes_no_time() -> None:
+    assert Roofline(work_of(LLAMA8), H100, efficiencies()["default"]).seconds(StepFeatures(0, 0, 0, 0, 0, 0)) == 0
+
+
+@pytest.mark.parametrize("rate", [0.1, 5.0, 20.0])
+def test_open_loop_obeys_little(rate: float) -> None:
+    load = Load(1024, 256, rate=rate)
+    e = replica(efficiencies()["default"]).open(load)
+    assert not e.saturated
+    assert e.concurrency == pytest.approx(rate * load.osl * e.tpot_s, rel=0.05)  # whole sequences
+    assert e.ttft_s > e.prefill_s
+
+
+def test_closed_loop_obeys_little() -> None:
+    load = Load(1024, 256, concurrency=32)
+    e = replica(efficiencies()["default"]).closed(load)
+    assert e.rate * (e.ttft_s + e.tpot_s * (load.osl - 1)) == pytest.approx(32, rel=1e-6)
+
+
+def test_beyond_the_knee_the_slo_breaks_and_beyond_the_device_the_queue_grows() -> None:
+    r, load, slo = replica(efficiencies()["default"]), Load(1024, 256), Slo(0.3, 0.02)
+    knee = r.knee(load, slo)
+    assert r.open(replace(load, rate=0.99 * knee)).meets(slo)
+    assert not r.open(replace(load, rate=1.01 * knee)).meets(slo)
+    flooded = r.open(replace(load, rate=1000.0))
+    assert flooded.saturated
+    assert math.isinf(flooded.ttft_s)
+    assert r.knee(load, Slo(1e-6, 1e-6)) == 0.0
+
+
+def test_the_table_is_whole() -> None:
+    table = hardware_table()
+    assert {"rtx-4090", "b200", "gb200", "tpu-v5e", "tpu-v6e", "trainium2", "mi300x", "xeon-6980p"} <= set(table)
+    for hw in table.values():
+        assert hw.source
+        assert hw.flops.get("bf16", 1) > 0
+        assert set(hw.flops) <= set(UNITS)
+        assert hw.kind == "cpu" or hw.link_bandwidth
+        assert hw.price is None or (hw.price.source and hw.price.date)
+    assert table["a100"].rate("fp8") == table["a100"].flops["bf16"]  # no such unit: expanded, multiplied in bf16
+    with pytest.raises(ConfigError, match="h100"):
+        find_hardware("h1000")
