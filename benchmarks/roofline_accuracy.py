@@ -1,10 +1,13 @@
-"""How far the planner's roofline is from engines on GPUs: median and p90 of |log(predicted / measured)|, before and after
-fitting a handful of constants an engine on half of the configurations. Prints Markdown tables; see docs/planner.md.
+"""How far the planner's roofline is from engines on GPUs: median and p90 of |log(predicted / measured)|.
+
+Before and after fitting a handful of constants an engine on half of the configurations. Prints Markdown tables; see
+docs/planner.md.
 
     python benchmarks/roofline_accuracy.py [--data FILE] [--fit]
 
-Points are ``measured_ttft_tpot.csv.gz`` (closed loop: so many clients, each with one request at a time). A configuration is in
-the fitted half where the BLAKE2b hash of its id is even. Without ``--fit`` the shipped constants are evaluated.
+Points are ``measured_ttft_tpot.csv.gz`` (closed loop: so many clients, each with one request at a time). A
+configuration is in the fitted half where the BLAKE2b hash of its id is even. Without ``--fit`` the shipped
+constants are evaluated.
 """
 
 from __future__ import annotations
@@ -114,7 +117,9 @@ def point_of(row: dict[str, str], spec: ModelSpec) -> Point:
     precision = WEIGHTS[row["moe_quant_mode" if experts else "gemm_quant_mode"]]
 
     def split(prefix: str) -> Split:
-        number = {name: int(row[f"{prefix}{name}_size"] or 1) or 1 for name in ("tp", "attention_dp", "moe_ep")}
+        number = {
+            name: int(row[f"{prefix}{name}_size"] or 1) or 1 for name in ("tp", "attention_dp", "moe_ep")
+        }
         return Split(tp=number["tp"], attention_dp=number["attention_dp"], ep=number["moe_ep"])
 
     isl, osl = int(row["isl"]), int(row["osl"])
@@ -123,7 +128,8 @@ def point_of(row: dict[str, str], spec: ModelSpec) -> Point:
     prefill_clients = float(clients)
     if disagg:
         clients = next(
-            (int(p.partition("=")[2]) for p in row["silicon_data_source"].split("; ") if "concurrency=" in p), 1
+            (int(p.partition("=")[2]) for p in row["silicon_data_source"].split("; ") if "concurrency=" in p),
+            1,
         )
         prefill_clients = clients / int(row["prefill_num_workers"] or 1)
         clients = max(1, round(clients / int(row["decode_num_workers"] or 1)))
@@ -169,9 +175,13 @@ def errors(points: Iterable[Point], of: Callable[[Point], Efficiency]) -> Errors
     return at(ttft, 0.5), at(ttft, 0.9), at(tpot, 0.5), at(tpot, 0.9), at(both, 0.5)
 
 
-def fit(points: list[Point], names: tuple[str, ...], start: Efficiency, rounds: int, seeds: int) -> Efficiency:
+def fit(
+    points: list[Point], names: tuple[str, ...], start: Efficiency, rounds: int, seeds: int
+) -> Efficiency:
     """Search from ``seeds`` seeds and keep the one with the least loss on the points that are fitted."""
-    return min((search(points, names, start, rounds, seed) for seed in range(seeds)), key=lambda found: found[1])[0]
+    return min(
+        (search(points, names, start, rounds, seed) for seed in range(seeds)), key=lambda found: found[1]
+    )[0]
 
 
 def search(
@@ -184,7 +194,9 @@ def search(
         total = 0.0
         for point in points:
             ttft, tpot = predict(point, e)
-            total += min(1.0, abs(math.log(ttft / point.ttft_s))) + min(1.0, abs(math.log(tpot / point.tpot_s)))
+            total += min(1.0, abs(math.log(ttft / point.ttft_s))) + min(
+                1.0, abs(math.log(tpot / point.tpot_s))
+            )
         return total / len(points)
 
     best, best_loss, spread = start, loss(start), 0.4
@@ -210,13 +222,19 @@ def fit_all(points: list[Point], rounds: int, seeds: int) -> dict[str, Efficienc
         e = fit(dense, tuple(n for n in FITTED if n != "experts"), START, rounds, seeds)
         moe = [p for p in own if not p.dense and p.gpu in ("h100", "h200")]
         e = fit(moe, ("experts",), e, rounds // 10, 1) if moe else e
-        how = f"fitted on {len(dense)} dense and {len(moe)} MoE points of {engine if engine != 'default' else 'all engines'} on H100 and H200, best of {seeds} seeds"
+        which = "all engines" if engine == "default" else engine
+        count = f"{len(dense)} dense and {len(moe)} MoE points of {which} on H100 and H200"
+        how = f"fitted on {count}, best of {seeds} seeds"
         found[engine] = replace(e, how=f"{how}, by benchmarks/roofline_accuracy.py --fit")
     return found
 
 
-def table(title: str, points: list[Point], key: Callable[[Point], str], fitted: dict[str, Efficiency]) -> None:
-    print(f"\n{title}\n\n| | points | TTFT median, p90 | TPOT median, p90 | both | before: TTFT | before: TPOT |")
+def table(
+    title: str, points: list[Point], key: Callable[[Point], str], fitted: dict[str, Efficiency]
+) -> None:
+    print(
+        f"\n{title}\n\n| | points | TTFT median, p90 | TPOT median, p90 | both | before: TTFT | before: TPOT |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name in sorted({key(p) for p in points}):
         own = [p for p in points if key(p) == name]
@@ -244,11 +262,23 @@ def main() -> None:
     held = [p for p in points if not p.fitted_half]
     print(f"{len(points)} points predicted; left out: {dict(left_out)}")
     hopper = [p for p in held if p.dense and p.gpu in ("h100", "h200") and p.mode == "agg"]
-    table("Dense models on H100 and H200, the half that was not fitted", hopper, lambda p: f"{p.gpu} {p.engine}", fitted)
+    table(
+        "Dense models on H100 and H200, the half that was not fitted",
+        hopper,
+        lambda p: f"{p.gpu} {p.engine}",
+        fitted,
+    )
     table("The same, all together", hopper, lambda _: "all", fitted)
     table("By model", hopper, lambda p: f"{p.model.rpartition('/')[2]} {p.engine}", fitted)
-    table("Everything, by GPU, engine and mode (both halves)", points, lambda p: f"{p.gpu} {p.engine} {p.mode}", fitted)
-    table("Everything, by model (aggregated)", [p for p in points if p.mode == "agg"], lambda p: p.model, fitted)
+    table(
+        "Everything, by GPU, engine and mode (both halves)",
+        points,
+        lambda p: f"{p.gpu} {p.engine} {p.mode}",
+        fitted,
+    )
+    table(
+        "Everything, by model (aggregated)", [p for p in points if p.mode == "agg"], lambda p: p.model, fitted
+    )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,18 @@ def test_stages_only_where_no_domain_holds_it() -> None:
 
 
 def test_json_has_the_keys_of_the_issue() -> None:
-    arguments = ["plan", "llama-3-70b", "--gpu", "h100", "--count", "8", "--context", "4096", "--json", "--explain"]
+    arguments = [
+        "plan",
+        "llama-3-70b",
+        "--gpu",
+        "h100",
+        "--count",
+        "8",
+        "--context",
+        "4096",
+        "--json",
+        "--explain",
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     said = json.loads(result.output)
@@ -61,7 +72,9 @@ def test_json_has_the_keys_of_the_issue() -> None:
 
 
 def test_tables_print_and_status_says_whether_it_fits() -> None:
-    done = CliRunner().invoke(app, ["plan", "qwen3-32b", "--gpu", "l4", "--count", "8", "--rate", "1", "--explain"])
+    done = CliRunner().invoke(
+        app, ["plan", "qwen3-32b", "--gpu", "l4", "--count", "8", "--rate", "1", "--explain"]
+    )
     assert done.exit_code == 0, done.output
     assert "quire serve qwen3-32b" in done.output
     assert CliRunner().invoke(app, ["plan", "llama-3.1-405b", "--gpu", "t4"]).exit_code == 2
@@ -112,7 +125,9 @@ def test_an_unknown_model_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accuracy() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("roofline_accuracy", ROOT / "benchmarks/roofline_accuracy.py")
+    spec = importlib.util.spec_from_file_location(
+        "roofline_accuracy", ROOT / "benchmarks/roofline_accuracy.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -127,7 +142,9 @@ def test_the_roofline_is_within_a_fifth_of_dense_models_on_hopper(shared_data: P
     """The half of the configurations that the constants were not fitted on (docs/planner.md)."""
     bench = accuracy()
     points, _ = bench.read_points(shared_data / "gpu_profiles/measured_ttft_tpot.csv.gz")
-    held = [p for p in points if p.dense and p.gpu in ("h100", "h200") and p.mode == "agg" and not p.fitted_half]
+    held = [
+        p for p in points if p.dense and p.gpu in ("h100", "h200") and p.mode == "agg" and not p.fitted_half
+    ]
     table = bench.efficiencies()
     ttft, _, tpot, _, both = bench.errors(held, lambda p: table[p.engine])
     assert len(held) > 200

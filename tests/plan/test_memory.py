@@ -52,7 +52,12 @@ def test_kv_bytes_per_token(preset: str, per_token: int) -> None:
         (preset_spec("llama-2-7b"), 4096, "bf16", 2 * GIB),
         (preset_spec("llama-3.1-8b"), 8192, "bf16", GIB),
         (preset_spec("llama-3.1-8b"), 8192, "fp8", GIB // 2),
-        (preset_spec("llama-3.1-8b"), 8192, "int8", GIB // 2 + 8192 * 32 * 8 * 8),  # and two scales of 4 bytes a head
+        (
+            preset_spec("llama-3.1-8b"),
+            8192,
+            "int8",
+            GIB // 2 + 8192 * 32 * 8 * 8,
+        ),  # and two scales of 4 bytes a head
         (preset_spec("deepseek-v3"), 4096, "bf16", 287_834_112),  # MLA: 0.27 GiB of a 671 B model
         # 12 layers see 4,096 tokens, 12 the last 128: 2,048 bytes a layer and token
         (preset_spec("gpt-oss-20b"), 4096, "bf16", 12 * 2048 * 4096 + 12 * 2048 * 128),

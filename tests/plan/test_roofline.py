@@ -60,7 +60,10 @@ def test_experts_are_read_as_they_are_touched() -> None:
 
 
 def test_a_step_of_nothing_takes_no_time() -> None:
-    assert Roofline(work_of(LLAMA8), H100, efficiencies()["default"]).seconds(StepFeatures(0, 0, 0, 0, 0, 0)) == 0
+    assert (
+        Roofline(work_of(LLAMA8), H100, efficiencies()["default"]).seconds(StepFeatures(0, 0, 0, 0, 0, 0))
+        == 0
+    )
 
 
 @pytest.mark.parametrize("rate", [0.1, 5.0, 20.0])
@@ -91,13 +94,17 @@ def test_beyond_the_knee_the_slo_breaks_and_beyond_the_device_the_queue_grows() 
 
 def test_the_table_is_whole() -> None:
     table = hardware_table()
-    assert {"rtx-4090", "b200", "gb200", "tpu-v5e", "tpu-v6e", "trainium2", "mi300x", "xeon-6980p"} <= set(table)
+    assert {"rtx-4090", "b200", "gb200", "tpu-v5e", "tpu-v6e", "trainium2", "mi300x", "xeon-6980p"} <= set(
+        table
+    )
     for hw in table.values():
         assert hw.source
         assert hw.flops.get("bf16", 1) > 0
         assert set(hw.flops) <= set(UNITS)
         assert hw.kind == "cpu" or hw.link_bandwidth
         assert hw.price is None or (hw.price.source and hw.price.date)
-    assert table["a100"].rate("fp8") == table["a100"].flops["bf16"]  # no such unit: expanded, multiplied in bf16
+    assert (
+        table["a100"].rate("fp8") == table["a100"].flops["bf16"]
+    )  # no such unit: expanded, multiplied in bf16
     with pytest.raises(ConfigError, match="h100"):
         find_hardware("h1000")

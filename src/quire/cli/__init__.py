@@ -1,4 +1,4 @@
-"""`quire`: serve | run | chat | bench | plan | doctor. Each command imports what it needs when it runs: --help is quick."""
+"""`quire`: serve | run | chat | bench | plan | doctor. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ def bench_kernel(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A preset or hub id (docs/planner.md), a local folder, or 'quill'.")],
+    model: Annotated[
+        str, typer.Argument(help="A preset or hub id (docs/planner.md), a local folder, or 'quill'.")
+    ],
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="A device of the hardware table: h100, mi300x, epyc-9755 …")
     ] = None,
@@ -133,19 +135,24 @@ def plan(
     concurrency: Annotated[
         int | None, typer.Option("--concurrency", help="Or so many clients (1).", min=1)
     ] = None,
-    slo: Annotated[str | None, typer.Option("--slo", help="As ttft=500ms,tpot=50ms: means, in the formulas.")] = None,
+    slo: Annotated[
+        str | None, typer.Option("--slo", help="As ttft=500ms,tpot=50ms: means, in the formulas.")
+    ] = None,
     quantize: Annotated[
-        str | None, typer.Option("--quantize", help="Weights: bf16, fp8, int8, int4, fp4, mxfp4 (the model's).")
+        str | None,
+        typer.Option("--quantize", help="Weights: bf16, fp8, int8, int4, fp4, mxfp4 (the model's)."),
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16, fp8 or int8.")] = None,
     context: Annotated[
-        int | None, typer.Option("--context", help="Tokens of a request, for memory (prompt + output).", min=1)
+        int | None,
+        typer.Option("--context", help="Tokens of a request, for memory (prompt + output).", min=1),
     ] = None,
     engine: Annotated[
         str | None, typer.Option("--engine", help="Fitted constants: default, vllm, sglang, trtllm or cpu.")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option("--max-num-batched-tokens", help="Tokens of a step (8192; CPU: 2048).", min=1)
+        int | None,
+        typer.Option("--max-num-batched-tokens", help="Tokens of a step (8192; CPU: 2048).", min=1),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences at once.", min=1)] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.bench.bounds import measure
-from quire.bench.bounds import native as probes
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.spec_only import read_spec
@@ -108,8 +107,10 @@ def hardware_of(asked: Asked) -> Hardware:
     if asked.gpu is not None:
         return find_hardware(asked.gpu)
     device = detect_device()
-    if probes is None:
-        raise ConfigError("--cpu measures this machine with the native extension, which is not built: see `quire doctor`")
+    if not device.native:
+        raise ConfigError(
+            "--cpu measures this machine with the native extension, which is not built: see `quire doctor`"
+        )
     bounds = measure(device.num_cores)
     peaks = {"bf16": bounds.peak(device.isa, "float"), "int8": bounds.peak(device.isa, "int8")}
     return Hardware(
@@ -129,7 +130,9 @@ def lengths_of(workload: str) -> tuple[int, int]:
     if len(parts) == 2 and all(p.isdigit() and int(p) > 0 for p in parts):
         return int(parts[0]), int(parts[1])
     if not Path(workload).is_file():
-        raise ConfigError(f"--workload {workload!r} must be PROMPT/OUTPUT in tokens, as 1024/256, or a trace file")
+        raise ConfigError(
+            f"--workload {workload!r} must be PROMPT/OUTPUT in tokens, as 1024/256, or a trace file"
+        )
     rows = read_trace(workload).rows
     if not rows:
         raise ConfigError(f"--workload {workload}: no row of the trace can be a request")
@@ -159,7 +162,11 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
         if chosen and (size := getattr(chosen.split, short)) > 1:
             wanted[name] = size
     flags = [f"{flag_name(name)} {shlex.quote(str(v))}" for name, v in wanted.items() if name in known]
-    lacking = [f"this version has no {flag_name(name)} yet (wanted: {v})" for name, v in wanted.items() if name not in known]
+    lacking = [
+        f"this version has no {flag_name(name)} yet (wanted: {v})"
+        for name, v in wanted.items()
+        if name not in known
+    ]
     if chosen and chosen.split.dp > 1:
         lacking.append(f"run {chosen.split.dp} of them, behind a load balancer")
     return " ".join(["quire serve", q.model, *flags]), lacking
@@ -172,7 +179,9 @@ def plan(asked: Asked) -> int:
     if asked.as_json:
         said = answer.as_dict() | {"command": command, "remarks": lacking}
         if asked.explain:
-            said["explain"] = [{"name": x.name, "value": x.value, "formula": x.formula} for x in explain(answer)]
+            said["explain"] = [
+                {"name": x.name, "value": x.value, "formula": x.formula} for x in explain(answer)
+            ]
         print(json.dumps(said, indent=1))
     else:
         _print(answer, command, lacking, explained=asked.explain)
@@ -183,7 +192,9 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], *, explained:
     q = answer.question
     console = Console() if sys.stdout.isatty() else Console(width=130)
     data = answer.as_dict()
-    active = f", {q.spec.num_active_params / 1e9:.1f} B active" if any(x.mlp.moe for x in q.spec.layers) else ""
+    active = (
+        f", {q.spec.num_active_params / 1e9:.1f} B active" if any(x.mlp.moe for x in q.spec.layers) else ""
+    )
     console.print(
         f"[bold]{q.model}[/bold]  {q.spec.num_params / 1e9:.2f} B weights{active} as {q.precision}, on "
         f"{q.count} × {q.hardware.title}\n"
@@ -222,18 +233,29 @@ def _speed_table(data: Mapping[str, Any]) -> Table:
     p, load, cost = data["predicted"], data["load"], data["cost"]
     how = f"{load['rate']:g} requests/s" if load["rate"] else f"{load['concurrency']} clients"
     table = Table(f"predicted at {how}, {load['isl']} in, {load['osl']} out", "", box=None, pad_edge=False)
-    ttft = "grows without end: more comes than can be served" if p["ttft_ms"] is None else f"{p['ttft_ms']:.0f} ms"
+    ttft = (
+        "grows without end: more comes than can be served"
+        if p["ttft_ms"] is None
+        else f"{p['ttft_ms']:.0f} ms"
+    )
     table.add_row("TTFT (mean)", ttft)
     table.add_row("TPOT (mean)", f"{p['tpot_ms']:.1f} ms")
-    table.add_row("running, of at most", f"{p['running'] / data['split']['dp']:.1f} of {p['max_batch']:,} in a replica")
+    table.add_row(
+        "running, of at most", f"{p['running'] / data['split']['dp']:.1f} of {p['max_batch']:,} in a replica"
+    )
     table.add_row("throughput", f"{p['requests_per_s']:.2f} requests/s, {p['input_tokens_per_s']:,.0f} tokens/s in, "
                   f"{p['output_tokens_per_s']:,.0f} out")  # fmt: skip
     if p["knee_per_s"] is not None:
         held = "held" if p["meets_slo"] else "[red]not held[/red]"
-        table.add_row("SLO", f"{held}; goodput {p['goodput_per_s']:.2f} requests/s, knee at {p['knee_per_s']:.2f}")
+        table.add_row(
+            "SLO", f"{held}; goodput {p['goodput_per_s']:.2f} requests/s, knee at {p['knee_per_s']:.2f}"
+        )
     if cost and cost["usd_per_hour"] is not None:
-        table.add_row("cost", f"${cost['usd_per_hour']:.2f} an hour; a million tokens ${cost['usd_per_million_input']:.3f} "
-                      f"in, ${cost['usd_per_million_output']:.3f} out ({cost['price_source']})")  # fmt: skip
+        million = f"${cost['usd_per_million_input']:.3f} in, ${cost['usd_per_million_output']:.3f} out"
+        table.add_row(
+            "cost",
+            f"${cost['usd_per_hour']:.2f} an hour; a million tokens {million} ({cost['price_source']})",
+        )
     else:
         table.add_row("cost", "unknown: the table has no price")
     return table

@@ -13,7 +13,7 @@ from quire.modelspec import ModelSpec
 
 
 def read_spec(name: str, *, revision: str | None = None) -> ModelSpec:
-    """Return the `ModelSpec` of "quill", a folder, a GGUF file, a config.json, or a hub id (its config.json is fetched).
+    """Return the `ModelSpec` of "quill", a folder, a GGUF file, a config.json, or a hub id (that file is fetched).
 
     Raises:
         ModelLoadError: there is no such thing, or its configuration cannot be read.
@@ -25,7 +25,9 @@ def read_spec(name: str, *, revision: str | None = None) -> ModelSpec:
         config = path if path.suffix == ".json" else path / "config.json"
         return spec_from_config(read_json(config), str(config)) if config.is_file() else describe(path).spec
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith((".gguf", ".json")):
-        raise ModelLoadError(f"there is no preset, file or folder {name!r}, and a hub id is org/repo. {INSTEAD}.")
+        raise ModelLoadError(
+            f"there is no preset, file or folder {name!r}, and a hub id is org/repo. {INSTEAD}."
+        )
     return spec_from_config(read_json(_config_of_hub(name, revision)), f"{name}/config.json")
 
 

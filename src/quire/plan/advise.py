@@ -1,10 +1,10 @@
 """Which way to cut a model over devices: the decision tree, with the reason for each turn.
 
-    1  it fits on one device, and holds the SLO there     → replicas (dp), one device each
-    2  else tensor parallelism, within one domain of links: the fewest ways that fit, then that hold the SLO
-    3  it fits in no domain                               → pipeline stages over domains
-    4  experts that are many and small                    → whole experts on each device (ep) instead of cut ones
-    5  what is left over                                  → replicas (dp)
+1  it fits on one device, and holds the SLO there     → replicas (dp), one device each
+2  else tensor parallelism, within one domain of links: the fewest ways that fit, then that hold the SLO
+3  it fits in no domain                               → pipeline stages over domains
+4  experts that are many and small                    → whole experts on each device (ep) instead of cut ones
+5  what is left over                                  → replicas (dp)
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ def advise(
         reasons.append("3. No tensor parallelism within one domain fits: pipeline stages over domains.")
     pool = within or fitting
     holding = [o for o in pool if o.holds(slo)]
-    chosen = holding[0] if holding else max(pool, key=lambda o: o.estimate.rate * o.split.dp if o.estimate else 0.0)
+    chosen = (
+        holding[0]
+        if holding
+        else max(pool, key=lambda o: o.estimate.rate * o.split.dp if o.estimate else 0.0)
+    )
     reasons += _turns(chosen, pool[0], bool(holding), slo)
     return Advice(chosen, options, tuple(reasons))
 
@@ -111,7 +115,9 @@ def _turns(chosen: Option, first: Option, holds: bool, slo: Slo | None) -> list[
     elif not holds:
         reasons.append(f"   No split of these devices holds {wish}; {chosen.split} comes closest.")
     if chosen.split.ep > 1:
-        reasons.append(f"4. Experts lie whole, on {chosen.split.ep} devices: cut ones would be thin matrices.")
+        reasons.append(
+            f"4. Experts lie whole, on {chosen.split.ep} devices: cut ones would be thin matrices."
+        )
     if chosen.split.dp > 1:
         reasons.append(f"5. {chosen.split.dp} replicas of {chosen.split.tp * chosen.split.pp} devices each.")
     return reasons

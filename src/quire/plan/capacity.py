@@ -79,6 +79,7 @@ class CapacityPlan:
     memory: MemoryPlan  # of the chosen split, or of one device where nothing fits
     knee: float | None
     cost: Cost | None
+    devices_needed: int | None = None  # the fewest, over all splits, whose replicas hold the SLO at the rate
 
     @property
     def goodput(self) -> float | None:
@@ -106,6 +107,7 @@ class CapacityPlan:
                 "output_tokens_per_s": estimate.rate * dp * q.load.osl,
                 "goodput_per_s": self.goodput,
                 "knee_per_s": self.knee,
+                "devices_needed": self.devices_needed,
                 "saturated": estimate.saturated,
                 "meets_slo": chosen.holds(q.slo),
                 "max_batch": min(q.max_num_seqs, chosen.memory.max_requests),
@@ -122,7 +124,12 @@ class CapacityPlan:
             "fits": chosen is not None,
             "split": {n: getattr(split, n) for n in ("tp", "pp", "ep", "dp")} if split else None,
             "reasons": list(self.advice.reasons),
-            "load": {"isl": q.load.isl, "osl": q.load.osl, "rate": q.load.rate, "concurrency": q.load.concurrency},
+            "load": {
+                "isl": q.load.isl,
+                "osl": q.load.osl,
+                "rate": q.load.rate,
+                "concurrency": q.load.concurrency,
+            },
             "slo": q.slo.as_dict() if q.slo else None,
             "predicted": predicted,
             "cost": {n: getattr(self.cost, n) for n in Cost.__slots__} if self.cost else None,
@@ -145,4 +152,15 @@ def plan_capacity(question: Question) -> CapacityPlan:
     knee = replica.knee(q.load, q.slo) * chosen.split.dp if q.slo is not None else None
     used = chosen.split.num_devices
     cost = cost_of(q.hardware, used, chosen.split.dp, q.load, chosen.estimate)
-    return CapacityPlan(q, advice, chosen.memory, knee, cost)
+    return CapacityPlan(q, advice, chosen.memory, knee, cost, _devices_needed(q, advice))
+
+
+def _devices_needed(q: Question, advice: Advice) -> int | None:
+    """Replicas that each take up to their own knee, of the split that needs the fewest devices in all."""
+    if q.slo is None or q.load.rate is None:
+        return None
+    needed = []
+    for option in advice.options:
+        if option.memory.fits and (knee := q.replica(option.split, option.memory).knee(q.load, q.slo)):
+            needed.append(math.ceil(q.load.rate / knee) * option.split.tp * option.split.pp)
+    return min(needed, default=None)

@@ -21,7 +21,7 @@ class Cost:
 
 
 def cost_of(hardware: Hardware, num_devices: int, replicas: int, load: Load, estimate: Estimate) -> Cost:
-    """Return the cost of ``replicas`` at ``estimate``. Prompts take the share rate · tp of busy time, decodes the rest."""
+    """Return the cost of ``replicas`` at ``estimate``: prompts take the share rate · tp of busy time."""
     price = hardware.price
     if price is None:
         return Cost(None, None, None, "unknown")

@@ -23,7 +23,9 @@ class Efficiency:
     link_s: float = 0.0  # latency of one collective
     first_s: float = 0.0  # from a request's arrival to its first row, and from its first token to the client
     wave: float = 1.0  # closed loop: prompts computed before a request's first token, at a concurrency of 1
-    wave_growth: float = 0.0  # they grow as concurrency ** this: requests that end together come back together
+    wave_growth: float = (
+        0.0  # they grow as concurrency ** this: requests that end together come back together
+    )
     how: str = "the roofline itself: nothing is lost anywhere"  # how the numbers were found
 
     def __post_init__(self) -> None:

@@ -42,10 +42,6 @@ class Estimate:
     decode_s: float  # td
     saturated: bool = False  # more comes than can be served: the queue grows without end
 
-    @property
-    def e2el_s(self) -> float:
-        return self.ttft_s + self.decode_s if math.isinf(self.tpot_s) else self.ttft_s + self.tpot_s
-
     def meets(self, slo: Slo) -> bool:
         """Whether the means hold, and the queue does not grow."""
         limits = ((slo.ttft_s, self.ttft_s), (slo.tpot_s, self.tpot_s))

@@ -22,7 +22,11 @@ class Line:
 
 def explain(plan: CapacityPlan) -> list[Line]:
     """Return the figures of ``plan`` in the order in which one follows from another."""
-    return _memory(plan) + (_times(plan) if plan.advice.chosen and plan.advice.chosen.estimate else []) + _cost(plan)
+    return (
+        _memory(plan)
+        + (_times(plan) if plan.advice.chosen and plan.advice.chosen.estimate else [])
+        + _cost(plan)
+    )
 
 
 def _memory(plan: CapacityPlan) -> list[Line]:
@@ -40,7 +44,7 @@ def _memory(plan: CapacityPlan) -> list[Line]:
         Line("weights", _gib(m.weights),
              f"{q.spec.num_params / 1e9:.2f}e9 weights as {q.precision}, the part of one device of {split}"),
         Line("activations", _gib(m.activations),
-             f"{q.max_num_batched_tokens:,} rows · {row_bytes(q.spec, split):,} B (3 · hidden + the widest block, bf16)"),
+             f"{q.max_num_batched_tokens:,} rows · {row_bytes(q.spec, split):,} B (3 hidden + the widest block)"),
         Line("workspace", _gib(m.workspace),
              f"{q.max_num_seqs} · {q.spec.vocab_size:,} / tp logits · 4 B + libraries and context"),
         Line("graphs", _gib(m.graphs), "captured steps, buffers of collectives"),
@@ -62,33 +66,48 @@ def _times(plan: CapacityPlan) -> list[Line]:
     decode = replica.roofline.parts(StepFeatures(b, b, b, context, 0, 0))
     rows = min(q.load.isl, replica.chunk)
     chunk = replica.roofline.parts(StepFeatures(rows, 1, 1, 0, rows, chunk_pairs(0, rows)))
-    rate = hw.rate(q.precision)
+    rate, weights = hw.rate(q.precision) or 0.0, shard.dense_bytes + shard.head_bytes
+    params = shard.dense_params / 1e9
     lines = [
         Line("decode step", _ms(s.decode_s),
-             f"{b} sequences: linears {_ms(decode.linears)} ({decode.bound}: {_gib(shard.dense_bytes + shard.head_bytes)} / "
+             f"{b} sequences: linears {_ms(decode.linears)} ({decode.bound}: {_gib(weights)} / "
              f"({hw.bandwidth / 1e9:,.0f} GB/s · {e.memory:.2f})) + experts {_ms(decode.experts)} + attention "
              f"{_ms(decode.attention)} + links {_ms(decode.links)} + launches {_ms(decode.launches)}"),
         Line("prompt alone", _ms(chunk.seconds),
-             f"{rows:,} rows: linears {_ms(chunk.linears)} ({chunk.bound}: 2 · {shard.dense_params / 1e9:.2f}e9 · rows / "
-             f"({(rate or 0) / 1e12:,.0f}e12 · {e.compute:.2f})) + experts {_ms(chunk.experts)} + attention "
+             f"{rows:,} rows: linears {_ms(chunk.linears)} ({chunk.bound}: 2 · {params:.2f}e9 · rows / "
+             f"({rate / 1e12:,.0f}e12 · {e.compute:.2f})) + experts {_ms(chunk.experts)} + attention "
              f"{_ms(chunk.attention)} + links {_ms(chunk.links)} + launches {_ms(chunk.launches)}"),
-        Line("prompt among others", _ms(s.prefill_s), f"what it adds to steps with {b} decodes: the weights are read anyway"),
+        Line("prompt among others", _ms(s.prefill_s), f"added to steps with {b} decodes: weights are read anyway"),
     ]  # fmt: skip
     if q.load.rate is None:
-        lines.append(Line("TPOT", _ms(s.tpot_s), "(E2EL − TTFT) / (osl − 1), E2EL = osl · step + clients · prompt"))
         lines.append(
-            Line("TTFT", _ms(s.ttft_s), f"prompt · {e.wave:.2f} · {b} ** {e.wave_growth:.2f} + a step + {_ms(e.first_s)}")
+            Line("TPOT", _ms(s.tpot_s), "(E2EL − TTFT) / (osl − 1), E2EL = osl · step + clients · prompt")
+        )
+        lines.append(
+            Line(
+                "TTFT",
+                _ms(s.ttft_s),
+                f"prompt · {e.wave:.2f} · {b} ** {e.wave_growth:.2f} + a step + {_ms(e.first_s)}",
+            )
         )
     else:
         r = q.load.rate / chosen.split.dp
         lines.append(Line("TPOT", _ms(s.tpot_s), f"step / (1 − {r:.3g}/s · prompt)"))
         lines.append(
             Line("TTFT", _ms(s.ttft_s),
-                 f"half a step + queue r · prompt² / (2 (1 − r · prompt)) + prompt + a step + {_ms(e.first_s)} around it")
+                 f"half a step + r · prompt² / (2 (1 − r · prompt)) + prompt + a step + {_ms(e.first_s)} around")
         )  # fmt: skip
-        lines.append(Line("running", f"{s.concurrency:.1f}", f"{r:.3g}/s · {q.load.osl} · TPOT, in a replica"))
+        lines.append(
+            Line("running", f"{s.concurrency:.1f}", f"{r:.3g}/s · {q.load.osl} · TPOT, in a replica")
+        )
     if plan.knee is not None:
-        lines.append(Line("knee", f"{plan.knee:.2f}/s", f"highest rate whose mean TTFT and TPOT meet {q.slo}, all replicas"))
+        lines.append(
+            Line(
+                "knee",
+                f"{plan.knee:.2f}/s",
+                f"highest rate whose mean TTFT and TPOT meet {q.slo}, all replicas",
+            )
+        )
     lines.append(Line("constants", "", e.how))
     return lines
 
@@ -101,8 +120,8 @@ def _cost(plan: CapacityPlan) -> list[Line]:
     assert cost.usd_per_million_output is not None
     return [
         Line("rent", f"${cost.usd_per_hour:.2f}/h", cost.price_source),
-        Line("a million tokens in", f"${cost.usd_per_million_input:.3f}", "rent / requests · prompt's share of time / isl"),
-        Line("a million tokens out", f"${cost.usd_per_million_output:.3f}", "rent / requests · decode's share of time / osl"),
+        Line("a million tokens in", f"${cost.usd_per_million_input:.3f}", "rent / requests · prompts' time / isl"),
+        Line("a million tokens out", f"${cost.usd_per_million_output:.3f}", "rent / requests · decodes' time / osl"),
     ]  # fmt: skip
 
 
@@ -111,4 +130,10 @@ def _gib(size: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 10 else "without end" if seconds == float("inf") else f"{seconds:.1f} s"
+    return (
+        f"{seconds * 1e3:.3g} ms"
+        if seconds < 10
+        else "without end"
+        if seconds == float("inf")
+        else f"{seconds:.1f} s"
+    )

@@ -1,4 +1,4 @@
-"""Devices as data: memory, bandwidth, dense arithmetic, links, price. The table is ``data/hardware.toml``, with sources."""
+"""Devices as data: memory, bandwidth, dense arithmetic, links, price; from ``data/hardware.toml``, with sources."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from quire.plan.roofline import ACTIVATION_BYTES, KV_DTYPES
 from quire.plan.split import Split, shard_of
 
 UTILIZATION = 0.9  # of a device's memory: the rest is fragmentation, the driver and what nobody counted
-# An accelerator's context and libraries, captured graphs, and buffers of collectives (the last as NVIDIA's aiconfigurator
+# An accelerator's context and libraries, captured graphs, and buffers of collectives (the last as aiconfigurator
 # counts them for NCCL: gpu_profiles/aiconfigurator/h100_sxm.yaml, nccl_mem). A CPU process: torch and its libraries.
 RUNTIME_BYTES = {"accelerator": 1 << 30, "cpu": 400 << 20}
 GRAPH_BYTES = {"accelerator": 512 << 20, "cpu": 0}
@@ -65,7 +65,9 @@ def kv_bytes_per_request(spec: ModelSpec, context: int, kv_dtype: str = "bf16") 
     total = 0
     for group in spec.kv_layout(spec.max_position_embeddings).groups:
         kept = context if group.window is None else min(context, group.window)
-        scales = sum(spec.layers[i].attention.num_kv_heads for i in group.layers) * 8 if kv_dtype == "int8" else 0
+        scales = (
+            sum(spec.layers[i].attention.num_kv_heads for i in group.layers) * 8 if kv_dtype == "int8" else 0
+        )
         total += kept * (spec.kv_bytes_per_token(group, KV_DTYPES[kv_dtype]) + scales)
     return total
 

@@ -77,7 +77,8 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     return _config("GptOssForCausalLM", layers, 2880, 2880, 64, 8, 201088, head_dim=64, rope_theta=150000,
                    max_position_embeddings=131072, initial_context_length=4096, sliding_window=128,
                    num_local_experts=experts, num_experts_per_tok=4, experts_per_token=4, attention_bias=True,
-                   swiglu_limit=7.0, hidden_act="silu", layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+                   swiglu_limit=7.0, hidden_act="silu", 
+                   layer_types=["sliding_attention", "full_attention"] * (layers // 2),
                    rope_scaling=_YARN_GPT_OSS)  # fmt: skip
 
 

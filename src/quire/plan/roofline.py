@@ -2,7 +2,7 @@
 
     seconds = linears + experts + attention + links + launches
 
-    linears     max(2 · weights · rows / (rate · compute), bytes / (bandwidth · memory))     the output matrix: drawn rows
+    linears     max(2 · weights · rows / (rate · compute), bytes / (bandwidth · memory)); output matrix: drawn rows
     experts     the same with the experts that ``rows`` rows touch: E · (1 − (1 − k/E)^rows)
     attention   K and V read / (bandwidth · memory) + 4 · head_dim · heads · pairs / (bf16 rate · compute)
     links       2 all-reduces a layer (tp), 2 all-to-alls a layer of experts (ep), 1 send a stage (pp)
@@ -62,7 +62,9 @@ class Work:
     top_k: int = 0
 
 
-def work_of(spec: ModelSpec, precision: str = "bf16", kv_dtype: str = "bf16", split: Split | None = None) -> Work:
+def work_of(
+    spec: ModelSpec, precision: str = "bf16", kv_dtype: str = "bf16", split: Split | None = None
+) -> Work:
     """Return what a replica of ``spec`` under ``split`` costs a device."""
     split = split or Split()
     windows: dict[int, float] = {}
@@ -135,7 +137,7 @@ class Roofline:
         work, shard = self.work, self.work.shard
         if not work.num_experts:
             return 0.0
-        touched = 1 - (1 - work.top_k / work.num_experts) ** rows
+        touched = 1.0 - float((1.0 - work.top_k / work.num_experts) ** rows)
         compute_s = 2 * shard.expert_params * rows / (rate * self.efficiency.experts) if rate else 0.0
         return max(compute_s, shard.expert_bytes * touched / (bandwidth * self.efficiency.experts))
 
@@ -146,7 +148,9 @@ class Roofline:
         num_decodes = max(1, step.num_seqs if not step.chunk_pairs else step.num_seqs - 1)
         mean = step.decode_kv_tokens / num_decodes
         read = work.kv_bytes * (step.decode_kv_tokens + step.chunk_kv_tokens)
-        read += sum(size * (min(mean, w) * num_decodes + min(step.chunk_kv_tokens, w)) for w, size in work.windows)
+        read += sum(
+            size * (min(mean, w) * num_decodes + min(step.chunk_kv_tokens, w)) for w, size in work.windows
+        )
         read_s = read / (work.kv_ways * split.attention_dp) / bandwidth
         if not rate:
             return read_s
@@ -172,4 +176,3 @@ class Roofline:
         hw = self.hardware
         wide = num_devices > hw.domain
         return (hw.network_bandwidth if wide else hw.link_bandwidth) or DEFAULT_LINK
-
