@@ -9,15 +9,17 @@ from dataclasses import Field, fields
 from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, flag_name
+from quire.bench.serve_args import ServeBenchArgs
 
 HEAD = """\
 # The command line
 
-Written by `python tools/cli_docs.py` from `src/quire/args.py`; a test compares them.
+Written by `python tools/cli_docs.py` from `src/quire/args.py` and the tables of single commands; a test compares them.
 
     quire serve [MODEL]            serve a model over an OpenAI-compatible API
     quire run [MODEL] "prompt"     continue one text and print it as it comes
     quire chat [MODEL]             talk in the terminal; /help lists its commands, Ctrl-C stops an answer
+    quire bench serve              put load on any OpenAI-compatible server (docs/benchmarking.md)
     quire bench kernel             time single ops beside this machine's bounds (--op, --isa, --threads, --json)
     quire doctor                   what this machine has, which kernels are used and why, what to install
     quire doctor --check MODEL     read all weights: do shapes and types fit config.json, is anything NaN or infinite
@@ -54,6 +56,7 @@ def document() -> str:
     for title, kind in (
         ("Engine: serve, run, chat, and `quire.LLM`", EngineArgs),
         ("Server: serve", ServerArgs),
+        ("Load generator: bench serve", ServeBenchArgs),
     ):
         groups: dict[str, list[str]] = {}
         for spec in fields(kind):

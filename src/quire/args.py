@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from quire.config import GATES, ORDERS
 from quire.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "random")
@@ -124,7 +127,8 @@ class ServerArgs:
                            choices=("debug", "info", "warning", "error"))  # fmt: skip
 
 
-Args = TypeVar("Args", EngineArgs, ServerArgs)
+flag = _flag  # for the tables of commands that have their own: bench, simulate …
+Args = TypeVar("Args", bound="DataclassInstance")
 
 
 def flag_name(key: str) -> str:

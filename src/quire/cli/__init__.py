@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.args import EngineArgs, ServerArgs
+from quire.cli.bench import bench_app
 from quire.cli.flags import command_with
 from quire.errors import QuireError
 
@@ -20,7 +21,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-bench_app = typer.Typer(help="Measure: kernel.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 ModelArgument = Annotated[
@@ -94,28 +94,6 @@ def chat(
     given = {"max_tokens": max_tokens or 512, "temperature": temperature}
     sampling = {k: v for k, v in given.items() if v is not None}
     raise typer.Exit(chat(with_model(model, settings), system, sampling, chat_template))
-
-
-@bench_app.command("kernel")
-def bench_kernel(
-    op: Annotated[
-        str | None,
-        typer.Option("--op", help="linear, attention, norm or sampling [all].", show_default=False),
-    ] = None,
-    isa: Annotated[
-        str | None,
-        typer.Option("--isa", help="Level of the kernels [the best of this CPU].", show_default=False),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads [one a core].", min=1, show_default=False)
-    ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="Time for each line.", min=0.0)] = 0.3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Time single ops beside the read bandwidth and the dot peak that this machine gives now."""
-    from quire.bench.kernel_report import kernel
-
-    kernel(op, isa, threads, seconds, as_json=as_json)
 
 
 @app.command()

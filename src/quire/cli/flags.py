@@ -11,15 +11,13 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from quire.args import Args, EngineArgs, ServerArgs, flag_name, make_args
+from quire.args import Args, flag_name, make_args
 from quire.errors import ConfigError, nearest
 
 CONFIG_HELP = "TOML file with the same names as the flags (max_model_len = 4096); flags win."
 
 
-def command_with(
-    *kinds: type[EngineArgs] | type[ServerArgs], skip: tuple[str, ...] = ()
-) -> Callable[[Any], Any]:
+def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     """Decorate a command so that it takes every setting of ``kinds`` as a flag, and ``--config``.
 
     The wrapped function is called with its own parameters and ``settings``: key → value of what the person said.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from quire.errors import ConfigError
-from quire.workload.arrivals import Arrivals, replay
+from quire.workload.arrivals import Arrivals, mean_rate, replay
 from quire.workload.lengths import Fixed, Lengths
 from quire.workload.request import Workload, WorkloadRequest
 from quire.workload.traces import Trace
@@ -116,6 +116,23 @@ class Synthetic:
         if self.num_turns > 1:
             parts.append(f"{self.num_turns} turns")
         return ", ".join(parts)
+
+
+def at_rate(workload: Workload, rate: float) -> Workload:
+    """The same requests with their arrival times stretched so that ``rate`` a second arrive on average.
+
+    A Poisson process stays one; a trace keeps its bursts.
+
+    Raises:
+        ConfigError: the requests arrive all at once: there is nothing to stretch.
+    """
+    starts = [r.arrival_s for r in workload.requests if r.turn == 0]
+    now = mean_rate(starts)
+    if math.isinf(now) or not 0.0 < rate < math.inf:
+        raise ConfigError(f"requests that arrive {now:g} a second cannot be stretched to {rate:g}")
+    scale = now / rate
+    requests = tuple(replace(r, arrival_s=r.arrival_s * scale) for r in workload.requests)
+    return replace(workload, requests=requests, source=f"{workload.source}, at {rate:.4g}/s")
 
 
 def with_cancellations(workload: Workload, share: float, seed: int) -> Workload:

@@ -1,0 +1,290 @@
+"""One streaming request to an OpenAI-compatible server, timed chunk by chunk.
+
+A request is sent once and never again: a retry would hide what a user sees. Every failure has a kind, which the summary
+counts by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from quire.bench.summary import CANCELLED, ERROR, OK, RequestRecord
+from quire.errors import ConfigError
+from quire.workload.request import WorkloadRequest
+
+PATHS = {"completions": "/completions", "chat": "/chat/completions"}
+# Asked for where the server takes it: a list of ids says how many tokens a chunk holds, and no token stays hidden
+# behind half a character.
+OPTIONAL_FIELDS: Mapping[str, Any] = {"return_token_ids": True, "ignore_eos": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server under test."""
+
+    url: str  # of the API, as http://127.0.0.1:8000/v1
+    model: str
+    endpoint: str = "completions"  # or "chat"
+    api_key: str | None = None
+    timeout_s: float = 600.0  # for one whole request
+    optional: Mapping[str, Any] = field(default_factory=lambda: dict(OPTIONAL_FIELDS))
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def request_url(self) -> str:
+        return self.url + PATHS[self.endpoint]
+
+    def body(self, prompt: Any, num_output_tokens: int) -> dict[str, Any]:
+        """The JSON of one request. ``prompt``: ids or text; of a chat the messages."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        body["messages" if self.endpoint == "chat" else "prompt"] = prompt
+        body["max_tokens"] = num_output_tokens
+        return body | dict(self.optional) | dict(self.extra_body)
+
+
+def api_url(url: str) -> str:
+    """Complete ``http://host:port`` to the URL of its API.
+
+    Raises:
+        ConfigError: it is no http or https URL.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"--url {url!r} must be an http or https URL, as http://127.0.0.1:8000")
+    return url.rstrip("/") if parts.path.strip("/") else url.rstrip("/") + "/v1"
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known of one request while it runs. Times are seconds of `time.monotonic`."""
+
+    sent_s: float = 0.0
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_output_tokens: int = 0
+    text: str = ""
+    gaps: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # (seconds, tokens) of each chunk but the first
+    num_prompt_tokens: int | None = None  # what the server counted
+    num_cached_tokens: int = 0
+    finished: bool = False  # the server said how the answer ended
+
+
+class RequestFailed(Exception):
+    """The request did not complete. ``kind`` is what errors are counted by."""
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind}: {detail}" if detail else kind)
+        self.kind, self.detail = kind, detail
+
+
+class _Cancelled(Exception):
+    """The client leaves, as planned."""
+
+
+class StreamingClient:
+    """Sends requests over one pool of connections without a limit of its own."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+            timeout=aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=min(30.0, target.timeout_s)),
+            headers={"content-type": "application/json", **headers},
+            auto_decompress=True,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def send(
+        self, request: WorkloadRequest, body: bytes, arrival_s: float, start_s: float
+    ) -> tuple[RequestRecord, str]:
+        """Send ``body`` and read the answer. Returns the record, its times since ``start_s``, and the answer's text.
+
+        ``arrival_s`` is the intended send time (of `time.monotonic`, as ``start_s``).
+        """
+        progress = Progress(sent_s=time.monotonic())
+        status, kind, detail = OK, None, None
+        try:
+            await self._stream(body, progress, request.cancel_after_tokens)
+        except _Cancelled:
+            status = CANCELLED
+        except RequestFailed as failure:
+            status, kind, detail = ERROR, failure.kind, failure.detail
+        end_s = progress.last_s if status != ERROR else time.monotonic()
+        record = RequestRecord(
+            index=request.index,
+            arrival_s=arrival_s - start_s,
+            sent_s=progress.sent_s - start_s,
+            end_s=end_s - start_s,
+            num_prompt_tokens=progress.num_prompt_tokens or request.num_prompt_tokens,
+            num_output_tokens=progress.num_output_tokens,
+            first_token_s=None if progress.first_s is None else progress.first_s - start_s,
+            itl_s=tuple(gap_s / num for gap_s, num in progress.gaps for _ in range(num)),
+            status=status,
+            error=kind,
+            detail=detail,
+            num_cached_tokens=progress.num_cached_tokens,
+        )
+        return record, progress.text
+
+    async def probe(self, body: bytes) -> None:
+        """Send one request and forget its times.
+
+        Raises:
+            RequestFailed: what the server or the connection said.
+        """
+        await self._stream(body, Progress(sent_s=time.monotonic()), None)
+
+    async def models(self) -> list[str]:
+        """The names of /models.
+
+        Raises:
+            RequestFailed: the server is not there, or has no such list.
+        """
+        try:
+            async with self._session.get(self.target.url + "/models") as answer:
+                value = json.loads(await answer.read())
+                return [str(model["id"]) for model in value["data"]]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise RequestFailed("connection", _reason(error)) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise RequestFailed("no list of models", _reason(error)) from error
+
+    async def _stream(self, body: bytes, progress: Progress, cancel_after: int | None) -> None:
+        try:
+            async with self._session.post(self.target.request_url, data=body) as answer:
+                if answer.status != 200:
+                    said = (await answer.content.read(2000)).decode(errors="replace")
+                    raise RequestFailed(f"http {answer.status}", _message(said))
+                async for now_s, data in _events(answer.content):
+                    _take(progress, now_s, data)
+                    if cancel_after is not None and progress.num_output_tokens >= cancel_after:
+                        answer.close()  # not release: the connection goes, which is how a client leaves
+                        raise _Cancelled
+        except TimeoutError as error:
+            raise RequestFailed("timeout", f"after {self.target.timeout_s:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            raise RequestFailed("connection refused", _reason(error)) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise RequestFailed("connection broken", _reason(error)) from error
+        if not progress.finished:
+            raise RequestFailed("cut off", "the stream ended without a finish_reason")
+        if progress.num_output_tokens == 0:
+            raise RequestFailed("empty", "the answer has no token")
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[float, bytes]]:
+    """(time of arrival, data) of each server-sent event; one that came in pieces has the time of its last piece."""
+    rest = b""
+    async for piece in content.iter_any():
+        now_s = time.monotonic()
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield now_s, line[5:].strip()
+
+
+def _take(progress: Progress, now_s: float, data: bytes) -> None:
+    """Count one event. The first token may come in any field: text, content, reasoning, a tool call."""
+    if data == b"[DONE]":
+        return
+    try:
+        event = json.loads(data)
+    except ValueError:
+        raise RequestFailed("not JSON", data[:200].decode(errors="replace")) from None
+    if not isinstance(event, dict) or event.get("error"):
+        raise RequestFailed("error event", _message(data.decode(errors="replace")))
+    if event.get("usage"):
+        _usage(progress, event["usage"])
+    for choice in event.get("choices") or ():
+        ids, delta = choice.get("token_ids"), choice.get("delta") or {}
+        text = choice.get("text") or delta.get("content") or ""
+        said = text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
+        num_tokens = len(ids) if ids is not None else int(bool(said))
+        progress.text += text
+        if num_tokens:
+            _count(progress, now_s, num_tokens)
+        progress.finished = progress.finished or choice.get("finish_reason") is not None
+
+
+def _count(progress: Progress, now_s: float, num_tokens: int) -> None:
+    if progress.first_s is None:
+        progress.first_s = now_s
+        if num_tokens > 1:  # they came together
+            progress.gaps.append((0.0, num_tokens - 1))
+    else:
+        progress.gaps.append((now_s - progress.last_s, num_tokens))
+    progress.last_s = now_s
+    progress.num_output_tokens += num_tokens
+
+
+def _usage(progress: Progress, usage: Mapping[str, Any]) -> None:
+    """The server's own counts win: without ids, a chunk of several tokens was counted as one."""
+    progress.num_prompt_tokens = usage.get("prompt_tokens", progress.num_prompt_tokens)
+    if progress.first_s is not None:
+        progress.num_output_tokens = max(progress.num_output_tokens, usage.get("completion_tokens") or 0)
+    details = usage.get("prompt_tokens_details") or {}
+    progress.num_cached_tokens = details.get("cached_tokens") or 0
+
+
+def _message(text: str) -> str:
+    """The message of an error body, or the body, on one line."""
+    try:
+        error = json.loads(text)
+        error = error.get("error", error)
+        text = error["message"] if isinstance(error, dict) else str(error)
+    except (ValueError, KeyError, AttributeError):
+        text = str(text)
+    return " ".join(text.split())[:500]
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+async def settle(target: Target, body_of: Any) -> Target:
+    """Find out with one short request what the server takes; returns the target without the fields that it refuses.
+
+    ``body_of(target)`` makes the body. Only a refusal that names one of `OPTIONAL_FIELDS` drops it.
+
+    Raises:
+        ConfigError: the server cannot be reached, or refuses the request itself.
+    """
+    while True:
+        client = StreamingClient(target)
+        try:
+            await client.probe(body_of(target))
+            return target
+        except RequestFailed as failure:
+            named = [name for name in target.optional if name in failure.detail]
+            if not failure.kind.startswith("http 4") or not named:
+                raise ConfigError(f"{target.request_url} cannot be measured: {failure}") from failure
+            optional = {k: v for k, v in target.optional.items() if k not in named}
+        finally:
+            await client.close()
+            await asyncio.sleep(0)
+        target = Target(
+            target.url,
+            target.model,
+            target.endpoint,
+            target.api_key,
+            target.timeout_s,
+            optional,
+            target.extra_body,
+        )

@@ -1,0 +1,152 @@
+"""The load generator: sends a workload, open or closed loop, and returns one record for each of its requests.
+
+    open loop     a request is due at its arrival time, whatever the server does
+    closed loop   ``concurrency`` users, each sending its next request when the last one is answered
+
+A thread keeps the time of an open loop: an event loop's own timers are rounded to milliseconds, and what a late one
+adds would be counted as the server's latency.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quire.bench.client import StreamingClient
+from quire.bench.conversation import Conversation, chained
+from quire.bench.summary import ERROR, RequestRecord
+from quire.errors import ConfigError
+from quire.workload.prompts import PromptMaker
+from quire.workload.request import WorkloadRequest
+
+START_DELAY_S = 0.05  # from the start of the run to arrival 0: the pacer is ready by then
+Observe = Callable[[WorkloadRequest | RequestRecord], None]  # a request as it is sent, and later its record
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How a workload is sent: at its arrival times, at most ``concurrency`` at once; or in a closed loop of so many."""
+
+    concurrency: int | None = None
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"--concurrency {self.concurrency} must be at least 1")
+        if self.closed and self.concurrency is None:
+            raise ConfigError("a closed loop needs --concurrency, the number of users")
+
+
+class Runner:
+    """Sends requests through one client. The turns of a session follow each other, the rest is independent."""
+
+    def __init__(
+        self, client: StreamingClient, prompts: PromptMaker, load: Load, observe: Observe = lambda _: None
+    ) -> None:
+        self._client = client
+        self._prompts = prompts
+        self._load = load
+        self._observe = observe
+        self._slots = asyncio.Semaphore(load.concurrency or 2**31)
+        self._records: dict[int, RequestRecord] = {}
+        self._start_s = 0.0
+
+    async def run(self, requests: Sequence[WorkloadRequest]) -> list[RequestRecord]:
+        """Send all and wait for all; records in the order of ``requests``."""
+        talks = [Conversation(self._client.target, self._prompts, turns) for turns in chained(requests)]
+        for talk in talks:
+            talk.prepare()
+        self._start_s = time.monotonic() + START_DELAY_S
+        await (self._closed(talks) if self._load.closed else self._open(talks))
+        return [self._records[r.index] for r in requests]
+
+    async def _open(self, talks: Sequence[Conversation]) -> None:
+        due: asyncio.Queue[Conversation] = asyncio.Queue()
+        pacer = Pacer([(self._start_s + talk.turns[0].arrival_s, talk) for talk in talks], due)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in talks:
+                    talk = await due.get()
+                    group.create_task(self._talk(talk, self._start_s + talk.turns[0].arrival_s))
+        finally:
+            pacer.stop()
+
+    async def _closed(self, talks: Sequence[Conversation]) -> None:
+        waiting = iter(talks)
+
+        async def user() -> None:
+            for talk in waiting:
+                await self._talk(talk, time.monotonic())
+
+        await asyncio.sleep(START_DELAY_S)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._load.concurrency or 1):
+                group.create_task(user())
+
+    async def _talk(self, talk: Conversation, arrival_s: float) -> None:
+        """Each turn when the one before is answered, its user has thought, and its time has come."""
+        for place, request in enumerate(talk.turns):
+            if place > 0:
+                arrival_s += request.think_s
+                if not self._load.closed:
+                    arrival_s = max(arrival_s, self._start_s + request.arrival_s)
+                await asyncio.sleep(arrival_s - time.monotonic())
+            async with self._slots:
+                self._observe(request)
+                record, text = await self._client.send(request, talk.body(place), arrival_s, self._start_s)
+            self._finish(record)
+            if record.status == ERROR:
+                self._give_up(talk.turns[place + 1 :], record)
+                return
+            talk.answered(text)
+            arrival_s = self._start_s + record.end_s
+
+    def _give_up(self, rest: Sequence[WorkloadRequest], last: RequestRecord) -> None:
+        """The later turns of a session that broke have failed too: they were due and nobody could send them."""
+        for request in rest:
+            record = RequestRecord(
+                index=request.index,
+                arrival_s=last.end_s,
+                sent_s=last.end_s,
+                end_s=last.end_s,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_output_tokens=0,
+                status=ERROR,
+                error="earlier turn failed",
+                detail=last.error,
+            )
+            self._observe(request)
+            self._finish(record)
+
+    def _finish(self, record: RequestRecord) -> None:
+        self._records[record.index] = record
+        self._observe(record)
+
+
+class Pacer:
+    """A thread that puts each item into ``queue`` of the running loop when its time (`time.monotonic`) has come."""
+
+    def __init__(
+        self, items: Sequence[tuple[float, Conversation]], queue: asyncio.Queue[Conversation]
+    ) -> None:
+        self._items = sorted(items, key=lambda item: item[0])
+        self._queue = queue
+        self._loop = asyncio.get_running_loop()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pacer", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, whether it is through or not."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for due_s, item in self._items:
+            while (wait_s := due_s - time.monotonic()) > 0.0:
+                if self._stopped.wait(wait_s):
+                    return
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)

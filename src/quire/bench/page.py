@@ -1,0 +1,78 @@
+"""A report as one HTML file: no script, no network, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2rem auto;padding:0 1rem}"
+    "body{color:#222;background:#fff}"
+    "h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}"
+    "table{border-collapse:collapse;margin:.6rem 0}td,th{padding:.2rem .8rem;border-bottom:1px solid #ddd}"
+    "td{text-align:right;font-variant-numeric:tabular-nums}td:first-child,th{text-align:left}"
+    ".plots{display:flex;flex-wrap:wrap;gap:1rem}.plots svg{width:100%;max-width:520px;height:auto;background:#fff}"
+    "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}td,th{border-color:#444}}"
+)
+
+
+class Page:
+    """Collects headings, tables and plots; `html` is the file."""
+
+    def __init__(self, title: str, note: str = "") -> None:
+        self._title = title
+        self._parts = [f"<h1>{escape(title)}</h1>", f"<p>{escape(note)}</p>" if note else ""]
+
+    def heading(self, text: str) -> None:
+        self._parts.append(f"<h2>{escape(text)}</h2>")
+
+    def paragraph(self, text: str) -> None:
+        self._parts.append(f"<p>{escape(text)}</p>")
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+        body = "".join("<tr>" + "".join(f"<td>{escape(show(c))}</td>" for c in row) + "</tr>" for row in rows)
+        self._parts.append(f"<table><tr>{head}</tr>{body}</table>")
+
+    def plots(self, svgs: Sequence[str]) -> None:
+        self._parts.append(
+            '<div class="plots">' + "".join(f"<figure>{svg}</figure>" for svg in svgs) + "</div>"
+        )
+
+    def html(self) -> str:
+        body = "\n".join(part for part in self._parts if part)
+        return (
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(self._title)}</title>'
+            f"<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
+        )
+
+
+def show(value: Any) -> str:
+    """A number with the digits that matter, anything else as it is."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def summary_rows(summary: Mapping[str, Any]) -> list[list[Any]]:
+    """The latencies of a summary as rows: name, mean and percentiles in milliseconds."""
+    names = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2EL": "e2el_ms"}
+    return [[f"{name} ms", *summary[key].values()] for name, key in names.items()]
+
+
+def write(path: str | Path, text: str) -> None:
+    """Write a report file.
+
+    Raises:
+        ConfigError: the place cannot be written.
+    """
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error

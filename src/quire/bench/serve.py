@@ -1,0 +1,258 @@
+"""`quire bench serve`: load on any OpenAI-compatible server, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quire.bench import figures
+from quire.bench.client import RequestFailed, StreamingClient, Target, api_url, settle
+from quire.bench.conversation import Conversation
+from quire.bench.load import Load, Runner
+from quire.bench.page import show, summary_rows, write
+from quire.bench.progress import LiveProgress
+from quire.bench.report import run_report, sweep_report
+from quire.bench.serve_args import ServeBenchArgs
+from quire.bench.summary import RequestRecord, summarize
+from quire.bench.sweep import knee, sweep
+from quire.errors import ConfigError
+from quire.workload.arrivals import Arrivals
+from quire.workload.build import Synthetic, at_rate, from_trace, with_cancellations
+from quire.workload.lengths import parse_lengths
+from quire.workload.prompts import PromptMaker
+from quire.workload.request import Workload, WorkloadRequest
+from quire.workload.slo import Slo
+from quire.workload.traces import read_trace
+
+DEFAULT_REQUESTS = 100
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One run: the offered load, its summary and its records."""
+
+    summary: dict[str, Any]
+    records: list[RequestRecord] = field(default_factory=list)
+
+
+def run(flags: ServeBenchArgs) -> int:
+    """Run the command; returns the exit status: 1 where no request completed.
+
+    Raises:
+        ConfigError: a flag is wrong, or the server cannot be measured.
+    """
+    if flags.html:
+        figures.need_plots()
+    slo = Slo.parse(flags.slo) if flags.slo else None
+    workload = make_workload(flags)
+    bench = _Bench(flags, workload, slo, asyncio.run(_target(flags, workload)))
+    if flags.sweep:
+        return bench.sweep()
+    return bench.single()
+
+
+def make_workload(flags: ServeBenchArgs) -> Workload:
+    """The requests that the flags describe."""
+    arrivals = None
+    if flags.rate is not None or flags.sweep:
+        arrivals = Arrivals(flags.rate or 1.0, flags.burstiness, flags.ramp_to)
+    elif flags.burstiness != 1.0 or flags.ramp_to is not None:
+        raise ConfigError("--burstiness and --ramp-to need --rate")
+    if flags.trace is not None:
+        trace = read_trace(flags.trace)
+        if flags.sweep and flags.rate is None and trace.timed:
+            arrivals = None  # the trace's own times, stretched
+        workload = from_trace(
+            trace,
+            limit=flags.limit,
+            max_model_len=flags.max_model_len,
+            arrivals=arrivals,
+            time_scale=flags.time_scale,
+            seed=flags.seed,
+        )
+    elif flags.time_scale != 1.0:
+        raise ConfigError("--time-scale stretches the times of a --trace")
+    else:
+        workload = Synthetic(
+            flags.limit or DEFAULT_REQUESTS,
+            parse_lengths(flags.input_len, "--input-len"),
+            parse_lengths(flags.output_len, "--output-len"),
+            arrivals or Arrivals(),
+            flags.prefix_len,
+            flags.num_prefixes,
+            flags.turns,
+            flags.think_s,
+        ).build(flags.seed, flags.max_model_len)
+    return with_cancellations(workload, flags.cancel, flags.seed) if flags.cancel else workload
+
+
+def make_load(flags: ServeBenchArgs, workload: Workload) -> Load:
+    """``--concurrency`` alone is a closed loop; where requests have times it is a limit on top of them."""
+    timed = any(r.arrival_s > 0.0 for r in workload.requests)
+    return Load(flags.concurrency, closed=flags.concurrency is not None and not timed)
+
+
+async def _target(flags: ServeBenchArgs, workload: Workload) -> Target:
+    """The server, its model's name, and the request fields that it takes, found out by one short request."""
+    target = Target(
+        api_url(flags.url),
+        flags.model or "",
+        flags.endpoint,
+        flags.api_key,
+        flags.timeout_s,
+        extra_body=_extra(flags.extra_body),
+    )
+    if flags.model is None:
+        client = StreamingClient(target)
+        try:
+            models = await client.models()
+        except RequestFailed as error:
+            raise ConfigError(f"{target.url}: {error}; is the server up, and is --url right?") from error
+        finally:
+            await client.close()
+        if not models:
+            raise ConfigError(f"{target.url} lists no model; give --model")
+        target = replace(target, model=models[0])
+    prompts = _prompts(flags, run_number=-1)
+    for i in range(max(1, flags.warmup)):
+        request = WorkloadRequest(0.0, 16, 4, index=i)
+        target = await settle(target, lambda t, r=request: Conversation(t, prompts, [r]).body(0))
+    return target
+
+
+def _extra(text: str | None) -> Mapping[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body {text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"--extra-body {text!r} must be a JSON object")
+    return value
+
+
+def _prompts(flags: ServeBenchArgs, run_number: int) -> PromptMaker:
+    """Other tokens for each run: a run must not find its prompts in the prefix cache of the one before."""
+    # The lowest ids are special tokens and single bytes in most vocabularies.
+    return PromptMaker(flags.vocab_size, flags.seed * 1000 + run_number + 1, min(256, flags.vocab_size // 2))
+
+
+class _Bench:
+    """Runs, tables and files of one command."""
+
+    def __init__(self, flags: ServeBenchArgs, workload: Workload, slo: Slo | None, target: Target) -> None:
+        self._flags = flags
+        self._workload = workload
+        self._slo = slo
+        self._target = target
+        self._runs = 0
+        self._console = Console(width=None if sys.stdout.isatty() else 120)
+
+    def single(self) -> int:
+        outcome = self._measure(self._workload, "")
+        summary = outcome.summary | {"run": self._facts()}
+        self._print(summary)
+        self._files(summary, outcome.records)
+        if self._flags.html:
+            title = f"quire bench serve: {self._target.model}"
+            write(self._flags.html, run_report(title, self._facts(), summary, outcome.records))
+        return 0 if summary["num_completed"] else 1
+
+    def sweep(self) -> int:
+        outcomes: dict[float, Outcome] = {}
+
+        def at(rate: float) -> Mapping[str, Any]:
+            outcome = self._measure(at_rate(self._workload, rate), f"{rate:.3g}/s")
+            outcome.summary["offered_per_s"] = rate
+            outcomes[rate] = outcome
+            self._console.print(
+                f"offered {rate:8.3g}/s  goodput {outcome.summary['goodput_per_s']:8.3g}/s  "
+                f"TTFT p95 {show(outcome.summary['ttft_ms']['p95'])} ms  "
+                f"TPOT p95 {show(outcome.summary['tpot_ms']['p95'])} ms",
+                highlight=False,
+            )
+            return outcome.summary
+
+        points = sweep(at, self._flags.rate or 1.0)
+        best = knee(points)
+        at_knee = outcomes[best["offered_per_s"]]
+        summary = {**best, "run": self._facts(), "knee_per_s": best["offered_per_s"], "sweep": points}
+        self._console.print(f"\nknee at {best['offered_per_s']:.4g} requests/s", highlight=False)
+        self._print(summary)
+        self._files(summary, at_knee.records)
+        if self._flags.html:
+            title = f"quire bench serve --sweep: {self._target.model}"
+            text = sweep_report(title, self._facts(), points, best, at_knee.records)
+            write(self._flags.html, text)
+        return 0 if summary["num_completed"] else 1
+
+    def _measure(self, workload: Workload, what: str) -> Outcome:
+        prompts, load = _prompts(self._flags, self._runs), make_load(self._flags, workload)
+        self._runs += 1
+
+        async def go() -> list[RequestRecord]:
+            client = StreamingClient(self._target)
+            try:
+                with LiveProgress(len(workload.requests), what) as live:
+                    return await Runner(client, prompts, load, live.observe).run(workload.requests)
+            finally:
+                await client.close()
+
+        records = asyncio.run(go())
+        return Outcome(summarize(records, slo=self._slo, refused_rows=workload.refused), records)
+
+    def _facts(self) -> dict[str, Any]:
+        flags, load = self._flags, make_load(self._flags, self._workload)
+        limit = "" if load.concurrency is None else f" of {load.concurrency}"
+        return {
+            "url": self._target.request_url,
+            "model": self._target.model,
+            "workload": self._workload.source,
+            "loop": ("closed" if load.closed else "open") + limit,
+            "cancelled share": flags.cancel,
+            "seed": flags.seed,
+            "slo": str(self._slo) if self._slo else "none",
+            "tokens counted by": "ids" if "return_token_ids" in self._target.optional else "chunks",
+        }
+
+    def _print(self, summary: Mapping[str, Any]) -> None:
+        table = Table("", box=None, pad_edge=False)
+        for heading in ("mean", "p50", "p90", "p95", "p99"):
+            table.add_column(heading, justify="right")
+        for name, *values in summary_rows(summary):
+            table.add_row(name, *map(show, values))
+        self._console.print(table)
+        say = {key: show(summary[key]) for key in summary if key.endswith("_per_s") or key.startswith("num_")}
+        lines = [
+            f"{say['num_completed']} of {say['num_requests']} requests completed in {summary['duration_s']:.1f} s, "
+            f"{say['num_cancelled']} cancelled, {say['num_failed']} failed; {say['num_refused_rows']} rows refused",
+            f"{say['requests_per_s']} requests/s, goodput {say['goodput_per_s']}/s; tokens/s: "
+            f"{say['input_tokens_per_s']} in, {say['output_tokens_per_s']} out",
+            *(f"failed: {count} × {kind}" for kind, count in summary["errors"].items()),
+            *(f"refused: {count} × {reason}" for reason, count in summary["refused_rows"].items()),
+        ]
+        self._console.print("\n".join(lines), highlight=False)
+
+    def _files(self, summary: Mapping[str, Any], records: Sequence[RequestRecord]) -> None:
+        if self._flags.json:
+            write(self._flags.json, json.dumps(finite(summary), indent=2) + "\n")
+        if self._flags.jsonl:
+            write(self._flags.jsonl, "".join(json.dumps(r.as_dict()) + "\n" for r in records))
+
+
+def finite(value: Any) -> Any:
+    """The value with what JSON cannot say, infinity, as null."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
