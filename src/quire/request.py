@@ -155,6 +155,10 @@ class Pooling:
     kind: Literal["last", "mean", "logprobs"]
     token_ids: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("last", "mean", "logprobs"):
+            raise _bad("pooling", self.kind, "'last' or 'mean'")
+
     @property
     def whole_prompt(self) -> bool:
         """Whether every row of the prompt is needed, so that none may come from the prefix cache."""

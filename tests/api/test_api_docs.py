@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.api.fake_frontend import FakeFrontend
 
-from quire.api import anthropic_fields, field_tables, response_fields
+from quire.api import anthropic_fields, field_tables, pooling_fields, response_fields
 from quire.api.app import create_app
 from quire.api.fields import Rule, Use
 from quire.api.settings import ApiSettings
@@ -28,6 +28,10 @@ TABLES = {
     "response_format": field_tables.RESPONSE_FORMAT,
     "response_format.json_schema": field_tables.JSON_SCHEMA_FORMAT,
     "structured_outputs": field_tables.STRUCTURED_OUTPUTS,
+    "/v1/embeddings": pooling_fields.EMBEDDINGS,
+    "/v1/rerank": pooling_fields.RERANK,
+    "/v1/rerank: documents[i]": pooling_fields.DOCUMENT,
+    "/v1/score": pooling_fields.SCORE,
     "/v1/messages": anthropic_fields.MESSAGES,
     "/v1/messages/count_tokens": anthropic_fields.COUNT_TOKENS,
     "/v1/messages: messages[i]": anthropic_fields.TURN,

@@ -11,19 +11,26 @@ import pytest
 import yaml
 from tests.api.asgi_client import Api, error_of
 
-from quire.api import field_tables
+from quire.api import field_tables, pooling_fields
+from quire.api.embeddings import EmbeddingRequest
 from quire.api.fields import Rule, Use
 from quire.api.protocol import ChatRequest, CompletionRequest, Message, StreamOptions, Wire
+from quire.api.rerank import Document, RerankRequest, ScoreRequest
 
 ENDPOINTS = [
     ("CreateChatCompletionRequest", field_tables.CHAT, "chat"),
     ("CreateCompletionRequest", field_tables.COMPLETIONS, "completions"),
+    ("CreateEmbeddingRequest", pooling_fields.EMBEDDINGS, "embeddings"),
 ]
 WIRE: list[tuple[type[Wire], dict[str, Rule], set[str]]] = [
     (ChatRequest, field_tables.CHAT, set()),
     (CompletionRequest, field_tables.COMPLETIONS, set()),
     (Message, field_tables.MESSAGE, set()),
     (StreamOptions, field_tables.STREAM_OPTIONS, set()),
+    (EmbeddingRequest, pooling_fields.EMBEDDINGS, set()),
+    (RerankRequest, pooling_fields.RERANK, set()),
+    (ScoreRequest, pooling_fields.SCORE, set()),
+    (Document, pooling_fields.DOCUMENT, set()),
 ]
 
 
@@ -60,7 +67,7 @@ def test_every_property_of_openai_is_classified(
     shared_data: Path, schema: str, table: dict[str, Rule], _name: str
 ) -> None:
     names = properties(shared_data / "conformance" / "openai_openapi.yaml", schema)
-    assert len(names) > 15  # the walk found the properties
+    assert len(names) >= 5  # the walk found the properties
     assert names <= set(table), f"unclassified: {sorted(names - set(table))}"
 
 
@@ -80,6 +87,8 @@ def test_used_fields_are_those_of_the_wire_model(
 
 
 def ask(api: Api, endpoint: str, fields: dict[str, Any]) -> Any:
+    if endpoint == "embeddings":
+        return api.post("/v1/embeddings", {"input": "a", **fields})
     return api.chat(**fields) if endpoint == "chat" else api.complete(**fields)
 
 

@@ -80,3 +80,44 @@ def test_prompt_logprobs(client: openai.OpenAI) -> None:
         model="quill", prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": 3}
     )
     assert completion.choices[0].prompt_logprobs == table
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    texts = [TEXT, "The sea was calm.", TEXT]
+    for pooling in ("last", "mean"):
+        extra = {"pooling": pooling}
+        packed = client.embeddings.create(model="quill", input=texts, extra_body=extra)  # asks for base64
+        plain = client.embeddings.create(
+            model="quill", input=texts, encoding_format="float", extra_body=extra
+        )
+        vectors = [item.embedding for item in plain.data]
+        assert [item.embedding for item in packed.data] == vectors
+        assert vectors[0] == vectors[2] != vectors[1]
+        assert sum(x * x for x in vectors[0]) == pytest.approx(1.0, abs=1e-5)
+        for text, vector in zip(texts, vectors, strict=True):  # alone as among others
+            (one,) = client.embeddings.create(model="quill", input=text, extra_body=extra).data
+            assert one.embedding == vector
+        (short,) = client.embeddings.create(model="quill", input=TEXT, dimensions=16, extra_body=extra).data
+        part = sum(x * x for x in vectors[0][:16]) ** 0.5
+        assert short.embedding == pytest.approx([x / part for x in vectors[0][:16]], abs=1e-6)
+        assert plain.usage.prompt_tokens == plain.usage.total_tokens > 0
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model="quill", input=TEXT, dimensions=100_000)
+    assert caught.value.param == "dimensions"
+
+
+@pytest.mark.parametrize("scoring", ["likelihood", "yes_no"])
+def test_rerank_and_score(client: openai.OpenAI, scoring: str) -> None:
+    query = "The girl lived by the sea in a small house."
+    documents = ["It was a cold day in the woods.", query, "The captain laughed."]
+    body: dict[str, Any] = {"query": query, "documents": documents, "scoring": scoring}
+    ranked: Any = client.post("/rerank", body=body, cast_to=dict)
+    scores = {r["index"]: r["relevance_score"] for r in ranked["results"]}
+    assert list(scores.values()) == sorted(scores.values(), reverse=True)
+    assert all(0 < s < 1 for s in scores.values())
+    if scoring == "likelihood":
+        assert ranked["results"][0]["index"] == 1
+    scored: Any = client.post(
+        "/score", body={"text_1": query, "text_2": documents, "scoring": scoring}, cast_to=dict
+    )
+    assert [d["score"] for d in scored["data"]] == [scores[i] for i in range(3)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,53 @@ def test_prompt_logprobs_are_those_of_the_same_tokens_as_an_answer(llm: LLM) -> 
         assert [(o.token_ids, o.finish_reason) for o in scored.outputs] == [((), "length")] * n
     with pytest.raises(RequestError, match="max_tokens = 0"):
         SamplingParams(max_tokens=0)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embed(llm: LLM, pooling: Any) -> None:
+    texts = [
+        "The sea was calm. " * 12,
+        "She",
+        "The sea was calm. " * 12,
+    ]  # longer than a step, and the same again
+    outputs = llm.embed(texts, pooling=pooling, use_tqdm=False)
+    vectors = [o.outputs.embedding for o in outputs]
+    assert vectors[0] == vectors[2] != vectors[1]
+    assert [llm.embed(t, pooling=pooling)[0].outputs.embedding for t in texts] == vectors
+    assert sum(x * x for x in vectors[0]) == pytest.approx(1.0, abs=1e-6)
+    (raw,) = llm.embed("She", pooling=pooling, normalize=False)
+    length = sum(x * x for x in raw.outputs.embedding) ** 0.5
+    assert [x / length for x in raw.outputs.embedding] == pytest.approx(vectors[1], abs=1e-6)
+    (short,) = llm.embed("She", pooling=pooling, dimensions=8)
+    part = sum(x * x for x in vectors[1][:8]) ** 0.5
+    assert short.outputs.embedding == pytest.approx([x / part for x in vectors[1][:8]], abs=1e-6)
+    with pytest.raises(RequestError, match="dimensions"):
+        llm.embed("She", dimensions=len(vectors[0]) + 1)
+    with pytest.raises(RequestError, match="'last' or 'mean'"):
+        llm.embed("She", pooling="cls")  # type: ignore[arg-type]
+
+
+def test_score(llm: LLM) -> None:
+    documents = ["The girl lived by the sea.", "It was a cold day in the woods."]
+    for scoring in ("likelihood", "yes_no"):
+        scores = [o.outputs.score for o in llm.score("Where did the girl live?", documents, scoring=scoring)]
+        assert all(0.0 < score < 1.0 for score in scores)
+        queries = ["Where did the girl live?"] * 2
+        assert [o.outputs.score for o in llm.score(queries, documents, scoring=scoring)] == scores
+    same = "The girl lived by the sea in a small house."
+    echo, other = (o.outputs.score for o in llm.score(same, [same, documents[1]]))
+    assert echo > other  # a text is likelier after itself
+    for arguments, what in (
+        ((["a", "b"], ["c"]), "2 queries"),
+        (("", ["c"]), "query is empty"),
+        (("a", [""]), "documents is empty"),
+    ):
+        with pytest.raises(RequestError, match=what):
+            llm.score(*arguments)
+    with pytest.raises(RequestError, match="scoring = 'bm25'"):
+        llm.score("a", "b", scoring="bm25")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="yes_no"):
+        llm.score("a", "b", instruction="c")
 
 
 def test_chat(llm: LLM) -> None:

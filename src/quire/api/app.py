@@ -15,9 +15,11 @@ from quire.api.anthropic_messages import count_tokens, messages_job
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.edge import Edge
+from quire.api.embeddings import embeddings_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
 from quire.api.health import Models, Probes
 from quire.api.openapi import Description
+from quire.api.rerank import rerank_job, score_job
 from quire.api.response_store import ResponseStore
 from quire.api.responses import StoredResponses, responses_job
 from quire.api.routing_errors import add_error_handlers
@@ -93,6 +95,12 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/chat/completions": chat_job,
         "/v1/messages": messages_job,
         "/v1/responses": responses_job,
+        "/v1/embeddings": embeddings_job,
+        "/v1/score": score_job,
+        "/score": score_job,
+        "/v1/rerank": rerank_job,
+        "/rerank": rerank_job,
+        "/v2/rerank": rerank_job,
     }
     compute = {
         "/tokenize": tokenize,

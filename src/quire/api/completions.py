@@ -71,8 +71,8 @@ def _echoing(request: CompletionRequest) -> CompletionRequest:
     return request.model_copy(update={"prompt_logprobs": most})
 
 
-def parse_prompts(prompt: Any) -> list[str | list[int]]:
-    """Return the prompts of a string, a list of ids, or a list of either.
+def parse_prompts(prompt: Any, param: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts of a string, a list of ids, or a list of either. ``param``: what the client calls them.
 
     Raises:
         RequestError: any other shape, by the first wrong element.
@@ -81,22 +81,22 @@ def parse_prompts(prompt: Any) -> list[str | list[int]]:
         return [prompt]
     if prompt is None:
         raise RequestError(
-            "prompt is required: it must be a string, a list of token ids, or a list of either.",
-            param="prompt",
+            f"{param} is required: it must be a string, a list of token ids, or a list of either.",
+            param=param,
             code="missing_required_parameter",
         )
     if not isinstance(prompt, list) or not prompt:
-        raise _wrong("prompt", prompt, "a string, a list of token ids, or a list of either, not empty")
+        raise _wrong(param, prompt, "a string, a list of token ids, or a list of either, not empty")
     if _is_id(prompt[0]):
-        return [_ids("prompt", prompt)]
+        return [_ids(param, prompt)]
     prompts: list[str | list[int]] = []
     for i, item in enumerate(prompt):
         if isinstance(item, str):
             prompts.append(item)
         elif isinstance(item, list) and item:
-            prompts.append(_ids(f"prompt[{i}]", item))
+            prompts.append(_ids(f"{param}[{i}]", item))
         else:
-            raise _wrong(f"prompt[{i}]", item, "a string or a list of token ids, not empty")
+            raise _wrong(f"{param}[{i}]", item, "a string or a list of token ids, not empty")
     return prompts
 
 

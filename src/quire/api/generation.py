@@ -19,13 +19,14 @@ from quire.engine.stream import RequestStream
 from quire.errors import QuireError, RequestError
 from quire.metrics.log import Log
 from quire.metrics.prometheus import RequestMetrics
-from quire.request import FinishReason, SamplingParams
+from quire.request import FinishReason, Pooling, SamplingParams
 
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx must not hold the stream back
 )
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)  # ends of what was computed
 log = Log("api")
 
 
@@ -68,6 +69,8 @@ class Job:
         None  # keep this many tokens at the end of each prompt; -1: what the context holds
     )
     echo: bool = False  # each choice begins with its prompt's text
+    pooling: Pooling | None = None  # no answers, but what it asks of each prompt
+    prompt_param: str = "prompt"  # what the endpoint calls its prompts
 
 
 class Generation:
@@ -105,6 +108,7 @@ class Generation:
                     cache_salt=job.cache_salt,
                     tenant=job.tenant,
                     continues=job.continues,
+                    pooling=job.pooling,
                 )
                 self._streams.append(stream)
                 self._metrics.append(
@@ -117,8 +121,13 @@ class Generation:
                 )
                 self.usage.prompt_tokens += len(stream.prompt_token_ids)
             self._check_cancelled()
-        except BaseException:
+        except BaseException as error:
             await self.close()
+            if isinstance(error, RequestError) and error.param == "prompt" != job.prompt_param:
+                message = str(error)  # begins with the field's name, or tells of the prompt
+                if message.startswith("prompt "):
+                    message = job.prompt_param + message.removeprefix("prompt")
+                raise RequestError(message, param=job.prompt_param, code=error.code) from None
             raise
 
     async def answer(self, send: Send, headers: Headers) -> None:
@@ -238,11 +247,11 @@ class Generation:
 
     def _count(self, prompt: int, chunk: OutputChunk) -> None:
         metrics, num_tokens = self._metrics[prompt], len(chunk.token_ids)
+        if not metrics.is_admitted and (num_tokens or chunk.finish_reason in _COMPLETE):
+            stream = self._streams[prompt]
+            metrics.admitted(stream.queued_s)
+            self.usage.cached_tokens += stream.num_cached_tokens
         if num_tokens:
-            if not metrics.is_admitted:
-                stream = self._streams[prompt]
-                metrics.admitted(stream.queued_s)
-                self.usage.cached_tokens += stream.num_cached_tokens
             self.usage.completion_tokens += num_tokens
             metrics.chunk(chunk.index, num_tokens, self._state.now())
         if chunk.finish_reason is not None:

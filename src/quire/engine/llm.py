@@ -12,21 +12,29 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, load_text
+from quire.engine.embedding import NOTHING_DRAWN
 from quire.engine.grammar_check import GrammarChecker
 from quire.engine.inbox import AbortRequest, AddRequest
 from quire.engine.inproc import InProcessClient
 from quire.engine.llm_args import llm_args
+from quire.engine.llm_scores import embedded, scored
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.prepare import SEED_BITS, prepare_request
 from quire.engine.progress import ProgressBar
-from quire.engine.results import RequestOutput, completion, prompt_tables
+from quire.engine.results import (
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+    request_output,
+)
+from quire.engine.scoring import Scoring, pairs_of, scoring_prompts
 from quire.errors import RequestError
-from quire.request import Request, SamplingParams
+from quire.request import Pooling, Request, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -82,7 +90,7 @@ class LLM:
                 later ends with finish_reason "error", and the other prompts go on.
         """
         items = _as_list(prompts)
-        params = self._params(sampling_params, len(items))
+        params = _params_of(sampling_params or self.get_default_sampling_params(), len(items))
         texts = [_text_of(item) for item in items]
         requests = []
         for index, (item, text, sampling) in enumerate(zip(items, texts, params, strict=True)):
@@ -117,7 +125,7 @@ class LLM:
             )
             for chat in chats
         ]
-        params = self._params(sampling_params, len(texts))
+        params = _params_of(sampling_params or self.get_default_sampling_params(), len(texts))
         requests = [
             self._request(self._tokenizer.encode(text, add_special_tokens=False), sampling)
             for text, sampling in zip(texts, params, strict=True)
@@ -139,6 +147,53 @@ class LLM:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         request = self._request(ids, sampling_params or self.get_default_sampling_params())
         return (chunk for _, chunk in self._chunks(deque([request]), continues=True))
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        pooling: Literal["last", "mean"] = "last",
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return a vector for each prompt: the last hidden state, or the mean of all, of length one.
+
+        ``dimensions`` keeps the first so many numbers.
+
+        Raises:
+            RequestError: a prompt, ``pooling`` or ``dimensions`` is wrong.
+            StepError: the model failed on a prompt.
+        """
+        items = _as_list(prompts)
+        texts = [_text_of(item) for item in items]
+        requests = []
+        for index, (item, text) in enumerate(zip(items, texts, strict=True)):
+            ids = self._tokenizer.encode(text) if text is not None else _ids_of(item, index)
+            requests.append(self._request(ids, NOTHING_DRAWN, Pooling(pooling)))
+        outputs = self._run(requests, texts, use_tqdm, continues=True)
+        return [embedded(output, dimensions=dimensions, normalize=normalize) for output in outputs]
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        scoring: Scoring = "likelihood",
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each document answers the query, or its own of as many queries (`quire.engine.scoring`).
+
+        Raises:
+            RequestError: a text or ``scoring`` is wrong; ``instruction`` goes with "yes_no".
+            StepError: the model failed on a pair.
+        """
+        pairs = pairs_of(query, documents)
+        prompts = scoring_prompts(pairs, scoring, instruction, self._tokenizer, self._chat_template)
+        requests = [self._request(p.token_ids, p.sampling, p.pooling) for p in prompts]
+        outputs = self._run(requests, [None] * len(requests), use_tqdm, continues=True)
+        return [scored(output, p.num_query_tokens) for output, p in zip(outputs, prompts, strict=True)]
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **options: Any) -> str:
         """Return the prompt text of a conversation; ``options`` as `ChatTemplate.render`."""
@@ -165,19 +220,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or self.get_default_sampling_params()] * count
-        if len(given) != count:
-            raise RequestError(
-                f"sampling_params has {len(given)} entries for {count} prompts: give one, or one for each prompt.",
-                param="sampling_params",
-            )
-        return list(given)
-
-    def _request(self, ids: Sequence[int], sampling: SamplingParams) -> Request:
+    def _request(
+        self, ids: Sequence[int], sampling: SamplingParams, pooling: Pooling | None = None
+    ) -> Request:
         request_id = str(self._num_requests)
         self._num_requests += 1
         form = sampling.structured_outputs
@@ -190,6 +235,7 @@ class LLM:
             arrival_s=self._clock.now(),
             seed=self._seeds.getrandbits(SEED_BITS),
             grammar=None if form is None else self._grammars.check(form),
+            pooling=pooling,
         )
 
     def _run(
@@ -203,21 +249,12 @@ class LLM:
             parts[state.request.request_id][chunk.index].append(chunk)
             bar.add(requests=state.finished, tokens=len(chunk.token_ids))
         bar.close()
-        outputs = []
-        for request, text in zip(requests, texts, strict=True):
-            wholes = [merge(chunks) for chunks in parts[request.request_id]]
-            outputs.append(
-                RequestOutput(
-                    request_id=request.request_id,
-                    prompt=text,
-                    prompt_token_ids=request.prompt_token_ids,
-                    outputs=[completion(whole, self._tokenizer) for whole in wholes],
-                    seed=request.sampling.seed or 0,
-                    num_cached_tokens=states[request.request_id].num_cached_tokens,
-                    prompt_logprobs=prompt_tables(wholes[0], self._tokenizer),
-                )
+        return [
+            request_output(
+                states[r.request_id], text, [merge(c) for c in parts[r.request_id]], self._tokenizer
             )
-        return outputs
+            for r, text in zip(requests, texts, strict=True)
+        ]
 
     def _chunks(
         self, waiting: deque[Request], *, continues: bool
@@ -250,6 +287,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_of(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(given, SamplingParams):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(
+            f"sampling_params has {len(given)} entries for {count} prompts: give one, or one for each prompt.",
+            param="sampling_params",
+        )
+    return list(given)
 
 
 def _text_of(prompt: Prompt) -> str | None:

@@ -85,8 +85,15 @@ def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
 def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int, *, prompt_only: bool) -> int:
     room = limit - num_prompt_tokens
     asked = sampling.max_tokens
-    if (prompt_only or asked == 0) and room >= 0:
-        return asked or 0 if not prompt_only else 1
+    if prompt_only or asked == 0:
+        if room < 0:
+            raise RequestError(
+                f"The prompt has {num_prompt_tokens} tokens, but the context of this model is {limit} tokens: shorten "
+                f"the prompt to at most {limit}.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return 1 if prompt_only else 0
     if room < 1:
         raise RequestError(
             f"The prompt has {num_prompt_tokens} tokens and max_tokens is {'not set' if asked is None else asked}, but "

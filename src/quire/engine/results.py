@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.engine.output import OutputChunk
+from quire.engine.output import OutputChunk, RequestOutputState
 from quire.request import FinishReason, TokenLogprobs
 from quire.text.tokenizer import Tokenizer
 
@@ -44,10 +45,62 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     # With `SamplingParams.prompt_logprobs`, per prompt token: as `CompletionOutput.logprobs`; None for the first.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    pooled: tuple[float, ...] | None = None  # of `LLM.embed` and `LLM.score`, as the model gave it
     finished: bool = True
 
 
-def completion(chunk: OutputChunk, tokenizer: Tokenizer) -> CompletionOutput:
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A vector."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: tuple[int, ...]
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """A score, 0…1."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """The score of one pair of texts."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: tuple[int, ...]
+    finished: bool = True
+
+
+def request_output(
+    state: RequestOutputState, prompt: str | None, wholes: Sequence[OutputChunk], tokenizer: Tokenizer
+) -> RequestOutput:
+    """Return the output of an ended request; ``wholes``: one chunk a sample (`quire.engine.output.merge`)."""
+    request = state.request
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=[_completion(whole, tokenizer) for whole in wholes],
+        seed=request.sampling.seed or 0,
+        num_cached_tokens=state.num_cached_tokens,
+        prompt_logprobs=_prompt_tables(wholes[0], tokenizer),
+        pooled=wholes[0].pooled,
+    )
+
+
+def _completion(chunk: OutputChunk, tokenizer: Tokenizer) -> CompletionOutput:
     """Return the whole chunk of one sample (`quire.engine.output.merge`) in vLLM's form."""
     logprobs = None if chunk.logprobs is None else chunk.logprobs
     return CompletionOutput(
@@ -62,7 +115,7 @@ def completion(chunk: OutputChunk, tokenizer: Tokenizer) -> CompletionOutput:
     )
 
 
-def prompt_tables(chunk: OutputChunk, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None] | None:
+def _prompt_tables(chunk: OutputChunk, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None] | None:
     """Return `RequestOutput.prompt_logprobs`."""
     if chunk.prompt_logprobs is None:
         return None

@@ -1,0 +1,193 @@
+"""``/v1/rerank`` and ``/v1/score``: documents by how well they answer a query (`quire.engine.scoring`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from quire.api import pooling_fields
+from quire.api.embeddings import PromptFields, check_count
+from quire.api.fields import clip
+from quire.api.generation import Job
+from quire.api.identity import new_head
+from quire.api.protocol import Boolean, Integer, Text, Wire, parse
+from quire.api.replies import Usage
+from quire.api.state import ApiState
+from quire.api.whole_answer import WholeAnswer
+from quire.engine.output import OutputChunk
+from quire.engine.scoring import likelihood, scoring_prompts, yes_no
+from quire.errors import RequestError
+
+Pair = tuple[str, str]  # query, document
+Written = Callable[
+    [Sequence[float]], dict[str, Any]
+]  # scores in the order of the pairs → the answer's own fields
+
+
+class _Scores:
+    """What the prompts of a request are made of, so that their results can be read."""
+
+    def __init__(self, written: Written) -> None:
+        self.num_query_tokens: list[int] = []  # of each pair, for likelihoods
+        self.num_truncated = 0
+        self._written = written
+
+    def write(self, chunks: Sequence[OutputChunk], usage: Usage) -> dict[str, Any]:
+        usage.truncated_tokens += self.num_truncated
+        return self._written([self._score(i, chunk) for i, chunk in enumerate(chunks)])
+
+    def _score(self, index: int, chunk: OutputChunk) -> float:
+        if chunk.pooled is not None:
+            return yes_no(chunk.pooled)
+        assert chunk.prompt_logprobs is not None
+        of_query = chunk.prompt_logprobs[-self.num_query_tokens[index] :]
+        return likelihood([entry.logprob for entry in of_query if entry is not None])
+
+
+class ScoringFields(PromptFields):
+    """What both endpoints have in common."""
+
+    scoring: Annotated[Literal["likelihood", "yes_no"], Field(description="'likelihood' or 'yes_no'")] = (
+        "likelihood"
+    )
+    instruction: Text | None = None
+    max_tokens_per_doc: Integer | None = None
+
+
+class RerankRequest(ScoringFields):
+    """Body of ``/v1/rerank``."""
+
+    query: Text
+    documents: Annotated[list[Any], Field(description="a list of at least one document", min_length=1)]
+    top_n: Integer | None = None
+    return_documents: Boolean = True
+
+
+class ScoreRequest(ScoringFields):
+    """Body of ``/v1/score``: one query and one or many documents, or as many of each."""
+
+    text_1: Annotated[str | list[str], Field(description="a string or a list of strings")]
+    text_2: Annotated[str | list[str], Field(description="a string or a list of strings")]
+
+
+class Document(Wire):
+    """A document of a rerank request that is an object."""
+
+    text: Text
+
+
+async def rerank_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a rerank request (Jina's, Cohere's, vLLM's) and make its prompts.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(RerankRequest, body, pooling_fields.RERANK, ignored=ignored)
+    check_count("documents", len(request.documents))
+    if request.top_n is not None and request.top_n < 1:
+        raise RequestError(
+            f"top_n = {request.top_n} is not allowed: it must be an integer ≥ 1, or null.", param="top_n"
+        )
+    documents = [_document(item, i, ignored) for i, item in enumerate(request.documents)]
+    _check_texts("query", [request.query])
+    written = partial(_ranking, documents if request.return_documents else None, request.top_n)
+    return await _job(state, request, [(request.query, d) for d in documents], "rerank-", written)
+
+
+async def score_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a score request (vLLM's) and make its prompts.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(ScoreRequest, body, pooling_fields.SCORE, ignored=ignored)
+    queries = [request.text_1] if isinstance(request.text_1, str) else request.text_1
+    documents = [request.text_2] if isinstance(request.text_2, str) else request.text_2
+    for param, texts in (("text_1", queries), ("text_2", documents)):
+        check_count(param, len(texts))
+        _check_texts(param, texts)
+    if len(queries) not in (1, len(documents)):
+        raise RequestError(
+            f"text_1 has {len(queries)} elements and text_2 has {len(documents)}: send one text_1, or as many of each.",
+            param="text_1",
+        )
+    queries = queries * len(documents) if len(queries) == 1 else queries
+    return await _job(state, request, list(zip(queries, documents, strict=True)), "score-", _score_list)
+
+
+def _document(item: Any, index: int, ignored: list[str] | None) -> str:
+    if isinstance(item, str):
+        text = item
+    elif isinstance(item, dict):
+        prefix = f"documents[{index}]."
+        text = parse(Document, item, pooling_fields.DOCUMENT, prefix=prefix, ignored=ignored).text
+    else:
+        raise RequestError(
+            f"documents[{index}] = {clip(item)} is not allowed: it must be a string, or an object with a text.",
+            param=f"documents[{index}]",
+            code="invalid_type",
+        )
+    _check_texts(f"documents[{index}]", [text])
+    return text
+
+
+def _check_texts(param: str, texts: Sequence[str]) -> None:
+    if not texts or not all(texts):
+        raise RequestError(f"{param} is empty: send at least one character in each text.", param=param)
+
+
+async def _job(
+    state: ApiState, request: ScoringFields, pairs: Sequence[Pair], id_prefix: str, written: Written
+) -> Job:
+    frontend, found = state.frontend, _Scores(written)
+    head = new_head(state, id_prefix, state.check_model(request.model))
+    limit = request.max_tokens_per_doc
+    if limit is not None:
+        if limit < 1:
+            raise RequestError(
+                f"max_tokens_per_doc = {limit} is not allowed: it must be an integer ≥ 1, or null.",
+                param="max_tokens_per_doc",
+            )
+        pairs = [(query, await _cut(state, document, limit, found)) for query, document in pairs]
+    arguments = (pairs, request.scoring, request.instruction, frontend.tokenizer, frontend.chat_template)
+    prompts = await asyncio.to_thread(scoring_prompts, *arguments)
+    found.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
+    return Job(
+        prompts=[prompt.token_ids for prompt in prompts],
+        sampling=prompts[0].sampling,
+        answer=WholeAnswer(head, found.write),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        tenant=request.user,
+        client_request_id=request.request_id,
+        pooling=prompts[0].pooling,
+        prompt_param="documents" if isinstance(request, RerankRequest) else "text_2",
+    )
+
+
+async def _cut(state: ApiState, document: str, limit: int, found: _Scores) -> str:
+    """Keep the first ``limit`` tokens; the others are counted in the usage."""
+    ids = await state.frontend.tokenize(document, add_special_tokens=False)
+    if len(ids) <= limit:
+        return document
+    found.num_truncated += len(ids) - limit
+    return state.frontend.tokenizer.decode(ids[:limit], skip_special_tokens=False)
+
+
+def _score_list(scores: Sequence[float]) -> dict[str, Any]:
+    """vLLM's form: a list in the order of the pairs."""
+    return {"data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]}
+
+
+def _ranking(documents: Sequence[str] | None, top_n: int | None, scores: Sequence[float]) -> dict[str, Any]:
+    """Jina's and Cohere's form: results from best to worst, ties in the order of the documents."""
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_n]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+    if documents is not None:
+        for result in results:
+            result["document"] = {"text": documents[result["index"]]}
+    return {"results": results}
