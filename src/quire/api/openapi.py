@@ -14,9 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.api import anthropic_fields, anthropic_protocol, field_tables, response_fields, response_protocol
+from quire.api import (
+    anthropic_fields,
+    anthropic_protocol,
+    field_tables,
+    pooling_fields,
+    response_fields,
+    response_protocol,
+)
 from quire.api import protocol as wire
+from quire.api.embeddings import EmbeddingRequest
 from quire.api.fields import Table, Use
+from quire.api.rerank import RerankRequest, ScoreRequest
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{model}"
@@ -55,6 +64,14 @@ BODIES: dict[str, Body] = {
     ),
     "/v1/responses": Body(
         "Answer, and keep the answer", response_protocol.ResponsesRequest, response_fields.RESPONSES
+    ),
+    "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest, pooling_fields.EMBEDDINGS),
+    **dict.fromkeys(
+        ("/v1/rerank", "/rerank", "/v2/rerank"),
+        Body("Documents by how well they answer a query", RerankRequest, pooling_fields.RERANK),
+    ),
+    **dict.fromkeys(
+        ("/v1/score", "/score"), Body("How well texts answer texts", ScoreRequest, pooling_fields.SCORE)
     ),
     "/v1/chat/completions/render": Body(
         "The prompt of a conversation, as text and ids",
