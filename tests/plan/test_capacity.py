@@ -30,14 +30,19 @@ def test_a_small_model_is_replicated() -> None:
 
 
 def test_a_large_one_is_cut_within_a_domain() -> None:
-    plan = answer("meta-llama/Llama-3.1-70B", count=8, rate=20.0, slo="ttft=500ms,tpot=50ms")
+    plan = answer("meta-llama/Llama-3.1-70B", count=8, rate=10.0, slo="ttft=500ms,tpot=50ms")
     chosen = plan.advice.chosen
     assert chosen is not None
     assert chosen.split.tp * chosen.split.dp == 8
     assert chosen.split.tp >= 2
     assert chosen.holds(plan.question.slo)
     assert plan.knee is not None
-    assert plan.knee > 20
+    assert plan.knee > 10
+    assert plan.devices_needed is not None
+    assert plan.devices_needed <= 8
+    doubled = answer("meta-llama/Llama-3.1-70B", count=8, rate=40.0, slo="ttft=500ms,tpot=50ms")
+    assert doubled.devices_needed is not None
+    assert doubled.devices_needed > 8
 
 
 def test_stages_only_where_no_domain_holds_it() -> None:

@@ -250,6 +250,8 @@ def _speed_table(data: Mapping[str, Any]) -> Table:
         table.add_row(
             "SLO", f"{held}; goodput {p['goodput_per_s']:.2f} requests/s, knee at {p['knee_per_s']:.2f}"
         )
+        if p["devices_needed"] is not None:
+            table.add_row("", f"the fewest devices that hold it: {p['devices_needed']}")
     if cost and cost["usd_per_hour"] is not None:
         million = f"${cost['usd_per_million_input']:.3f} in, ${cost['usd_per_million_output']:.3f} out"
         table.add_row(
