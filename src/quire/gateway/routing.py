@@ -1,0 +1,177 @@
+"""`Router`: which replica gets a request. Pure: no clock, no I/O, and the same seed gives the same choices.
+
+    random              any
+    round-robin         the next
+    least-loaded        the one with the fewest requests in flight
+    prefix-predicted    the one with the longest cached prefix, as the router remembers what it sent where
+    prefix-reported     the same, as the replicas report it (`quire.cache.events`)
+    prefix-hybrid       the same, by whichever is longer: reported, or on its way there
+
+Load is requests in flight. A prefix never overloads a replica: it may win only where the load stays within
+``max_load_ratio`` of the mean (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018). Ties go to
+the least loaded, then to the next in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal, get_args
+
+from quire.cache.events import BlockStored, CacheEvent
+from quire.errors import ConfigError, nearest
+from quire.gateway.prefix_index import PendingIndex, PredictedIndex, ReportedIndex
+
+Policy = Literal[
+    "random", "round-robin", "least-loaded", "prefix-predicted", "prefix-reported", "prefix-hybrid"
+]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+DEFAULT_CAPACITY = 1 << 16  # blocks that the predicted index remembers of a replica
+
+
+@dataclass(slots=True)
+class _InFlight:
+    replica: int
+    chain: Sequence[bytes]
+    pending: bool = True  # no first token yet
+
+
+class Router:
+    """Chooses among replicas 0 … n − 1 and keeps count of what is in flight where."""
+
+    def __init__(
+        self,
+        policy: str,
+        num_replicas: int = 0,
+        *,
+        seed: int = 0,
+        max_load_ratio: float = 1.25,
+        capacity: int = DEFAULT_CAPACITY,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ConfigError(
+                f"routing = {policy!r} must be one of {', '.join(POLICIES)}{nearest(policy, POLICIES)}"
+            )
+        if not max_load_ratio >= 1.0:
+            raise ConfigError(f"max_load_ratio = {max_load_ratio!r} must be at least 1")
+        self.policy = policy
+        self._ratio = max_load_ratio
+        self._random = Random(f"router {seed}")
+        self._loads: list[int] = []
+        self._alive: list[bool] = []
+        self._turn = 0
+        self._in_flight: dict[str, _InFlight] = {}
+        self._predicted = PredictedIndex(capacity)
+        self._reported = ReportedIndex()
+        self._pending = PendingIndex()
+        for _ in range(num_replicas):
+            self.add_replica()
+
+    @property
+    def needs_chains(self) -> bool:
+        """Whether `route` looks at the chain; else an empty one will do."""
+        return self.policy.startswith("prefix-")
+
+    @property
+    def needs_events(self) -> bool:
+        """Whether `report` is of use."""
+        return self.policy in ("prefix-reported", "prefix-hybrid")
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Requests in flight by replica."""
+        return tuple(self._loads)
+
+    def add_replica(self) -> int:
+        """A replica is ready; return its number."""
+        self._loads.append(0)
+        self._alive.append(True)
+        return len(self._loads) - 1
+
+    def revive(self, replica: int) -> None:
+        """A lost replica is back, its cache empty."""
+        self._alive[replica] = True
+
+    def lose(self, replica: int) -> list[str]:
+        """A replica is gone. Return the requests in flight there, oldest first: each has to be routed again."""
+        self._alive[replica] = False
+        lost = [request_id for request_id, f in self._in_flight.items() if f.replica == replica]
+        for request_id in lost:
+            self.finished(request_id)
+        self._predicted.forget(replica)
+        self._reported.forget(replica)
+        return lost
+
+    def route(self, request_id: str, chain: Sequence[bytes] = ()) -> int | None:
+        """Choose a replica and count the request there until `finished`; None where no replica is alive.
+
+        ``chain``: hashes of the prompt's full blocks.
+        """
+        assert request_id not in self._in_flight, f"request {request_id!r} is in flight"
+        alive = [r for r, is_alive in enumerate(self._alive) if is_alive]
+        if not alive:
+            return None
+        replica = self._choose(alive, chain)
+        self._turn = replica + 1
+        self._loads[replica] += 1
+        self._in_flight[request_id] = _InFlight(replica, chain)
+        if self.policy == "prefix-predicted":
+            self._predicted.sent(replica, chain)
+        elif self.policy == "prefix-hybrid":
+            self._pending.sent(replica, chain)
+        return replica
+
+    def started(self, request_id: str) -> None:
+        """The request's first token came: its prompt is in the replica's cache."""
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is not None and in_flight.pending:
+            in_flight.pending = False
+            if self.policy == "prefix-hybrid":
+                self._pending.arrived(in_flight.replica, in_flight.chain)
+
+    def finished(self, request_id: str) -> None:
+        """The request is over, whatever the end."""
+        self.started(request_id)
+        in_flight = self._in_flight.pop(request_id, None)
+        if in_flight is not None:
+            self._loads[in_flight.replica] -= 1
+
+    def report(self, replica: int, events: Iterable[CacheEvent]) -> bool:
+        """Take in a replica's cache events. False: some were lost; give `replace_report` a snapshot."""
+        return self._reported.apply(replica, events)
+
+    def replace_report(self, replica: int, snapshot: Iterable[BlockStored]) -> None:
+        """Start afresh with what a replica holds."""
+        self._reported.replace(replica, snapshot)
+
+    def _choose(self, alive: list[int], chain: Sequence[bytes]) -> int:
+        if self.policy == "random":
+            return self._random.choice(alive)
+        if self.policy == "round-robin":
+            return min(alive, key=self._in_turn)
+        if self.policy == "least-loaded" or not chain:
+            return self._least_loaded(alive)
+        depths = self._depths(chain)
+        total = sum(self._loads[r] for r in alive)
+        most = math.ceil(self._ratio * (total + 1) / len(alive))
+        within = [r for r in alive if self._loads[r] < most]
+        deepest = max(depths[r] for r in within)  # somebody is below the mean, so `within` is not empty
+        return self._least_loaded([r for r in within if depths[r] == deepest])
+
+    def _depths(self, chain: Sequence[bytes]) -> list[int]:
+        num = len(self._loads)
+        if self.policy == "prefix-predicted":
+            return self._predicted.depths(chain, num)
+        reported = self._reported.depths(chain, num)
+        if self.policy == "prefix-reported":
+            return reported
+        return [max(pair) for pair in zip(reported, self._pending.depths(chain, num), strict=True)]
+
+    def _least_loaded(self, replicas: Sequence[int]) -> int:
+        return min(replicas, key=lambda r: (self._loads[r], self._in_turn(r)))
+
+    def _in_turn(self, replica: int) -> int:
+        """How far behind the next in turn a replica is."""
+        return (replica - self._turn) % len(self._loads)

@@ -1,0 +1,177 @@
+"""Routing: each policy's choice, the bound on load, and the three indexes against brute force."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from tests.scheduler.harness import make_scheduler, request, step
+
+from quire.cache.block_hash import extend_chain, root_hash
+from quire.cache.events import BlockRemoved, BlockStored, EventBuffer, EventsLost
+from quire.errors import ConfigError
+from quire.gateway.prefix_index import Holders, PendingIndex, PredictedIndex, ReportedIndex
+from quire.gateway.routing import POLICIES, Router
+from quire.scheduler.scheduler import Scheduler
+
+
+def chain(*names: int) -> list[bytes]:
+    """A made-up chain: each hash names everything before it."""
+    return [bytes(names[: i + 1]) for i in range(len(names))]
+
+
+def test_depths_against_brute_force() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        num, holders, held = rng.randint(1, 70), Holders(), {}
+        links = chain(*(rng.randrange(4) for _ in range(rng.randint(0, 9))))
+        for replica in range(num):
+            held[replica] = {h for h in links if rng.random() < 0.8}
+            for h in held[replica]:
+                holders.add(h, replica)
+        expected = [
+            next((i for i, h in enumerate(links) if h not in held[r]), len(links)) for r in range(num)
+        ]
+        assert holders.depths(links, num) == expected
+        for replica in range(num):
+            for h in links:
+                holders.remove(h, replica)
+        assert len(holders) == 0
+
+
+def test_round_robin_and_least_loaded() -> None:
+    router = Router("round-robin", 3)
+    assert [router.route(str(i)) for i in range(5)] == [0, 1, 2, 0, 1]
+    router = Router("least-loaded", 3)
+    assert [router.route(str(i)) for i in range(4)] == [0, 1, 2, 0]
+    router.finished("1")
+    assert router.route("4") == 1
+    assert router.loads == (2, 1, 1)
+
+
+def test_random_is_the_seed_s() -> None:
+    def choices(seed: int) -> list[int | None]:
+        router = Router("random", 5, seed=seed)
+        return [router.route(str(i)) for i in range(40)]
+
+    assert choices(7) == choices(7)
+    assert choices(7) != choices(8)
+    assert set(choices(7)) == set(range(5))
+
+
+def test_a_prefix_goes_where_it_was_sent() -> None:
+    router = Router("prefix-predicted", 4, max_load_ratio=4.0)
+    first = router.route("a", chain(1, 2, 3))
+    other = router.route("b", chain(9, 9))
+    assert other != first
+    assert router.route("c", chain(1, 2, 7)) == first
+    assert router.route("d", chain(9, 9, 9)) == other
+
+
+def test_a_prefix_never_overloads_a_replica() -> None:
+    rng, ratio = random.Random(2), 1.25
+    for policy in POLICIES[3:]:
+        router = Router(policy, 4, max_load_ratio=ratio)
+        open_ids: list[str] = []
+        for i in range(400):
+            replica = router.route(str(i), chain(1, 2, 3))  # everybody has the same prefix
+            assert replica is not None
+            open_ids.append(str(i))
+            assert router.loads[replica] <= math.ceil(ratio * len(open_ids) / 4)
+            while open_ids and rng.random() < 0.45:
+                router.finished(open_ids.pop(rng.randrange(len(open_ids))))
+        assert sum(router.loads) == len(open_ids)
+
+
+def test_hybrid_knows_what_is_on_its_way() -> None:
+    hybrid, reported = (
+        Router("prefix-hybrid", 3, max_load_ratio=3.0),
+        Router("prefix-reported", 3, max_load_ratio=3.0),
+    )
+    for router, same in ((hybrid, True), (reported, False)):
+        first = router.route("a", chain(1, 2))
+        assert first is not None
+        assert (router.route("b", chain(1, 2)) == first) is same
+        router.started("a")
+        router.started("b")
+        other = (first + 2) % 3
+        assert router.report(other, [BlockStored(chain(1)[0], b"", (), (0,))])
+        assert router.route("c", chain(1, 2)) == other  # nothing is on its way, and the report counts
+
+
+def test_a_lost_replica_gives_its_requests_back() -> None:
+    for policy in POLICIES:
+        router = Router(policy, 2, max_load_ratio=2.0)
+        placed = {str(i): router.route(str(i), chain(i % 2, 5)) for i in range(6)}
+        lost = router.lose(0)
+        assert lost == [i for i, replica in placed.items() if replica == 0]
+        assert router.loads[0] == 0
+        assert all(router.route(i, chain(1, 5)) == 1 for i in lost)
+        assert router.lose(1)
+        assert router.route("x") is None
+        router.revive(0)
+        assert router.route("x", chain(1, 5)) == 0
+
+
+def test_predicted_index_forgets_the_least_recently_used_end_first() -> None:
+    index = PredictedIndex(4)
+    index.sent(0, chain(1, 2, 3))
+    index.sent(0, chain(7, 8))  # five blocks: the deepest of the older chain goes
+    assert index.depths(chain(1, 2, 3), 1) == [2]
+    assert index.depths(chain(7, 8), 1) == [2]
+    index.forget(0)
+    assert index.depths(chain(7, 8), 1) == [0]
+
+
+def test_pending_index_counts() -> None:
+    index = PendingIndex()
+    index.sent(1, chain(1, 2))
+    index.sent(1, chain(1, 3))
+    index.arrived(1, chain(1, 2))
+    assert index.depths(chain(1, 2), 2) == [0, 1]
+    index.arrived(1, chain(1, 3))
+    assert index.depths(chain(1), 2) == [0, 0]
+
+
+def test_reported_index_follows_groups_losses_and_snapshots() -> None:
+    index = ReportedIndex()
+    a, b = chain(1, 2)
+    assert index.apply(0, [BlockStored(a, b"", (), (0, 1)), BlockStored(b, a, (), (0, 1))])
+    assert index.apply(0, [BlockRemoved(b, (1,))])
+    assert index.depths([a, b], 1) == [2]
+    assert index.apply(0, [BlockRemoved(b, (0,))])
+    assert index.depths([a, b], 1) == [1]
+    assert not index.apply(0, [EventsLost(3), BlockStored(b, a, (), (0,))])
+    index.replace(0, [BlockStored(b, a, (), (0,))])
+    assert index.depths([a, b], 1) == [0]
+
+
+def test_reports_of_a_real_cache_agree_with_what_it_matches() -> None:
+    """A scheduler's events, drained at odd times, against its own prefix tree."""
+    rng = random.Random(4)
+    scheduler = make_scheduler(num_blocks=12, block_size=4)
+    events = EventBuffer()
+    scheduler = Scheduler(scheduler.config, scheduler.cache.config, events)
+    index = ReportedIndex()
+    root = root_hash(scheduler.cache.config.model_key, 4)
+    for i in range(60):
+        prompt = [rng.randrange(2) for _ in range(rng.randint(1, 20))]
+        scheduler.add(request(f"r{i}", prompt, max_tokens=3), now=float(i))
+        for _ in range(rng.randint(1, 6)):
+            step(scheduler)
+        assert index.apply(0, events.drain())
+        links: list[bytes] = []
+        extend_chain(links, root, [rng.randrange(2) for _ in range(20)], 4)
+        nodes = scheduler.cache.prefix.nodes
+        assert index.depths(links, 1)[0] == next(
+            (d for d, h in enumerate(links) if h not in nodes), len(links)
+        )
+    assert scheduler.cache.prefix.num_evicted
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"least-loded.*did you mean 'least-loaded'"):
+        Router("least-loded", 2)
+    with pytest.raises(ConfigError, match="max_load_ratio"):
+        Router("random", 2, max_load_ratio=0.9)
