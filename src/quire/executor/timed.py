@@ -12,6 +12,7 @@ from operator import itemgetter
 
 from quire.clock import Clock
 from quire.plan.cost_model import StepFeatures, StepTime, chunk_pairs
+from quire.request import SamplingParams
 from quire.step import NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
 FIRST_TOKEN_ID = 3  # below it are the special ids of most vocabularies
@@ -19,11 +20,17 @@ NUM_TOKEN_IDS = 97
 _start_of = itemgetter(2)
 
 
-class StepLedger:
-    """What a worker has to remember in order to answer plans, but no ids: a sequence draws one and the same token.
+def drawn_token(sampling: SamplingParams, sample_index: int) -> int:
+    """Return the token that a sequence draws, always: none of its stop ids, so that it ends by length."""
+    barred = {*sampling.eos_token_ids, *sampling.stop_token_ids}
+    token_id = FIRST_TOKEN_ID + ((sampling.seed or 0) + sample_index) % NUM_TOKEN_IDS
+    while token_id in barred:
+        token_id += 1
+    return token_id
 
-    The token depends on the sequence alone and is none of its stop ids, so a sequence ends by length.
-    """
+
+class StepLedger:
+    """What a worker has to remember in order to answer plans, but no ids: a sequence draws `drawn_token`, always."""
 
     def __init__(self) -> None:
         # Per sequence: its known tokens at admission, the result of a step that draws, the one of a step that does not.
@@ -50,11 +57,7 @@ class StepLedger:
         return StepResult(plan.step, results, moves_done=len(plan.kv_moves)), step, num_decodes
 
     def _admit(self, new: NewSeq) -> None:
-        sampling = new.sampling
-        barred = {*sampling.eos_token_ids, *sampling.stop_token_ids}
-        token_id = FIRST_TOKEN_ID + ((sampling.seed or 0) + new.sample_index) % NUM_TOKEN_IDS
-        while token_id in barred:
-            token_id += 1
+        token_id = drawn_token(new.sampling, new.sample_index)
         num_known = len(new.prompt_token_ids) + len(new.output_token_ids)
         drawn = SeqResult(new.seq_id, new.epoch, (token_id,))
         self._seqs[new.seq_id] = (num_known, drawn, SeqResult(new.seq_id, new.epoch, ()))

@@ -1,0 +1,270 @@
+"""`Cluster`: N real `EngineCore`s and the real router on one virtual clock.
+
+A heap orders what happens: arrivals, the ends of steps, faults, replicas that come up. Between two of them nothing
+changes. Equal times are taken in the order in which they were scheduled, so a seed replays bit for bit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from quire.bench.summary import RequestRecord
+from quire.clock import VirtualClock
+from quire.config import CacheConfig, SchedulerConfig
+from quire.engine.inbox import AbortRequest, AddRequest
+from quire.errors import ConfigError
+from quire.executor.base import Executor
+from quire.gateway.routing import Router
+from quire.plan.cost_model import StepTime
+from quire.request import TokenEvent
+from quire.sim.faults import Add, Fault, Kill, Slow, check_faults
+from quire.sim.latency import Latency, Speculation
+from quire.sim.replica import Replica
+from quire.sim.requests import Client, Sent
+from quire.sim.timeline import Timeline
+from quire.workload.request import Workload, WorkloadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """What is simulated. Times in seconds."""
+
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    num_replicas: int = 1
+    start_up_s: float = 0.0  # of a replica that is added, or replaces one that died
+    routing: str = "least-loaded"
+    max_load_ratio: float = 1.25
+    max_in_flight: int = 1
+    speculation: Speculation | None = None
+    faults: tuple[Fault, ...] = ()
+    frontend_s: float = 0.0  # from the client to the core, and the same from the core to the client
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (("num_replicas", 1), ("max_in_flight", 1), ("start_up_s", 0.0), ("frontend_s", 0.0)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} = {getattr(self, name)!r} must be at least {low}")
+        check_faults(self.faults, self.num_replicas)
+
+
+class Cluster:
+    """One simulation. `run` once."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        step_time: StepTime,
+        workload: Workload,
+        *,
+        watch: Callable[[Executor], Executor] | None = None,
+    ) -> None:
+        """``watch`` wraps every replica's executor, as `PlanHash` does."""
+        self.config = config
+        self.clock = VirtualClock()
+        self.latency = Latency(step_time, config.speculation)
+        self.router = Router(config.routing, seed=config.seed, max_load_ratio=config.max_load_ratio)
+        self.client = Client(workload, config.cache, config.seed, chains=self.router.needs_chains)
+        self.replicas: list[Replica] = []
+        self.retired: list[Replica] = []  # those that died
+        self.timeline = Timeline()
+        self._watch = watch
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._unplaced: list[Sent] = []  # no replica is alive
+        self._hybrid = self.router.policy == "prefix-hybrid"
+        self._cancels = any(r.cancel_after_tokens is not None for r in workload.requests)
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        """By index; complete once `run` is over."""
+        return sorted(self.client.records, key=lambda r: r.index)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps planned by the scheduler and computed, all replicas together."""
+        return sum(r.executor.num_steps for r in (*self.replicas, *self.retired))
+
+    def run(self) -> None:
+        """Simulate until every request has ended.
+
+        Raises:
+            ConfigError: requests are left that no replica will ever take (all died, none restarts).
+        """
+        for number in range(self.config.num_replicas):
+            self._start(number)
+        for request in self.client.first:
+            self._at(request.arrival_s, self._sender(request))
+        for fault in self.config.faults:
+            self._at(fault.at, self._fault(fault))
+        heap, advance_to = self._heap, self.clock.advance_to
+        while heap:
+            when, _, happen = heapq.heappop(heap)
+            advance_to(when)
+            happen()
+        if self.client.sent:
+            raise ConfigError(
+                f"{len(self.client.sent)} requests are left and no replica is alive: let one restart, or add one"
+            )
+
+    def _at(self, when_s: float, happen: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (when_s, self._order, happen))
+
+    def _start(self, number: int) -> None:
+        """A replica is ready: a new one, or one in place of the dead one of that number."""
+        config = self.config
+        replica = Replica(
+            number,
+            config.scheduler,
+            config.cache,
+            self.latency,
+            self.clock,
+            lambda over_s: self._at(over_s, over),
+            max_in_flight=config.max_in_flight,
+            reports=self.router.needs_events,
+            watch=self._watch,
+        )
+
+        def over() -> None:
+            if self.replicas[number] is replica:  # else it died with the step
+                self._over(replica)
+
+        if number == len(self.replicas):
+            self.replicas.append(replica)
+            self.router.add_replica()
+        else:
+            self.replicas[number] = replica
+            self.router.revive(number)
+        unplaced, self._unplaced = self._unplaced, []
+        for sent in unplaced:
+            self._place(sent)
+
+    def _sender(self, request: WorkloadRequest) -> Callable[[], None]:
+        def send() -> None:
+            sent = self.client.send(request, self.clock.now())
+            if self.config.frontend_s:
+                self._at(self.clock.now() + self.config.frontend_s, lambda: self._place(sent))
+            else:
+                self._place(sent)
+
+        return send
+
+    def _place(self, sent: Sent) -> None:
+        """Route a request and hand it to the replica, which takes it in when its loop comes round."""
+        request_id = sent.request.request_id
+        sent.replica = self.router.route(request_id, sent.chain)
+        if sent.replica is None:
+            self._unplaced.append(sent)
+            return
+        replica = self.replicas[sent.replica]
+        resumed = bool(sent.token_times)
+        replica.core.put(AddRequest(self.client.resumed(sent) if resumed else sent.request))
+        if not replica.waits:
+            self._begin(replica)
+
+    def _begin(self, replica: Replica) -> None:
+        self._take(replica, replica.begin())
+        core = replica.core
+        if not replica.waits and core.has_work and (wakes_at := core.wakes_at) is not None:
+            self._at(wakes_at, lambda: self._wake(replica))
+
+    def _wake(self, replica: Replica) -> None:
+        if not replica.waits and self.replicas[replica.number] is replica and replica.core.has_work:
+            self._begin(replica)
+
+    def _over(self, replica: Replica) -> None:
+        """The oldest step of a replica is over: apply it, then the loop comes round."""
+        self._take(replica, replica.core.finish())
+        self._begin(replica)
+        now = self.clock.now()
+        if now >= self.timeline.next_s:
+            self.timeline.sample(now, self.replicas)
+
+    def _take(self, replica: Replica, events: list[TokenEvent]) -> None:
+        """What the client sees of a step's events. The hot loop of the simulator's own."""
+        if not events:
+            return
+        now = self.clock.now() + self.config.frontend_s
+        sent, watched = self.client.sent, self._hybrid or self._cancels
+        for event in events:
+            request = sent.get(event[0])
+            if request is None:  # the client has left
+                continue
+            if event[2]:
+                request.token_times.append(now)
+            if event[4] is not None:
+                self._ended(event, now)
+            elif watched:
+                self._look(request, now)
+        if self.router.needs_events:
+            self._report(replica)
+
+    def _ended(self, event: TokenEvent, now: float) -> None:
+        self.router.finished(event.request_id)
+        self._follow(self.client.ended(event, now))
+
+    def _look(self, sent: Sent, now: float) -> None:
+        request_id, num_tokens = sent.request.request_id, len(sent.token_times)
+        if num_tokens == 1:
+            self.router.started(request_id)
+        if num_tokens == sent.source.cancel_after_tokens:
+            assert sent.replica is not None
+            self.replicas[sent.replica].core.put(AbortRequest(request_id))
+            self.router.finished(request_id)
+            self._follow(self.client.left(request_id, now))
+
+    def _follow(self, turns: Iterator[tuple[WorkloadRequest, float]]) -> None:
+        for request, due_s in turns:
+            self._at(due_s, self._sender(request))
+
+    def _report(self, replica: Replica) -> None:
+        scheduler = replica.core.scheduler
+        assert scheduler.cache_events is not None
+        if not self.router.report(replica.number, scheduler.cache_events.drain()):
+            self.router.replace_report(replica.number, scheduler.cache.prefix.snapshot())
+
+    def _fault(self, fault: Fault) -> Callable[[], None]:
+        match fault:
+            case Kill():
+                return lambda: self._kill(fault)
+            case Slow():
+                return lambda: self._slow(fault)
+            case Add():
+                return lambda: self._add(fault.count)
+
+    def _kill(self, fault: Kill) -> None:
+        """The replica's engine is gone; the router sends what it had in flight elsewhere."""
+        if fault.replica >= len(self.replicas):  # it was still starting: it starts all the same
+            return
+        dead = self.replicas[fault.replica]
+        self.retired.append(dead)
+        # In its place stands an engine that nobody is routed to until the start-up is over.
+        lost = self.router.lose(fault.replica)
+        self._bury(fault.replica)
+        if fault.restart:
+            self._at(self.clock.now() + self.config.start_up_s, lambda: self._start(fault.replica))
+        for request_id in lost:
+            self._place(self.client.sent[request_id])
+
+    def _bury(self, number: int) -> None:
+        """Drop what the dead replica's engine still holds."""
+        config = self.config
+        self.replicas[number] = Replica(
+            number, config.scheduler, config.cache, self.latency, self.clock, lambda over_s: None
+        )
+
+    def _slow(self, fault: Slow) -> None:
+        executor = self.replicas[fault.replica].executor
+        executor.slowdown *= fault.factor
+
+        def recover() -> None:
+            executor.slowdown /= fault.factor
+
+        self._at(fault.until, recover)
+
+    def _add(self, count: int) -> None:
+        for _ in range(count):
+            self._at(self.clock.now() + self.config.start_up_s, lambda: self._start(len(self.replicas)))

@@ -1,0 +1,104 @@
+"""`Client`: what sends a workload's requests and notes what comes back, as `quire.bench.client` does over HTTP."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from quire.bench.summary import CANCELLED, ERROR, OK, RequestRecord
+from quire.cache.block_hash import extend_chain, root_hash
+from quire.config import CacheConfig
+from quire.executor.timed import drawn_token
+from quire.request import Request, SamplingParams, TokenEvent
+from quire.workload.prompts import PromptMaker
+from quire.workload.request import Workload, WorkloadRequest
+
+VOCAB_SIZE = 32_000  # of made-up prompts: any number gives the same schedule
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request on its way."""
+
+    source: WorkloadRequest
+    request: Request
+    due_s: float  # when it was meant to be sent
+    chain: list[bytes]  # hashes of the prompt's full blocks, where the router looks at them
+    replica: int | None = None
+    token_times: list[float] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+
+class Client:
+    """Requests out, records in. Later turns of a session are sent when the turn before is answered."""
+
+    def __init__(self, workload: Workload, cache: CacheConfig, seed: int, *, chains: bool) -> None:
+        self._prompts = PromptMaker(VOCAB_SIZE, seed, first_id=200)
+        self._chains = chains
+        self._block_size = cache.block_size
+        self._root = root_hash(cache.model_key, cache.block_size)
+        self._later: dict[str, list[WorkloadRequest]] = defaultdict(list)  # turns to come, the next one last
+        self.first: list[WorkloadRequest] = []  # those whose time is known from the start
+        for request in workload.requests:
+            if request.turn and request.session is not None:
+                self._later[request.session].append(request)
+            else:
+                self.first.append(request)
+        for turns in self._later.values():
+            turns.sort(key=lambda r: -r.turn)
+        self.sent: dict[str, Sent] = {}
+        self.records: list[RequestRecord] = []
+
+    def send(self, source: WorkloadRequest, now: float) -> Sent:
+        """Make the request; it was due at ``now``."""
+        prompt = tuple(self._prompts.token_ids(source))
+        sampling = SamplingParams(max_tokens=source.num_output_tokens, seed=source.index, ignore_eos=True)
+        request = Request(f"r{source.index}", prompt, sampling, now)
+        chain: list[bytes] = []
+        if self._chains:
+            extend_chain(chain, self._root, prompt, self._block_size)
+        sent = Sent(source, request, now, chain)
+        self.sent[request.request_id] = sent
+        return sent
+
+    def resumed(self, sent: Sent) -> Request:
+        """The request as another replica gets it after its own died: with the tokens that the client has."""
+        token_id = drawn_token(sent.request.sampling, 0)
+        return replace(sent.request, output_token_ids=((token_id,) * len(sent.token_times),))
+
+    def ended(self, event: TokenEvent, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
+        """Note the end of a request; give the turn that follows and when it is due."""
+        sent = self.sent.pop(event.request_id)
+        sent.num_cached_tokens = event.num_cached_tokens
+        failed = event.error is not None
+        yield from self._note(sent, ERROR if failed else OK, now, event.error_kind, event.error)
+
+    def left(self, request_id: str, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
+        """The client leaves, as the workload says."""
+        yield from self._note(self.sent.pop(request_id), CANCELLED, now)
+
+    def _note(
+        self, sent: Sent, status: str, now: float, error: str | None = None, detail: str | None = None
+    ) -> Iterator[tuple[WorkloadRequest, float]]:
+        times, source = sent.token_times, sent.source
+        self.records.append(
+            RequestRecord(
+                index=source.index,
+                arrival_s=sent.due_s,
+                sent_s=sent.due_s,
+                end_s=now,
+                num_prompt_tokens=source.num_prompt_tokens,
+                num_output_tokens=len(times),
+                first_token_s=times[0] if times else None,
+                itl_s=tuple(b - a for a, b in zip(times, times[1:], strict=False)),
+                status=status,
+                error=error,
+                detail=detail,
+                num_cached_tokens=sent.num_cached_tokens,
+            )
+        )
+        turns = self._later.get(source.session or "")
+        if turns:
+            turn = turns.pop()
+            yield turn, max(turn.arrival_s, now + turn.think_s)
