@@ -190,9 +190,9 @@ class CacheManager:
 
     def _grow(self, table: BlockTable, num_rows: int) -> None:
         if num_rows > 0:
-            for _ in range(num_rows):
-                for rows in table.rows:
-                    rows.append(self.references.take())
+            ids = self.references.take_many(num_rows * self._num_groups)
+            for group, rows in enumerate(table.rows):
+                rows.extend(ids[group :: self._num_groups])
             self._resized(table)
 
     def _resized(self, table: BlockTable) -> None:

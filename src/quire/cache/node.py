@@ -42,6 +42,11 @@ class Node:
         return self.alive and not self.children and not self.num_used
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether it has a block of any cache group."""
+        return any(block_id != NO_BLOCK for block_id in self.block_ids)
+
+    @property
     def groups(self) -> tuple[int, ...]:
         """The cache groups that this node has a block of."""
         return tuple(g for g, block_id in enumerate(self.block_ids) if block_id != NO_BLOCK)
@@ -56,7 +61,7 @@ class LeafQueue:
 
     def offer(self, node: Node, num_nodes: int) -> None:
         """Queue ``node`` if it is evictable. ``num_nodes`` (in the tree) tells when a sweep pays."""
-        if not node.evictable:
+        if not node.alive or node.children or node.num_used:  # `evictable`, spelled out: this is called often
             return
         if len(self._heap) > 2 * num_nodes + 64:
             self._heap = [e for e in self._heap if e[0] == e[2].last_used and e[2].evictable]

@@ -84,16 +84,16 @@ class PrefixCache:
         assert block_hash not in self.nodes
         assert parent is None or parent.alive
         node = Node(block_hash, parent, parent_hash, list(block_ids), step)
-        groups = node.groups
-        assert groups
         self.nodes[block_hash] = node
         if parent is not None:
             parent.children[node] = None
-        for group in groups:
-            self._adopt(node, node.block_ids[group])
+        for block_id in block_ids:
+            if block_id != NO_BLOCK:
+                self._adopt(node, block_id)
+        assert node.num_used > 0
         if self.events is not None:
             node.token_ids = tuple(token_ids)
-            self.events.add(BlockStored(block_hash, parent_hash, node.token_ids, groups))
+            self.events.add(BlockStored(block_hash, parent_hash, node.token_ids, node.groups))
         return node
 
     def fill(self, node: Node, group: int, block_id: int) -> None:
@@ -120,7 +120,7 @@ class PrefixCache:
         self.num_idle += 1
         self._clock += 1
         node.last_used = self._clock
-        if self.windows.windows[node.block_ids.index(block_id)] is not None:
+        if self.windows.sliding and self.windows.windows[node.block_ids.index(block_id)] is not None:
             self._strippable[block_id] = None
         self._leaves.offer(node, len(self.nodes))
 
@@ -187,24 +187,24 @@ class PrefixCache:
         self._disown(node, block_id)
         if self.events is not None:
             self.events.add(BlockRemoved(node.block_hash, (group,)))
-        if not node.children and not node.groups:
+        if not node.children and not node.has_blocks:
             self._remove(node)
 
     def _remove(self, node: Node) -> None:
         """Take a leaf out of the tree, and its ancestors that are left with neither blocks nor children."""
         assert not node.children
-        groups = node.groups
         node.alive = False
         del self.nodes[node.block_hash]
-        for group in groups:
-            self._disown(node, node.block_ids[group])
-        if self.events is not None and groups:
-            self.events.add(BlockRemoved(node.block_hash, groups))
+        for block_id in node.block_ids:
+            if block_id != NO_BLOCK:
+                self._disown(node, block_id)
+        if self.events is not None and node.has_blocks:
+            self.events.add(BlockRemoved(node.block_hash, node.groups))
         parent = node.parent
         if parent is None:
             return
         del parent.children[node]
-        if not parent.children and not parent.groups:
+        if self.windows.sliding and not parent.children and not parent.has_blocks:
             self._remove(parent)
         else:
             self._leaves.offer(parent, len(self.nodes))

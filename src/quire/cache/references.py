@@ -87,6 +87,13 @@ class References:
             self.prefix.evict(1)
         return self.pool.take()
 
+    def take_many(self, count: int) -> list[int]:
+        """`take`, ``count`` times; what has to be evicted goes at once."""
+        missing = count - self.pool.num_free
+        if missing > 0:
+            self.prefix.evict(missing)
+        return [self.pool.take() for _ in range(count)]
+
     def share(self, block_id: int) -> None:
         """Add a reference to a block in use or in the tree."""
         if self.pool.share(block_id) == 2 and self.prefix.node_of[block_id] is not None:

@@ -17,7 +17,7 @@ from quire.step import NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
 FIRST_TOKEN_ID = 3  # below it are the special ids of most vocabularies
 NUM_TOKEN_IDS = 97
-_start_of = itemgetter(2)
+_start_of, _count_of = itemgetter(2), itemgetter(3)  # of a SeqPlan
 
 
 def drawn_token(sampling: SamplingParams, sample_index: int) -> int:
@@ -65,26 +65,28 @@ class StepLedger:
         self._chunking.add(new.seq_id)
 
     def _mixed(self, seqs: tuple[SeqPlan, ...]) -> tuple[tuple[SeqResult, ...], StepFeatures, int]:
-        """`take` where some sequences are still in their prompt."""
-        results: list[SeqResult] = []
-        rows = num_logits = decode_kv = chunk_kv = pairs = num_decodes = 0
-        for seq in seqs:
-            seq_id, _, start, count = seq[:4]
-            end = start + count
-            known, drawn, undrawn = self._seqs[seq_id]
-            draws = end >= known
-            results.append(drawn if draws else undrawn)
-            rows += count
-            num_logits += draws
-            if count == 1:
-                decode_kv += end
-                num_decodes += draws
-            else:
-                chunk_kv += end
+        """`take` where some sequences are still in their prompt: as if none were, then what these change."""
+        drawn, chunking = self._drawn, self._chunking
+        results = [drawn[seq[0]] for seq in seqs]
+        num_rows, num_seqs = sum(map(_count_of, seqs)), len(seqs)
+        num_logits = num_decodes = num_seqs
+        decode_kv = sum(map(_start_of, seqs)) + num_seqs
+        chunk_kv = pairs = 0
+        for index in [i for i, seq in enumerate(seqs) if seq[0] in chunking]:
+            seq_id, _, start, count = seqs[index][:4]
+            known, _, undrawn = self._seqs[seq_id]
+            if count > 1:
+                num_decodes -= 1
+                decode_kv -= start + 1
+                chunk_kv += start + count
                 pairs += chunk_pairs(start, count)
-            if draws:
-                self._chunking.discard(seq_id)
-        features = StepFeatures(rows, len(seqs), num_logits, decode_kv, chunk_kv, pairs)
+            if start + count >= known:
+                chunking.discard(seq_id)
+                continue
+            results[index] = undrawn
+            num_logits -= 1
+            num_decodes -= count == 1
+        features = StepFeatures(num_rows, num_seqs, num_logits, decode_kv, chunk_kv, pairs)
         return tuple(results), features, num_decodes
 
 

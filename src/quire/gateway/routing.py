@@ -57,6 +57,8 @@ class Router:
         if not max_load_ratio >= 1.0:
             raise ConfigError(f"max_load_ratio = {max_load_ratio!r} must be at least 1")
         self.policy = policy
+        self.needs_chains = policy.startswith("prefix-")  # else `route` is content with an empty chain
+        self.needs_events = policy in ("prefix-reported", "prefix-hybrid")  # `report` is of use
         self._ratio = max_load_ratio
         self._random = Random(f"router {seed}")
         self._loads: list[int] = []
@@ -68,16 +70,6 @@ class Router:
         self._pending = PendingIndex()
         for _ in range(num_replicas):
             self.add_replica()
-
-    @property
-    def needs_chains(self) -> bool:
-        """Whether `route` looks at the chain; else an empty one will do."""
-        return self.policy.startswith("prefix-")
-
-    @property
-    def needs_events(self) -> bool:
-        """Whether `report` is of use."""
-        return self.policy in ("prefix-reported", "prefix-hybrid")
 
     @property
     def loads(self) -> tuple[int, ...]:

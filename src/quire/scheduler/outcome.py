@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
+from operator import eq, itemgetter
 
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.sequence import Sequence, SequenceState
@@ -10,6 +11,8 @@ from quire.scheduler.state import Entry, SchedulerState, StepRecord
 from quire.step import SeqResult, StepResult
 
 _new_event = tuple.__new__  # half the cost of the named tuple's own, once per sequence and step
+_seq_id_of = itemgetter(0)  # of a SeqResult and of a SeqPlan
+_error_of = itemgetter(SeqResult._fields.index("error"))
 
 
 def finish_reason(seq: Sequence, token_id: int) -> FinishReason | None:
@@ -27,11 +30,13 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     if result.error is not None:
         return _fail_step(state, record, result.error)
     results = result.seqs
-    if [r[0] for r in results] != [e[0].seq_id for e in record.entries]:
+    if len(results) != len(record.seqs) or not all(
+        map(eq, map(_seq_id_of, results), map(_seq_id_of, record.seqs))
+    ):
         results = _in_order(record, results)
-    failed = [i for i, r in enumerate(results) if r.error is not None]
     events: list[TokenEvent] = []
-    if failed:
+    if [*map(_error_of, results)].count(None) < len(results):
+        failed = [i for i, r in enumerate(results) if r.error is not None]
         events = _fail_sequences(state, record, results, failed)
     else:
         state.cache.references.close_step(record.step)
@@ -47,31 +52,31 @@ def _apply_sequences(
     events: list[TokenEvent],
 ) -> None:
     """Append tokens, settle blocks, find ends: the other hot loop beside `Planner._emit_decodes`."""
-    num_zombies = num_generated = 0
+    add_event = events.append
+    num_zombies = num_undrawn = 0
     for (seq, epoch, end), result in zip(entries, results, strict=True):
         if seq.epoch != epoch:  # a zombie: it ended or was preempted while this step was in flight
             num_zombies += 1
             continue
-        _, _, token_ids, _, logprobs, prompt_logprobs, _, _ = result
-        if prompt_logprobs:
-            events.append(_scored(seq, end, prompt_logprobs))
+        token_ids = result[2]
+        if result[5]:  # prompt_logprobs
+            events.append(_scored(seq, end, result[5]))
+        known = seq.token_ids
+        if token_ids:
+            (token_id,) = token_ids  # drafts are not planned yet
+            known.append(token_id)
+        if end >= seq.table.due_at:
+            state.cache.settle(seq.table, known, end)
         if not token_ids:
-            if end >= seq.table.due_at:
-                state.cache.settle(seq.table, seq.token_ids, end)
+            num_undrawn += 1
             if seq.prompt_only and end == seq.row_limit:
                 events.append(_end_prompt(state, seq, result.pooled))
             continue
-        assert len(token_ids) == 1, "drafts are not planned yet"
-        token_id = token_ids[0]
-        known = seq.token_ids
-        known.append(token_id)
-        num_generated += 1
-        if end >= seq.table.due_at:
-            state.cache.settle(seq.table, known, end)
+        logprobs = result[4]
         tail = seq.event_tail
         if tail is None:
             tail = _new_tail(seq, now)
-        if len(known) >= seq.max_total or token_id in seq.stop_ids:
+        if end >= seq.row_limit or token_id in seq.stop_ids:
             reason = finish_reason(seq, token_id)
             if reason is not None:
                 stop_id = token_id if reason is FinishReason.STOP else None
@@ -79,9 +84,10 @@ def _apply_sequences(
                     state.end(seq, reason, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_id)
                 )
                 continue
-        events.append(_new_event(TokenEvent, (seq.request_id, seq.sample_index, token_ids, logprobs, *tail)))
+        head = (seq.request_id, seq.sample_index, token_ids, logprobs)
+        add_event(_new_event(TokenEvent, head + tail))
     state.counters.num_zombie_results += num_zombies
-    state.counters.num_generated_tokens += num_generated
+    state.counters.num_generated_tokens += len(entries) - num_zombies - num_undrawn
 
 
 def _end_prompt(state: SchedulerState, seq: Sequence, pooled: tuple[float, ...] | None) -> TokenEvent:

@@ -54,9 +54,10 @@ class Planner:
         if empty:
             return None
         gone, state.gone = tuple(state.gone), []
-        state.in_flight.append(StepRecord(self._step, self._entries, gone))
+        seqs = tuple(self._seqs)
+        state.in_flight.append(StepRecord(self._step, self._entries, seqs, gone))
         state.next_step += 1
-        return StepPlan(self._step, tuple(self._new_seqs), tuple(self._seqs), gone, tuple(record.moves))
+        return StepPlan(self._step, tuple(self._new_seqs), seqs, gone, tuple(record.moves))
 
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Return those with one row to compute, and those with more. Leaders that are ready fork first."""

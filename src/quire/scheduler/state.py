@@ -11,16 +11,18 @@ from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.gate import Gate
 from quire.scheduler.order import WaitingQueue, sort_key
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
+from quire.step import SeqPlan
 
 Entry = tuple[Sequence, int, int]  # (sequence, its epoch, the token count that this step brings it to)
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """A step in flight, as the scheduler remembers it. ``entries`` are parallel to ``StepPlan.seqs``."""
+    """A step in flight, as the scheduler remembers it. ``entries`` are parallel to ``seqs``, the plan's."""
 
     step: int
     entries: list[Entry]
+    seqs: tuple[SeqPlan, ...]
     gone: tuple[int, ...]
 
 

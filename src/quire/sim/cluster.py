@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from quire.bench.summary import RequestRecord
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.inbox import AbortRequest, AddRequest
@@ -19,7 +18,7 @@ from quire.executor.base import Executor
 from quire.gateway.routing import Router
 from quire.plan.cost_model import StepTime
 from quire.request import TokenEvent
-from quire.sim.faults import Add, Fault, Kill, Slow, check_faults
+from quire.sim.faults import Fault, check_faults
 from quire.sim.latency import Latency, Speculation
 from quire.sim.replica import Replica
 from quire.sim.requests import Client, Sent
@@ -44,14 +43,19 @@ class ClusterConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("num_replicas", 1), ("max_in_flight", 1), ("start_up_s", 0.0), ("frontend_s", 0.0)):
+        for name, low in (
+            ("num_replicas", 1),
+            ("max_in_flight", 1),
+            ("start_up_s", 0.0),
+            ("frontend_s", 0.0),
+        ):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} must be at least {low}")
         check_faults(self.faults, self.num_replicas)
 
 
 class Cluster:
-    """One simulation. `run` once."""
+    """One simulation, run once. `quire.sim.run.simulate` sets it up."""
 
     def __init__(
         self,
@@ -77,16 +81,6 @@ class Cluster:
         self._hybrid = self.router.policy == "prefix-hybrid"
         self._cancels = any(r.cancel_after_tokens is not None for r in workload.requests)
 
-    @property
-    def records(self) -> list[RequestRecord]:
-        """By index; complete once `run` is over."""
-        return sorted(self.client.records, key=lambda r: r.index)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps planned by the scheduler and computed, all replicas together."""
-        return sum(r.executor.num_steps for r in (*self.replicas, *self.retired))
-
     def run(self) -> None:
         """Simulate until every request has ended.
 
@@ -94,11 +88,9 @@ class Cluster:
             ConfigError: requests are left that no replica will ever take (all died, none restarts).
         """
         for number in range(self.config.num_replicas):
-            self._start(number)
+            self.start(number)
         for request in self.client.first:
-            self._at(request.arrival_s, self._sender(request))
-        for fault in self.config.faults:
-            self._at(fault.at, self._fault(fault))
+            self.at(request.arrival_s, self._sender(request))
         heap, advance_to = self._heap, self.clock.advance_to
         while heap:
             when, _, happen = heapq.heappop(heap)
@@ -109,24 +101,14 @@ class Cluster:
                 f"{len(self.client.sent)} requests are left and no replica is alive: let one restart, or add one"
             )
 
-    def _at(self, when_s: float, happen: Callable[[], None]) -> None:
+    def at(self, when_s: float, happen: Callable[[], None]) -> None:
+        """Let something happen at a time, after what is to happen then already."""
         self._order += 1
         heapq.heappush(self._heap, (when_s, self._order, happen))
 
-    def _start(self, number: int) -> None:
+    def start(self, number: int) -> None:
         """A replica is ready: a new one, or one in place of the dead one of that number."""
-        config = self.config
-        replica = Replica(
-            number,
-            config.scheduler,
-            config.cache,
-            self.latency,
-            self.clock,
-            lambda over_s: self._at(over_s, over),
-            max_in_flight=config.max_in_flight,
-            reports=self.router.needs_events,
-            watch=self._watch,
-        )
+        replica = self._replica(number, lambda over_s: self.at(over_s, over))
 
         def over() -> None:
             if self.replicas[number] is replica:  # else it died with the step
@@ -140,19 +122,42 @@ class Cluster:
             self.router.revive(number)
         unplaced, self._unplaced = self._unplaced, []
         for sent in unplaced:
-            self._place(sent)
+            self.place(sent)
+
+    def kill(self, number: int) -> None:
+        """The replica's engine is gone; the router sends what it had in flight elsewhere."""
+        lost = self.router.lose(number)
+        self.retired.append(self.replicas[number])
+        # In its place stands an engine that nobody is routed to until another one is started.
+        self.replicas[number] = self._replica(number, lambda over_s: None)
+        for request_id in lost:
+            self.place(self.client.sent[request_id])
+
+    def _replica(self, number: int, on_submit: Callable[[float], None]) -> Replica:
+        config = self.config
+        return Replica(
+            number,
+            config.scheduler,
+            config.cache,
+            self.latency,
+            self.clock,
+            on_submit,
+            max_in_flight=config.max_in_flight,
+            reports=self.router.needs_events,
+            watch=self._watch,
+        )
 
     def _sender(self, request: WorkloadRequest) -> Callable[[], None]:
         def send() -> None:
             sent = self.client.send(request, self.clock.now())
             if self.config.frontend_s:
-                self._at(self.clock.now() + self.config.frontend_s, lambda: self._place(sent))
+                self.at(self.clock.now() + self.config.frontend_s, lambda: self.place(sent))
             else:
-                self._place(sent)
+                self.place(sent)
 
         return send
 
-    def _place(self, sent: Sent) -> None:
+    def place(self, sent: Sent) -> None:
         """Route a request and hand it to the replica, which takes it in when its loop comes round."""
         request_id = sent.request.request_id
         sent.replica = self.router.route(request_id, sent.chain)
@@ -163,17 +168,23 @@ class Cluster:
         resumed = bool(sent.token_times)
         replica.core.put(AddRequest(self.client.resumed(sent) if resumed else sent.request))
         if not replica.waits:
-            self._begin(replica)
+            self._wake(replica, self.clock.now())  # once all that arrives at this very moment is in the inbox
 
     def _begin(self, replica: Replica) -> None:
+        """The replica's loop comes round."""
         self._take(replica, replica.begin())
         core = replica.core
         if not replica.waits and core.has_work and (wakes_at := core.wakes_at) is not None:
-            self._at(wakes_at, lambda: self._wake(replica))
+            self._wake(replica, wakes_at)
 
-    def _wake(self, replica: Replica) -> None:
-        if not replica.waits and self.replicas[replica.number] is replica and replica.core.has_work:
-            self._begin(replica)
+    def _wake(self, replica: Replica, when_s: float) -> None:
+        """Let an idle replica's loop come round at ``when_s``, unless something else does so before."""
+
+        def wake() -> None:
+            if not replica.waits and self.replicas[replica.number] is replica and replica.core.has_work:
+                self._begin(replica)
+
+        self.at(when_s, wake)
 
     def _over(self, replica: Replica) -> None:
         """The oldest step of a replica is over: apply it, then the loop comes round."""
@@ -196,15 +207,12 @@ class Cluster:
             if event[2]:
                 request.token_times.append(now)
             if event[4] is not None:
-                self._ended(event, now)
+                self.router.finished(event.request_id)
+                self._follow(self.client.ended(event, now))
             elif watched:
                 self._look(request, now)
         if self.router.needs_events:
             self._report(replica)
-
-    def _ended(self, event: TokenEvent, now: float) -> None:
-        self.router.finished(event.request_id)
-        self._follow(self.client.ended(event, now))
 
     def _look(self, sent: Sent, now: float) -> None:
         request_id, num_tokens = sent.request.request_id, len(sent.token_times)
@@ -218,53 +226,10 @@ class Cluster:
 
     def _follow(self, turns: Iterator[tuple[WorkloadRequest, float]]) -> None:
         for request, due_s in turns:
-            self._at(due_s, self._sender(request))
+            self.at(due_s, self._sender(request))
 
     def _report(self, replica: Replica) -> None:
         scheduler = replica.core.scheduler
         assert scheduler.cache_events is not None
         if not self.router.report(replica.number, scheduler.cache_events.drain()):
             self.router.replace_report(replica.number, scheduler.cache.prefix.snapshot())
-
-    def _fault(self, fault: Fault) -> Callable[[], None]:
-        match fault:
-            case Kill():
-                return lambda: self._kill(fault)
-            case Slow():
-                return lambda: self._slow(fault)
-            case Add():
-                return lambda: self._add(fault.count)
-
-    def _kill(self, fault: Kill) -> None:
-        """The replica's engine is gone; the router sends what it had in flight elsewhere."""
-        if fault.replica >= len(self.replicas):  # it was still starting: it starts all the same
-            return
-        dead = self.replicas[fault.replica]
-        self.retired.append(dead)
-        # In its place stands an engine that nobody is routed to until the start-up is over.
-        lost = self.router.lose(fault.replica)
-        self._bury(fault.replica)
-        if fault.restart:
-            self._at(self.clock.now() + self.config.start_up_s, lambda: self._start(fault.replica))
-        for request_id in lost:
-            self._place(self.client.sent[request_id])
-
-    def _bury(self, number: int) -> None:
-        """Drop what the dead replica's engine still holds."""
-        config = self.config
-        self.replicas[number] = Replica(
-            number, config.scheduler, config.cache, self.latency, self.clock, lambda over_s: None
-        )
-
-    def _slow(self, fault: Slow) -> None:
-        executor = self.replicas[fault.replica].executor
-        executor.slowdown *= fault.factor
-
-        def recover() -> None:
-            executor.slowdown /= fault.factor
-
-        self._at(fault.until, recover)
-
-    def _add(self, count: int) -> None:
-        for _ in range(count):
-            self._at(self.clock.now() + self.config.start_up_s, lambda: self._start(len(self.replicas)))

@@ -1,9 +1,9 @@
 """What goes wrong, or changes, at a given time: a replica dies, is slow for a while, or more replicas are started.
 
-    kill:at=30,replica=0              dies at 30 s; a new one is ready after the start-up time
-    kill:at=30,replica=0,restart=no   and none comes back
-    slow:at=10,until=40,replica=1,factor=3
-    add:at=60,count=2                 two more replicas, ready after the start-up time
+kill:at=30,replica=0              dies at 30 s; a new one is ready after the start-up time
+kill:at=30,replica=0,restart=no   and none comes back
+slow:at=10,until=40,replica=1,factor=3
+add:at=60,count=2                 two more replicas, ready after the start-up time
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ def parse_fault(text: str) -> Fault:
 
 def _make(kind: str, parts: dict[str, str]) -> Fault | None:
     match kind, parts:
-        case "kill", {"at": at, "replica": replica, **rest} if rest in ({}, {"restart": "no"}, {"restart": "yes"}):
+        case "kill", {"at": at, "replica": replica, **rest} if rest in (
+            {},
+            {"restart": "no"},
+            {"restart": "yes"},
+        ):
             return Kill(_time(at), _index(replica), rest.get("restart") != "no")
         case "slow", {"at": at, "until": until, "replica": replica, "factor": factor} if len(parts) == 4:
             slow = Slow(_time(at), _time(until), _index(replica), float(factor))

@@ -28,7 +28,8 @@ class PlanHash:
 
     def submit(self, plan: StepPlan) -> None:
         new = [
-            (n.seq_id, n.epoch, n.sample_index, n.prompt_token_ids, len(n.output_token_ids)) for n in plan.new_seqs
+            (n.seq_id, n.epoch, n.sample_index, n.prompt_token_ids, len(n.output_token_ids))
+            for n in plan.new_seqs
         ]
         parts = (plan.step, new, [tuple(s) for s in plan.seqs], plan.gone, [tuple(m) for m in plan.kv_moves])
         self._hash.update(repr(parts).encode())

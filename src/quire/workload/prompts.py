@@ -42,7 +42,8 @@ class PromptMaker:
     def token_ids(self, request: WorkloadRequest) -> list[int]:
         """The prompt: ``num_prompt_tokens`` ids."""
         parts = [self._first_id + _below(bits, self._num_ids) for bits in self._bits(request)]
-        return [int(i) for i in np.concatenate(parts).tolist()]
+        ids: list[int] = np.concatenate(parts).tolist()
+        return ids
 
     def text(self, request: WorkloadRequest, start: int = 0) -> str:
         """The prompt from token ``start`` on as words, about one token each."""

@@ -1,0 +1,76 @@
+"""`simulate`: a workload through a cluster, from start to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.bench.summary import RequestRecord
+from quire.executor.base import Executor
+from quire.metrics.engine_stats import EngineStats
+from quire.plan.cost_model import StepTime
+from quire.sim.cluster import Cluster, ClusterConfig
+from quire.sim.incidents import schedule
+from quire.sim.timeline import Point
+from quire.workload.request import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What one replica did. A replica that died and the one in its place are two."""
+
+    number: int
+    num_steps: int
+    busy_s: float  # computing steps
+    peak_blocks: int  # held by sequences or steps, at most
+    stats: EngineStats  # at the end
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A simulation that is over."""
+
+    records: tuple[RequestRecord, ...]  # by index
+    points: tuple[Point, ...]
+    replicas: tuple[ReplicaReport, ...]  # by number; those that died first
+    end_s: float  # virtual time
+
+    @property
+    def num_steps(self) -> int:
+        """Steps planned by the scheduler and computed, all replicas together."""
+        return sum(replica.num_steps for replica in self.replicas)
+
+    @property
+    def kv_peak(self) -> float:
+        """The largest share of its blocks that a replica held at any time."""
+        return max(replica.peak_blocks / replica.stats.num_blocks for replica in self.replicas)
+
+
+def simulate(
+    config: ClusterConfig,
+    step_time: StepTime,
+    workload: Workload,
+    *,
+    watch: Callable[[Executor], Executor] | None = None,
+) -> Simulated:
+    """Run ``workload`` through ``config``'s replicas. The same arguments give the same result bit for bit.
+
+    ``watch`` wraps every replica's executor, as `PlanHash` does.
+
+    Raises:
+        ConfigError: requests are left that no replica will ever take (all died, and none restarts).
+    """
+    cluster = Cluster(config, step_time, workload, watch=watch)
+    for fault in config.faults:
+        schedule(fault, cluster)
+    cluster.run()
+    replicas = [*cluster.retired, *cluster.replicas]
+    return Simulated(
+        records=tuple(sorted(cluster.client.records, key=lambda record: record.index)),
+        points=tuple(cluster.timeline.points),
+        replicas=tuple(
+            ReplicaReport(r.number, r.executor.num_steps, r.executor.busy_s, r.peak_blocks, r.stats())
+            for r in replicas
+        ),
+        end_s=cluster.clock.now(),
+    )

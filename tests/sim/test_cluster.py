@@ -1,0 +1,197 @@
+"""The simulated cluster: arithmetic by hand, replay by seed, faults, sessions, cancellation, routing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire.bench.summary import summarize
+from quire.config import CacheConfig, SchedulerConfig
+from quire.errors import ConfigError
+from quire.plan.cost_model import CostModel, Curve, StepFeatures
+from quire.sim.cluster import ClusterConfig
+from quire.sim.faults import Add, Kill, Slow, parse_fault
+from quire.sim.latency import Latency, Speculation
+from quire.sim.run import Simulated, simulate
+from quire.workload.arrivals import Arrivals
+from quire.workload.build import Synthetic, with_cancellations
+from quire.workload.lengths import Uniform
+from quire.workload.request import Workload, WorkloadRequest
+
+STEP = CostModel(
+    fixed_s=0.010, rows=Curve((1.0, 101.0), (0.0, 0.100))
+)  # 10 ms and 1 ms a row beyond the first
+CONFIG = ClusterConfig(
+    SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=128, max_model_len=2048),
+    CacheConfig(num_blocks=512, model_key="sim"),
+)
+
+
+def workload(*requests: tuple[float, int, int]) -> Workload:
+    """Requests of (arrival, prompt, output)."""
+    made = (WorkloadRequest(t, p, o, index=i) for i, (t, p, o) in enumerate(requests))
+    return Workload(tuple(made), {}, "by hand")
+
+
+MIXED = Synthetic(
+    120,
+    prompt_lengths=Uniform(5, 300),
+    output_lengths=Uniform(1, 60),
+    arrivals=Arrivals(4.0),
+    prefix_length=64,
+    num_prefixes=3,
+    num_turns=3,
+    think_s=0.5,
+)
+
+
+def run(config: ClusterConfig = CONFIG, **change: object) -> Simulated:
+    return simulate(replace(config, **change), STEP, MIXED.build(seed=5))  # type: ignore[arg-type]
+
+
+def check_whole(result: Simulated, num_requests: int = 120) -> None:
+    """Every request ended once, with all its tokens."""
+    assert [r.index for r in result.records] == list(range(num_requests))
+    for record, asked in zip(
+        result.records, sorted(MIXED.build(seed=5).requests, key=lambda r: r.index), strict=True
+    ):
+        assert record.status == "ok", record
+        assert record.num_output_tokens == asked.num_output_tokens
+
+
+def test_one_request_takes_the_steps_it_must() -> None:
+    result = simulate(CONFIG, STEP, workload((1.0, 101, 5)))
+    (record,) = result.records
+    assert record.first_token_s == pytest.approx(1.0 + 0.110)
+    assert record.end_s == pytest.approx(1.110 + 4 * 0.010)
+    assert record.tpot_s == pytest.approx(0.010)
+    assert result.num_steps == 5
+    assert result.replicas[0].busy_s == pytest.approx(0.150)
+
+
+def test_an_arrival_waits_for_the_step_that_runs() -> None:
+    result = simulate(CONFIG, STEP, workload((0.0, 101, 3), (0.001, 1, 1)))
+    assert result.records[1].first_token_s == pytest.approx(0.110 + 0.011)  # with the other's second token
+    assert result.records[0].first_token_s == pytest.approx(0.110)
+
+
+def test_two_steps_in_flight_overlap_nothing_on_the_device() -> None:
+    config = replace(CONFIG, max_in_flight=2)
+    result = simulate(config, STEP, workload((0.0, 101, 5)))
+    assert result.records[0].end_s == pytest.approx(0.150)
+    assert result.records[0].itl_s == pytest.approx((0.010,) * 4)
+
+
+def test_the_same_seed_gives_the_same_result_bit_for_bit() -> None:
+    for routing in ("random", "prefix-hybrid"):
+        first, second = (run(num_replicas=3, routing=routing, seed=3) for _ in range(2))
+        assert first == second
+        check_whole(first)
+    assert run(num_replicas=3, routing="random", seed=4) != run(num_replicas=3, routing="random", seed=3)
+
+
+def test_prefix_routing_hits_more_than_random() -> None:
+    cached = {
+        policy: summarize(run(num_replicas=4, routing=policy).records)["num_cached_tokens"]
+        for policy in ("random", "least-loaded", "prefix-predicted", "prefix-reported", "prefix-hybrid")
+    }
+    for policy in ("prefix-predicted", "prefix-reported", "prefix-hybrid"):
+        assert cached[policy] > 1.2 * max(cached["random"], cached["least-loaded"]), cached
+
+
+def test_a_turn_waits_for_the_answer_before_it() -> None:
+    requests = sorted(MIXED.build(seed=5).requests, key=lambda r: (r.session, r.turn))
+    ends = {(requests[0].session, -1): 0.0}
+    records = {r.index: r for r in run().records}
+    for request in requests:
+        record = records[request.index]
+        if request.turn:
+            assert record.sent_s == pytest.approx(ends[request.session, request.turn - 1] + request.think_s)
+        ends[request.session, request.turn] = record.end_s
+
+
+def test_clients_that_leave() -> None:
+    cancelled = with_cancellations(MIXED.build(seed=5), 0.4, seed=1)
+    result = simulate(CONFIG, STEP, cancelled)
+    for record, asked in zip(result.records, sorted(cancelled.requests, key=lambda r: r.index), strict=True):
+        leaves = asked.cancel_after_tokens is not None and asked.cancel_after_tokens < asked.num_output_tokens
+        assert record.status == ("cancelled" if leaves else "ok")
+        assert record.num_output_tokens == (asked.cancel_after_tokens if leaves else asked.num_output_tokens)
+    assert result.replicas[0].stats.num_aborted == sum(r.status == "cancelled" for r in result.records)
+
+
+def test_a_replica_dies_and_nothing_is_lost() -> None:
+    calm = run(num_replicas=2)
+    shaken = run(num_replicas=2, start_up_s=3.0, faults=(Kill(at=10.0, replica=0),))
+    check_whole(shaken)
+    assert [r.number for r in shaken.replicas] == [0, 0, 1]
+    assert shaken.replicas[1].num_steps > 0  # the one that came in its place
+    mean = [summarize(r.records)["e2el_ms"]["mean"] for r in (calm, shaken)]
+    assert mean[1] > mean[0]
+
+
+def test_all_replicas_die() -> None:
+    waits = run(start_up_s=5.0, faults=(Kill(at=10.0, replica=0),))
+    check_whole(waits)
+    assert not any(10.0 < t < 15.0 for r in waits.records for t in (r.end_s, r.first_token_s or 0.0))
+    with pytest.raises(ConfigError, match="no replica is alive"):
+        run(faults=(Kill(at=10.0, replica=0, restart=False),))
+
+
+def test_slow_and_added_replicas() -> None:
+    def end_to_end(**change: object) -> float:
+        result = run(**change)
+        check_whole(result)
+        return float(summarize(result.records)["e2el_ms"]["mean"])
+
+    plain = end_to_end()
+    assert end_to_end(faults=(Slow(at=0.0, until=20.0, replica=0, factor=2.0),)) > 1.3 * plain
+    assert end_to_end(faults=(Add(at=0.0, count=1),)) < plain
+
+
+def test_speculation_speeds_decodes_up_by_the_expected_tokens() -> None:
+    spec = Speculation(acceptance=0.8, num_drafts=3)
+    expected = 1 + 0.8 + 0.8**2 + 0.8**3
+    assert spec.tokens_per_step == pytest.approx(expected)
+    flat = CostModel(fixed_s=0.010)  # memory-bound: rows cost nothing
+    one = workload((0.0, 1, 101))
+    plain = simulate(CONFIG, flat, one).records[0].tpot_s
+    faster = simulate(replace(CONFIG, speculation=spec), flat, one).records[0].tpot_s
+    assert plain is not None
+    assert faster == pytest.approx(plain / expected)
+    # A step with a chunk beside the decode: only what the decode adds to it is divided.
+    result = Latency(STEP, spec).seconds(StepFeatures(51, 2, 2, 10, 50, 1275), 1)
+    chunk, verify = 0.010 + 0.049, 0.010 + 0.001 * (50 + 4 - 1)
+    assert result == pytest.approx(chunk + (verify - chunk) / expected)
+
+
+def test_a_full_queue_refuses() -> None:
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_queue=2, max_num_seqs=1))
+    result = simulate(config, STEP, workload(*[(0.0, 10, 5)] * 6))
+    assert sorted(r.status for r in result.records) == ["error"] * 4 + ["ok"] * 2
+    assert {r.error for r in result.records} == {None, "capacity"}
+
+
+@pytest.mark.parametrize("gate", ["static", "dynamic"])
+def test_gates_run_to_the_end(gate: str) -> None:
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, gate=gate, dynamic_max_wait_s=0.2))  # type: ignore[arg-type]
+    check_whole(simulate(config, STEP, MIXED.build(seed=5)))
+
+
+def test_faults_are_read_and_checked() -> None:
+    assert parse_fault("kill:at=30,replica=0") == Kill(30.0, 0)
+    assert parse_fault("kill:at=30,replica=0,restart=no") == Kill(30.0, 0, restart=False)
+    assert parse_fault("slow:at=1,until=2,replica=1,factor=3") == Slow(1.0, 2.0, 1, 3.0)
+    assert parse_fault("add:at=5,count=2") == Add(5.0, 2)
+    for text in (
+        "kill",
+        "kill:at=x,replica=0",
+        "slow:at=2,until=1,replica=0,factor=2",
+        "add:at=1,count=0",
+        "burn:at=1",
+    ):
+        with pytest.raises(ConfigError, match="is not understood"):
+            parse_fault(text)
+    with pytest.raises(ConfigError, match="replica 3 does not exist"):
+        replace(CONFIG, faults=(Kill(1.0, 3),))
