@@ -254,9 +254,9 @@ class KvLayout:
     num_kv_heads: int
 
     def page_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of a page; in int8 K and V of a token and head have a scale of 4 bytes each."""
+        """Bytes of a page; in int8 and fp8 K and V of a token and head have a scale of 4 bytes each."""
         per_token = self.elements_per_token * DTYPE_BYTES[dtype]
-        if dtype == "int8":
+        if dtype in ("int8", "fp8"):
             per_token += self.num_kv_heads * 2 * 4
         return self.layers_per_page * block_size * per_token
 

@@ -60,6 +60,7 @@ class AttentionCase:
     v_in_k: bool = False
     layout: Layout = "rows"
     int8: bool = False
+    fp8: bool = False  # in rows, as a GPU has it
     bench: bool = False
 
     def in_tiles(self, *, int8: bool = False) -> AttentionCase | None:
@@ -213,9 +214,11 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
     total = sum(num_blocks) + 3
     piece = case.block_size * (case.head_dim + (0 if case.v_in_k else case.v_head_dim))
     storage = torch.randn(total, 2 * case.num_kv_heads * piece, generator=generator).to(dtype)
-    if case.int8:
+    if case.int8 or case.fp8:
         storage = torch.zeros(
-            total, 2 * case.num_kv_heads * (piece + case.block_size * SCALE_BYTES), dtype=torch.int8
+            total,
+            2 * case.num_kv_heads * (piece + case.block_size * SCALE_BYTES),
+            dtype=torch.int8 if case.int8 else torch.float8_e4m3fn,
         )
     kv = view_layer(
         storage,
@@ -227,7 +230,7 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
         v_in_k=case.v_in_k,
         layout=case.layout,
     )
-    if case.int8:
+    if case.int8 or case.fp8:
         slots = torch.arange(total * case.block_size)
         k, v = (
             torch.randn(len(slots), case.num_kv_heads, dim, generator=generator)

@@ -4,6 +4,7 @@
     page     [layer slot 0 | layer slot 1 | …]     `KvLayout.layers_per_page` slots
     slot     [kv head 0 | kv head 1 | …]           one contiguous piece a kv head
     piece    rows:   [K: block_size × head_dim | V: block_size × v_head_dim]
+             8 bits: [… | scales of K: block_size fp32 | scales of V: block_size fp32], one a position
              tiles:  [tile | tile | …], one for every 16 positions
     tile     [K: head_dim / 2 × 16 × 2 | V: 8 × v_head_dim × 2]
              int8: [… | scales of K: 16 fp32 | scales of V: 16 fp32], one a position
@@ -42,6 +43,11 @@ class KvView:
         return self.pieces.shape[1]
 
     @property
+    def scaled(self) -> bool:
+        """Whether K and V are of 8 bits, with a scale for each position and head."""
+        return self.pieces.dtype.itemsize == 1
+
+    @property
     def keys(self) -> torch.Tensor:
         """View ``[num_blocks, num_kv_heads, block_size, head_dim]`` of rows."""
         assert self.layout == "rows"
@@ -55,16 +61,19 @@ class KvView:
         assert self.layout == "rows"
         if self.v_in_k:
             return self.keys[..., : self.v_head_dim]
-        return torch.unflatten(
-            self.pieces[..., self.block_size * self.head_dim :], -1, (self.block_size, self.v_head_dim)
-        )
+        start = self.block_size * self.head_dim
+        end = start + self.block_size * self.v_head_dim
+        return torch.unflatten(self.pieces[..., start:end], -1, (self.block_size, self.v_head_dim))
 
     def read(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy blocks out of any layout: K and V ``[len(block_ids), num_kv_heads, block_size, dim]``, int8 as fp32."""
         pieces = gather_pages(self.pieces, block_ids)
         picked = KvView(pieces, self.block_size, self.head_dim, self.v_head_dim, self.v_in_k, self.layout)
         if self.layout == "rows":
-            return picked.keys, picked.values
+            if not self.scaled:
+                return picked.keys, picked.values
+            scales = picked._row_scales().unsqueeze(-1)
+            return picked.keys.float() * scales[:, :, 0], picked.values.float() * scales[:, :, 1]
         keys, values = picked._tiles()
         shape = (*pieces.shape[:2], self.block_size)
         rows = keys.transpose(3, 4).reshape(*shape, -1), values.transpose(4, 5).reshape(*shape, -1)
@@ -78,6 +87,14 @@ class KvView:
     ) -> None:
         """Put row i of ``k`` and ``v [n, num_kv_heads, dim]`` at position ``offsets[i]`` of ``block_ids[i]``."""
         dtype = self.pieces.dtype
+        if self.layout == "rows" and self.scaled:
+            assert v is not None
+            (k, k_scale), (v, v_scale) = _to_8_bits(k, dtype), _to_8_bits(v, dtype)
+            self._row_scales()[block_ids, :, :, offsets] = torch.stack((k_scale, v_scale), dim=-1)
+            # fp8 as its bits: torch scatters no fp8
+            self.keys.view(torch.int8)[block_ids, :, offsets] = k.to(dtype).view(torch.int8)
+            self.values.view(torch.int8)[block_ids, :, offsets] = v.to(dtype).view(torch.int8)
+            return
         if self.layout == "rows":
             self.keys[block_ids, :, offsets] = k.to(dtype)
             if v is not None:
@@ -93,7 +110,7 @@ class KvView:
         if dtype == torch.int8:
             scales = self._scales()
             scales[block_ids[fresh], :, tile[fresh]] = 0
-            (k, k_scale), (v, v_scale) = _to_int8(k), _to_int8(v)
+            (k, k_scale), (v, v_scale) = _to_8_bits(k, dtype), _to_8_bits(v, dtype)
             scales[block_ids, :, tile, :, place] = torch.stack((k_scale, v_scale), dim=-1)
         keys[block_ids, :, tile, :, place] = torch.unflatten(k.to(dtype), -1, (-1, 2))
         values[block_ids, :, tile, place // 2, :, place % 2] = v.to(dtype)
@@ -106,17 +123,24 @@ class KvView:
         keys, values = tiles[..., :k_size], tiles[..., k_size : k_size + v_size]
         return torch.unflatten(keys, -1, (-1, TILE, 2)), torch.unflatten(values, -1, (TILE // 2, -1, 2))
 
+    def _row_scales(self) -> torch.Tensor:
+        """View ``[num_blocks, num_kv_heads, 2, block_size]`` of 8-bit rows: fp32 scales of K, of V."""
+        scales = self.pieces[..., -SCALE_BYTES * self.block_size :].view(torch.float32)
+        return torch.unflatten(scales, -1, (2, self.block_size))
+
     def _scales(self) -> torch.Tensor:
         """View ``[num_blocks, num_kv_heads, tiles, 2, 16]`` of int8 tiles: fp32 scales of K, of V."""
         tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
         return torch.unflatten(tiles[..., -SCALE_BYTES * TILE :].view(torch.float32), -1, (2, TILE))
 
 
-def _to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x [n, heads, dim]`` → the same in whole numbers of −127 … 127, and scales ``[n, heads]``."""
+def _to_8_bits(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x [n, heads, dim]`` → the same in −127 … 127 (whole numbers) or −448 … 448, and scales ``[n, heads]``."""
+    limit = 127.0 if dtype == torch.int8 else 448.0
     most = x.float().abs().amax(-1)
-    inverse = torch.where(most > 0, torch.full_like(most, 127.0) / most, 0.0)  # 127.0 / most is no division
-    return (x.float() * inverse.unsqueeze(-1)).round(), most / 127.0
+    inverse = torch.where(most > 0, torch.full_like(most, limit) / most, 0.0)  # 127.0 / most is no division
+    scaled = x.float() * inverse.unsqueeze(-1)
+    return (scaled.round() if dtype == torch.int8 else scaled.clamp(-limit, limit)), most / limit
 
 
 def can_tile(dtype: torch.dtype, block_size: int, head_dim: int, *, v_in_k: bool) -> bool:
@@ -148,8 +172,8 @@ def view_layer(
     """Return the view of layer slot ``slot`` over ``storage [num_blocks, page_elements]``."""
     assert layout == "rows" or can_tile(storage.dtype, block_size, head_dim, v_in_k=v_in_k)
     piece = block_size * (head_dim if v_in_k else head_dim + v_head_dim)
-    if storage.dtype == torch.int8:
-        assert layout == "tiles"
+    if storage.dtype.itemsize == 1:
+        assert not v_in_k
         piece += block_size * SCALE_BYTES
     start = slot * num_kv_heads * piece
     assert start + num_kv_heads * piece <= storage.shape[1], "the layer slot lies beyond the page"

@@ -3,7 +3,8 @@
     reference   readable torch, exact: the bits of a row depend on nothing but that row (docs/kernels.md)
     avx512, avx2, scalar   C++ (csrc/cpu), one source compiled for each level, exact within a level
     amx         C++ on Intel's matrix tiles, for ops that gain by them; an engine of this level takes avx512 else
-    triton      GPU
+    triton      GPU: Triton, and torch's own products; the bits of a row may depend on the batch
+    invariant   GPU, for ops where that matters: slower versions whose bits do not (--batch-invariant)
 
 The table is filled at import and never changes afterwards, so two engines with different choices fit in one process.
 """
@@ -14,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-Backend = Literal["reference", "scalar", "avx2", "avx512", "amx", "triton"]
+Backend = Literal["reference", "scalar", "avx2", "avx512", "amx", "triton", "invariant"]
 NATIVE_LEVELS: tuple[Backend, ...] = ("amx", "avx512", "avx2", "scalar")
+GPU_KERNELS: tuple[Backend, ...] = ("triton", "invariant")  # registered by `kernels.triton_ops` alone
 VECTOR_LEVELS: tuple[Backend, ...] = ("avx512", "avx2", "scalar")  # of an op without a version for tiles
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,8 +42,8 @@ def find(op: str, backend: Backend) -> Callable[..., Any]:
 
 
 def backends(op: str) -> list[Backend]:
-    """Versions of ``op`` that can run here, for tests and benchmarks that go over all of them."""
-    return [backend for name, backend in sorted(_TABLE) if name == op]  # type: ignore[misc]
+    """Versions of ``op`` that run on this CPU, for tests and benchmarks that go over all of them."""
+    return [backend for name, backend in sorted(_TABLE) if name == op and backend not in GPU_KERNELS]  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,12 @@ class KernelChoice:
 
 
 def choose(isa: str = "reference") -> KernelChoice:
-    """Return the choice for a CPU engine: native kernels of level ``isa`` where there are any, else torch."""
+    """Return the choice of an engine: native kernels of level ``isa`` where there are any, else torch.
+
+    "triton" and "invariant" are a GPU's; `kernels.triton_ops` must be imported for them.
+    """
+    if isa in GPU_KERNELS:
+        return KernelChoice((*(("invariant",) if isa == "invariant" else ()), "triton", "reference"))
     native: tuple[Backend, ...] = tuple(level for level in NATIVE_LEVELS if level == isa)
     if isa == "amx":
         native = ("amx", "avx512")

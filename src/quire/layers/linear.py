@@ -55,7 +55,7 @@ class Linear:
     @property
     def reads(self) -> WeightFormat:
         """The format whose `QuantizedRows` it takes; PLAIN where it wants plain rows."""
-        return self.segments[0].format if len(self.segments) == 1 else PLAIN
+        return self.segments[0].format if len(self.segments) == 1 and self.segments[0].reads_int8 else PLAIN
 
     def places(self) -> dict[str, Place]:
         """Return ``{part}.weight [features, in_features]`` and, with biases, ``{part}.bias [features]``."""

@@ -9,6 +9,7 @@ Writing in ranges lets a loader build fused matrices tensor by tensor, without a
 
 A quantized matrix is written as `QuantizedWeight` and multiplies int8 activations (`kernels.quantized_rows`). `linear`
 quantizes plain rows itself; who has several uses for them, or an op that writes them at once, gives `QuantizedRows`.
+A GPU's quantized matrices multiply plain rows (`PackedLinear.reads_int8` is False).
 """
 
 from __future__ import annotations
@@ -113,9 +114,10 @@ def linear(
         assert out.shape == (x.shape[0] if isinstance(x, torch.Tensor) else x.num_tokens, packed.out_features)
         assert out.dtype == (out_dtype or x.dtype), (out.dtype, out_dtype, x.dtype)
         assert out.stride(1) == 1, out.stride()
-    if not packed.format.quantized:
-        assert isinstance(x, torch.Tensor), "rows are quantized for quantized weights only"
-        y = find("linear", packed.backend)(x, packed, out_dtype or x.dtype, out)
+    if not packed.reads_int8:
+        assert isinstance(x, torch.Tensor), "rows are quantized for weights that read them only"
+        op = "quantized_linear" if packed.format.quantized else "linear"
+        y = find(op, packed.backend)(x, packed, out_dtype or x.dtype, out)
         return y
     rows = quantize_rows(x, packed.format.group, backend=packed.backend) if isinstance(x, torch.Tensor) else x
     assert rows.in_features == packed.in_features, (rows.in_features, packed.in_features)

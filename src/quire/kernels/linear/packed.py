@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels.quantized_rows import num_groups
-from quire.kernels.registry import Backend
+from quire.kernels.registry import GPU_KERNELS, Backend
 from quire.weight_format import PLAIN, WeightFormat
 
 GROUPS: dict[str, tuple[int | None, ...]] = {"int8": (None, 16, 32, 64, 128), "int4": (32, 64, 128)}
@@ -55,6 +55,12 @@ class PackedLinear:
     dtype: torch.dtype = torch.float32  # of what `read_rows` returns: the model's
     scale: torch.Tensor | None = None  # fp32
     offset: torch.Tensor | None = None  # fp32
+    group_scale: torch.Tensor | None = None  # fp16, of GPU kernels
+
+    @property
+    def reads_int8(self) -> bool:
+        """Whether it multiplies `QuantizedRows`; a GPU multiplies quantized weights with plain rows."""
+        return self.format.quantized and self.backend not in GPU_KERNELS
 
 
 def storable_scales(

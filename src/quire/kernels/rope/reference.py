@@ -16,7 +16,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
     half = cos.shape[-1]
     assert 2 * half <= x.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [num_tokens, 1, half]
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if interleaved:
         first, second = x[..., 0 : 2 * half : 2].float(), x[..., 1 : 2 * half : 2].float()
         y[..., 0 : 2 * half : 2] = (first * cos).sub_(second * sin)

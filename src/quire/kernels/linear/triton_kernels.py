@@ -1,0 +1,143 @@
+"""The matrix product of the GPU's own linears: plain, int8 or int4 weights, one matrix or one an expert.
+
+    y[m, n] = Σ_k x[m, k] · w[n, k]        w = power[n] · (scale[g, n] · q[n, k] + offset[g, n]),  g = k // group
+
+Bytes at few rows: the weights, once. k goes up in steps of one size, from the same starts for every number of rows, and
+splits of k are folded in order, so that a row's sums have one order; how many rows a tile has changes none of them.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def matmul_tiles(
+    x, x_stride, row_index, w, w_stride, w_expert_stride, scale, offset, scale_expert_stride,
+    power, power_expert_stride, bias, bias_expert_stride, out, out_stride, tiles, num_rows, num_columns, num_inner,
+    steps_per_split,
+    KIND: tl.constexpr, GROUP: tl.constexpr, PER_GROUP: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    GROUPED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    TOGETHER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of rows and columns, split). KIND: bits of a weight; 16 is x's own type.
+
+    GROUPED: ``tiles [num_tiles, 3]`` are (expert, first row, end row), rows of x are taken by ``row_index``.
+    SPLIT: fp32 ``[splits, num_rows, num_columns]`` goes out, without power and bias. int4 bytes hold input j of an even
+    group in the low half and of the next group in the high half, so that nothing is shuffled.
+    """
+    row_tiles, column_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS)
+    if GROUPED:
+        expert_tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+        expert = tl.load(tiles + expert_tile * 3).to(tl.int64)
+        first_row, end_row = tl.load(tiles + expert_tile * 3 + 1), tl.load(tiles + expert_tile * 3 + 2)
+        if first_row >= end_row:
+            return
+        w += expert * w_expert_stride
+        scale += expert * scale_expert_stride
+        offset += expert * scale_expert_stride
+        power += expert * power_expert_stride
+        bias += expert * bias_expert_stride
+    else:  # tiles of TOGETHER rows of tiles run one after another over all columns: what they share stays in L2
+        per_band = TOGETHER * column_tiles
+        band = tl.program_id(0) // per_band
+        in_band = tl.minimum(row_tiles - band * TOGETHER, TOGETHER)
+        first_row = (band * TOGETHER + (tl.program_id(0) % per_band) % in_band) * ROWS
+        column_tile = (tl.program_id(0) % per_band) // in_band
+        end_row = num_rows
+    row = first_row + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    row_used, column_used = row < end_row, column < num_columns
+    source = row
+    if GROUPED:
+        source = tl.load(row_index + row, mask=row_used, other=0)
+    x_row = x + source.to(tl.int64) * x_stride
+    w_column = w + column.to(tl.int64) * w_stride
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    row_sums = tl.zeros((ROWS,), tl.float32)
+    first_step = tl.program_id(1) * steps_per_split
+    for step in range(first_step, first_step + steps_per_split):
+        inner = tl.arange(0, INNER)
+        if KIND == 4:  # INNER is a group; two of them a step
+            low_k = step * 2 * INNER + inner
+            there = step * 2 * INNER < num_inner
+            both = tl.load(
+                w_column[None, :] + (step * INNER + inner)[:, None],
+                mask=column_used[None, :] & there,
+                other=0,
+            )
+            for half in tl.static_range(2):
+                k = low_k + half * INNER
+                x_tile = tl.load(
+                    x_row[:, None] + k[None, :], mask=row_used[:, None] & (k < num_inner)[None, :], other=0.0
+                )
+                q = (both >> 4 if half else both & 15).to(tl.int8) - 8
+                dot = tl.dot(x_tile, q.to(x_tile.dtype), input_precision=PRECISION)
+                group = (step * 2 + half) * num_columns + column
+                group_mask = column_used & ((step * 2 + half) * INNER < num_inner)
+                acc += dot * tl.load(scale + group, mask=group_mask, other=0.0).to(tl.float32)[None, :]
+                if OFFSET:
+                    sums = tl.sum(x_tile.to(tl.float32), 1)
+                    acc += (
+                        sums[:, None]
+                        * tl.load(offset + group, mask=group_mask, other=0.0).to(tl.float32)[None, :]
+                    )
+        else:
+            k = step * INNER + inner
+            x_tile = tl.load(
+                x_row[:, None] + k[None, :], mask=row_used[:, None] & (k < num_inner)[None, :], other=0.0
+            )
+            w_tile = tl.load(
+                w_column[None, :] + k[:, None], mask=column_used[None, :] & (k < num_inner)[:, None], other=0
+            ).to(x_tile.dtype)
+            dot = tl.dot(x_tile, w_tile, input_precision=PRECISION)
+            if PER_GROUP:
+                group = (step * INNER // GROUP) * num_columns + column
+                group_mask = column_used & (step * INNER < num_inner)
+                acc += dot * tl.load(scale + group, mask=group_mask, other=0.0).to(tl.float32)[None, :]
+                if OFFSET:
+                    sums = tl.sum(x_tile.to(tl.float32), 1)
+                    acc += (
+                        sums[:, None]
+                        * tl.load(offset + group, mask=group_mask, other=0.0).to(tl.float32)[None, :]
+                    )
+            else:
+                acc += dot
+                if OFFSET:
+                    row_sums += tl.sum(x_tile.to(tl.float32), 1)
+    mask = row_used[:, None] & column_used[None, :]
+    if SPLIT:
+        if OFFSET and KIND == 8 and not PER_GROUP:
+            acc += row_sums[:, None] * tl.load(offset + column, mask=column_used, other=0.0)[None, :]
+        out += (tl.program_id(1).to(tl.int64) * num_rows + row[:, None]) * num_columns
+        tl.store(out + column[None, :], acc, mask=mask)
+    else:
+        if OFFSET and KIND == 8 and not PER_GROUP:
+            acc += row_sums[:, None] * tl.load(offset + column, mask=column_used, other=0.0)[None, :]
+        if KIND < 16:
+            acc *= tl.load(power + column, mask=column_used, other=0.0)[None, :]
+        if BIAS:
+            acc += tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)[None, :]
+        target = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def fold_splits(
+    parts, power, bias, out, out_stride, num_rows, num_columns, splits,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, columns): the splits of k in order, then power and bias."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < num_columns
+    acc = tl.zeros((COLUMNS,), tl.float32)
+    for split in range(splits):
+        acc += tl.load(parts + (split * num_rows + row) * num_columns + column, mask=mask, other=0.0)
+    if SCALED:
+        acc *= tl.load(power + column, mask=mask, other=0.0)
+    if BIAS:
+        acc += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + column, acc.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,77 @@
+"""RMSNorm in Triton: one program a row, which stays in registers between the sum of squares and the product.
+
+Bytes: the row read once (with a residual: two, and their sum written), the result written once; bound by memory. Sums
+take an order given by the row's length alone, so a row's bits do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from quire.kernels.norm.triton_kernels import normalize
+from quire.kernels.registry import register
+
+FP8_MAX = 448.0  # of float8_e4m3fn
+
+
+@register("rms_norm", "triton")
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x [..., size]`` → the same shape and dtype; ``weight [size]`` or, for ``x [tokens, heads, size]``, a head."""
+    size = x.shape[-1]
+    rows = x if x.dim() == 3 else x.reshape(-1, 1, size)
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    _launch(rows, None, weight, eps, y, None, None)
+    return y.view(x.shape)
+
+
+@register("add_rms_norm", "triton")
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both ``[num_tokens, size]`` → (normed, sum); the sum is rounded to the dtype before the norm."""
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    _launch(_heads(x), _heads(residual), weight, eps, y.unsqueeze(1), total.unsqueeze(1), None)
+    return y, total
+
+
+@register("add_rms_norm_to_fp8", "triton")
+def add_rms_norm_to_fp8(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The norm as fp8 rows with a scale each: (``[num_tokens, size]``, fp32 ``[num_tokens]``, sum)."""
+    y = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    total = x if residual is None else torch.empty_like(x)
+    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    other = None if residual is None else _heads(residual)
+    _launch(_heads(x), other, weight, eps, y.unsqueeze(1), total.unsqueeze(1), scales)
+    return y, scales, total
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    return (x if x.stride(1) == 1 else x.contiguous()).unsqueeze(1)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    y: torch.Tensor,
+    total: torch.Tensor | None,
+    scales: torch.Tensor | None,
+) -> None:
+    tokens, heads, size = x.shape
+    if tokens == 0:
+        return
+    block = triton.next_power_of_2(size)
+    stride = 0 if residual is None else residual.stride(0)
+    normalize[(tokens, heads)](
+        x, x.stride(0), x.stride(1), x if residual is None else residual, stride,
+        weight, size if weight.dim() == 2 else 0, eps, y, x if total is None else total,
+        weight if scales is None else scales,
+        SIZE=size, BLOCK=block, ADD=residual is not None, FP8=scales is not None,
+        num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip

@@ -1,0 +1,16 @@
+"""Importing this registers the Triton versions of the ops. Engines of a GPU do, no others: it takes a second."""
+
+from quire.kernels import triton_interpreter
+
+if triton_interpreter.interpreting():
+    triton_interpreter.repair()
+
+from quire.kernels.activation import triton as activation
+from quire.kernels.attention import triton as attention
+from quire.kernels.kvcopy import triton as kvcopy
+from quire.kernels.linear import quantized_triton
+from quire.kernels.linear import triton as linear
+from quire.kernels.norm import triton as norm
+from quire.kernels.rope import triton as rope
+
+__all__ = ["activation", "attention", "kvcopy", "linear", "norm", "quantized_triton", "rope"]

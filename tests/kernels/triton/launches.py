@@ -1,0 +1,84 @@
+"""One call of every op's GPU versions at shapes of real models, to be compiled (`compile_ops`) and not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import quire.kernels.triton_ops  # noqa: F401  registers
+from quire.kernels import cases
+from quire.kernels.activation import gated
+from quire.kernels.attention import attention
+from quire.kernels.kv_view import KvView, view_layer
+from quire.kernels.linear import linear, pack_empty
+from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.registry import GPU_KERNELS
+from quire.kernels.rope import QkNorm, rope_store
+from quire.weight_format import WeightFormat
+
+BF16 = torch.bfloat16
+ATTENTION = (
+    cases.AttentionCase("llama 8B", ((1, 600), (100, 200)), 32, 8, 128, 128),
+    cases.AttentionCase("llama 8B, int8", ((1, 600), (100, 200)), 32, 8, 128, 128, int8=True),
+    cases.AttentionCase("llama 8B, fp8", ((1, 600), (100, 200)), 32, 8, 128, 128, fp8=True),
+    cases.AttentionCase("gemma", ((1, 600), (100, 200)), 8, 4, 256, 256, window=128, soft_cap=50.0),
+    cases.AttentionCase("gpt-oss", ((1, 600), (100, 200)), 64, 8, 64, 64, window=128, sinks=True),
+    cases.AttentionCase("deepseek", ((1, 200), (20, 30)), 16, 1, 576, 512, v_in_k=True),
+)
+
+
+def launch_attention(capability: int) -> None:
+    for case in ATTENTION:
+        if case.fp8 and capability < FP8_CAPABILITY:
+            continue
+        made = cases.attention_inputs(case, BF16, torch.Generator().manual_seed(1))
+        for backend in GPU_KERNELS:
+            attention(made.q, made.kv, made.batch, made.shape, made.sinks, backend=backend)
+
+
+def launch_linears(capability: int) -> None:
+    formats = (
+        WeightFormat(), WeightFormat("int8"), WeightFormat("int8", 128, True), WeightFormat("int4", 32),
+        WeightFormat("int4", 128, True),
+    )  # fmt: skip
+    for format in formats:
+        for backend in GPU_KERNELS:
+            packed = pack_empty(1024, 4096, BF16, bias=format.has_offset, backend=backend, format=format)
+            for rows in (1, 100):
+                linear(torch.empty(rows, 4096, dtype=BF16), packed)
+                linear(torch.empty(rows, 4096, dtype=BF16), packed, out_dtype=torch.float32)
+
+
+def cache(dtype: torch.dtype) -> KvView:
+    storage = torch.zeros(4, 8 * 16 * (256 + 8) * 2 // dtype.itemsize, dtype=dtype)
+    return view_layer(storage, 0, num_kv_heads=8, block_size=16, head_dim=128, v_head_dim=128)
+
+
+def launch_rows(capability: int) -> None:
+    weight = torch.ones(4096)
+    x, angles = torch.zeros(3, 4096, dtype=BF16), torch.zeros(3, 64)
+    rms_norm(x, weight, 1e-5, backend="triton")
+    rms_norm(x.view(3, 32, 128), torch.ones(128), 1e-5, backend="triton")
+    add_rms_norm(x, x, weight, 1e-5, backend="triton")
+    for kind in cases.ACTIVATIONS:
+        gated(x, kind, backend="triton")
+    qkv, ids = torch.zeros(3, 48 * 128, dtype=BF16), torch.zeros(3, dtype=torch.int64)
+    norm = QkNorm(torch.ones(128), torch.ones(128), 1e-5)
+    for dtype in (BF16, torch.int8, torch.float8_e4m3fn):
+        if dtype == torch.float8_e4m3fn and capability < FP8_CAPABILITY:
+            continue
+        for with_norm in (None, norm):
+            rope_store(
+                qkv, 32, (angles, angles), with_norm, cache(dtype), ids, ids, interleaved=dtype == torch.int8,
+                backend="triton",
+            )  # fmt: skip
+
+
+FP8_CAPABILITY = 89
+ALL: tuple[Callable[[int], None], ...] = (launch_rows, launch_attention, launch_linears)
+
+
+def launch_all(capability: int) -> None:
+    for launch in ALL:
+        launch(capability)
