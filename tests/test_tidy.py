@@ -15,7 +15,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
-MAX_PACKAGE_LINES = 36_000  # 30,000 before the API, GPU, planner and simulator issues were all under way
+# 30,000 before the API, GPU, planner and simulator issues were all under way; each of these adds to it.
+MAX_PACKAGE_LINES = 40_000
 
 # Kernels and tables may be listed; each entry says why.
 LONG_FILES: dict[str, str] = {}
