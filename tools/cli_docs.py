@@ -9,6 +9,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, flag_name
+from quire.bench.offline_args import BatchingArgs, LatencyArgs, StartupArgs, ThroughputArgs
 from quire.bench.serve_args import ServeBenchArgs
 
 HEAD = """\
@@ -20,6 +21,10 @@ Written by `python tools/cli_docs.py` from `src/quire/args.py` and the tables of
     quire run [MODEL] "prompt"     continue one text and print it as it comes
     quire chat [MODEL]             talk in the terminal; /help lists its commands, Ctrl-C stops an answer
     quire bench serve              put load on any OpenAI-compatible server (docs/benchmarking.md)
+    quire bench latency [MODEL]    batches of equal requests, without a server
+    quire bench throughput [MODEL] all requests at once, without a server
+    quire bench batching [MODEL]   static, dynamic, continuous batching; with and without the KV cache
+    quire bench startup [MODEL]    seconds to ready and to the first token, CPU at rest, memory
     quire bench kernel             time single ops beside this machine's bounds (--op, --isa, --threads, --json)
     quire doctor                   what this machine has, which kernels are used and why, what to install
     quire doctor --check MODEL     read all weights: do shapes and types fit config.json, is anything NaN or infinite
@@ -57,6 +62,10 @@ def document() -> str:
         ("Engine: serve, run, chat, and `quire.LLM`", EngineArgs),
         ("Server: serve", ServerArgs),
         ("Load generator: bench serve", ServeBenchArgs),
+        ("Offline: bench latency", LatencyArgs),
+        ("Offline: bench throughput", ThroughputArgs),
+        ("Offline: bench batching", BatchingArgs),
+        ("Starting: bench startup", StartupArgs),
     ):
         groups: dict[str, list[str]] = {}
         for spec in fields(kind):

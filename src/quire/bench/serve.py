@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from quire.bench import figures
 from quire.bench.client import RequestFailed, StreamingClient, Target, api_url, settle
 from quire.bench.conversation import Conversation
 from quire.bench.load import Load, Runner
-from quire.bench.page import show, summary_rows, write
+from quire.bench.page import show, write
 from quire.bench.progress import LiveProgress
 from quire.bench.report import run_report, sweep_report
 from quire.bench.serve_args import ServeBenchArgs
 from quire.bench.summary import RequestRecord, summarize
 from quire.bench.sweep import knee, sweep
+from quire.bench.table import console, print_summary
 from quire.errors import ConfigError
 from quire.workload.arrivals import Arrivals
 from quire.workload.build import Synthetic, at_rate, from_trace, with_cancellations
@@ -155,12 +152,12 @@ class _Bench:
         self._slo = slo
         self._target = target
         self._runs = 0
-        self._console = Console(width=None if sys.stdout.isatty() else 120)
+        self._console = console()
 
     def single(self) -> int:
         outcome = self._measure(self._workload, "")
         summary = outcome.summary | {"run": self._facts()}
-        self._print(summary)
+        print_summary(self._console, summary)
         self._files(summary, outcome.records)
         if self._flags.html:
             title = f"quire bench serve: {self._target.model}"
@@ -187,7 +184,7 @@ class _Bench:
         at_knee = outcomes[best["offered_per_s"]]
         summary = {**best, "run": self._facts(), "knee_per_s": best["offered_per_s"], "sweep": points}
         self._console.print(f"\nknee at {best['offered_per_s']:.4g} requests/s", highlight=False)
-        self._print(summary)
+        print_summary(self._console, summary)
         self._files(summary, at_knee.records)
         if self._flags.html:
             title = f"quire bench serve --sweep: {self._target.model}"
@@ -223,24 +220,6 @@ class _Bench:
             "slo": str(self._slo) if self._slo else "none",
             "tokens counted by": "ids" if "return_token_ids" in self._target.optional else "chunks",
         }
-
-    def _print(self, summary: Mapping[str, Any]) -> None:
-        table = Table("", box=None, pad_edge=False)
-        for heading in ("mean", "p50", "p90", "p95", "p99"):
-            table.add_column(heading, justify="right")
-        for name, *values in summary_rows(summary):
-            table.add_row(name, *map(show, values))
-        self._console.print(table)
-        say = {key: show(summary[key]) for key in summary if key.endswith("_per_s") or key.startswith("num_")}
-        lines = [
-            f"{say['num_completed']} of {say['num_requests']} requests completed in {summary['duration_s']:.1f} s, "
-            f"{say['num_cancelled']} cancelled, {say['num_failed']} failed; {say['num_refused_rows']} rows refused",
-            f"{say['requests_per_s']} requests/s, goodput {say['goodput_per_s']}/s; tokens/s: "
-            f"{say['input_tokens_per_s']} in, {say['output_tokens_per_s']} out",
-            *(f"failed: {count} × {kind}" for kind, count in summary["errors"].items()),
-            *(f"refused: {count} × {reason}" for reason, count in summary["refused_rows"].items()),
-        ]
-        self._console.print("\n".join(lines), highlight=False)
 
     def _files(self, summary: Mapping[str, Any], records: Sequence[RequestRecord]) -> None:
         if self._flags.json:

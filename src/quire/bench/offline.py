@@ -1,0 +1,170 @@
+"""The engine in this process under a workload: no server, no text, the same records and summary as over HTTP."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quire.args import EngineArgs
+from quire.bench.summary import ERROR, OK, RequestRecord
+from quire.clock import WallClock
+from quire.device import detect_device
+from quire.engine.assemble import configure
+from quire.engine.inbox import AddRequest
+from quire.engine.inproc import InProcessClient
+from quire.metrics.engine_stats import EngineStats
+from quire.request import FinishReason, Request, SamplingParams, TokenEvent
+from quire.scheduler.policy import PolicyChange
+from quire.workload.prompts import PromptMaker
+from quire.workload.request import WorkloadRequest
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request of a run."""
+
+    work: WorkloadRequest
+    sent_s: float
+    queued_s: float = 0.0
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_tokens: int = 0
+    num_cached: int = 0
+    gaps: list[float] = field(default_factory=list)
+    error: str | None = None
+
+    def take(self, event: TokenEvent, now_s: float) -> None:
+        count = len(event.token_ids)
+        if event.error is not None:
+            self.error = event.error_kind or "error"
+        if count == 0:
+            return
+        if self.first_s is None:
+            self.first_s, self.queued_s, self.num_cached = now_s, event.queued_s, event.num_cached_tokens
+            self.gaps += [0.0] * (count - 1)
+        else:
+            self.gaps += [(now_s - self.last_s) / count] * count
+        self.last_s = now_s
+        self.num_tokens += count
+
+    def record(self, now_s: float) -> RequestRecord:
+        failed = self.error is not None
+        return RequestRecord(
+            index=self.work.index,
+            arrival_s=self.work.arrival_s,
+            sent_s=self.sent_s,
+            end_s=now_s if failed else self.last_s,
+            num_prompt_tokens=self.work.num_prompt_tokens,
+            num_output_tokens=self.num_tokens,
+            first_token_s=self.first_s,
+            itl_s=tuple(self.gaps),
+            status=ERROR if failed else OK,
+            error=self.error,
+            num_cached_tokens=self.num_cached,
+        )
+
+
+@dataclass(slots=True)
+class OfflineRun:
+    """What a run gave: records in the order of its requests, and when each was admitted."""
+
+    records: list[RequestRecord]
+    admitted_s: dict[int, float]  # by index
+    num_steps: int
+    duration_s: float
+
+
+class OfflineEngine:
+    """A loaded model that runs workloads one after the other."""
+
+    def __init__(self, args: EngineArgs, executor: str = "local") -> None:
+        """Load the model of ``args``. ``executor`` as `quire.engine.build` names them.
+
+        Raises:
+            ConfigError, ModelLoadError: the settings or the model.
+        """
+        self.config, _ = configure(args, detect_device())
+        self._clock = WallClock()
+        self._client = InProcessClient(self.config, self._clock, executor=executor)
+        self.info = self._client.wait_ready()
+        self._num_sent = 0
+
+    @property
+    def max_model_len(self) -> int:
+        return self.config.scheduler.max_model_len
+
+    def close(self) -> None:
+        self._client.close()
+
+    def change(self, change: PolicyChange) -> None:
+        """Change the scheduler's settings from the next step on."""
+        self._client.send(change)
+
+    def prompts(self, seed: int) -> PromptMaker:
+        """Random token ids of this model's vocabulary; its first ids are special tokens in many."""
+        vocab_size = self.config.model.spec.vocab_size
+        return PromptMaker(vocab_size, seed, min(256, vocab_size // 2))
+
+    def run(
+        self,
+        requests: Sequence[WorkloadRequest],
+        prompts: PromptMaker,
+        on_step: Callable[[float, EngineStats], None] | None = None,
+    ) -> OfflineRun:
+        """Run all requests at their arrival times, greedily and to their full lengths.
+
+        ``on_step`` is called after each step with the time since the start and the engine's numbers.
+        """
+        waiting = [(r.arrival_s, i) for i, r in enumerate(requests)]
+        heapq.heapify(waiting)
+        made = [self._request(work, prompts) for work in requests]
+        running: dict[str, _Running] = {}
+        by_id = {request.request_id: i for i, request in enumerate(made)}
+        records: dict[int, RequestRecord] = {}
+        admitted: dict[int, float] = {}
+        steps = self._client.stats().num_steps
+        room = max(1, self.config.scheduler.max_queue)
+        start_s = self._clock.now()
+        while len(records) < len(requests):
+            now_s = self._clock.now() - start_s
+            # More at once would be refused by the queue, which protects servers; they have arrived all the same.
+            while waiting and waiting[0][0] <= now_s and len(running) - len(records) < room:
+                i = heapq.heappop(waiting)[1]
+                self._client.send(AddRequest(_arriving(made[i], start_s + requests[i].arrival_s)))
+                running[made[i].request_id] = _Running(requests[i], now_s)
+            pause_s = max(0.0, waiting[0][0] - now_s) if waiting else None
+            events = self._client.receive(pause_s)
+            now_s = self._clock.now() - start_s
+            for event in events:
+                state = running[event.request_id]
+                state.take(event, now_s)
+                if event.finish_reason is not None:
+                    if event.finish_reason is FinishReason.ERROR and state.error is None:
+                        state.error = "error"
+                    place = by_id[event.request_id]
+                    records[place] = state.record(now_s)
+                    admitted[state.work.index] = state.work.arrival_s + state.queued_s
+            if on_step is not None:
+                on_step(now_s, self._client.stats())
+        return OfflineRun(
+            [records[i] for i in range(len(requests))],
+            admitted,
+            self._client.stats().num_steps - steps,
+            self._clock.now() - start_s,
+        )
+
+    def _request(self, work: WorkloadRequest, prompts: PromptMaker) -> Request:
+        self._num_sent += 1
+        return Request(
+            request_id=str(self._num_sent),
+            prompt_token_ids=tuple(prompts.token_ids(work)),
+            sampling=SamplingParams(
+                temperature=0.0, max_tokens=work.num_output_tokens, ignore_eos=True, seed=self._num_sent
+            ),
+            arrival_s=0.0,
+        )
+
+
+def _arriving(request: Request, arrival_s: float) -> Request:
+    return Request(request.request_id, request.prompt_token_ids, request.sampling, arrival_s)
