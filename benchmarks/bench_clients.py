@@ -99,7 +99,13 @@ def main() -> None:
         home = Path(folder)
         template = home / "template.jinja"
         template.write_text(TEMPLATE)
-        command = ["-m", "tests.e2e.serve_fake_engine", str(quill_path("quill")), str(template), str(args.step_ms)]
+        command = [
+            "-m",
+            "tests.e2e.serve_fake_engine",
+            str(quill_path("quill")),
+            str(template),
+            str(args.step_ms),
+        ]
         with LiveServer(command, home / "log") as server:
             print("| case | metric | quire | vllm | difference |\n|---|---|---|---|---|")
             for name in args.cases.split(","):
