@@ -208,7 +208,7 @@ def as_dict(gates: Sequence[GateRun], curve: DecodeCurve | None) -> dict[str, An
 def busy_share(run: GateRun) -> float:
     """Share of slots × time in which a slot had a request."""
     busy_s = sum(length_s for spans in run.slots for _, length_s in spans)
-    return busy_s / (len(run.slots) * run.summary["duration_s"])
+    return busy_s / (len(run.slots) * float(run.summary["duration_s"]))
 
 
 def report(model: str, figures: dict[str, Any], gates: Sequence[GateRun], curve: DecodeCurve | None) -> str:
@@ -218,8 +218,7 @@ def report(model: str, figures: dict[str, Any], gates: Sequence[GateRun], curve:
     )
     page.table(_HEADER, _rows(figures))
     page.heading("Slots over time")
-    names = {"title": "", "x": "s", "y": "slot"}
-    page.plots([bars(g.slots, **names | {"title": g.name}, size=(6.4, 3.2)) for g in gates[1:]])  # type: ignore[arg-type]
+    page.plots([bars(g.slots, title=g.name, x="s", y="slot", size=(6.4, 3.2)) for g in gates[1:]])
     running = [Series(g.name, g.times_s, [float(n) for n in g.running], "steps") for g in gates]
     page.plots([chart(running, title="Running sequences", x="s", y="sequences")])
     if curve is not None:

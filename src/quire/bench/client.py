@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,6 +33,7 @@ class Target:
     url: str  # of the API, as http://127.0.0.1:8000/v1
     model: str
     endpoint: str = "completions"  # or "chat"
+    as_ids: bool = True  # prompts of completions are token ids; else words
     api_key: str | None = None
     timeout_s: float = 600.0  # for one whole request
     optional: Mapping[str, Any] = field(default_factory=lambda: dict(OPTIONAL_FIELDS))
@@ -279,12 +280,4 @@ async def settle(target: Target, body_of: Any) -> Target:
         finally:
             await client.close()
             await asyncio.sleep(0)
-        target = Target(
-            target.url,
-            target.model,
-            target.endpoint,
-            target.api_key,
-            target.timeout_s,
-            optional,
-            target.extra_body,
-        )
+        target = replace(target, optional=optional)

@@ -22,7 +22,9 @@ class Conversation:
 
     def __init__(self, target: Target, prompts: PromptMaker, turns: Sequence[WorkloadRequest]) -> None:
         self.turns = turns
-        self.as_ids = target.endpoint == "completions" and all(t.text is None for t in turns)
+        self.as_ids = (
+            target.as_ids and target.endpoint == "completions" and all(t.text is None for t in turns)
+        )
         self._target = target
         self._prompts = prompts
         self._said: list[str] = []  # user and model in turn

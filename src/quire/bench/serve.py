@@ -103,6 +103,7 @@ async def _target(flags: ServeBenchArgs, workload: Workload) -> Target:
         api_url(flags.url),
         flags.model or "",
         flags.endpoint,
+        flags.prompts == "ids",
         flags.api_key,
         flags.timeout_s,
         extra_body=_extra(flags.extra_body),

@@ -15,8 +15,10 @@ class ServeBenchArgs:
 
     url: str = flag("http://127.0.0.1:8000", "The server; any that speaks OpenAI's API.", group="Server")
     model: str | None = flag(None, "The model's name there [the first one listed].", group="Server")
-    endpoint: str = flag("completions", "completions sends token ids, so prompts have exact lengths; chat sends words.",
-                         group="Server", choices=("completions", "chat"))  # fmt: skip
+    endpoint: str = flag("completions", "Which of the API's; a chat's prompts are words.", group="Server",
+                         choices=("completions", "chat"))  # fmt: skip
+    prompts: str = flag("ids", "Prompts of completions: ids of exact length, or words of about a token each.",
+                        group="Server", choices=("ids", "words"))  # fmt: skip
     api_key: str | None = flag(None, "Sent as a bearer token.", group="Server")
     timeout_s: float = flag(600.0, "Seconds for one request.", group="Server", low=0.001)
     extra_body: str | None = flag(None, "JSON object of more fields for each request.", group="Server")
