@@ -22,6 +22,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an EOS or stop id (core), or a stop string (frontend)
     LENGTH = "length"  # max_tokens or the end of the context
     ABORT = "abort"  # the client went away or asked for it; shutdown
+    DEADLINE = "deadline"  # a limit of Request.deadline passed; what came before it was delivered
     ERROR = "error"  # failed, with a text in TokenEvent.error
 
 
@@ -166,6 +167,14 @@ class Pooling:
 
 
 @dataclass(frozen=True, slots=True)
+class Deadline:
+    """Limits of a request, in seconds from its arrival; None: no limit."""
+
+    first_token_s: float | None = None
+    total_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request as the core sees it: ids only, every default resolved, valid by construction.
 
@@ -186,6 +195,7 @@ class Request:
     # After a restart: samples whose terminal event was already delivered; they are not computed again.
     finished_samples: tuple[int, ...] = ()
     pooling: Pooling | None = None
+    deadline: Deadline | None = None
 
     @property
     def prompt_only(self) -> bool:
@@ -205,8 +215,10 @@ class TokenEvent(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the EOS or stop id that ended it; it is also the last of token_ids
-    error: str | None = None  # with FinishReason.ERROR, and for a refusal
-    error_kind: str | None = None  # "capacity" (retryable), "never_fits", "step", "internal"
+    error: str | None = None  # with FinishReason.ERROR (a refusal too) and FinishReason.DEADLINE
+    error_kind: str | None = (
+        None  # "capacity", "hopeless" (both retryable), "never_fits", "step", "internal", "deadline"
+    )
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache at first admission
     num_preemptions: int = 0
     queued_s: float = 0.0  # arrival to first admission
@@ -215,3 +227,9 @@ class TokenEvent(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_start: int = 0
     pooled: tuple[float, ...] | None = None  # with the terminal event of a `Pooling`
+    # Steps that gave the sequence something: as of its first token since its last admission (each event with tokens
+    # after that is one more), and at its end all of them.
+    num_steps: int = 0
+    num_chunks: int = 0  # of these, those that computed rows of the prompt, or of a preempted sequence again
+    cache_miss: str = ""  # why no more of the prompt came from the prefix cache; empty: all of it did
+    retry_after_s: float = 0.0  # with error_kind "hopeless"

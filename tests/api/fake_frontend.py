@@ -24,7 +24,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.executor.fake import FakeExecutor
 from quire.metrics.engine_stats import EngineStats
-from quire.request import FinishReason, Pooling, SamplingParams, TokenEvent, TokenLogprobs
+from quire.request import Deadline, FinishReason, Pooling, SamplingParams, TokenEvent, TokenLogprobs
 from quire.scheduler.scheduler import Scheduler
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import grammar_source
@@ -113,6 +113,7 @@ class FakeFrontend:
         tenant: str = "",
         continues: bool = False,
         pooling: Pooling | None = None,
+        deadline: Deadline | None = None,
     ) -> RequestStream:
         if self.raises is not None:
             raise self.raises
@@ -130,6 +131,7 @@ class FakeFrontend:
             seed=7,
             grammar=None if form is None else grammar_source(form),
             pooling=pooling,
+            deadline=deadline,
         )
         output = RequestOutputState(request, self.tokenizer, lambda message: None, continues=continues)
         stream = RequestStream(request.request_id, output, lambda: self._give_up(record))

@@ -24,6 +24,7 @@ TABLES = {
     "tools[i]": field_tables.TOOL,
     "tools[i].function": field_tables.FUNCTION,
     "messages[i]": field_tables.MESSAGE,
+    "deadline_ms": field_tables.DEADLINE_MS,
     "stream_options": field_tables.STREAM_OPTIONS,
     "response_format": field_tables.RESPONSE_FORMAT,
     "response_format.json_schema": field_tables.JSON_SCHEMA_FORMAT,

@@ -240,8 +240,8 @@ def test_defaults_are_resolved() -> None:
         assert len(chunk.token_ids) == 56
         sampling = SamplingParams(max_tokens=4, bad_words=["no"])
         stream = await frontend.submit("x", sampling)
-        assert stream._state.request.sampling.bad_words_token_ids == (ids("no"), ids(" no"))
-        assert stream._state.request.sampling.eos_token_ids == (256,)
+        assert stream.output.request.sampling.bad_words_token_ids == (ids("no"), ids(" no"))
+        assert stream.output.request.sampling.eos_token_ids == (256,)
         await stream.collect()
 
     with_frontend(body)

@@ -40,7 +40,7 @@ def test_latencies_of_a_request_with_two_sequences() -> None:
     assert histograms["vllm:e2e_request_latency_seconds"].count == 0  # the request is not over
     request.abandon(12.0)
     request.abandon(13.0)
-    assert metrics.finished == {"stop": 1, "length": 0, "abort": 1, "error": 0}
+    assert metrics.finished == {"stop": 1, "length": 0, "abort": 1, "deadline": 0, "error": 0}
     assert histograms["vllm:e2e_request_latency_seconds"].total == 2.0
     assert histograms["vllm:time_to_first_token_seconds"].total == 1.5
     phases = [

@@ -36,6 +36,7 @@ class Sample:
     ends: list[TokenEvent] = field(default_factory=list)
     finished_here: bool = False  # its stop string was seen: what comes after is ignored
     aborted: bool = False
+    ended_s: float = 0.0
 
 
 class Watched:
@@ -157,6 +158,7 @@ class Driver:
             sample.token_ids.extend(event.token_ids)
             if event.finish_reason is not None:
                 sample.ends.append(event)
+                sample.ended_s = self.clock.now()
             num_tokens = len(sample.token_ids)
             if sample.stop_at is not None and num_tokens >= sample.stop_at and not sample.finished_here:
                 sample.finished_here = True
@@ -184,19 +186,46 @@ class Driver:
         got, expected = sample.token_ids, sample.expected
         assert got == expected[: len(got)], f"{got} is not a prefix of {expected}: {sample.request}"
         self.seen[f"end {reason}"] += 1
+        deadline = sample.request.deadline
+        if deadline is not None and deadline.total_s is not None:
+            slack_s = (self.scenario.max_in_flight + 1.5) * STEP_S
+            assert sample.ended_s <= sample.request.arrival_s + deadline.total_s + slack_s
         if reason is FinishReason.ERROR:
             self.seen[f"error {end.error_kind}"] += 1
             if end.error_kind == "step":
                 faults = self.scenario.faults
                 assert faults.step_error or faults.collect_raises or faults.submit_raises or faults.seq_error
+            if end.error_kind == "hopeless":
+                assert sample.request.deadline is not None
+                assert not sample.request.output_token_ids
+                assert end.retry_after_s > 0
         elif reason is FinishReason.ABORT:
             pass
+        elif reason is FinishReason.DEADLINE:
+            self._check_late(sample)
         elif sample.finished_here and (got != expected or reason is FinishReason.STOP):
             self.seen["stop strings"] += 1
         else:
             assert got == expected
             assert reason == sample.reason
             assert end.stop_token_id == (got[-1] if reason is FinishReason.STOP else None)
+
+    def _check_late(self, sample: Sample) -> None:
+        """It has a deadline, and it was ended at the first step after it, not before it."""
+        deadline, end = sample.request.deadline, sample.ends[0]
+        assert deadline is not None
+        assert end.error_kind == "deadline"
+        which = "total" if "deadline_ms.total" in (end.error or "") else "first_token"
+        limit_s = deadline.total_s if which == "total" else deadline.first_token_s
+        assert limit_s is not None
+        late_s = sample.ended_s - sample.request.arrival_s - limit_s
+        assert -STEP_S / 2 <= late_s <= (self.scenario.max_in_flight + 1.5) * STEP_S, late_s
+        assert which == "total" or len(sample.token_ids) == len(self._before(sample))
+        self.seen[f"late {which}"] += 1
+
+    def _before(self, sample: Sample) -> tuple[int, ...]:
+        outputs = sample.request.output_token_ids
+        return outputs[sample.index] if outputs else ()
 
     def _watch(self) -> None:
         """Count what no statistic shows."""

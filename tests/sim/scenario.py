@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from quire.config import GATES, ORDERS, CacheConfig, SchedulerConfig
 from quire.executor.fake import FakeFaults
 from quire.executor.fake_tokens import FakeModel, fake_tokens
-from quire.request import Request, SamplingParams
+from quire.request import Deadline, Request, SamplingParams
 
 EOS = 7
 STOP = 11
@@ -41,6 +41,7 @@ class Scenario:
     policy_rate: float  # per step
     num_prefixes: int  # that prompts share
     repeat_rate: float  # share of the prompts that equal the one before
+    deadline_rate: float = 0.0  # share of the requests that have one
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -95,6 +96,7 @@ def make_scenario(seed: int) -> Scenario:
         policy_rate=rng.choice((0.0, 0.0, 0.02)),
         num_prefixes=2,
         repeat_rate=0.2,
+        deadline_rate=0.5 if seed % 4 == 1 else 0.0,
     )
 
 
@@ -178,9 +180,16 @@ class RequestMaker:
             priority=rng.randrange(3),
             cache_salt="salt" if rng.random() < 0.1 else "",
             adapter="adapter" if rng.random() < 0.1 else "",
+            deadline=self._deadline(),
         )
         self._turns = [*self._turns[-3:], prompt + tuple(expected_output(request, 0, scenario)[0])]
         return self._resumed(request) if rng.random() < 0.15 else request
+
+    def _deadline(self) -> Deadline | None:
+        if self._rng.random() >= self._scenario.deadline_rate:
+            return None
+        first_s, total_s = self._rng.choice((None, 0.02, 0.1, 0.5)), self._rng.uniform(0.5, 1.5)
+        return Deadline(first_s, total_s if first_s is None or self._rng.random() < 0.5 else None)
 
     def _resumed(self, request: Request) -> Request:
         """As a supervisor would send it again after a restart: some samples have output, some are finished."""
@@ -198,6 +207,7 @@ class RequestMaker:
             priority=request.priority,
             cache_salt=request.cache_salt,
             adapter=request.adapter,
+            deadline=request.deadline,
             output_token_ids=tuple(outputs),
             finished_samples=tuple(finished),
         )

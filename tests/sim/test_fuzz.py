@@ -44,6 +44,9 @@ COVERAGE = {
     "strip": 200,
     "evicted_blocks": 4000,
     "policy changes": 30,
+    "error hopeless": 20,
+    "late total": 20,
+    "late first_token": 20,
     "cache resets in flight": 30,
 }
 _seen: Counter[str] = Counter()

@@ -40,7 +40,8 @@ class MessageAnswer:
         (chunk,) = chunks
         self._parts.feed(chunk.text, last=True)
         self._note_end(chunk)
-        return _encode(self._message([_block(part) for part in self._parts.parts], usage))
+        message = self._message([_block(part) for part in self._parts.parts], usage)
+        return _encode({**message, **usage.beside()})
 
     def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
         start = Usage(usage.prompt_tokens, 0, usage.cached_tokens)
@@ -54,13 +55,16 @@ class MessageAnswer:
         return b"".join([_block_event(event) for event in events])
 
     def closing(self, usage: Usage) -> bytes:
-        end = _event("message_delta", {"delta": self._end, "usage": usage_json(usage)})
+        end = _event("message_delta", {"delta": self._end, "usage": usage_json(usage), **usage.beside()})
         return end + _event("message_stop", {})
 
     def error(self, refusal: Refusal) -> bytes:
         return b"event: error\ndata: " + refusal.body(ANTHROPIC_ROOT) + b"\n\n"
 
     def _note_end(self, chunk: OutputChunk) -> None:
+        if chunk.finish_reason is FinishReason.DEADLINE:
+            self._end = {"stop_reason": "deadline", "stop_sequence": None}
+            return
         reason = "max_tokens" if chunk.finish_reason is FinishReason.LENGTH else "end_turn"
         if isinstance(chunk.stop_reason, str):
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop_reason}

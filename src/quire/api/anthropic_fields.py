@@ -33,6 +33,7 @@ MESSAGES: dict[str, Rule] = {
     **no_effect("service_tier"),
     # Beside Anthropic's fields, under the names of the other endpoints.
     **used("seed", "min_p", "repetition_penalty", "priority", "cache_salt", "request_id"),
+    **used("deadline_ms", "timing"),
 }
 COUNT_TOKENS: dict[str, Rule] = _PROMPT
 

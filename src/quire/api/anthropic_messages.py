@@ -20,7 +20,7 @@ from quire.errors import RequestError
 # Fields that a chat completion has under the same name.
 _SAME_NAME = (
     "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "min_p", "repetition_penalty", "priority",
-    "cache_salt", "request_id",
+    "cache_salt", "request_id", "deadline_ms", "timing",
 )  # fmt: skip
 # What a chat completion's errors call a field → what the client called it.
 _RENAMED = (

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.protocol import Boolean, Integer, Number, Text, Wire
+from quire.api.protocol import Boolean, DeadlineField, Integer, Number, Text, Wire
 
 AnyObject = Annotated[dict[str, Any], Field(description="an object")]
 Content = Annotated[str | list[Any], Field(description="a string or a list of content blocks")]
@@ -45,6 +45,8 @@ class MessagesRequest(PromptFields):
     priority: Integer = 0
     cache_salt: Text = ""
     request_id: Text | None = None
+    deadline_ms: DeadlineField | None = None
+    timing: Boolean = False
 
 
 class Metadata(Wire):

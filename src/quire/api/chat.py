@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.api import field_tables
 from quire.api.chat_choices import ChatChoices
+from quire.api.deadline import deadline_of
 from quire.api.generation import Answer, Job
 from quire.api.identity import new_head
 from quire.api.logprobs import TokenNames
@@ -17,7 +18,7 @@ from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
 from quire.api.tools import OutputPlan, ToolUse, output_plan, tool_use
 from quire.errors import RequestError
-from quire.request import SamplingParams
+from quire.request import Deadline, SamplingParams
 
 # What the server itself hands to a template; a client may not replace it through chat_template_kwargs.
 _RESERVED_KWARGS = (
@@ -35,6 +36,7 @@ class ChatWork:
     prompt: list[int]
     sampling: SamplingParams
     plan: OutputPlan | None
+    deadline: Deadline | None = None
 
     def job(self, answer: Answer) -> Job:
         request = self.request
@@ -49,6 +51,8 @@ class ChatWork:
             continues=bool(request.continue_final_message),
             client_request_id=request.request_id or request.rid,
             truncate_to=request.truncate_prompt_tokens,
+            deadline=self.deadline,
+            timing=request.timing,
         )
 
 
@@ -81,6 +85,7 @@ async def chat_work(state: ApiState, request: ChatRequest, ignored: list[str] | 
         RequestError: names the field, the value and what is allowed.
     """
     model = state.check_model(request.model)
+    deadline = deadline_of(request.deadline_ms, ignored)
     sampling = sampling_params(
         request,
         state.model.generation_defaults,
@@ -103,7 +108,7 @@ async def chat_work(state: ApiState, request: ChatRequest, ignored: list[str] | 
     if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
         form = plan.constrained(use, sampling.structured_outputs)
         sampling = replace(sampling, skip_special_tokens=False, structured_outputs=form)
-    return ChatWork(request, model, text, prompt, sampling, plan)
+    return ChatWork(request, model, text, prompt, sampling, plan, deadline)
 
 
 def chat_prompt(state: ApiState, request: ChatPrompt, ignored: list[str] | None, use: ToolUse) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.api import field_tables
+from quire.api.deadline import deadline_of
 from quire.api.fields import clip
 from quire.api.generation import Job
 from quire.api.identity import new_head
@@ -59,6 +60,8 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
         continues=True,
         client_request_id=request.request_id or request.rid,
         truncate_to=request.truncate_prompt_tokens,
+        deadline=deadline_of(request.deadline_ms, ignored),
+        timing=request.timing,
         echo=request.echo,
     )
 

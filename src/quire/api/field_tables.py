@@ -148,11 +148,10 @@ SGLANG_CHAT: dict[str, Rule] = {
     **refused("max_dynamic_patch", "min_dynamic_patch", hint=_TEXT_ONLY),
 }
 
-# What Quire itself will take and does not yet.
+# Quire's own.
 QUIRE: dict[str, Rule] = {
+    **used("deadline_ms", "timing"),
     **refused("typical_p", neutral=(1.0,), hint="Use top_p or min_p."),
-    **refused("deadline_ms"),
-    **refused("timing", neutral=(False,)),
 }
 
 # Names of Anthropic's Messages API that get sent to OpenAI's endpoints.
@@ -201,6 +200,8 @@ STRUCTURED_OUTPUTS: dict[str, Rule] = {
     **used("disable_any_whitespace", "disable_additional_properties"),
     **no_effect("disable_fallback"),  # there is one backend
 }
+
+DEADLINE_MS: dict[str, Rule] = used("first_token", "total")
 
 STREAM_OPTIONS: dict[str, Rule] = {
     **used("include_usage", "continuous_usage_stats"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -14,12 +15,13 @@ from quire.api.body import Headers, send_json
 from quire.api.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.api.replies import Head, Usage
 from quire.api.state import ApiState
+from quire.api.timing import timing_of
 from quire.engine.output import OutputChunk, merge
 from quire.engine.stream import RequestStream
 from quire.errors import QuireError, RequestError
 from quire.metrics.log import Log
 from quire.metrics.prometheus import RequestMetrics
-from quire.request import FinishReason, Pooling, SamplingParams
+from quire.request import Deadline, FinishReason, Pooling, SamplingParams
 
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -68,6 +70,8 @@ class Job:
     truncate_to: int | None = (
         None  # keep this many tokens at the end of each prompt; -1: what the context holds
     )
+    deadline: Deadline | None = None
+    timing: bool = False  # the answer says where its time went
     echo: bool = False  # each choice begins with its prompt's text
     pooling: Pooling | None = None  # no answers, but what it asks of each prompt
     prompt_param: str = "prompt"  # what the endpoint calls its prompts
@@ -109,6 +113,7 @@ class Generation:
                     tenant=job.tenant,
                     continues=job.continues,
                     pooling=job.pooling,
+                    deadline=job.deadline,
                 )
                 self._streams.append(stream)
                 self._metrics.append(
@@ -194,6 +199,10 @@ class Generation:
             if self._echoes:
                 whole = replace(whole, text=self._echoes[i // n] + whole.text)
             wholes.append(whole)
+        if job.timing:
+            self.usage.timing = timing_of(
+                self._streams, job.answer.head.determinism, self._state.now() - self._arrival_s
+            )
         body = job.answer.whole(wholes, self._prompts(), self.usage)
         self._ended = True
         await send_json(send, 200, body, headers)
@@ -222,6 +231,10 @@ class Generation:
                 log.exception("stream_crashed", id=answer.head.id)
             await self._send_last(send, answer.error(refusal_of(error)))
             return
+        if self._job.timing:
+            self.usage.timing = timing_of(
+                self._streams, answer.head.determinism, self._state.now() - self._arrival_s
+            )
         await self._send_last(send, answer.closing(self.usage))
 
     async def _send_last(self, send: Send, body: bytes) -> None:
@@ -261,7 +274,10 @@ class Generation:
     def _check_end(self, chunk: OutputChunk) -> None:
         retry_after_s = self._state.settings.retry_after_s
         if chunk.finish_reason is FinishReason.ERROR:
-            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=retry_after_s))
+            after_s = max(retry_after_s, math.ceil(chunk.retry_after_s))
+            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s))
+        if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
+            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))  # there is nothing to show
         if chunk.finish_reason is FinishReason.ABORT:
             self._check_cancelled()
         if chunk.finish_reason is FinishReason.ABORT and not self.disconnected:

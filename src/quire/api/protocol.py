@@ -24,6 +24,12 @@ TokenIds = Annotated[list[Annotated[int, Strict()]], Field(description="a list o
 AnySchema = Annotated[str | dict[str, Any], Field(description="a JSON schema: an object, or its text")]
 
 
+DeadlineField = Annotated[
+    float | dict[str, Any],
+    Field(description="a number of milliseconds, or an object with first_token, total or both"),
+]
+
+
 class Wire(BaseModel):
     """Base of the wire models: frozen, strict, no name beyond the declared ones."""
 
@@ -83,6 +89,8 @@ class GenerationFields(Wire):
     return_token_ids: Boolean = False
     return_tokens_as_token_ids: Boolean = False
     truncate_prompt_tokens: Integer | None = None
+    deadline_ms: DeadlineField | None = None
+    timing: Boolean = False
     prompt_logprobs: Integer | None = None
 
 

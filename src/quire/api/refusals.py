@@ -97,6 +97,10 @@ def refusal_of_chunk(error: str | None, kind: str | None, *, retry_after_s: int 
     message = error or "The engine failed this request."
     if kind == "capacity":
         return busy(message, "queue_full", retry_after_s)
+    if kind == "hopeless":
+        return busy(message, "deadline_hopeless", retry_after_s)
+    if kind == "deadline":
+        return Refusal(504, message, code="deadline_exceeded")
     if kind == "never_fits":
         return Refusal(400, message, code="context_length_exceeded")
     if kind == "request":

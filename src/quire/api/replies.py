@@ -29,7 +29,12 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    timing: Any = None  # set at the end where it is asked for; stands beside the usage
     truncated_tokens: int = 0  # cut off by truncate_prompt_tokens; not in prompt_tokens
+
+    def beside(self) -> dict[str, Any]:
+        """What stands beside ``usage`` in an answer."""
+        return {} if self.timing is None else {"timing": self.timing}
 
     def to_json(self) -> dict[str, Any]:
         details = {"cached_tokens": self.cached_tokens}
@@ -196,7 +201,12 @@ class ChoicesAnswer:
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         choices = self._choices
         items = [choices.whole(i, chunk, prompts[i // self._n]) for i, chunk in enumerate(chunks)]
-        values = {**self.head.to_json(choices.kind), "choices": items, "usage": usage.to_json()}
+        values = {
+            **self.head.to_json(choices.kind),
+            "choices": items,
+            "usage": usage.to_json(),
+            **usage.beside(),
+        }
         return _encode({**values, **choices.beside(prompts[0]), **choices.scored(0, chunks[0])})
 
     def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
@@ -226,7 +236,9 @@ class ChoicesAnswer:
 
     def closing(self, usage: Usage) -> bytes:
         if self._options.include_usage:
-            return self._envelope.frame_with(b"", {"usage": usage.to_json()}) + DONE
+            return self._envelope.frame_with(b"", {"usage": usage.to_json(), **usage.beside()}) + DONE
+        if usage.timing is not None:
+            return self._envelope.frame_with(b"", usage.beside()) + DONE
         return DONE
 
     def error(self, refusal: Refusal) -> bytes:

@@ -58,12 +58,13 @@ class ResponseAnswer:
         self._hooks = hooks
         self._parts = AnswerParts(plan, lambda: "call_" + hooks.new_id()[:24])
         self._ids: list[str] = []  # of the items
-        self._cut = False  # max_output_tokens, or the context, ended the answer
+        self._cut = False  # a limit ended the answer
+        self._cut_by = "max_output_tokens"  # or the context; or "deadline"
         self._num_events = 0
 
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         (chunk,) = chunks
-        self._cut = chunk.finish_reason is FinishReason.LENGTH
+        self._note_end(chunk)
         for event in self._parts.feed(chunk.text, last=True):
             self._name(event)
         return _encode(self._complete(usage))
@@ -74,7 +75,7 @@ class ResponseAnswer:
         return created + self._event("response.in_progress", {"response": response})
 
     def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
-        self._cut = chunk.finish_reason is FinishReason.LENGTH
+        self._note_end(chunk)
         events = self._parts.feed(chunk.text, last=chunk.finish_reason is not None)
         return b"".join([self._part_events(event) for event in events])
 
@@ -88,12 +89,17 @@ class ResponseAnswer:
         response["error"] = {"code": "server_error", "message": refusal.message}
         return self._event("response.failed", {"response": response})
 
+    def _note_end(self, chunk: OutputChunk) -> None:
+        self._cut = chunk.finish_reason in (FinishReason.LENGTH, FinishReason.DEADLINE)
+        if chunk.finish_reason is FinishReason.DEADLINE:
+            self._cut_by = "deadline"
+
     def _complete(self, usage: Usage) -> dict[str, Any]:
         response = self._response(
             "incomplete" if self._cut else "completed", [self._item(part) for part in self._parts.parts]
         )
         if self._cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
+            response["incomplete_details"] = {"reason": self._cut_by}
         response["completed_at"] = None if self._cut else int(self._hooks.unix_time())
         thoughts = [part.text for part in self._parts.parts if part.kind is Kind.REASONING]
         response["usage"] = {
@@ -104,6 +110,7 @@ class ResponseAnswer:
             "output_tokens_details": {"reasoning_tokens": sum(map(self._hooks.count_tokens, thoughts))},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+        response |= usage.beside()
         self._hooks.store(response)
         return response
 

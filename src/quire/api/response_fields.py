@@ -31,6 +31,7 @@ RESPONSES: dict[str, Rule] = {
     **refused("moderation", hint="There is no moderation."),
     # Beside OpenAI's fields, under the names of the other endpoints.
     **used("top_k", "min_p", "repetition_penalty", "seed", "priority", "cache_salt", "request_id"),
+    **used("deadline_ms", "timing"),
     "chat_template_kwargs": VLLM_CHAT["chat_template_kwargs"],
 }
 

@@ -25,7 +25,7 @@ from quire.errors import NotFoundError, RequestError
 # Fields that a chat completion has under the same name.
 _SAME_NAME = (
     "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "user", "priority",
-    "cache_salt", "request_id", "chat_template_kwargs",
+    "cache_salt", "request_id", "chat_template_kwargs", "deadline_ms", "timing",
 )  # fmt: skip
 # What a chat completion's errors call a field → what the client called it.
 _RENAMED = (

@@ -148,10 +148,12 @@ class PrefixCache:
             if inner.alive:  # a parent left without blocks went with its last child
                 self._remove(inner)
 
-    def clear(self) -> None:
-        """Forget every published block."""
+    def clear(self) -> int:
+        """Forget every published block and return how many came free: those in use stay with their users."""
+        num_free = self.pool.num_free
         for node in [n for n in self.nodes.values() if n.parent is None]:
             self.withdraw(node)
+        return self.pool.num_free - num_free
 
     def snapshot(self) -> Iterator[BlockStored]:
         """Yield every block as a `BlockStored`, parents first, for a reader that lost events."""

@@ -56,6 +56,7 @@ class EngineCore:
     def begin(self) -> list[TokenEvent]:
         """The first half of `step`, which never blocks: take in messages, submit what can be computed."""
         events = self._drain_inbox()
+        events += self.scheduler.expire(self.clock.now())
         self._submit()
         return events
 
@@ -119,7 +120,7 @@ class EngineCore:
             case ChangePolicy(call_id, change):
                 self.replies.append(self._change_policy(call_id, change))
             case ResetPrefixCache(call_id):
-                self.replies.append(Reply(call_id, {"num_freed_blocks": self.scheduler.reset_prefix_cache()}))
+                self.replies.append(Reply(call_id, {"num_freed_blocks": self.scheduler.cache.prefix.clear()}))
         return []
 
     def _change_policy(self, call_id: str, change: PolicyChange) -> Reply:

@@ -28,7 +28,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Pooling, SamplingParams
+from quire.request import Deadline, Pooling, SamplingParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -99,6 +99,7 @@ class Frontend:
         tenant: str = "",
         continues: bool = False,
         pooling: Pooling | None = None,
+        deadline: Deadline | None = None,
     ) -> RequestStream:
         """Start a request. A string is tokenized with what the model expects around a text (BOS).
 
@@ -135,6 +136,7 @@ class Frontend:
             tenant=tenant,
             grammar=grammar,
             pooling=pooling,
+            deadline=deadline,
         )
         self._check_open()  # the tokenizer may have taken its time
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)

@@ -38,16 +38,24 @@ class OutputChunk:
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     pooled: tuple[float, ...] | None = None  # of a `Pooling`: with its only chunk
-    stop_reason: int | str | None = None  # the stop token id or the stop string; None for EOS
-    error: str | None = None  # with FinishReason.ERROR
-    error_kind: str | None = None  # "capacity", "never_fits", "step", "internal", "dead"
+    stop_reason: int | str | None = (
+        None  # the stop token id, the stop string, or which deadline; None for EOS
+    )
+    error: str | None = None  # with FinishReason.ERROR and FinishReason.DEADLINE
+    error_kind: str | None = (
+        None  # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline"
+    )
+    retry_after_s: float = 0.0  # with "hopeless"
+
+
+_WITH_ERROR = (FinishReason.ERROR, FinishReason.DEADLINE)
 
 
 def error_of(chunk: OutputChunk) -> QuireError:
     """Return the exception that a chunk with `FinishReason.ERROR` stands for (503, 400 or 500 at the API)."""
     assert chunk.finish_reason is FinishReason.ERROR
     text = chunk.error or "the request failed without a reason; please report this"
-    if chunk.error_kind == "capacity":
+    if chunk.error_kind in ("capacity", "hopeless"):
         return CapacityError(text, retryable=True)
     if chunk.error_kind == "never_fits":
         return CapacityError(text, retryable=False)
@@ -74,13 +82,23 @@ def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
         stop_reason=last.stop_reason,
         error=last.error,
         error_kind=last.error_kind,
+        retry_after_s=last.retry_after_s,
     )
 
 
 class _Sample:
     """One of the n sequences of a request on its way to text."""
 
-    __slots__ = ("detokenizer", "finished", "matcher", "num_tokens", "started")
+    __slots__ = (
+        "_steps_told",
+        "detokenizer",
+        "finished",
+        "matcher",
+        "num_chunks",
+        "num_steps",
+        "num_tokens",
+        "started",
+    )
 
     def __init__(self, request: Request, tokenizer: Tokenizer, continues: bool) -> None:
         sampling = request.sampling
@@ -93,8 +111,18 @@ class _Sample:
                 sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
             )
         self.num_tokens = 0
+        self.num_steps = self.num_chunks = self._steps_told = 0
         self.started = False  # its first chunk is out
         self.finished = False
+
+    def note_step(self, event: TokenEvent) -> None:
+        """Count a step: the core tells its count with the first token after an admission and at the end."""
+        if event.finish_reason is not None or event.num_steps != self._steps_told:
+            self.num_steps = max(self.num_steps, event.num_steps)
+            self._steps_told = event.num_steps
+        elif event.token_ids:
+            self.num_steps += 1
+        self.num_chunks = max(self.num_chunks, event.num_chunks)
 
     @property
     def matched(self) -> str | None:
@@ -141,6 +169,7 @@ class RequestOutputState:
         self.num_cached_tokens = 0
         self.queued_s = 0.0
         self.ttft_s = 0.0
+        self.cache_miss = ""
         self._send = send
         self._samples = [_Sample(request, tokenizer, continues) for _ in range(request.sampling.n)]
         self._preemptions = [0] * request.sampling.n
@@ -154,6 +183,16 @@ class RequestOutputState:
     @property
     def num_preemptions(self) -> int:
         return sum(self._preemptions)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that gave a sample something, all samples together."""
+        return sum(sample.num_steps for sample in self._samples)
+
+    @property
+    def num_chunks(self) -> int:
+        """Of these, how many computed rows of the prompt."""
+        return sum(sample.num_chunks for sample in self._samples)
 
     @property
     def num_output_tokens(self) -> int:
@@ -184,6 +223,8 @@ class RequestOutputState:
             pieces.append(sample.finish())
             if event.stop_token_id is not None and event.stop_token_id not in self._eos:
                 stop_reason = event.stop_token_id
+            elif reason is FinishReason.DEADLINE:
+                stop_reason = event.error
         return self._chunk(sample, event, "".join(pieces), used, reason, stop_reason)
 
     def end(
@@ -214,7 +255,9 @@ class RequestOutputState:
         self._preemptions[event.sample_index] = max(
             self._preemptions[event.sample_index], event.num_preemptions
         )
+        self._samples[event.sample_index].note_step(event)
         if event.sample_index == 0 and self._samples[0].num_tokens == 0:
+            self.cache_miss = event.cache_miss
             self.num_cached_tokens = event.num_cached_tokens
             self.queued_s = event.queued_s
             self.ttft_s = event.ttft_s
@@ -249,6 +292,7 @@ class RequestOutputState:
             prompt_logprobs=tuple(self._prompt_logprobs) if wanted else None,
             pooled=event.pooled,
             stop_reason=stop_reason,
-            error=event.error if reason is FinishReason.ERROR else None,
-            error_kind=event.error_kind if reason is FinishReason.ERROR else None,
+            error=event.error if reason in _WITH_ERROR else None,
+            error_kind=event.error_kind if reason in _WITH_ERROR else None,
+            retry_after_s=event.retry_after_s,
         )

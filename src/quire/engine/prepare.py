@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from quire.engine.model_info import ModelInfo
 from quire.errors import RequestError
-from quire.request import Pooling, Request, SamplingParams
+from quire.request import Deadline, Pooling, Request, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 # 53 bits: a seed that is shown in JSON survives every client that reads numbers as doubles.
@@ -32,6 +32,7 @@ def prepare_request(
     tenant: str = "",
     grammar: str | None = None,
     pooling: Pooling | None = None,
+    deadline: Deadline | None = None,
 ) -> Request:
     """Return the request as the core sees it. ``seed`` is used where ``sampling`` gives none.
 
@@ -69,6 +70,7 @@ def prepare_request(
         tenant=tenant,
         grammar=grammar,
         pooling=pooling,
+        deadline=deadline,
     )
 
 

@@ -33,7 +33,7 @@ class RequestStream:
         seed = state.request.sampling.seed
         assert seed is not None
         self.seed = seed  # the request's own, or the one drawn for it
-        self._state = state
+        self.output = state  # for its numbers; only this class changes it
         self._give_up = give_up
         self._chunks: deque[OutputChunk] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -41,31 +41,31 @@ class RequestStream:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that came from the prefix cache at first admission (0 before it)."""
-        return self._state.num_cached_tokens
+        return self.output.num_cached_tokens
 
     @property
     def num_preemptions(self) -> int:
-        return self._state.num_preemptions
+        return self.output.num_preemptions
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens of all samples together that were put into chunks so far (usage.completion_tokens)."""
-        return self._state.num_output_tokens
+        return self.output.num_output_tokens
 
     @property
     def queued_s(self) -> float:
         """Seconds from arrival to first admission (0 before the first token)."""
-        return self._state.queued_s
+        return self.output.queued_s
 
     @property
     def ttft_s(self) -> float:
         """Seconds from arrival to the first token (0 before it)."""
-        return self._state.ttft_s
+        return self.output.ttft_s
 
     @property
     def finished(self) -> bool:
         """Whether every sample has its terminal chunk (it may still have to be read)."""
-        return self._state.finished
+        return self.output.finished
 
     async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
         try:
@@ -73,7 +73,7 @@ class RequestStream:
                 while self._chunks:
                     for chunk in self._take():
                         yield chunk
-                if self._state.finished:
+                if self.output.finished:
                     return
                 assert self._waiter is None, "one reader at a time"
                 self._waiter = asyncio.get_running_loop().create_future()
@@ -94,15 +94,15 @@ class RequestStream:
 
     async def collect(self) -> tuple[OutputChunk, ...]:
         """Wait for the end and return one whole chunk for each sample, by index."""
-        parts: list[list[OutputChunk]] = [[] for _ in range(self._state.request.sampling.n)]
+        parts: list[list[OutputChunk]] = [[] for _ in range(self.output.request.sampling.n)]
         async for chunk in self:
             parts[chunk.index].append(chunk)
         return tuple(merge(chunks) for chunks in parts)
 
     async def abort(self) -> None:
         """End the request now. Open samples get a terminal chunk with `FinishReason.ABORT`. Harmless when finished."""
-        if not self._state.finished:
-            self._push(self._state.end(FinishReason.ABORT))
+        if not self.output.finished:
+            self._push(self.output.end(FinishReason.ABORT))
             self._give_up()
 
     async def aclose(self) -> None:
@@ -113,10 +113,10 @@ class RequestStream:
     def feed(self, event: TokenEvent) -> None:
         """Turn an event into text and wake the reader (called by the frontend)."""
         try:
-            chunk = self._state.feed(event)
+            chunk = self.output.feed(event)
         except Exception as error:  # one request's text must not take the streams of the others along
             log.exception("output_failed", request_id=self.request_id)
-            self._push(self._state.end(FinishReason.ERROR, f"{type(error).__name__}: {error}", "internal"))
+            self._push(self.output.end(FinishReason.ERROR, f"{type(error).__name__}: {error}", "internal"))
             self._give_up()
             return
         if chunk is not None:
@@ -124,7 +124,7 @@ class RequestStream:
 
     def fail(self, error: str, error_kind: str) -> None:
         """End every open sample with an error (called by the frontend)."""
-        self._push(self._state.end(FinishReason.ERROR, error, error_kind))
+        self._push(self.output.end(FinishReason.ERROR, error, error_kind))
 
     def _push(self, chunks: list[OutputChunk]) -> None:
         self._chunks.extend(chunks)

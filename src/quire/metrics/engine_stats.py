@@ -23,6 +23,7 @@ class EngineStats:
     num_refused: int = 0
     num_finished: int = 0  # sequences that ended with stop or length
     num_aborted: int = 0
+    num_expired: int = 0  # sequences that missed their deadline
     num_failed: int = 0
     num_prompt_tokens: int = 0  # of sequences admitted for the first time
     num_cached_tokens: int = 0  # of these, how many came from the prefix tree

@@ -65,6 +65,7 @@ _ENGINE_COUNTERS = {
     "quire:steps": ("Steps applied.", "num_steps"),
     "quire:steps_failed": ("Steps that failed.", "num_failed_steps"),
     "quire:requests_refused": ("Requests the engine refused.", "num_refused"),
+    "quire:deadlines_missed": ("Sequences that a deadline ended.", "num_expired"),
     "quire:computed_tokens": ("Rows computed, again after preemption too.", "num_computed_tokens"),
     "quire:prompt_chunks": ("Prompt chunks that were not the last of their prompt.", "num_chunks"),
     "quire:forks": ("Forks of a sequence for n > 1.", "num_forks"),
@@ -81,7 +82,9 @@ class ServerMetrics:
         self._engine = engine
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-        self.finished: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
+        self.finished: Counter[str] = Counter(
+            dict.fromkeys(("stop", "length", "abort", "deadline", "error"), 0)
+        )
         self.responses: Counter[tuple[str, str]] = Counter()  # (path, status)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)  # a collector is what has collect()

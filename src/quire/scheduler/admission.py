@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.request import FinishReason, Request, TokenEvent
+from quire.scheduler.deadline import hopeless
 from quire.scheduler.order import sort_key
 from quire.scheduler.outcome import finish_reason
 from quire.scheduler.sequence import RequestState, Sequence, SequenceState
@@ -15,17 +16,18 @@ def add_request(state: SchedulerState, request: Request, now: float) -> list[Tok
     assert request.prompt_token_ids, "a request has at least one token"
     indexes = [i for i in range(request.sampling.n) if i not in request.finished_samples]
     state.counters.num_requests += 1
-    refusal = _refusal(state, request)
+    refusal = _refusal(state, request, now)
     if refusal is not None:
-        kind, text = refusal
+        kind, text, retry_after_s = refusal
         state.counters.num_refused += 1
-        return [refused(request, index, kind, text, now) for index in indexes]
+        return [refused(request, index, kind, text, now, retry_after_s) for index in indexes]
     group = RequestState(request)
     for index in indexes:
         _new_sequence(state, group, index)
     if not group.sequences:
         return []
     state.requests[request.request_id] = group
+    state.deadlines.add(request)
     # After a restart each sample has an output of its own: it is computed again by itself, through the prefix tree.
     leaders = list(group.sequences)
     if not any(request.output_token_ids) and not request.finished_samples:
@@ -44,7 +46,9 @@ def add_request(state: SchedulerState, request: Request, now: float) -> list[Tok
     return events
 
 
-def refused(request: Request, sample_index: int, kind: str, text: str, now: float) -> TokenEvent:
+def refused(
+    request: Request, sample_index: int, kind: str, text: str, now: float, retry_after_s: float = 0.0
+) -> TokenEvent:
     """Return the terminal event of a sample that never entered."""
     return TokenEvent(
         request.request_id,
@@ -53,6 +57,7 @@ def refused(request: Request, sample_index: int, kind: str, text: str, now: floa
         error=text,
         error_kind=kind,
         queued_s=max(0.0, now - request.arrival_s),
+        retry_after_s=retry_after_s,
     )
 
 
@@ -66,29 +71,34 @@ def _new_sequence(state: SchedulerState, group: RequestState, sample_index: int)
     group.sequences.append(seq)
 
 
-def _refusal(state: SchedulerState, request: Request) -> tuple[str, str] | None:
-    """Return (error_kind, text) where the request cannot be taken."""
+def _refusal(state: SchedulerState, request: Request, now: float) -> tuple[str, str, float] | None:
+    """Return (error_kind, text, seconds after which to try again or 0) where the request cannot be taken."""
+    never = _never_fits(state, request)
+    if never is not None:
+        return "never_fits", never, 0.0
+    num_waiting, config = len(state.waiting), state.config
+    if num_waiting >= config.max_queue:
+        text = f"The queue is full: {num_waiting} sequences wait and at most {config.max_queue} may. Try again later."
+        return "capacity", text, 0.0
+    late = hopeless(state, request, now)
+    return None if late is None else ("hopeless", *late)
+
+
+def _never_fits(state: SchedulerState, request: Request) -> str | None:
+    """Tell why the request could not run even alone."""
     config = state.config
     num_prompt = len(request.prompt_token_ids)
     if num_prompt + (not request.prompt_only) > config.max_model_len:
-        return "never_fits", (
+        return (
             f"The prompt has {num_prompt} tokens; this model's context is {config.max_model_len} tokens for prompt and "
             "output together. Shorten the prompt."
         )
     if not config.enable_chunked_prefill and num_prompt > config.max_num_batched_tokens:
-        return "never_fits", (
+        return (
             f"The prompt has {num_prompt} tokens; without chunked prefill a step takes at most "
             f"{config.max_num_batched_tokens}. Raise max_num_batched_tokens or enable chunked prefill."
         )
-    too_large = _too_large(state, request)
-    if too_large is not None:
-        return "never_fits", too_large
-    num_waiting = len(state.waiting)
-    if num_waiting >= config.max_queue:
-        return "capacity", (
-            f"The queue is full: {num_waiting} sequences wait and at most {config.max_queue} may. Try again later."
-        )
-    return None
+    return _too_large(state, request)
 
 
 def _too_large(state: SchedulerState, request: Request) -> str | None:

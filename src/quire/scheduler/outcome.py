@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceABC
 from operator import eq, itemgetter
 
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
+from quire.scheduler.deadline import end_late, is_late
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import Entry, SchedulerState, StepRecord
 from quire.step import SeqResult, StepResult
@@ -41,6 +42,13 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     else:
         state.cache.references.close_step(record.step)
     _apply_sequences(state, record.entries, results, now, events)
+    state.pace.note(
+        record.planned_s,
+        now,
+        num_prompt_rows=record.num_prompt_rows,
+        num_ends=sum(event.finish_reason is not None for event in events),
+        waiting=len(state.waiting) > 0,
+    )
     return events
 
 
@@ -69,6 +77,8 @@ def _apply_sequences(
             state.cache.settle(seq.table, known, end)
         if not token_ids:
             num_undrawn += 1
+            seq.num_steps += 1
+            seq.num_chunks += 1
             if seq.prompt_only and end == seq.row_limit:
                 events.append(_end_prompt(state, seq, result.pooled))
             continue
@@ -76,6 +86,9 @@ def _apply_sequences(
         tail = seq.event_tail
         if tail is None:
             tail = _new_tail(seq, now)
+            if is_late(seq):
+                events.append(end_late(state, seq, "first_token"))
+                continue
         if end >= seq.row_limit or token_id in seq.stop_ids:
             reason = finish_reason(seq, token_id)
             if reason is not None:
@@ -110,6 +123,9 @@ def _scored(seq: Sequence, end: int, entries: tuple[TokenLogprobs, ...]) -> Toke
 def _new_tail(seq: Sequence, now: float) -> tuple[object, ...]:
     """Return the fields of a `TokenEvent` that stay the same until the sequence is preempted or ends."""
     group = seq.group
+    seq.num_chunks += 1
+    seq.num_steps += 1
+    seq.num_tokens_then = len(seq.token_ids)
     if seq.ttft_s is None:
         seq.ttft_s = now - group.request.arrival_s
     seq.event_tail = (
@@ -124,6 +140,10 @@ def _new_tail(seq: Sequence, now: float) -> tuple[object, ...]:
         None,
         0,
         None,
+        seq.num_steps,
+        seq.num_chunks,
+        group.cache_miss,
+        0.0,
     )
     return seq.event_tail
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.cache.manager import CacheManager
 from quire.scheduler.budget import Budget
 from quire.scheduler.fork import fork_siblings
 from quire.scheduler.preempt import make_room
@@ -27,6 +28,7 @@ class Planner:
         self._new_seqs: list[NewSeq] = []
         self._seqs: list[SeqPlan] = []
         self._entries: list[Entry] = []
+        self._num_chunk_rows = 0
         self._starved: SortKey | None = (
             None  # rank of who found no block: nobody behind takes one in this step
         )
@@ -55,7 +57,9 @@ class Planner:
             return None
         gone, state.gone = tuple(state.gone), []
         seqs = tuple(self._seqs)
-        state.in_flight.append(StepRecord(self._step, self._entries, seqs, gone))
+        state.in_flight.append(
+            StepRecord(self._step, self._entries, seqs, gone, self._now, self._num_chunk_rows)
+        )
         state.next_step += 1
         return StepPlan(self._step, tuple(self._new_seqs), seqs, gone, tuple(record.moves))
 
@@ -183,6 +187,7 @@ class Planner:
             return
         group.admitted = True
         group.num_cached_tokens = min(num_cached, seq.num_prompt)
+        group.cache_miss = cache_miss(self._state.cache, seq, num_cached)
         group.queued_s = self._now - group.request.arrival_s
         self._state.counters.num_prompt_tokens += seq.num_prompt
         self._state.counters.num_cached_tokens += group.num_cached_tokens
@@ -205,6 +210,7 @@ class Planner:
             self._state.counters.num_chunks += 1
         self._state.counters.num_computed_tokens += num_rows
         self._budget.left -= num_rows
+        self._num_chunk_rows += num_rows
         if start < seq.num_prompt:
             self._state.cache.publisher.publish(
                 seq.table, seq.token_ids, min(end, seq.num_prompt), planned=True
@@ -251,6 +257,18 @@ class Planner:
                 pooling=request.pooling,
             )
         )
+
+
+def cache_miss(cache: CacheManager, seq: Sequence, num_cached: int) -> str:
+    """Say why no more than ``num_cached`` tokens of a prompt came from the prefix cache; empty where none could."""
+    size = cache.block_size
+    if not cache.config.enable_prefix_caching:
+        return "disabled"
+    if not seq.group.reads_prefix:
+        return "whole prompt wanted"
+    if num_cached >= min(seq.num_prompt // size * size, seq.num_prompt - 1):
+        return "" if num_cached else "shorter than a block"
+    return "not in the cache from there on" if num_cached else "not in the cache"
 
 
 def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:

@@ -17,6 +17,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.admission import add_request
+from quire.scheduler.deadline import expire
 from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
@@ -69,6 +70,10 @@ class Scheduler:
         """Shutdown: end every sequence. Blocks in flight go when their steps are applied or failed."""
         return [event for request_id in tuple(self._state.requests) for event in self.abort(request_id)]
 
+    def expire(self, now: float) -> list[TokenEvent]:
+        """End the sequences whose deadlines have passed. Before each plan."""
+        return expire(self._state, now)
+
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None where nothing can be computed before a result, an arrival or `wakes_at`."""
         return Planner(self._state, now).plan()
@@ -88,21 +93,14 @@ class Scheduler:
         """Change settings from the next plan on; ConfigError where a value is not allowed."""
         change_policy(self._state, change)
 
-    def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix and return the number of blocks that came free.
-
-        Blocks that sequences or steps in flight refer to stay with them; nothing that runs is computed again.
-        """
-        num_free = self.cache.pool.num_free
-        self.cache.prefix.clear()
-        return self.cache.pool.num_free - num_free
-
     def wakes_at(self) -> float | None:
-        """Return when the mere passing of time lets work start (dynamic gate), or None."""
+        """Return when the mere passing of time lets work start (dynamic gate) or ends it (deadlines), or None."""
         state = self._state
         if not state.waiting:
             return None
-        return state.gate.opens_at(state.config, len(state.running), state.waiting.oldest_arrival_s())
+        opens_s = state.gate.opens_at(state.config, len(state.running), state.waiting.oldest_arrival_s())
+        next_s = state.deadlines.next_s
+        return opens_s if opens_s is None or next_s is None else min(opens_s, next_s)
 
     @property
     def has_work(self) -> bool:

@@ -36,9 +36,12 @@ class Sequence:
         "key",
         "max_total",
         "min_total",
+        "num_chunks",
         "num_planned",
         "num_preemptions",
         "num_prompt",
+        "num_steps",
+        "num_tokens_then",
         "num_total",
         "prompt_only",
         "registered",
@@ -89,6 +92,9 @@ class Sequence:
         ] = []  # to be forked when all of the prompt but its last token is planned
         self.key: SortKey = ()  # rank: smaller comes first
         self.num_preemptions = 0
+        self.num_steps = 0  # that gave it something, up to its first token since its last admission
+        self.num_tokens_then = 0  # tokens known at that; each since then took a step
+        self.num_chunks = 0
         self.turn = (
             0  # orders decodes where they do not all fit a step: the longest without a row comes first
         )
@@ -101,6 +107,13 @@ class Sequence:
         return self.num_prompt - 1 if self.siblings else min(self.num_total, self.row_limit)
 
     @property
+    def num_steps_now(self) -> int:
+        """Steps that gave it something; counted here, not in the loop that every token passes."""
+        return self.num_steps + (
+            len(self.token_ids) - self.num_tokens_then if self.event_tail is not None else 0
+        )
+
+    @property
     def output_token_ids(self) -> tuple[int, ...]:
         return tuple(self.token_ids[self.num_prompt :])
 
@@ -108,13 +121,22 @@ class Sequence:
 class RequestState:
     """What the n sequences of a request have in common."""
 
-    __slots__ = ("admitted", "num_cached_tokens", "num_scored", "queued_s", "request", "sequences")
+    __slots__ = (
+        "admitted",
+        "cache_miss",
+        "num_cached_tokens",
+        "num_scored",
+        "queued_s",
+        "request",
+        "sequences",
+    )
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.sequences: list[Sequence] = []  # those not ended, by sample index
         self.admitted = False
         self.num_cached_tokens = 0
+        self.cache_miss = ""  # see `cache_miss`
         self.queued_s = 0.0
         # Rows of the prompt whose log-probabilities were sent; those who have output have them all.
         self.num_scored = len(request.prompt_token_ids) - 1 if any(request.output_token_ids) else 0

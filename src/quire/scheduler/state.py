@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
+from quire.scheduler.deadline_heap import Deadlines
 from quire.scheduler.gate import Gate
 from quire.scheduler.order import WaitingQueue, sort_key
+from quire.scheduler.pace import Pace
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
 from quire.step import SeqPlan
 
@@ -24,6 +26,8 @@ class StepRecord:
     entries: list[Entry]
     seqs: tuple[SeqPlan, ...]
     gone: tuple[int, ...]
+    planned_s: float = 0.0
+    num_prompt_rows: int = 0
 
 
 @dataclass(slots=True)
@@ -34,6 +38,7 @@ class Counters:
     num_refused: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_expired: int = 0
     num_failed: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -64,6 +69,8 @@ class SchedulerState:
         default_factory=list
     )  # sequences that the worker should forget with the next plan
     counters: Counters = field(default_factory=Counters)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    pace: Pace = field(default_factory=Pace)
     next_step: int = 0
     next_seq_id: int = 0
     next_turn: int = 1
@@ -95,6 +102,7 @@ class SchedulerState:
         seq.num_planned = 0
         seq.num_total = len(seq.token_ids)
         seq.num_preemptions += 1
+        seq.num_steps = seq.num_steps_now
         seq.event_tail = None
         self.counters.num_preemptions += 1
         self.gate.return_seat()
@@ -134,6 +142,8 @@ class SchedulerState:
             self.counters.num_failed += 1
         elif reason is FinishReason.ABORT:
             self.counters.num_aborted += 1
+        elif reason is FinishReason.DEADLINE:
+            self.counters.num_expired += 1
         else:
             self.counters.num_finished += 1
         return TokenEvent(
@@ -150,6 +160,9 @@ class SchedulerState:
             group.queued_s,
             seq.ttft_s or 0.0,
             pooled=pooled,
+            num_steps=seq.num_steps_now,
+            num_chunks=seq.num_chunks,
+            cache_miss=group.cache_miss,
         )
 
     def _promote(self, siblings: list[Sequence]) -> None:
