@@ -35,6 +35,7 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
         map(eq, map(_seq_id_of, results), map(_seq_id_of, record.seqs))
     ):
         results = _in_order(record, results)
+    num_finished = state.counters.num_finished
     events: list[TokenEvent] = []
     if [*map(_error_of, results)].count(None) < len(results):
         failed = [i for i, r in enumerate(results) if r.error is not None]
@@ -46,7 +47,7 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
         record.planned_s,
         now,
         num_prompt_rows=record.num_prompt_rows,
-        num_ends=sum(event.finish_reason is not None for event in events),
+        num_ends=state.counters.num_finished - num_finished,
         waiting=len(state.waiting) > 0,
     )
     return events
