@@ -218,7 +218,8 @@ class RequestOutputState:
             pieces.append(sample.feed(token_id, min_tokens))
             if sample.matched is not None:
                 break
-        reason, stop_reason = event.finish_reason, None
+        reason = event.finish_reason
+        stop_reason: int | str | None = None
         if sample.matched is None and reason is not None:
             pieces.append(sample.finish())
             if event.stop_token_id is not None and event.stop_token_id not in self._eos:
