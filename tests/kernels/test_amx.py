@@ -56,6 +56,19 @@ def test_more_rows_than_a_pass() -> None:
             assert_same_bits(linear(pool[row : row + 1], weight), whole[row : row + 1], f"row {row}")
 
 
+@pytest.mark.parametrize("out_features", [1792, 130])
+def test_rows_in_chunks_and_results_past_the_caches(out_features: int) -> None:
+    """More rows of more k than L2 holds are taken in chunks of k; more than a MiB of whole lines is streamed out."""
+    weight = packed(2081, out_features, torch.bfloat16, "amx")
+    pool = torch.randn(310, 2081, generator=generator(9)).bfloat16()
+    with threads(2):
+        whole = linear(pool, weight)
+        for row in (0, 15, 16, 33, 254, 256, 300, 309):
+            assert_same_bits(linear(pool[row : row + 1], weight), whole[row : row + 1], f"row {row}")
+        wide = linear(pool, weight, out_dtype=torch.float32)
+    assert_same_bits(wide.bfloat16(), whole, "fp32 results")
+
+
 def test_what_lies_behind_a_row_does_not_count() -> None:
     """k = 40 and 33: the last step of 32 k reaches beyond the row, where NaNs lie here."""
     for in_features in (33, 40):
