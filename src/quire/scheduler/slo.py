@@ -1,0 +1,151 @@
+"""`SloController`: holds TPOT by what a step may cost. A pure function of the steps that were computed.
+
+Every sequence that decodes waits for the whole step, so its TPOT is the mean of the steps it lives through. After each
+step the controller asks the step-time model, corrected by what steps really took,
+
+    running limit   how many sequences can decode in X at all
+    chunk budget    how many prompt rows fit beside the decodes of the next step, in X and what earlier steps left over
+
+and sends both as a `PolicyChange`. Steps that were shorter than X leave credit, a few steps' worth at most, so that the
+mean is held and not each step; steps that were longer take it. Without decodes nobody waits: the whole budget is free.
+Tokens do not depend on any of this (DESIGN §1.3); only when they come does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from quire.config import SchedulerConfig
+from quire.plan.cost_model import StepFeatures, StepTime, features
+from quire.scheduler.policy import PolicyChange
+from quire.step import StepPlan
+
+MARGIN = 0.92  # of the limit: what p95 is above the mean, and the model's error
+CREDIT_STEPS = 3.0  # that short steps may leave to long ones, in limits
+CREDIT_SHARE = 0.34  # of the credit that one step may use
+MEMORY = 0.1  # weight of the newest step in the running means
+MIN_CHUNK = 16  # rows: a prompt always goes on
+WORTHWHILE = 1 / 16  # a smaller change of a setting is not sent
+
+
+@dataclass(slots=True)
+class _Mean:
+    """An exponential mean that begins at its first value."""
+
+    value: float
+    seen: bool = False
+
+    def add(self, value: float) -> None:
+        self.value += (value - self.value) * (MEMORY if self.seen else 1.0)
+        self.seen = True
+
+
+class SloController:
+    """Call `submitted` and `applied` for every step, in order; send on what `applied` returns."""
+
+    def __init__(self, step_time: StepTime, config: SchedulerConfig, tpot_s: float) -> None:
+        assert tpot_s > 0
+        self._step_time = step_time
+        self._tpot_s = tpot_s
+        self._most = config  # what a person set: never exceeded
+        self._budget = config.max_num_batched_tokens
+        self._limit = config.max_num_seqs
+        self._credit_s = 0.0
+        self._context = _Mean(config.max_model_len / 4)  # keys a decode reads
+        self._chunk_keys = _Mean(config.max_model_len / 4)  # keys a chunk's row sees
+        self._decode_ratio = _Mean(1.0)  # seconds measured / modelled, steps of decodes alone
+        self._mixed_ratio = _Mean(1.0)
+        self._out: deque[tuple[StepFeatures, int, float]] = deque()
+        self._last_s = 0.0
+
+    def submitted(self, plan: StepPlan, now: float) -> None:
+        """A step was handed to the executor."""
+        decodes = sum(seq.num_scheduled_tokens == 1 for seq in plan.seqs)
+        self._out.append((features(plan, len(plan.seqs)), decodes, now))
+
+    def applied(self, now: float, *, failed: bool = False) -> PolicyChange | None:
+        """The oldest step is over. Return new settings, where they differ enough to matter."""
+        step, num_decodes, submitted_s = self._out.popleft()
+        seconds = now - max(submitted_s, self._last_s)  # steps in flight wait for each other
+        self._last_s = now
+        if failed or not step.num_tokens:
+            return None
+        self._learn(step, num_decodes, seconds)
+        self._credit_s += self._aim_s - seconds if num_decodes else self._tpot_s
+        self._credit_s = min(max(self._credit_s, -CREDIT_STEPS * self._tpot_s), CREDIT_STEPS * self._tpot_s)
+        # Whoever was in this step decodes in the next one, but those who are still in their prompts.
+        return self._change(num_decodes + (step.num_seqs > num_decodes))
+
+    def decode_s(self, num_decodes: int) -> float:
+        """Seconds of a step of so many decodes, as steps have been lately."""
+        keys = round(num_decodes * self._context.value)
+        step = StepFeatures(num_decodes, num_decodes, num_decodes, keys, 0, 0)
+        return self._step_time.seconds(step) * self._decode_ratio.value
+
+    def mixed_s(self, num_decodes: int, rows: int) -> float:
+        """Seconds of a step with a chunk of ``rows`` beside the decodes."""
+        pairs = round(rows * self._chunk_keys.value)
+        chunk_kv = round(self._chunk_keys.value) + rows
+        keys = round(num_decodes * self._context.value)
+        step = StepFeatures(num_decodes + rows, num_decodes + 1, num_decodes + 1, keys, chunk_kv, pairs)
+        return self._step_time.seconds(step) * self._mixed_ratio.value
+
+    @property
+    def _aim_s(self) -> float:
+        return self._tpot_s * MARGIN
+
+    def _learn(self, step: StepFeatures, num_decodes: int, seconds: float) -> None:
+        modelled = self._step_time.seconds(step)
+        if modelled <= 0.0:
+            return
+        ratio = min(max(seconds / modelled, 0.1), 10.0)  # a page fault is no new machine
+        chunk_rows = step.num_tokens - num_decodes
+        if chunk_rows > 0:
+            self._chunk_keys.add(step.chunk_pairs / chunk_rows)
+            self._mixed_ratio.add(ratio)
+            if not self._decode_ratio.seen:
+                self._decode_ratio.value = self._mixed_ratio.value
+        else:
+            self._decode_ratio.add(ratio)
+            if not self._mixed_ratio.seen:
+                self._mixed_ratio.value = self._decode_ratio.value
+        if num_decodes:
+            self._context.add(step.decode_kv_tokens / num_decodes)
+
+    def _change(self, num_decodes: int) -> PolicyChange | None:
+        limit = self._running_limit()
+        budget = self._most.max_num_batched_tokens
+        if num_decodes:
+            allowed_s = self._aim_s + CREDIT_SHARE * self._credit_s
+            budget = min(budget, num_decodes + self._chunk(num_decodes, allowed_s))
+        new_limit = limit if _differs(limit, self._limit) else None
+        new_budget = budget if _differs(budget, self._budget) else None
+        if new_limit is None and new_budget is None:
+            return None
+        self._limit, self._budget = new_limit or self._limit, new_budget or self._budget
+        return PolicyChange(max_num_seqs=new_limit, max_num_batched_tokens=new_budget)
+
+    def _running_limit(self) -> int:
+        """The most sequences that decode within the aim; at least one runs."""
+        low, high = 1, self._most.max_num_seqs
+        if self.decode_s(high) <= self._aim_s:
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.decode_s(middle) <= self._aim_s else (low, middle)
+        return low
+
+    def _chunk(self, num_decodes: int, allowed_s: float) -> int:
+        """The most prompt rows beside ``num_decodes`` decodes within ``allowed_s``."""
+        low, high = MIN_CHUNK, self._most.max_num_batched_tokens
+        if self.mixed_s(num_decodes, high) <= allowed_s:
+            return high
+        while high - low > MIN_CHUNK // 2:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.mixed_s(num_decodes, middle) <= allowed_s else (low, middle)
+        return low
+
+
+def _differs(new: int, old: int) -> bool:
+    return abs(new - old) > old * WORTHWHILE or (new != old and new < 32)

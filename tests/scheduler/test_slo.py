@@ -1,0 +1,105 @@
+"""The SLO controller on given step times: what it sends, and that the mean step holds."""
+
+from __future__ import annotations
+
+import random
+
+from quire.config import SchedulerConfig
+from quire.plan.cost_model import CostModel, Curve, StepFeatures
+from quire.scheduler.policy import PolicyChange
+from quire.scheduler.slo import MIN_CHUNK, SloController
+from quire.step import SeqPlan, StepPlan
+
+CONFIG = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=4096, max_model_len=8192)
+# 4 ms a step, 20 µs a row, 0.1 ms a sequence, 0.1 µs a key
+MODEL = CostModel(4e-3, Curve((0.0, 1.0), (0.0, 2e-5)), per_seq_s=1e-4, per_decode_kv_s=1e-7)
+
+
+class Engine:
+    """Steps of ``decodes`` sequences, and a chunk as large as the budget leaves, in the modelled time × ``slower``."""
+
+    def __init__(self, controller: SloController, slower: float = 1.0) -> None:
+        self.controller, self.slower = controller, slower
+        self.now, self.step = 0.0, 0
+        self.budget, self.limit = CONFIG.max_num_batched_tokens, CONFIG.max_num_seqs
+        self.sent: list[PolicyChange] = []
+
+    def run(self, decodes: int, *, waiting: bool, context: int = 500) -> float:
+        decodes = min(decodes, self.limit)
+        rows = max(0, self.budget - decodes) if waiting else 0
+        seqs = [SeqPlan(i, 0, context, 1) for i in range(decodes)]
+        seqs += [SeqPlan(99, 0, 0, rows)] if rows > 1 else []
+        self.controller.submitted(StepPlan(self.step, seqs=tuple(seqs)), self.now)
+        pairs, kv = (rows * (rows + 1) // 2, rows) if rows > 1 else (0, 0)
+        step = StepFeatures(decodes + rows, len(seqs), len(seqs), decodes * (context + 1), kv, pairs)
+        seconds = MODEL.seconds(step) * self.slower
+        self.now += seconds
+        self.step += 1
+        change = self.controller.applied(self.now)
+        if change is not None:
+            self.sent.append(change)
+            self.budget = change.max_num_batched_tokens or self.budget
+            self.limit = change.max_num_seqs or self.limit
+        return seconds
+
+
+def test_the_mean_of_steps_with_prompts_and_decodes_holds() -> None:
+    engine = Engine(SloController(MODEL, CONFIG, 0.025))
+    steps = [engine.run(16, waiting=True) for _ in range(200)]
+    assert steps[0] > 0.08  # the default budget breaks it
+    late = steps[50:]
+    assert sum(late) / len(late) <= 0.025
+    assert sum(late) / len(late) > 0.8 * 0.025  # and no prompt row is left out for nothing
+
+
+def test_it_learns_that_the_machine_is_slower_than_the_model() -> None:
+    engine = Engine(SloController(MODEL, CONFIG, 0.05), slower=2.5)
+    late = [engine.run(16, waiting=True) for _ in range(300)][100:]
+    assert 0.8 * 0.05 < sum(late) / len(late) <= 0.05
+
+
+def test_short_steps_leave_room_for_long_ones() -> None:
+    """Prompts come in one step of four: the mean over all of them is held, not each."""
+    engine = Engine(SloController(MODEL, CONFIG, 0.02))
+    steps = [engine.run(16, waiting=i % 4 == 0) for i in range(400)][100:]
+    assert max(steps) > 0.02
+    assert sum(steps) / len(steps) <= 0.02
+
+
+def test_fewer_run_where_decodes_alone_are_too_slow() -> None:
+    engine = Engine(SloController(MODEL, CONFIG, 0.008))
+    for _ in range(100):
+        engine.run(64, waiting=False)
+    assert 1 <= engine.limit < 40
+    assert engine.controller.decode_s(engine.limit) <= 0.008
+
+
+def test_nobody_waits_where_nobody_decodes() -> None:
+    engine = Engine(SloController(MODEL, CONFIG, 0.02))
+    for _ in range(20):
+        engine.run(16, waiting=True)
+    assert engine.budget < 2000
+    for _ in range(3):
+        engine.run(0, waiting=True)
+    # One sequence has ended its prompt and decodes next: its budget is of one decode, and no more than a person set.
+    assert engine.budget <= CONFIG.max_num_batched_tokens
+
+
+def test_whatever_comes_the_settings_stay_within_what_a_person_set() -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    engine = Engine(SloController(MODEL, CONFIG, rng.uniform(1e-4, 0.2)), slower=rng.uniform(0.05, 20))
+    for _ in range(300):
+        engine.run(rng.randrange(65), waiting=rng.random() < 0.5, context=rng.randrange(8000))
+    for change in engine.sent:
+        assert change.max_num_seqs is None or 1 <= change.max_num_seqs <= CONFIG.max_num_seqs
+        budget = change.max_num_batched_tokens
+        assert budget is None or MIN_CHUNK <= budget <= CONFIG.max_num_batched_tokens
+
+
+def test_a_failed_step_teaches_nothing() -> None:
+    controller = SloController(MODEL, CONFIG, 0.02)
+    controller.submitted(StepPlan(0, seqs=(SeqPlan(0, 0, 10, 1),)), 0.0)
+    assert controller.applied(100.0, failed=True) is None
+    assert controller.decode_s(1) == MODEL.seconds(StepFeatures(1, 1, 1, 2048, 0, 0))
