@@ -1,4 +1,4 @@
-"""The SLO controller on given step times: what it sends, and that the mean step holds."""
+"""The SLO controller on given step times: what it sends, and that steps hold."""
 
 from __future__ import annotations
 
@@ -56,14 +56,6 @@ def test_it_learns_that_the_machine_is_slower_than_the_model() -> None:
     engine = Engine(SloController(MODEL, CONFIG, 0.05), slower=2.5)
     late = [engine.run(16, waiting=True) for _ in range(300)][100:]
     assert 0.8 * 0.05 < sum(late) / len(late) <= 0.05
-
-
-def test_short_steps_leave_room_for_long_ones() -> None:
-    """Prompts come in one step of four: the mean over all of them is held, not each."""
-    engine = Engine(SloController(MODEL, CONFIG, 0.02))
-    steps = [engine.run(16, waiting=i % 4 == 0) for i in range(400)][100:]
-    assert max(steps) > 0.02
-    assert sum(steps) / len(steps) <= 0.02
 
 
 def test_fewer_run_where_decodes_alone_are_too_slow() -> None:

@@ -28,16 +28,25 @@ from quire.request import TokenEvent
 from quire.scheduler.admission import refused
 from quire.scheduler.policy import PolicyChange, settings
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.slo import SloController
 from quire.step import StepPlan, StepResult
 
 
 class EngineCore:
     """Scheduler + executor + clock. `put` may be called from any thread, the rest from the one that steps."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Clock) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        controller: SloController | None = None,
+    ) -> None:
+        """``controller`` sees every step, and what it wants changed goes through the inbox like anybody's wish."""
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
+        self.controller = controller
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
         self.replies: list[Reply] = []  # to calls, for whoever steps to take out
         self._inbox: deque[Message] = deque()  # append and popleft are atomic
@@ -62,8 +71,15 @@ class EngineCore:
 
     def finish(self) -> list[TokenEvent]:
         """The second half: wait for the oldest step out and apply its result. The simulator comes in between."""
-        result = self._collect()
-        return self.scheduler.apply(result, self.clock.now())
+        out = self._out.popleft()
+        result = self._collect(out)
+        now = self.clock.now()
+        events = self.scheduler.apply(result, now)
+        if self.controller is not None and isinstance(out, StepPlan):
+            change = self.controller.applied(now, failed=result.error is not None)
+            if change is not None:
+                self._inbox.append(change)
+        return events
 
     @property
     def has_work(self) -> bool:
@@ -148,9 +164,10 @@ class EngineCore:
                 self._out.append(StepResult(plan.step, error=_text(error)))
                 return
             self._out.append(plan)
+            if self.controller is not None:
+                self.controller.submitted(plan, self.clock.now())
 
-    def _collect(self) -> StepResult:
-        out = self._out.popleft()
+    def _collect(self, out: StepPlan | StepResult) -> StepResult:
         if isinstance(out, StepResult):
             return out
         try:

@@ -4,10 +4,11 @@ Every sequence that decodes waits for the whole step, so its TPOT is the mean of
 step the controller asks the step-time model, corrected by what steps really took,
 
     running limit   how many sequences can decode in X at all
-    chunk budget    how many prompt rows fit beside the decodes of the next step, in X and what earlier steps left over
+    chunk budget    how many prompt rows fit in X beside the decodes of the next step
 
-and sends both as a `PolicyChange`. Steps that were shorter than X leave credit, a few steps' worth at most, so that the
-mean is held and not each step; steps that were longer take it. Without decodes nobody waits: the whole budget is free.
+and sends both as a `PolicyChange`. Without decodes nobody waits: the whole budget is free. Each step is held, not their
+mean: letting long steps use what short ones left gained no goodput on any of three traces, and a request with a short
+output paid for it (benchmarks/slo_controller.py, 2026-11-21).
 Tokens do not depend on any of this (DESIGN §1.3); only when they come does.
 """
 
@@ -22,8 +23,6 @@ from quire.scheduler.policy import PolicyChange
 from quire.step import StepPlan
 
 MARGIN = 0.92  # of the limit: what p95 is above the mean, and the model's error
-CREDIT_STEPS = 3.0  # that short steps may leave to long ones, in limits
-CREDIT_SHARE = 0.34  # of the credit that one step may use
 MEMORY = 0.1  # weight of the newest step in the running means
 MIN_CHUNK = 16  # rows: a prompt always goes on
 WORTHWHILE = 1 / 16  # a smaller change of a setting is not sent
@@ -47,11 +46,10 @@ class SloController:
     def __init__(self, step_time: StepTime, config: SchedulerConfig, tpot_s: float) -> None:
         assert tpot_s > 0
         self._step_time = step_time
-        self._tpot_s = tpot_s
+        self._aim_s = tpot_s * MARGIN
         self._most = config  # what a person set: never exceeded
         self._budget = config.max_num_batched_tokens
         self._limit = config.max_num_seqs
-        self._credit_s = 0.0
         self._context = _Mean(config.max_model_len / 4)  # keys a decode reads
         self._chunk_keys = _Mean(config.max_model_len / 4)  # keys a chunk's row sees
         self._decode_ratio = _Mean(1.0)  # seconds measured / modelled, steps of decodes alone
@@ -72,8 +70,6 @@ class SloController:
         if failed or not step.num_tokens:
             return None
         self._learn(step, num_decodes, seconds)
-        self._credit_s += self._aim_s - seconds if num_decodes else self._tpot_s
-        self._credit_s = min(max(self._credit_s, -CREDIT_STEPS * self._tpot_s), CREDIT_STEPS * self._tpot_s)
         # Whoever was in this step decodes in the next one, but those who are still in their prompts.
         return self._change(num_decodes + (step.num_seqs > num_decodes))
 
@@ -90,10 +86,6 @@ class SloController:
         keys = round(num_decodes * self._context.value)
         step = StepFeatures(num_decodes + rows, num_decodes + 1, num_decodes + 1, keys, chunk_kv, pairs)
         return self._step_time.seconds(step) * self._mixed_ratio.value
-
-    @property
-    def _aim_s(self) -> float:
-        return self._tpot_s * MARGIN
 
     def _learn(self, step: StepFeatures, num_decodes: int, seconds: float) -> None:
         modelled = self._step_time.seconds(step)
@@ -117,8 +109,7 @@ class SloController:
         limit = self._running_limit()
         budget = self._most.max_num_batched_tokens
         if num_decodes:
-            allowed_s = self._aim_s + CREDIT_SHARE * self._credit_s
-            budget = min(budget, num_decodes + self._chunk(num_decodes, allowed_s))
+            budget = min(budget, num_decodes + self._chunk(num_decodes))
         new_limit = limit if _differs(limit, self._limit) else None
         new_budget = budget if _differs(budget, self._budget) else None
         if new_limit is None and new_budget is None:
@@ -136,14 +127,14 @@ class SloController:
             low, high = (middle, high) if self.decode_s(middle) <= self._aim_s else (low, middle)
         return low
 
-    def _chunk(self, num_decodes: int, allowed_s: float) -> int:
-        """The most prompt rows beside ``num_decodes`` decodes within ``allowed_s``."""
+    def _chunk(self, num_decodes: int) -> int:
+        """The most prompt rows beside ``num_decodes`` decodes within the aim."""
         low, high = MIN_CHUNK, self._most.max_num_batched_tokens
-        if self.mixed_s(num_decodes, high) <= allowed_s:
+        if self.mixed_s(num_decodes, high) <= self._aim_s:
             return high
         while high - low > MIN_CHUNK // 2:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.mixed_s(num_decodes, middle) <= allowed_s else (low, middle)
+            low, high = (middle, high) if self.mixed_s(num_decodes, middle) <= self._aim_s else (low, middle)
         return low
 
 

@@ -18,6 +18,7 @@ from quire.executor.base import Executor
 from quire.gateway.routing import Router
 from quire.plan.cost_model import StepTime
 from quire.request import TokenEvent
+from quire.scheduler.slo import SloController
 from quire.sim.faults import Fault, check_faults
 from quire.sim.latency import Latency, Speculation
 from quire.sim.replica import Replica
@@ -39,6 +40,7 @@ class ClusterConfig:
     max_in_flight: int = 1
     speculation: Speculation | None = None
     faults: tuple[Fault, ...] = ()
+    tpot_s: float | None = None  # each replica's controller holds it, as ``quire serve --slo`` does
     frontend_s: float = 0.0  # from the client to the core, and the same from the core to the client
     seed: int = 0
 
@@ -69,6 +71,7 @@ class Cluster:
         self.config = config
         self.clock = VirtualClock()
         self.latency = Latency(step_time, config.speculation)
+        self._step_time = step_time
         self.router = Router(config.routing, seed=config.seed, max_load_ratio=config.max_load_ratio)
         self.client = Client(workload, config.cache, config.seed, chains=self.router.needs_chains)
         self.replicas: list[Replica] = []
@@ -145,6 +148,9 @@ class Cluster:
             max_in_flight=config.max_in_flight,
             reports=self.router.needs_events,
             watch=self._watch,
+            controller=(
+                SloController(self._step_time, config.scheduler, config.tpot_s) if config.tpot_s else None
+            ),
         )
 
     def _sender(self, request: WorkloadRequest) -> Callable[[], None]:

@@ -18,6 +18,7 @@ from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.slo import SloController
 from quire.sim.executor import SimExecutor
 from quire.sim.latency import Latency
 
@@ -37,13 +38,14 @@ class Replica:
         max_in_flight: int = 1,
         reports: bool = False,
         watch: Callable[[Executor], Executor] | None = None,
+        controller: SloController | None = None,
     ) -> None:
         """``reports``: it keeps cache events for a router; ``watch`` wraps the executor (`quire.sim.plan_hash`)."""
         self.number = number
         self.executor = SimExecutor(latency, clock, on_submit, max_in_flight=max_in_flight)
         events = EventBuffer() if reports else None
         executor = watch(self.executor) if watch else self.executor
-        self.core = EngineCore(Scheduler(scheduler, cache, events), executor, clock)
+        self.core = EngineCore(Scheduler(scheduler, cache, events), executor, clock, controller)
         self.peak_blocks = 0  # held by sequences or steps, at most
 
     @property
