@@ -49,7 +49,17 @@ CASES: dict[str, tuple[int, list[str], list[str]]] = {
 
 def ours(url: str, num: int, flags: list[str], out: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "quire.cli", "bench", "serve", "--url", url, "--limit", str(num)]
-    command += ["--input-len", str(PROMPT), "--output-len", str(OUTPUT), "--json", str(out), *flags]
+    command += [
+        "--prompts",
+        "words",
+        "--input-len",
+        str(PROMPT),
+        "--output-len",
+        str(OUTPUT),
+        "--json",
+        str(out),
+        *flags,
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"PYTHONPATH": str(ROOT / "src")})
     found = json.loads(out.read_text())
     return {key: found[key]["p50"] for key in ("ttft_ms", "tpot_ms", "e2el_ms")} | {

@@ -125,6 +125,11 @@ class ServerArgs:
     )
     log_level: str = _flag("info", "How much is logged.", group="Server",
                            choices=("debug", "info", "warning", "error"))  # fmt: skip
+    log_format: str = _flag("human", "Log lines for people, or one JSON object a line.", group="Server",
+                            choices=("human", "json"))  # fmt: skip
+    otlp_traces_endpoint: str | None = _flag(None, "OTLP/HTTP URL that gets the spans of each request, as "
+                                             "http://localhost:4318/v1/traces (extra otel) [none].",
+                                             group="Server")  # fmt: skip
 
 
 flag = _flag  # for the tables of commands that have their own: bench, simulate …

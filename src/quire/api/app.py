@@ -29,6 +29,7 @@ from quire.api.state import ApiState
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.metrics.prometheus import ServerMetrics
+from quire.metrics.trace import RequestTracer
 
 
 def create_app(
@@ -37,9 +38,10 @@ def create_app(
     *,
     now: Callable[[], float] = time.monotonic,
     unix_time: Callable[[], float] = time.time,
+    tracer: RequestTracer | None = None,
 ) -> FastAPI:
     """Return the API over ``frontend``, which may still be starting (then /readyz and requests answer 503)."""
-    metrics = ServerMetrics(frontend.model.names[0], frontend.stats)
+    metrics = ServerMetrics(frontend.model.names[0], frontend.stats, lambda: settings.cache_config)
     rng = Random(secrets.randbits(128))  # unique is enough for ids, and a system call for each is dear
     state = ApiState(
         frontend,
@@ -51,6 +53,7 @@ def create_app(
         started_unix=int(unix_time()),
         responses=ResponseStore(settings.response_store_bytes),
         running=RunningRequests(),
+        tracer=tracer,
     )
     app = FastAPI(
         title="Quire",

@@ -16,6 +16,7 @@ from quire.api.refusals import refusal_of
 from quire.api.state import ApiState
 from quire.errors import QuireError
 from quire.metrics.log import Log
+from quire.metrics.trace import trace_headers
 
 log = Log("api")
 
@@ -88,7 +89,8 @@ class GenerateEndpoint(PostEndpoint):
         ignored = self._ignored()
         job = await self._prepare(self._state, body, ignored)
         adopt_request_id(scope, job.client_request_id)
-        generation = Generation(self._state, job, arrival_s, request_id_of(scope))
+        trace = trace_headers(scope["headers"])
+        generation = Generation(self._state, job, arrival_s, request_id_of(scope), trace)
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
         with self._state.running.entered(ids, generation):
             await self._answer(generation, ignored, receive, send)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import QuireError, RequestError
 from quire.metrics.log import Log
 from quire.metrics.prometheus import RequestMetrics
+from quire.metrics.trace import RequestPhases
 from quire.request import Deadline, FinishReason, Pooling, SamplingParams
 
 _SSE_HEADERS = (
@@ -80,8 +81,11 @@ class Job:
 class Generation:
     """Runs a `Job`. The choice index of sample s of prompt p is ``p * n + s``, as in OpenAI's API."""
 
-    def __init__(self, state: ApiState, job: Job, arrival_s: float, request_id: str) -> None:
+    def __init__(
+        self, state: ApiState, job: Job, arrival_s: float, request_id: str, trace: Mapping[str, str]
+    ) -> None:
         self._state = state
+        self._trace = trace  # the headers that name the client's span
         self.request_id = request_id  # under which the client and the log know it
         self._job = job
         self._arrival_s = arrival_s
@@ -122,6 +126,7 @@ class Generation:
                         n=job.sampling.n,
                         max_tokens=job.sampling.max_tokens,
                         prompt_tokens=len(stream.prompt_token_ids),
+                        on_end=_spans(self._state, job, self._trace, stream.request_id, self.request_id),
                     )
                 )
                 self.usage.prompt_tokens += len(stream.prompt_token_ids)
@@ -262,7 +267,7 @@ class Generation:
         metrics, num_tokens = self._metrics[prompt], len(chunk.token_ids)
         if not metrics.is_admitted and (num_tokens or chunk.finish_reason in _COMPLETE):
             stream = self._streams[prompt]
-            metrics.admitted(stream.queued_s)
+            metrics.admitted(stream.queued_s, stream.num_cached_tokens)
             self.usage.cached_tokens += stream.num_cached_tokens
         if num_tokens:
             self.usage.completion_tokens += num_tokens
@@ -306,6 +311,25 @@ async def _cut(state: ApiState, job: Job, prompt: str | list[int]) -> tuple[str 
 
 def _text_of(state: ApiState, job: Job, ids: list[int]) -> str:
     return state.frontend.tokenizer.decode(ids, skip_special_tokens=job.sampling.skip_special_tokens)
+
+
+def _spans(
+    state: ApiState, job: Job, trace: Mapping[str, str], request_id: str, http_request_id: str
+) -> Callable[[RequestPhases], None] | None:
+    """What makes the spans of one prompt when it has ended, where they are wanted."""
+    if state.tracer is None:
+        return None
+    sampling = job.sampling
+    attributes = {
+        "gen_ai.request.id": request_id,
+        "gen_ai.response.model": job.answer.head.model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.n": sampling.n,
+        "http.request_id": http_request_id,
+    }
+    return state.tracer.follow(trace, attributes)
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, OutputChunk], None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from quire.config import EngineConfig
 
@@ -20,6 +21,7 @@ class ApiSettings:
     max_body_bytes: int = 32 * 2**20
     tool_format: str = "auto"  # a name of quire.text.output.FORMATS, or what the chat template shows
     retry_after_s: int = 1  # sent with 503
+    cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
     response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
 
 

@@ -12,6 +12,7 @@ from quire.engine.frontend import Frontend
 from quire.engine.model_info import ModelInfo
 from quire.errors import NotFoundError
 from quire.metrics.prometheus import ServerMetrics
+from quire.metrics.trace import RequestTracer
 from quire.text.output import FORMATS, OutputFormat, detect_format
 
 
@@ -28,6 +29,7 @@ class ApiState:
     started_unix: int
     responses: ResponseStore
     running: RunningRequests
+    tracer: RequestTracer | None = None
 
     def output_format(self, has_tools: bool) -> OutputFormat:
         """Return how the model writes reasoning and calls: --tool-format, or what its chat template shows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -33,9 +34,11 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     from quire.engine.supervisor import RestartPolicy, Supervisor
     from quire.metrics.log import configure as configure_log
 
-    configure_log(server_args.log_level)
+    style: Any = server_args.log_format
+    configure_log(server_args.log_level, style=style)
     config, checkpoint = configure(engine_args, detect_device())
-    first = ProcessClient(config, log_level=server_args.log_level, process=process)
+    child_log: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
+    first = ProcessClient(config, **child_log, process=process)
 
     # The child loads the model from here on; this process reads the tokenizer and imports the web server.
     from quire.api.app import create_app
@@ -51,7 +54,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     clock = WallClock()
     client = Supervisor(
         first,
-        lambda: ProcessClient(config, log_level=server_args.log_level),
+        lambda: ProcessClient(config, **child_log),
         clock,
         RestartPolicy(max_restarts=server_args.max_restarts),
     )
@@ -66,6 +69,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         tool_format=server_args.tool_format,
         max_body_bytes=server_args.max_body_mib * 2**20,
         response_store_bytes=server_args.response_store_mib * 2**20,
+        cache_config=asdict(config.cache) | {"cache_dtype": config.model.kv_dtype},
     )
 
     def announce(url: str, info: EngineInfo) -> None:
@@ -78,9 +82,23 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     weights = weights_report(config.model)
     note = slow_kernels(config.device, config.runner.cpu_isa)
     sock = bind(server_args.host, server_args.port)
-    app = create_app(frontend, api)
+    tracer = make_tracer(server_args.otlp_traces_endpoint, clock, release)
+    app = create_app(frontend, api, tracer=tracer)
     admin = admin_listener(app, server_args)
-    return run(app, sock=sock, drain_timeout_s=server_args.drain_timeout_s, on_ready=announce, admin=admin)
+    try:
+        return run(
+            app, sock=sock, drain_timeout_s=server_args.drain_timeout_s, on_ready=announce, admin=admin
+        )
+    finally:
+        if tracer is not None:
+            tracer.close()
+
+
+def make_tracer(endpoint: str | None, clock: Any, release: str) -> Any:
+    """Where spans are wanted, what makes them; ConfigError where the extra is missing."""
+    from quire.metrics.trace import RequestTracer
+
+    return None if endpoint is None else RequestTracer.to(endpoint, clock.now, time.time, release)
 
 
 def admin_listener(app: Any, args: ServerArgs) -> Any:

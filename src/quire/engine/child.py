@@ -38,7 +38,8 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, args=(life_fd, directory), daemon=True).start()
-    sys.stderr = sys.stdout = _Prefixed(sys.stderr)
+    stderr = sys.stderr
+    sys.stderr = sys.stdout = _Prefixed(stderr)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for place in (inbox, outbox):
@@ -55,7 +56,8 @@ def main(argv: list[str]) -> None:
         preload(executor)
         boot = decode(inbox.recv_multipart())
         assert isinstance(boot, Boot)
-        configure(boot.log_level)
+        # A line of JSON names its part itself, and with something in front it would be none.
+        configure(boot.log_level, stream=stderr if boot.log_format == "json" else None, style=boot.log_format)
         clock = WallClock()
         start_s = clock.now()
         core = build_core(boot.config, executor, clock)

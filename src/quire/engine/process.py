@@ -21,6 +21,7 @@ from quire.engine.spawn import EngineProcess
 from quire.engine.wire import Boot, Events, Failure, decode, encode
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
+from quire.metrics.log import LogStyle
 from quire.request import TokenEvent
 
 
@@ -33,6 +34,7 @@ class ProcessClient:
         *,
         executor: str = "local",
         log_level: str = "warning",
+        log_format: LogStyle = "human",
         process: EngineProcess | None = None,
     ) -> None:
         """``process``: one started earlier, with the same ``executor``; else one is started now."""
@@ -54,7 +56,7 @@ class ProcessClient:
         self._dead: EngineDeadError | None = None
         self._stats = EngineStats()
         self._replies: list[Reply] = []
-        self._send(Boot(config, log_level))
+        self._send(Boot(config, log_level, log_format))
 
     @property
     def pid(self) -> int:

@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.engine.client import EngineInfo
 from quire.engine.inbox import Message, Reply
 from quire.metrics.engine_stats import EngineStats
+from quire.metrics.log import LogStyle
 from quire.request import TokenEvent
 
 
@@ -21,6 +22,7 @@ class Boot(NamedTuple):
 
     config: EngineConfig
     log_level: str
+    log_format: LogStyle = "human"
 
 
 class Events(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of `step_tokens`
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -36,6 +38,7 @@ class EngineStats:
     num_failed_steps: int = 0
     num_restarted_readers: int = 0  # sequences that read from a failed step and started again
     num_evicted_blocks: int = 0
+    step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # steps by their tokens, at most each bound
 
     @property
     def kv_usage(self) -> float:

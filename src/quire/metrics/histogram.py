@@ -29,5 +29,10 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(bound, observations ≤ bound) as Prometheus exposes them; the last bound is +Inf."""
-        names = [*(str(float(b)) for b in self.bounds), "+Inf"]
-        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
+        return cumulative(self.bounds, self.counts)
+
+
+def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """(bound, observations ≤ bound) of one more count than bounds."""
+    names = [*(str(float(b)) for b in bounds), "+Inf"]
+    return list(zip(names, map(float, accumulate(counts)), strict=True))

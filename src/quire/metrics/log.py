@@ -13,6 +13,7 @@ import logging
 import sys
 from typing import IO, Any, Literal
 
+LogStyle = Literal["human", "json"]
 _ROOT = "quire"
 _NEEDS_QUOTES = set(' "=\\')
 
@@ -51,9 +52,7 @@ class Log:
             self._logger.log(level, event, extra={"fields": fields})
 
 
-def configure(
-    level: str = "info", *, stream: IO[str] | None = None, style: Literal["human", "json"] = "human"
-) -> None:
+def configure(level: str = "info", *, stream: IO[str] | None = None, style: LogStyle = "human") -> None:
     """Write Quire's logs to ``stream`` (default: stderr) from ``level`` up. A second call replaces the first."""
     logger = logging.getLogger(_ROOT)
     for old in list(logger.handlers):

@@ -8,14 +8,15 @@ families when somebody scrapes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from quire.metrics.engine_stats import EngineStats
-from quire.metrics.histogram import Histogram
+from quire.metrics.engine_stats import STEP_TOKENS, EngineStats
+from quire.metrics.histogram import Histogram, cumulative
+from quire.metrics.trace import RequestPhases
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
            40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
@@ -39,6 +40,11 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:request_prompt_tokens": ("Prompt tokens, a request.", _TOKENS),
     "vllm:request_generation_tokens": ("Generated tokens, a sequence.", _TOKENS),
     "vllm:request_params_n": ("n, a request.", _N),
+    "vllm:request_max_num_generation_tokens": (
+        "Generated tokens of the longest sequence, a request.",
+        _TOKENS,
+    ),
+    "vllm:request_prefill_kv_computed_tokens": ("Prompt tokens not found in the cache, a request.", _TOKENS),
     "vllm:request_params_max_tokens": ("max_tokens, a request that gives it.", _TOKENS),
 }
 _COUNTERS = {
@@ -76,10 +82,16 @@ _ENGINE_COUNTERS = {
 class ServerMetrics:
     """All metrics of one app. ``engine`` is asked for the engine's numbers at each scrape."""
 
-    def __init__(self, model_name: str, engine: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        engine: Callable[[], EngineStats],
+        cache_config: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
         self._labels = ["model_name", "engine"]
         self._values = [model_name, "0"]
         self._engine = engine
+        self._cache_config = cache_config
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self.finished: Counter[str] = Counter(
@@ -88,17 +100,27 @@ class ServerMetrics:
         self.responses: Counter[tuple[str, str]] = Counter()  # (path, status)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)  # a collector is what has collect()
+        ProcessCollector(registry=self.registry)  # CPU, memory and files of the API process
 
     def request(
-        self, arrival_s: float, *, n: int, max_tokens: int | None, prompt_tokens: int
+        self,
+        arrival_s: float,
+        *,
+        n: int,
+        max_tokens: int | None,
+        prompt_tokens: int,
+        on_end: Callable[[RequestPhases], None] | None = None,
     ) -> RequestMetrics:
-        """Count an accepted request (one prompt) and return the object that its stream reports to."""
+        """Count an accepted request (one prompt) and return the object that its stream reports to.
+
+        ``on_end`` is called with its times when its last sequence has ended.
+        """
         self.counters["vllm:prompt_tokens"] += prompt_tokens
         self.histograms["vllm:request_prompt_tokens"].observe(prompt_tokens)
         self.histograms["vllm:request_params_n"].observe(n)
         if max_tokens is not None:
             self.histograms["vllm:request_params_max_tokens"].observe(max_tokens)
-        return RequestMetrics(self, arrival_s, n)
+        return RequestMetrics(self, arrival_s, n, prompt_tokens, on_end)
 
     def response(self, path: str, status: int) -> None:
         """Count an HTTP answer. ``path`` is a route, never what a stranger typed."""
@@ -120,6 +142,7 @@ class ServerMetrics:
             yield self._counter(name, text, self.counters[name])
         yield from self._labelled()
         stats = self._engine()
+        yield from self._of_engine(stats)
         for name, (text, attribute) in _ENGINE_GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=self._labels)
             gauge.add_metric(self._values, getattr(stats, attribute))
@@ -131,6 +154,20 @@ class ServerMetrics:
         family = CounterMetricFamily(name, text, labels=self._labels)
         family.add_metric(self._values, value)
         return family
+
+    def _of_engine(self, stats: EngineStats) -> Iterator[Metric]:
+        """The histogram of step sizes, and what the cache was built with."""
+        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=self._labels)
+        steps.add_metric(
+            self._values, cumulative(STEP_TOKENS, stats.step_tokens), float(stats.num_computed_tokens)
+        )
+        yield steps
+        config = {name: str(value) for name, value in self._cache_config().items()}
+        info = GaugeMetricFamily("vllm:cache_config_info", "What the KV cache was built with.",
+                                 labels=[*self._labels, *config])  # fmt: skip
+        if config:
+            info.add_metric([*self._values, *config.values()], 1.0)
+        yield info
 
     def _labelled(self) -> Iterator[Metric]:
         success = CounterMetricFamily(
@@ -155,14 +192,29 @@ class RequestMetrics:
         "_arrival_s",
         "_first_s",
         "_last_s",
+        "_num_cached",
+        "_on_end",
         "_open",
+        "_prompt_tokens",
+        "_reasons",
         "_server",
         "_tokens",
         "is_admitted",
     )
 
-    def __init__(self, server: ServerMetrics, arrival_s: float, n: int) -> None:
+    def __init__(
+        self,
+        server: ServerMetrics,
+        arrival_s: float,
+        n: int,
+        prompt_tokens: int,
+        on_end: Callable[[RequestPhases], None] | None,
+    ) -> None:
         self._server = server
+        self._prompt_tokens = prompt_tokens
+        self._num_cached = 0
+        self._on_end = on_end
+        self._reasons: list[str] = []
         self._arrival_s = arrival_s
         self._first_s = [0.0] * n
         self._last_s = [0.0] * n
@@ -193,6 +245,7 @@ class RequestMetrics:
         self._open.discard(index)
         server, tokens = self._server, self._tokens[index]
         server.finished[reason] += 1
+        self._reasons.append(reason)
         server.histograms["vllm:request_generation_tokens"].observe(tokens)
         if tokens > 1:
             mean_s = (self._last_s[index] - self._first_s[index]) / (tokens - 1)
@@ -200,8 +253,9 @@ class RequestMetrics:
         if not self._open:
             self._finish_request(now_s)
 
-    def admitted(self, queued_s: float) -> None:
-        """Count the seconds that the request waited for its first admission."""
+    def admitted(self, queued_s: float, num_cached: int = 0) -> None:
+        """Count the seconds it waited for its first admission; ``num_cached`` prompt tokens came from the cache."""
+        self._num_cached = num_cached
         self.is_admitted = True
         self._admitted_s = self._arrival_s + queued_s
         self._server.histograms["vllm:request_queue_time_seconds"].observe(queued_s)
@@ -214,8 +268,25 @@ class RequestMetrics:
     def _finish_request(self, now_s: float) -> None:
         histograms = self._server.histograms
         histograms["vllm:e2e_request_latency_seconds"].observe(now_s - self._arrival_s)
+        histograms["vllm:request_max_num_generation_tokens"].observe(max(self._tokens))
         if self.is_admitted:  # else it was refused, or left while it waited
             first_s = min((t for t, n in zip(self._first_s, self._tokens, strict=True) if n), default=now_s)
             histograms["vllm:request_prefill_time_seconds"].observe(max(0.0, first_s - self._admitted_s))
             histograms["vllm:request_decode_time_seconds"].observe(now_s - first_s)
             histograms["vllm:request_inference_time_seconds"].observe(max(0.0, now_s - self._admitted_s))
+            computed = self._prompt_tokens - self._num_cached
+            histograms["vllm:request_prefill_kv_computed_tokens"].observe(computed)
+        if self._on_end is not None:
+            self._on_end(self._phases(now_s))
+
+    def _phases(self, now_s: float) -> RequestPhases:
+        begun = [(first, n) for first, n in zip(self._first_s, self._tokens, strict=True) if n]
+        return RequestPhases(
+            arrival_s=self._arrival_s,
+            admitted_s=self._admitted_s if self.is_admitted else None,
+            first_s=min(begun)[0] if begun else None,
+            end_s=now_s,
+            num_prompt_tokens=self._prompt_tokens,
+            num_output_tokens=sum(self._tokens),
+            finish_reasons=tuple(self._reasons),
+        )

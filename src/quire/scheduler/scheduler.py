@@ -76,7 +76,11 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None where nothing can be computed before a result, an arrival or `wakes_at`."""
-        return Planner(self._state, now).plan()
+        before = self._state.counters.num_computed_tokens
+        plan = Planner(self._state, now).plan()
+        if plan is not None:
+            self._state.step_tokens.observe(self._state.counters.num_computed_tokens - before)
+        return plan
 
     def apply(self, result: StepResult, now: float) -> list[TokenEvent]:
         """Apply the result of the oldest plan in flight."""
@@ -126,5 +130,6 @@ class Scheduler:
             num_idle_blocks=prefix.num_idle,
             num_steps=state.next_step,
             num_evicted_blocks=prefix.num_evicted,
+            step_tokens=tuple(state.step_tokens.counts),
             **{name: getattr(state.counters, name) for name in Counters.__slots__},
         )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
+from quire.metrics.engine_stats import STEP_TOKENS
+from quire.metrics.histogram import Histogram
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.deadline_heap import Deadlines
 from quire.scheduler.gate import Gate
@@ -71,6 +73,7 @@ class SchedulerState:
     counters: Counters = field(default_factory=Counters)
     deadlines: Deadlines = field(default_factory=Deadlines)
     pace: Pace = field(default_factory=Pace)
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
     next_step: int = 0
     next_seq_id: int = 0
     next_turn: int = 1
