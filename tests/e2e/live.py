@@ -16,15 +16,19 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90
 _ADMIN = re.compile(r"^admin +on (\S+)$", re.MULTILINE)
-_READY = re.compile(r"server ready url=(\S+)")
+_READY = r"server ready url=(\S+)"
 
 
 class LiveServer:
     """A server process and its base URL. Use as a context manager."""
 
-    def __init__(self, command: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: list[str], log: Path, env: Mapping[str, str] | None = None, ready: str = _READY
+    ) -> None:
+        """``ready``: the pattern of the log that holds the URL."""
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         self.log = log
+        self._ready = ready
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
@@ -43,7 +47,7 @@ class LiveServer:
     def _wait(self) -> str:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            found = _READY.search(self.log.read_text(errors="replace"))
+            found = re.search(self._ready, self.log.read_text(errors="replace"))
             if found:
                 return found[1]
             assert self.process.poll() is None, self.log.read_text(errors="replace")

@@ -7,8 +7,11 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
+from tests.e2e.live import LiveServer
 
 from quire.metrics.log import Log, configure
 
@@ -67,3 +70,29 @@ def test_configuring_twice_writes_once() -> None:
     configure("info", stream=out)
     Log("api").info("once")
     assert len(out.getvalue().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_json_logs_of_a_server_carry_request_ids(tmp_path: Path) -> None:
+    flags = [
+        "serve",
+        "quill",
+        "--port",
+        "0",
+        "--num-kv-blocks",
+        "64",
+        "--log-format",
+        "json",
+        "--log-level",
+        "debug",
+    ]
+    with LiveServer(
+        ["-m", "quire.cli", *flags], tmp_path / "log", ready=r'"event": "ready", "url": "([^"]+)"'
+    ) as server:
+        answer = httpx.post(server.url + "/v1/completions", json={"prompt": [5], "max_tokens": 2},
+                            headers={"x-request-id": "abc-1"}, timeout=60)  # fmt: skip
+        assert answer.status_code == 200
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{")]
+    events = {e["event"]: e for e in map(json.loads, lines)}
+    assert events["request_done"]["request_id"] == "abc-1"
+    assert events["request_done"]["output_tokens"] == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -69,7 +68,12 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         tool_format=server_args.tool_format,
         max_body_bytes=server_args.max_body_mib * 2**20,
         response_store_bytes=server_args.response_store_mib * 2**20,
-        cache_config=asdict(config.cache) | {"cache_dtype": config.model.kv_dtype},
+        cache_config={  # vLLM's names
+            "block_size": config.cache.block_size,
+            "num_gpu_blocks": config.cache.num_blocks,
+            "enable_prefix_caching": config.cache.enable_prefix_caching,
+            "cache_dtype": config.model.kv_dtype,
+        },
     )
 
     def announce(url: str, info: EngineInfo) -> None:
