@@ -72,6 +72,9 @@ def test_configuring_twice_writes_once() -> None:
     assert len(out.getvalue().splitlines()) == 1
 
 
+READY = r'"event": "ready", "url": "([^"]+)"'
+
+
 @pytest.mark.slow
 def test_json_logs_of_a_server_carry_request_ids(tmp_path: Path) -> None:
     flags = [
