@@ -43,7 +43,6 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     from quire.api.app import create_app
     from quire.api.listen import bind
     from quire.api.server import run
-    from quire.api.settings import ApiSettings, fingerprint
     from quire.clock import WallClock
     from quire.engine.client import EngineInfo
     from quire.engine.frontend import Frontend
@@ -59,22 +58,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     )
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock)
     release = version("quire")
-    api = ApiSettings(
-        version=release,
-        system_fingerprint=fingerprint(config, release),
-        api_keys=(server_args.api_key,) if server_args.api_key else (),
-        cors_origins=_list(server_args.cors_origins),
-        lenient=server_args.lenient,
-        tool_format=server_args.tool_format,
-        max_body_bytes=server_args.max_body_mib * 2**20,
-        response_store_bytes=server_args.response_store_mib * 2**20,
-        cache_config={  # vLLM's names
-            "block_size": config.cache.block_size,
-            "num_gpu_blocks": config.cache.num_blocks,
-            "enable_prefix_caching": config.cache.enable_prefix_caching,
-            "cache_dtype": config.model.kv_dtype,
-        },
-    )
+    api = api_settings(server_args, config, release)
 
     def announce(url: str, info: EngineInfo) -> None:
         print(
@@ -96,6 +80,28 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
+    """What the API is built with."""
+    from quire.api.settings import ApiSettings, fingerprint
+
+    return ApiSettings(
+        version=release,
+        system_fingerprint=fingerprint(config, release),
+        api_keys=(args.api_key,) if args.api_key else (),
+        cors_origins=_list(args.cors_origins),
+        lenient=args.lenient,
+        tool_format=args.tool_format,
+        max_body_bytes=args.max_body_mib * 2**20,
+        response_store_bytes=args.response_store_mib * 2**20,
+        cache_config={  # vLLM's names
+            "block_size": config.cache.block_size,
+            "num_gpu_blocks": config.cache.num_blocks,
+            "enable_prefix_caching": config.cache.enable_prefix_caching,
+            "cache_dtype": config.model.kv_dtype,
+        },
+    )
 
 
 def make_tracer(endpoint: str | None, clock: Any, release: str) -> Any:
