@@ -37,6 +37,24 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """At most ``num_tokens`` tokens of reasoning, over all its sections; then its end is drawn in any case.
+
+    ``begin_id`` and ``end_id`` are the tokens around reasoning; ``is_open``: the prompt ends inside of it.
+    """
+
+    num_tokens: int
+    begin_id: int
+    end_id: int
+    is_open: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "begin_id", "end_id"):
+            if not _is_int(getattr(self, name)) or getattr(self, name) < 0:
+                raise _bad(f"thinking_budget.{name}", getattr(self, name), "an integer ≥ 0")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample, in vLLM's names. Wrong values raise `RequestError` that names the field.
 
@@ -61,6 +79,7 @@ class SamplingParams:
     ignore_eos: bool = False
     bad_words: Sequence[str] = ()
     allowed_token_ids: Sequence[int] | None = None
+    thinking_budget: ThinkingBudget | None = None
     logprobs: int | None = None  # how many alternatives beside the drawn token, 0…20
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     skip_special_tokens: bool = True
@@ -104,6 +123,10 @@ def _bad(param: str, value: Any, allowed: str) -> RequestError:
     return RequestError(f"{param} = {value!r} is not allowed: it must be {allowed}.", param=param)
 
 
+def clip_ids(ids: Sequence[int]) -> Sequence[int | str]:
+    return [*ids[:8], "…"] if len(ids) > 8 else list(ids)
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -138,6 +161,13 @@ def _check(params: SamplingParams) -> None:
                 raise _bad(name, token_id, "token ids (integers ≥ 0)")
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise _bad("allowed_token_ids", [], "a list of at least one token id, or null")
+    budget = params.thinking_budget
+    if budget is not None and params.allowed_token_ids and budget.end_id not in params.allowed_token_ids:
+        raise _bad(
+            "allowed_token_ids",
+            clip_ids(params.allowed_token_ids),
+            f"a list with the end of reasoning, {budget.end_id}",
+        )
     form = params.structured_outputs
     if form is not None and not isinstance(form, StructuredOutputsParams):
         raise _bad("structured_outputs", form, "a StructuredOutputsParams, or None")

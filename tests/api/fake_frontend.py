@@ -33,19 +33,21 @@ from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 END = 256
 ANSWER = "Hello, wörld! 🙂 bye"
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}{# reasoning_effort #}"
 INFO = EngineInfo(4096, 1, 1, "fake", "exact", 0.0, 0)
 # (prompt ids, sample index, seed) → token ids of that sample
 Script = Callable[[Sequence[int], int, int], Sequence[int]]
 
 
-def byte_tokenizer() -> Tokenizer:
-    """256 byte tokens, then <|end|>."""
+def byte_tokenizer(*, thinks: bool = False) -> Tokenizer:
+    """256 byte tokens, then <|end|>, then, with ``thinks``, <think> and </think>."""
     vocab = dict(BYTE_OF_CHAR)
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    if thinks:
+        backend.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
     return Tokenizer(backend, token_text_of(backend), SpecialTokens({"eos_token": "<|end|>"}))
 
 
@@ -72,14 +74,20 @@ class FakeFrontend:
     """Same shape as `quire.engine.frontend.Frontend`. ``gate`` (if set) holds every token after the first back."""
 
     def __init__(
-        self, script: Script = default_script, *, max_model_len: int = 256, step_s: float = 0.0
+        self,
+        script: Script = default_script,
+        *,
+        max_model_len: int = 256,
+        step_s: float = 0.0,
+        thinks: bool = False,
+        template: str = TEMPLATE,
     ) -> None:
-        self.tokenizer = byte_tokenizer()
-        self.chat_template = ChatTemplate({"default": TEMPLATE}, self.tokenizer.special, datetime.now)
+        self.tokenizer = byte_tokenizer(thinks=thinks)
+        self.chat_template = ChatTemplate({"default": template}, self.tokenizer.special, datetime.now)
         self.model = ModelInfo(
             names=("tiny", "alias"),
             max_model_len=max_model_len,
-            vocab_size=257,
+            vocab_size=259 if thinks else 257,
             eos_token_ids=(END,),
             generation_defaults={"temperature": 0.5},
         )

@@ -18,7 +18,9 @@ from quire.metrics.log import configure
 def main(step_ms: str, drain_s: str, answer: str | None = None) -> int:
     configure("info")
     script = default_script if answer is None else lambda prompt, index, seed: say(answer)
-    frontend = FakeFrontend(script, max_model_len=1024, step_s=float(step_ms) / 1000)
+    frontend = FakeFrontend(
+        script, max_model_len=1024, step_s=float(step_ms) / 1000, thinks=answer is not None
+    )
     app = create_app(frontend, ApiSettings(tool_format="hermes"))  # type: ignore[arg-type]
     return run(app, port=0, drain_timeout_s=float(drain_s), on_ready=lambda url, _: print(url, flush=True))
 

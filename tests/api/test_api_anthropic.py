@@ -25,7 +25,9 @@ USER = {"role": "user", "content": "hi"}
 
 
 def api(text: str = "Hello 🙂", **settings: Any) -> Api:
-    return Api(FakeFrontend(lambda prompt, index, seed: say(text)), tool_format="hermes", **settings)
+    return Api(
+        FakeFrontend(lambda prompt, index, seed: say(text), thinks=True), tool_format="hermes", **settings
+    )
 
 
 def ask(server: Api, **fields: Any) -> httpx.Response:

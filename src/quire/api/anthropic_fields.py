@@ -39,10 +39,7 @@ COUNT_TOKENS: dict[str, Rule] = _PROMPT
 
 METADATA: dict[str, Rule] = used("user_id")  # names the tenant, as `user` does elsewhere
 TURN: dict[str, Rule] = used("role", "content")
-THINKING: dict[str, Rule] = {
-    **used("type", "display"),
-    **no_effect("budget_tokens"),  # a target, to Anthropic too; max_tokens is the limit
-}
+THINKING: dict[str, Rule] = used("type", "display", "budget_tokens")
 OUTPUT_CONFIG: dict[str, Rule] = {**used("effort", "format"), **refused("task_budget")}
 OUTPUT_CONFIG_FORMAT: dict[str, Rule] = used("type", "schema")
 TOOL_CHOICE: dict[str, Rule] = used("type", "name", "disable_parallel_tool_use")

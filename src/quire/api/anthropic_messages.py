@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.api import anthropic_fields as tables
 from quire.api.anthropic_answer import MessageAnswer
-from quire.api.anthropic_prompt import chat_fields
+from quire.api.anthropic_prompt import chat_fields, effort_of
 from quire.api.anthropic_protocol import CountTokensRequest, MessagesRequest, Metadata
 from quire.api.chat import chat_prompt, chat_work
 from quire.api.generation import Job
@@ -24,6 +24,8 @@ _SAME_NAME = (
 )  # fmt: skip
 # What a chat completion's errors call a field → what the client called it.
 _RENAMED = (
+    ("thinking_token_budget", "thinking.budget_tokens"),
+    ("reasoning_effort", "output_config.effort"),
     ("response_format.json_schema.schema", "output_config.format.schema"),
     ("response_format", "output_config.format"),
     (".function.parameters", ".input_schema"),
@@ -49,7 +51,7 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
         metadata = parse(Metadata, request.metadata, tables.METADATA, prefix="metadata.", ignored=ignored)
         fields["user"] = metadata.user_id
     try:
-        work = await chat_work(state, ChatRequest(**fields), ignored)
+        work = await chat_work(state, ChatRequest(**fields), ignored, effort=effort_of(request))
     except RequestError as error:
         raise _renamed(error) from None
     form = work.sampling.structured_outputs

@@ -195,6 +195,20 @@ def _think(fields: dict[str, Any], request: PromptFields, ignored: list[str] | N
         for name in ("enable_thinking", "thinking"):
             fields["chat_template_kwargs"].setdefault(name, thinking.type == "enabled")
     fields["include_reasoning"] = thinking.display != "omitted"
+    if thinking.budget_tokens is not None:
+        if thinking.type != "enabled":
+            raise RequestError(
+                f"thinking.budget_tokens = {thinking.budget_tokens} is only allowed with the type 'enabled', not with "
+                f"{thinking.type!r}.",
+                param="thinking.budget_tokens",
+            )
+        fields["thinking_token_budget"] = thinking.budget_tokens
+
+
+def effort_of(request: PromptFields) -> str | None:
+    """Return OpenAI's name of ``output_config.effort``; None for "high", which is what happens without it."""
+    effort = (request.output_config or {}).get("effort")
+    return None if effort in (None, "high") else _EFFORTS.get(effort, effort)
 
 
 def _shape(fields: dict[str, Any], request: PromptFields, ignored: list[str] | None) -> None:

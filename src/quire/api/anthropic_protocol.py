@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from quire.api.protocol import Boolean, DeadlineField, Integer, Number, Text, Wire
 
@@ -102,6 +102,7 @@ class Thinking(Wire):
         Literal["enabled", "disabled", "adaptive"],
         Field(description="'enabled', 'disabled' or 'adaptive'"),
     ]
+    budget_tokens: Annotated[int | None, Strict(), Field(description="an integer ≥ 1", ge=1)] = None
     display: Annotated[
         Literal["summarized", "omitted"] | None, Field(description="'summarized' or 'omitted'")
     ] = None

@@ -16,6 +16,7 @@ from quire.api.protocol import ChatPrompt, ChatRequest, parse, stream_options
 from quire.api.replies import ChoicesAnswer
 from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
+from quire.api.thinking import thinking_budget
 from quire.api.tools import OutputPlan, ToolUse, output_plan, tool_use
 from quire.errors import RequestError
 from quire.request import Deadline, SamplingParams
@@ -78,8 +79,12 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
     return work.job(ChoicesAnswer(head, choices, options, work.sampling.n))
 
 
-async def chat_work(state: ApiState, request: ChatRequest, ignored: list[str] | None) -> ChatWork:
+async def chat_work(
+    state: ApiState, request: ChatRequest, ignored: list[str] | None, *, effort: str | None = None
+) -> ChatWork:
     """Check a chat's values and render its prompt; the other endpoints that hold conversations come here too.
+
+    ``effort``: a level that the template has as a variable already (Anthropic's, which does not say whether to think).
 
     Raises:
         RequestError: names the field, the value and what is allowed.
@@ -108,6 +113,10 @@ async def chat_work(state: ApiState, request: ChatRequest, ignored: list[str] | 
     if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
         form = plan.constrained(use, sampling.structured_outputs)
         sampling = replace(sampling, skip_special_tokens=False, structured_outputs=form)
+    effort = effort or request.reasoning_effort
+    budget = thinking_budget(state, request.thinking_token_budget, effort, text, has_tools=bool(use.tools))
+    if budget is not None:
+        sampling = replace(sampling, thinking_budget=budget)
     return ChatWork(request, model, text, prompt, sampling, plan, deadline)
 
 

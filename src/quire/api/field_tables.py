@@ -108,13 +108,12 @@ VLLM: dict[str, Rule] = {
     **refused("logits_processors", neutral=([],), hint="Use logit_bias, bad_words or allowed_token_ids."),
     **refused("mm_processor_kwargs", "media_io_kwargs", neutral=({},), hint=_TEXT_ONLY),
     **refused("kv_transfer_params", "vllm_xargs", neutral=({},)),
-    **refused("thinking_token_budget", hint="Thinking budgets are not supported yet."),
     **refused("repetition_detection"),
     **used("response_format"),
 }
 
 VLLM_CHAT: dict[str, Rule] = {
-    **used("include_reasoning"),
+    **used("include_reasoning", "thinking_token_budget"),
     **used("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"),
     **refused("add_special_tokens", neutral=(False,), hint="The chat template writes the special tokens."),
     **refused("echo", neutral=(False,), hint="Put the message before the answer yourself."),
@@ -123,6 +122,7 @@ VLLM_CHAT: dict[str, Rule] = {
 
 VLLM_COMPLETIONS: dict[str, Rule] = {
     **used("add_special_tokens"),
+    **refused("thinking_token_budget", hint="Send a chat completion."),
     **refused("prompt_embeds", hint="Send the prompt as text or token ids."),
 }
 

@@ -123,6 +123,7 @@ class ChatRequest(GenerationFields, ChatPrompt):
         Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
         Field(description="'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'"),
     ] = None
+    thinking_token_budget: Annotated[int | None, Strict(), Field(description="an integer ≥ 0", ge=0)] = None
     include_reasoning: Boolean = True
     separate_reasoning: Boolean = True
     logprobs: Boolean = False

@@ -29,6 +29,7 @@ _SAME_NAME = (
 )  # fmt: skip
 # What a chat completion's errors call a field → what the client called it.
 _RENAMED = (
+    ("reasoning_effort", "reasoning.effort"),
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     (".function.", "."),

@@ -1,6 +1,6 @@
 """`TokenConstraint`: which token ids may come next. The one seam of everything that forbids ids.
 
-allowed_token_ids, bad_words and min_tokens are here; grammars and thinking budgets have the same three methods. The
+allowed_token_ids, bad_words, min_tokens and thinking budgets are here; grammars have the same three methods. The
 state of a constraint is a function of the output ids alone: a new one advanced over them equals one that lived along.
 Torch-free: masks are numpy.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import RequestError
-from quire.request import SamplingParams
+from quire.request import SamplingParams, ThinkingBudget
 
 BoolMask = NDArray[np.bool_]
 
@@ -99,6 +99,40 @@ class MinTokens:
         self._num_output -= num_tokens
 
 
+class ThinkingLimit:
+    """thinking_budget: when that many tokens of reasoning are written, the next one is its end.
+
+    Reasoning that is begun again counts on, so one that has used its budget up ends as it begins.
+    """
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self._budget = budget
+        # After each output token: whether it stands inside of reasoning, and how many tokens that has so far.
+        self._states: list[tuple[bool, int]] = [(budget.is_open, 0)]
+
+    def mask(self, allowed: BoolMask) -> bool:
+        inside, num_tokens = self._states[-1]
+        if not inside or num_tokens < self._budget.num_tokens:
+            return False
+        allowed_end = bool(allowed[self._budget.end_id])
+        allowed[:] = False
+        allowed[self._budget.end_id] = allowed_end
+        return True
+
+    def advance(self, token_id: int) -> None:
+        inside, num_tokens = self._states[-1]
+        if inside and token_id == self._budget.end_id:
+            self._states.append((False, num_tokens))
+        elif inside:
+            self._states.append((True, num_tokens + 1))
+        else:
+            self._states.append((token_id == self._budget.begin_id, num_tokens))
+
+    def rollback(self, num_tokens: int) -> None:
+        assert num_tokens < len(self._states)
+        del self._states[len(self._states) - num_tokens :]
+
+
 def build_constraints(params: SamplingParams, vocab_size: int) -> list[TokenConstraint]:
     """The constraints that ``params`` asks for, before any output token. EOS ids beyond the vocabulary are inert."""
     constraints: list[TokenConstraint] = []
@@ -109,6 +143,8 @@ def build_constraints(params: SamplingParams, vocab_size: int) -> list[TokenCons
     if params.min_tokens > 0:
         ends = (*params.eos_token_ids, *params.stop_token_ids)
         constraints.append(MinTokens(params.min_tokens, (i for i in ends if i < vocab_size)))
+    if params.thinking_budget is not None:
+        constraints.append(ThinkingLimit(params.thinking_budget))
     return constraints
 
 
@@ -120,6 +156,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     fields: tuple[tuple[str, Iterable[int]], ...] = (
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("logit_bias", params.logit_bias),
+        ("thinking_budget", (budget.begin_id, budget.end_id) if (budget := params.thinking_budget) else ()),
         ("bad_words", (i for word in params.bad_words_token_ids for i in word)),
     )
     for name, ids in fields:
