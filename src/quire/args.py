@@ -117,6 +117,10 @@ class ServerArgs:
     max_body_mib: int = _flag(32, "Largest request body in MiB.", group="Server", low=1, high=4096)
     response_store_mib: int = _flag(64, "Memory in MiB for stored answers of /v1/responses, the least recently used "
                                     "going first; 0 stores none.", group="Server", low=0, high=65536)  # fmt: skip
+    slo: str | None = _flag(None, "Latencies to hold, as ttft=500ms,tpot=50ms: chunks and the running limit follow.",
+                            group="Server")  # fmt: skip
+    profile: str | None = _flag(None, "File of `quire profile` for --slo [this machine, measured in a second].",
+                                group="Server")  # fmt: skip
     drain_timeout_s: float = _flag(
         30.0, "Seconds that running requests get after SIGTERM.", group="Server", low=0.0
     )

@@ -81,6 +81,15 @@ class RunnerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SloConfig:
+    """Latencies to hold while the engine runs (`quire.scheduler.slo`). ``cost_model``: `CostModel.to_json` as text."""
+
+    cost_model: str
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All that an engine is built from."""
 
@@ -90,3 +99,4 @@ class EngineConfig:
     scheduler: SchedulerConfig
     runner: RunnerConfig
     device: DeviceInfo
+    slo: SloConfig | None = None

@@ -17,6 +17,7 @@ from quire.api.completions import completion_job
 from quire.api.edge import Edge
 from quire.api.embeddings import embeddings_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
+from quire.api.forecast import TtftForecast
 from quire.api.health import Models, Probes
 from quire.api.openapi import Description
 from quire.api.rerank import rerank_job, score_job
@@ -39,6 +40,7 @@ def create_app(
     now: Callable[[], float] = time.monotonic,
     unix_time: Callable[[], float] = time.time,
     tracer: RequestTracer | None = None,
+    forecast: TtftForecast | None = None,
 ) -> FastAPI:
     """Return the API over ``frontend``, which may still be starting (then /readyz and requests answer 503)."""
     metrics = ServerMetrics(frontend.model.names[0], frontend.stats, lambda: settings.cache_config)
@@ -54,6 +56,7 @@ def create_app(
         responses=ResponseStore(settings.response_store_bytes),
         running=RunningRequests(),
         tracer=tracer,
+        forecast=forecast,
     )
     app = FastAPI(
         title="Quire",
@@ -75,7 +78,12 @@ def create_app(
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-quire-ignored-fields", "retry-after"],
+            expose_headers=[
+                "x-request-id",
+                "x-quire-ignored-fields",
+                "x-quire-predicted-ttft-ms",
+                "retry-after",
+            ],
         )
     add_error_handlers(app)
     return app

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from starlette.types import Send
 
 from quire.api.body import Headers, send_json
+from quire.api.forecast import Ticket
 from quire.api.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.api.replies import Head, Usage
 from quire.api.state import ApiState
@@ -91,6 +92,7 @@ class Generation:
         self._arrival_s = arrival_s
         self._streams: list[RequestStream] = []
         self._metrics: list[RequestMetrics] = []
+        self._tickets: list[Ticket] = []  # of the forecast, one a prompt
         self._echoes: list[str] = []  # text of each prompt, with `echo`
         self.usage = Usage()
         self._ended = False  # the last bytes are on their way
@@ -129,6 +131,8 @@ class Generation:
                         on_end=_spans(self._state, job, self._trace, stream.request_id, self.request_id),
                     )
                 )
+                if self._state.forecast is not None:
+                    self._tickets.append(self._state.forecast.enter(len(stream.prompt_token_ids)))
                 self.usage.prompt_tokens += len(stream.prompt_token_ids)
             self._check_cancelled()
         except BaseException as error:
@@ -142,6 +146,9 @@ class Generation:
 
     async def answer(self, send: Send, headers: Headers) -> None:
         """Send the answer. An error before the first byte is raised, one after it is an event of the stream."""
+        if self._tickets:
+            predicted_ms = max(ticket.predicted_s for ticket in self._tickets) * 1e3
+            headers = (*headers, (b"x-quire-predicted-ttft-ms", f"{predicted_ms:.1f}".encode()))
         if self._job.answer.streamed:
             await self._answer_stream(send, headers)
         else:
@@ -152,6 +159,8 @@ class Generation:
         for stream, metrics in zip(self._streams, self._metrics, strict=True):
             await stream.aclose()
             metrics.abandon(self._state.now())
+        for ticket in self._tickets:
+            ticket.leave()
 
     async def disconnect(self) -> None:
         """The client is gone: abort, so that the blocks are free in the next step.
@@ -268,6 +277,9 @@ class Generation:
         if not metrics.is_admitted and (num_tokens or chunk.finish_reason in _COMPLETE):
             stream = self._streams[prompt]
             metrics.admitted(stream.queued_s, stream.num_cached_tokens)
+            if self._tickets:
+                ratio = self._tickets[prompt].first(self._state.now() - self._arrival_s)
+                self._state.metrics.histograms["quire:ttft_prediction_ratio"].observe(ratio)
             self.usage.cached_tokens += stream.num_cached_tokens
         if num_tokens:
             self.usage.completion_tokens += num_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.api.forecast import TtftForecast
 from quire.api.response_store import ResponseStore
 from quire.api.running import RunningRequests
 from quire.api.settings import ApiSettings
@@ -30,6 +31,7 @@ class ApiState:
     responses: ResponseStore
     running: RunningRequests
     tracer: RequestTracer | None = None
+    forecast: TtftForecast | None = None  # with --slo
 
     def output_format(self, has_tools: bool) -> OutputFormat:
         """Return how the model writes reasoning and calls: --tool-format, or what its chat template shows."""

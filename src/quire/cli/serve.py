@@ -27,6 +27,7 @@ def serve(settings: dict[str, Any]) -> int:
 
 
 def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProcess, begin: float) -> int:
+    from quire.cli.serve_slo import forecast_of, with_slo
     from quire.device import detect_device, slow_kernels
     from quire.engine.assemble import configure, load_text
     from quire.engine.process import ProcessClient
@@ -36,6 +37,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     style: Any = server_args.log_format
     configure_log(server_args.log_level, style=style)
     config, checkpoint = configure(engine_args, detect_device())
+    config = with_slo(config, server_args)
     child_log: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
     first = ProcessClient(config, **child_log, process=process)
 
@@ -71,7 +73,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     note = slow_kernels(config.device, config.runner.cpu_isa)
     sock = bind(server_args.host, server_args.port)
     tracer = make_tracer(server_args.otlp_traces_endpoint, clock, release)
-    app = create_app(frontend, api, tracer=tracer)
+    app = create_app(frontend, api, tracer=tracer, forecast=forecast_of(config))
     admin = admin_listener(app, server_args)
     try:
         return run(

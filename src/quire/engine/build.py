@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import time
 
@@ -15,7 +16,9 @@ from quire.config import EngineConfig
 from quire.engine.client import EngineInfo
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
+from quire.plan.cost_model import CostModel
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.slo import SloController
 from quire.step import StepPlan, StepResult
 
 
@@ -30,7 +33,15 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     Raises:
         ModelLoadError, ConfigError: the checkpoint or the settings; one line.
     """
-    return EngineCore(Scheduler(config.scheduler, config.cache), _executor(config, executor, clock), clock)
+    scheduler = Scheduler(config.scheduler, config.cache)
+    return EngineCore(scheduler, _executor(config, executor, clock), clock, _controller(config))
+
+
+def _controller(config: EngineConfig) -> SloController | None:
+    slo = config.slo
+    if slo is None or slo.tpot_s is None:
+        return None
+    return SloController(CostModel.from_json(json.loads(slo.cost_model)), config.scheduler, slo.tpot_s)
 
 
 def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:

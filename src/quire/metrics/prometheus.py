@@ -25,6 +25,7 @@ _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0
 _LATENCY_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
               120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _N = (1, 2, 5, 10, 20, 50, 100)
 
 # name → (help, bounds)
@@ -37,6 +38,7 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:request_prefill_time_seconds": ("First admission to first token, a request.", _LATENCY_S),
     "vllm:request_decode_time_seconds": ("First token to last token, a request.", _LATENCY_S),
     "vllm:request_inference_time_seconds": ("First admission to last token, a request.", _LATENCY_S),
+    "quire:ttft_prediction_ratio": ("Measured TTFT over the predicted one, a prompt (with --slo).", _RATIO),
     "vllm:request_prompt_tokens": ("Prompt tokens, a request.", _TOKENS),
     "vllm:request_generation_tokens": ("Generated tokens, a sequence.", _TOKENS),
     "vllm:request_params_n": ("n, a request.", _N),

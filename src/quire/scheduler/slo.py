@@ -109,7 +109,7 @@ class SloController:
         limit = self._running_limit()
         budget = self._most.max_num_batched_tokens
         if num_decodes:
-            budget = min(budget, num_decodes + self._chunk(num_decodes))
+            budget = min(budget, num_decodes + self.chunk(num_decodes))
         new_limit = limit if _differs(limit, self._limit) else None
         new_budget = budget if _differs(budget, self._budget) else None
         if new_limit is None and new_budget is None:
@@ -127,7 +127,7 @@ class SloController:
             low, high = (middle, high) if self.decode_s(middle) <= self._aim_s else (low, middle)
         return low
 
-    def _chunk(self, num_decodes: int) -> int:
+    def chunk(self, num_decodes: int) -> int:
         """The most prompt rows beside ``num_decodes`` decodes within the aim."""
         low, high = MIN_CHUNK, self._most.max_num_batched_tokens
         if self.mixed_s(num_decodes, high) <= self._aim_s:

@@ -1,0 +1,73 @@
+"""``quire serve --slo``: the step-time model to hold it with, from a profile or measured at start-up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from quire.api.forecast import TtftForecast
+from quire.args import ServerArgs
+from quire.bench.bounds import measure
+from quire.config import EngineConfig, SloConfig
+from quire.errors import ConfigError
+from quire.plan.cost_model import CostModel
+from quire.plan.efficiency import efficiencies
+from quire.plan.hardware import Hardware
+from quire.plan.profile import load_profile
+from quire.plan.roofline import Roofline, work_of
+from quire.plan.sampled import sampled
+from quire.workload.slo import Slo
+
+
+def with_slo(config: EngineConfig, args: ServerArgs) -> EngineConfig:
+    """Return ``config`` with what ``--slo`` and ``--profile`` say; as it is without ``--slo``.
+
+    Raises:
+        ConfigError: an SLO or a profile that cannot be read, or settings that the SLO's controller could not change.
+    """
+    if args.slo is None:
+        if args.profile is not None:
+            raise ConfigError("--profile is read for --slo alone: give --slo too, as --slo tpot=50ms")
+        return config
+    slo = Slo.parse(args.slo)
+    if slo.e2el_s is not None:
+        raise ConfigError(f"--slo {args.slo!r}: e2el depends on how long answers are; give ttft and tpot")
+    if not config.scheduler.enable_chunked_prefill:
+        raise ConfigError("--slo needs chunked prefill, and enable_chunked_prefill is off: leave it on")
+    model = load_profile(Path(args.profile)).step_time if args.profile else _measured(config)
+    return replace(config, slo=SloConfig(json.dumps(model.to_json()), slo.ttft_s, slo.tpot_s))
+
+
+def forecast_of(config: EngineConfig) -> TtftForecast | None:
+    """Return what predicts the TTFT of requests to an engine of ``config``; None without ``--slo``."""
+    if config.slo is None:
+        return None
+    model = CostModel.from_json(json.loads(config.slo.cost_model))
+    return TtftForecast(model, config.scheduler, config.slo.tpot_s)
+
+
+def _measured(config: EngineConfig) -> CostModel:
+    """A roofline of this machine, as it is now. The controller corrects it by what steps take."""
+    if not config.device.native:
+        raise ConfigError(
+            "--slo without --profile measures this machine with the native extension, which is not built"
+        )
+    bounds = measure(config.runner.num_threads)
+    peaks = {"bf16": bounds.peak(config.device.isa, "float"), "int8": bounds.peak(config.device.isa, "int8")}
+    hardware = Hardware(
+        name="this machine",
+        title=config.device.name,
+        source=f"measured: {bounds}",
+        memory_bytes=config.device.memory_total_bytes,
+        bandwidth=bounds.read,
+        flops={unit: rate for unit, rate in peaks.items() if rate is not None},
+        kind="cpu",
+    )
+    precision = (config.model.quantize or "bf16").partition("-")[0]
+    precision = (
+        precision if precision in ("int8", "int4") else "fp32" if config.model.dtype == "float32" else "bf16"
+    )
+    kv_dtype = "int8" if config.model.kv_dtype == "int8" else "bf16"
+    roofline = Roofline(work_of(config.model.spec, precision, kv_dtype), hardware, efficiencies()["cpu"])
+    return sampled(roofline, config.scheduler.max_num_batched_tokens)

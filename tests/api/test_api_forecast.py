@@ -1,0 +1,69 @@
+"""The TTFT forecast: who is ahead, what is learned, the header and the histogram."""
+
+from __future__ import annotations
+
+import pytest
+from tests.api.asgi_client import Api
+
+from quire.api.app import create_app
+from quire.api.forecast import TtftForecast
+from quire.api.settings import ApiSettings
+from quire.config import SchedulerConfig
+from quire.plan.cost_model import CostModel, Curve
+
+MODEL = CostModel(0.01, Curve((0.0, 1.0), (0.0, 1e-4)))  # 10 ms a step, 0.1 ms a row
+CONFIG = SchedulerConfig(max_num_batched_tokens=500, max_num_seqs=8, max_model_len=8192)
+
+
+def test_alone_a_prompt_takes_its_steps() -> None:
+    ticket = TtftForecast(MODEL, CONFIG, None).enter(1000)
+    assert ticket.predicted_s == pytest.approx(2 * 0.01 + 0.1)
+
+
+def test_who_is_ahead_counts_until_its_first_token() -> None:
+    forecast = TtftForecast(MODEL, CONFIG, None)
+    first = forecast.enter(1000)
+    second = forecast.enter(1000)
+    assert second.predicted_s == pytest.approx(4 * 0.01 + 0.2 + (0.01 + 0.05) / 2)
+    second.leave()
+    assert first.first(first.predicted_s) == 1.0
+    first.leave()
+    first.leave()  # once is enough
+    assert forecast.enter(1000).predicted_s == pytest.approx(first.predicted_s)
+
+
+def test_an_slo_makes_chunks_beside_decodes_smaller_and_so_the_wait_longer() -> None:
+    free, held = TtftForecast(MODEL, CONFIG, None), TtftForecast(MODEL, CONFIG, 0.02)
+    for forecast in (free, held):
+        ticket = forecast.enter(10)
+        ticket.first(ticket.predicted_s)
+    assert held.enter(1000).predicted_s > free.enter(1000).predicted_s
+
+
+def test_it_learns_from_what_came() -> None:
+    forecast = TtftForecast(MODEL, CONFIG, None)
+    before = forecast.enter(100)
+    before.first(3 * before.predicted_s)
+    before.leave()
+    for _ in range(80):
+        ticket = forecast.enter(100)
+        ticket.first(3 * before.predicted_s)
+        ticket.leave()
+    assert forecast.enter(100).predicted_s == pytest.approx(3 * before.predicted_s, rel=0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_answer_carries_the_prediction_and_the_histogram_its_error(stream: bool) -> None:
+    api = Api()
+    forecast = TtftForecast(MODEL, CONFIG, 0.02)
+    api.app = create_app(api.frontend, ApiSettings(), forecast=forecast)  # type: ignore[arg-type]
+    predicted_ms = float(api.complete(stream=stream).headers["x-quire-predicted-ttft-ms"])
+    assert predicted_ms == pytest.approx(1e3 * (0.01 + len("hi") * 1e-4), abs=0.06)
+    api.chat(stream=stream)
+    metrics = api.call("GET", "/metrics").text
+    assert 'quire:ttft_prediction_ratio_count{engine="0",model_name="tiny"} 2.0' in metrics
+    assert forecast.enter(1000).predicted_s > 0.1  # nobody is ahead any more, and nobody decodes
+
+
+def test_without_an_slo_there_is_no_prediction() -> None:
+    assert "x-quire-predicted-ttft-ms" not in Api().complete().headers
