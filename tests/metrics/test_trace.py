@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -85,3 +88,35 @@ def test_a_missing_extra_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):
         RequestTracer.to("http://localhost:1/v1/traces", lambda: 0.0, lambda: 0.0, "1")
+
+
+def test_spans_go_out_over_otlp() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    got: list[bytes] = []
+
+    class Sink(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            got.append(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Sink) as sink:
+        thread = threading.Thread(target=sink.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{sink.server_address[1]}/v1/traces"
+        tracer = RequestTracer.to(url, lambda: 1.0, lambda: 1.0, "0.1")
+        tracer.follow({}, {})(RequestPhases(0.1, 0.2, 0.3, 0.4, 1, 2, ("stop",)))
+        tracer.close()
+        sink.shutdown()
+        thread.join()
+    spans = ExportTraceServiceRequest.FromString(got[0]).resource_spans[0]
+    assert {s.name for s in spans.scope_spans[0].spans} == {"llm_request", "queue", "prefill", "decode"}
+    assert {"service.name": "quire"}.items() <= {
+        a.key: a.value.string_value for a in spans.resource.attributes
+    }.items()
