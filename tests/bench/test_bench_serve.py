@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.bench.mock_openai import MockOpenAI
 from quire.bench.client import StreamingClient, Target, api_url, settle
 from quire.bench.conversation import Conversation
 from quire.bench.load import Load, Runner
+from quire.bench.progress import LiveProgress
 from quire.bench.serve import run
 from quire.bench.serve_args import ServeBenchArgs
 from quire.bench.summary import RequestRecord
@@ -157,7 +159,7 @@ def test_fields_that_a_server_refuses_are_left_out() -> None:
     with MockOpenAI(refuses=("return_token_ids",)) as server:
         target = Target(server.url + "/v1", "mock")
         settled = asyncio.run(settle(target, lambda t: Conversation(t, PROMPTS, [ask(0)]).body(0)))
-        assert set(settled.optional) == {"ignore_eos"}
+        assert set(settled.optional) == {"ignore_eos", "stream_options"}
     with (
         MockOpenAI(lambda body: 400) as server,
         pytest.raises(ConfigError, match="cannot be measured: http 400: as scripted"),
@@ -165,6 +167,17 @@ def test_fields_that_a_server_refuses_are_left_out() -> None:
         asyncio.run(
             settle(Target(server.url + "/v1", "m"), lambda t: Conversation(t, PROMPTS, [ask(0)]).body(0))
         )
+
+
+def test_the_progress_line_says_how_it_goes() -> None:
+    with LiveProgress(4, "8/s") as live:
+        for i in range(3):
+            live.observe(ask(i))
+        live.observe(RequestRecord(0, 0.0, 0.0, 1.2, 9, 5, 0.2, (0.25,) * 4))
+        live.observe(RequestRecord(1, 0.0, 0.0, 1.2, 9, 0, status="error", error="timeout"))
+        said = live.line(time.monotonic() + 1.0)
+    assert said.startswith("1 running, ")
+    assert said.endswith("TTFT 200 ms, TPOT 250.0 ms, 1 failed")
 
 
 def test_urls() -> None:

@@ -23,7 +23,11 @@ from quire.workload.request import WorkloadRequest
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 # Asked for where the server takes it: a list of ids says how many tokens a chunk holds, and no token stays hidden
 # behind half a character.
-OPTIONAL_FIELDS: Mapping[str, Any] = {"return_token_ids": True, "ignore_eos": True}
+OPTIONAL_FIELDS: Mapping[str, Any] = {
+    "return_token_ids": True,
+    "ignore_eos": True,
+    "stream_options": {"include_usage": True},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,7 @@ class Target:
 
     def body(self, prompt: Any, num_output_tokens: int) -> dict[str, Any]:
         """The JSON of one request. ``prompt``: ids or text; of a chat the messages."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body: dict[str, Any] = {"model": self.model, "stream": True}
         body["messages" if self.endpoint == "chat" else "prompt"] = prompt
         body["max_tokens"] = num_output_tokens
         return body | dict(self.optional) | dict(self.extra_body)
