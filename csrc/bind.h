@@ -42,6 +42,7 @@ void bind_rows(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_pointwise(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
+void bind_moe(nanobind::module_& m);
 void bind_tape(nanobind::module_& m);
 void bind_probe(nanobind::module_& m);
 

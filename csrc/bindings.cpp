@@ -39,6 +39,7 @@ NB_MODULE(_native, m) {
   bind_attention(m);
   bind_pointwise(m);
   bind_sampling(m);
+  bind_moe(m);
   bind_tape(m);
   bind_probe(m);
 }

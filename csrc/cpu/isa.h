@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/bf16.h"
+
 #if defined(__AVX512BF16__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -22,21 +24,6 @@
 #define UNROLL _Pragma("GCC unroll 16")
 
 namespace quire::cpu::QUIRE_ISA {
-
-inline float bf16_to_float(uint16_t h) {
-  const uint32_t u = uint32_t(h) << 16;
-  float f;
-  std::memcpy(&f, &u, 4);
-  return f;
-}
-
-// Round to nearest even, NaN kept quiet: the bits of torch and of vcvtneps2bf16 (for normal numbers).
-inline uint16_t float_to_bf16(float f) {
-  uint32_t u;
-  std::memcpy(&u, &f, 4);
-  if ((u & 0x7fffffffu) > 0x7f800000u) return uint16_t((u >> 16) | 0x40);
-  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
 
 #if defined(__AVX512BF16__)
 

@@ -17,9 +17,36 @@ struct PointwiseArgs {
   Type type;
 };
 
+// y = x as fp32.
+struct WidenArgs {
+  const void* x;  // [rows, size], rows `stride` elements apart
+  float* y;       // [rows, size], contiguous
+  int64_t rows, size, stride;
+  Type type;
+};
+
+// y = x + other * sigmoid(gate): a shared expert behind its gate.
+struct AddGatedArgs {
+  const void *x, *other, *gate;  // [rows, size], rows `stride` elements apart; gate [rows], `gate_stride` apart
+  void* y;                       // [rows, size], contiguous
+  int64_t rows, size, stride, other_stride, gate_stride;
+  Type type;
+};
+
+// y = x, of parts of rows: [tokens, heads, size], both strided.
+struct CopyArgs {
+  const void* x;
+  void* y;
+  int64_t tokens, heads, size, x_token_stride, x_head_stride, y_token_stride, y_head_stride;
+  Type type;
+};
+
 struct PointwiseKernels {
   void (*add)(const PointwiseArgs&, ThreadPool&);    // x + other
   void (*scale)(const PointwiseArgs&, ThreadPool&);  // x * scale, then cap * tanh(. / cap)
+  void (*copy)(const CopyArgs&, ThreadPool&);
+  void (*widen)(const WidenArgs&, ThreadPool&);
+  void (*add_gated)(const AddGatedArgs&, ThreadPool&);
 };
 
 QUIRE_LEVELS(PointwiseKernels, kPointwise)

@@ -33,10 +33,49 @@ void scale_rows(const PointwiseArgs& a, ThreadPool& pool) {
   });
 }
 
+template <typename T>
+void copy_heads(const CopyArgs& a, ThreadPool& pool) {
+  over_rows(a.tokens, a.heads * a.size, pool, [&](int64_t i) {
+    const T* x = static_cast<const T*>(a.x) + i * a.x_token_stride;
+    T* y = static_cast<T*>(a.y) + i * a.y_token_stride;
+    for (int64_t h = 0; h < a.heads; ++h) {
+      std::copy_n(x + h * a.x_head_stride, a.size, y + h * a.y_head_stride);
+    }
+  });
+}
+
+template <typename T>
+void widen_rows(const WidenArgs& a, ThreadPool& pool) {
+  over_rows(a.rows, a.size, pool, [&](int64_t i) {
+    const T* x = static_cast<const T*>(a.x) + i * a.stride;
+    over_vectors(a.size, [&](int64_t j, int n) { store_some(a.y + i * a.size + j, load_some(x + j, n), n); });
+  });
+}
+
+template <typename T>
+void add_gated_rows(const AddGatedArgs& a, ThreadPool& pool) {
+  over_rows(a.rows, a.size, pool, [&](int64_t i) {
+    const T* x = static_cast<const T*>(a.x) + i * a.stride;
+    const T* other = static_cast<const T*>(a.other) + i * a.other_stride;
+    T gate[kLanes];
+    std::fill_n(gate, kLanes, static_cast<const T*>(a.gate)[i * a.gate_stride]);
+    const Vec factor = sigmoid(load(gate));
+    T* y = static_cast<T*>(a.y) + i * a.size;
+    over_vectors(a.size, [&](int64_t j, int n) {
+      T rounded[kLanes];  // the shared expert's rows are of the type, behind its gate too
+      store(rounded, mul(load_some(other + j, n), factor));
+      store_some(y + j, add(load_some(x + j, n), load(rounded)), n);
+    });
+  });
+}
+
 }  // namespace
 
 extern const PointwiseKernels kPointwise;
 const PointwiseKernels kPointwise = {by_type<PointwiseArgs, add_rows<float>, add_rows<uint16_t>>,
-                                     by_type<PointwiseArgs, scale_rows<float>, scale_rows<uint16_t>>};
+                                     by_type<PointwiseArgs, scale_rows<float>, scale_rows<uint16_t>>,
+                                     by_type<CopyArgs, copy_heads<float>, copy_heads<uint16_t>>,
+                                     by_type<WidenArgs, widen_rows<float>, widen_rows<uint16_t>>,
+                                     by_type<AddGatedArgs, add_gated_rows<float>, add_gated_rows<uint16_t>>};
 
 }  // namespace quire::cpu::QUIRE_ISA

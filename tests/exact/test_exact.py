@@ -121,7 +121,7 @@ def test_an_int8_cache_is_exact_too(level: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", ["llama", "sliding", "post_norm"])
+@pytest.mark.parametrize("model", ["llama", "sliding", "post_norm", "moe"])
 def test_replayed_steps_equal_plain_ones(model: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone every step is replayed from a tape (`kernels.tape`); together, here, none is."""
     level = next((level for level in NATIVE_LEVELS if level in backends("linear")), None)

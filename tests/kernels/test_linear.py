@@ -107,13 +107,14 @@ def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
     assert_same_bits(linear(wide[:, 16:48], packed), linear(wide[:, 16:48].contiguous(), packed), "strided")
 
 
+@pytest.mark.parametrize("backend", registry.backends("head_linear"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "in_size", "out_size"), [(5, 16, 32), (3, 7, 33), (16, 128, 512)])
-def test_head_linear(dtype: torch.dtype, heads: int, in_size: int, out_size: int) -> None:
+def test_head_linear(dtype: torch.dtype, heads: int, in_size: int, out_size: int, backend: Backend) -> None:
     rng = generator()
     weight = torch.randn(heads, in_size, out_size, generator=rng).to(dtype)
     pool = torch.randn(35, heads, in_size, generator=rng).to(dtype)
-    packed = pack_heads(weight)
+    packed = pack_heads(weight, backend=backend)
     oracle = torch.einsum("thi,hio->tho", pool.double(), weight.double())
-    assert_close("head_linear", head_linear(pool, packed, out_size), oracle)
-    assert_rows_independent(lambda ids: head_linear(pool[ids], packed, out_size), 35, "head_linear")
+    assert_close("head_linear", head_linear(pool, packed), oracle)
+    assert_rows_independent(lambda ids: head_linear(pool[ids], packed), 35, "head_linear")

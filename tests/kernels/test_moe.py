@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
 
 from quire.kernels import cases
 from quire.kernels.activation import gated
-from quire.kernels.linear import PackedLinear, pack_empty, write_bias, write_rows
-from quire.kernels.moe import experts, route
+from quire.kernels.linear import linear, pack_empty, write_bias, write_rows
+from quire.kernels.moe import ExpertStack, experts, route
+from quire.kernels.pointwise import add_gated_rows, widen_rows
+from quire.kernels.registry import NATIVE_LEVELS, Backend, backends
+from quire.quant.rtn import round_to_nearest
+from quire.weight_format import PLAIN, WeightFormat
+
+FORMATS = [WeightFormat("int8"), WeightFormat("int8", 16), WeightFormat("int4", 32)]
 
 
 def route_oracle(
@@ -50,10 +54,11 @@ def make_route(case: cases.MoeCase, tokens: int) -> tuple[torch.Tensor, torch.Te
     return logits, correction
 
 
+@pytest.mark.parametrize("backend", backends("moe.route"))
 @pytest.mark.parametrize("case", cases.MOE, ids=lambda case: case.name)
-def test_route_against_a_loop(case: cases.MoeCase) -> None:
+def test_route_against_a_loop(case: cases.MoeCase, backend: Backend) -> None:
     logits, correction = make_route(case, case.num_tokens)
-    weights, ids = route(logits, case.spec, correction)
+    weights, ids = route(logits, case.spec, correction, backend=backend)
     expected = route_oracle(logits, case, correction)
     for row, want in enumerate(expected):
         got = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
@@ -67,64 +72,110 @@ def test_route_against_a_loop(case: cases.MoeCase) -> None:
 
 
 def make_experts(
-    case: cases.MoeCase, dtype: torch.dtype, bias: bool
-) -> tuple[list[PackedLinear], list[PackedLinear], list[tuple[torch.Tensor, ...]]]:
+    case: cases.MoeCase, dtype: torch.dtype, bias: bool, backend: Backend, format: WeightFormat = PLAIN
+) -> tuple[ExpertStack, list[tuple[torch.Tensor, ...]]]:
+    """Experts and, beside them, the plain matrices they hold (rounded to the format)."""
     rng = generator()
     inter, hidden = case.spec.intermediate_size, case.hidden_size
-    gate_up, down, plain = [], [], []
+    stack = ExpertStack([], [], "silu")
+    plain = []
     for _ in range(case.spec.num_experts):
-        up_weight = torch.randn(2 * inter, hidden, generator=rng).to(dtype)
-        down_weight = torch.randn(hidden, inter, generator=rng).to(dtype)
-        biases = [torch.randn(n, generator=rng).to(dtype) * bias for n in (2 * inter, hidden)]
-        gate_up.append(pack_empty(2 * inter, hidden, dtype, bias=bias, backend="reference"))
-        down.append(pack_empty(hidden, inter, dtype, bias=bias, backend="reference"))
-        for packed, weight, b in ((gate_up[-1], up_weight, biases[0]), (down[-1], down_weight, biases[1])):
-            write_rows(packed, 0, weight)
+        parts: list[torch.Tensor] = []
+        for matrices, n, k in ((stack.gate_up, 2 * inter, hidden), (stack.down, hidden, inter)):
+            weight = torch.randn(n, k, generator=rng).to(dtype)
+            own = torch.randn(n, generator=rng).to(dtype) * bias
+            packed = pack_empty(n, k, dtype, bias=bias, backend=backend, format=format)
+            write_rows(packed, 0, round_to_nearest(weight, format) if format.quantized else weight)
             if bias:
-                write_bias(packed, 0, b)
-        plain.append((up_weight, down_weight, *biases))
-    return gate_up, down, plain
+                write_bias(packed, 0, own)
+            matrices.append(packed)  # type: ignore[attr-defined]
+            parts += [weight, own]
+        plain.append(tuple(parts))
+    return stack, plain
 
 
+def native(op: str) -> list[Backend]:
+    return [backend for backend in backends(op) if backend in NATIVE_LEVELS]
+
+
+@pytest.mark.parametrize("backend", backends("moe.experts"))
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", cases.MOE, ids=lambda case: case.name)
-def test_experts_against_a_loop(case: cases.MoeCase, dtype: torch.dtype, bias: bool) -> None:
-    gate_up, down, plain = make_experts(case, dtype, bias)
-    activate = partial(gated, kind="silu")
+def test_experts_against_a_loop(
+    case: cases.MoeCase, dtype: torch.dtype, bias: bool, backend: Backend
+) -> None:
+    stack, plain = make_experts(case, dtype, bias, backend)
     x = torch.randn(case.num_tokens, case.hidden_size, generator=generator(3)).to(dtype)
     logits, correction = make_route(case, case.num_tokens)
     weights, ids = route(logits, case.spec, correction)
     oracle = torch.zeros(x.shape, dtype=torch.float64)
     for row in range(case.num_tokens):
         for j in range(case.spec.top_k):
-            up_w, down_w, up_b, down_b = (t.double() for t in plain[int(ids[row, j])])
+            up_w, up_b, down_w, down_b = (t.double() for t in plain[int(ids[row, j])])
             gate, up = (up_w @ x[row].double() + up_b).chunk(2)
             oracle[row] += weights[row, j].double() * (down_w @ (gate * gate.sigmoid() * up) + down_b)
-    assert_close("experts", experts(x, weights, ids, gate_up, down, activate), oracle)
+    assert_close("experts", experts(x, weights, ids, stack, backend=backend), oracle)
 
 
+@pytest.mark.parametrize("backend", native("moe.experts"))
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("case", [case for case in cases.MOE if case.num_tokens], ids=lambda case: case.name)
+def test_quantized_experts_are_linears_one_by_one(
+    case: cases.MoeCase, format: WeightFormat, backend: Backend
+) -> None:
+    """Bit for bit what the same level's linears and activation give, expert by expert."""
+    for dtype in DTYPES:
+        stack, _ = make_experts(case, dtype, True, backend, format)
+        x = torch.randn(case.num_tokens, case.hidden_size, generator=generator(3)).to(dtype)
+        weights, ids = route(*make_route(case, case.num_tokens)[:1], case.spec, make_route(case, 0)[1])
+        want = torch.zeros(x.shape)
+        activation = "avx512" if backend == "amx" else backend
+        for j in range(case.spec.top_k):
+            for row in range(case.num_tokens):
+                e = int(ids[row, j])
+                up = gated(linear(x[row : row + 1], stack.gate_up[e]), "silu", backend=activation)
+                want[row] += linear(up, stack.down[e])[0].float() * weights[row, j]
+        assert_same_bits(
+            experts(x, weights, ids, stack, backend=backend), want.to(dtype), f"{case.name} {dtype}"
+        )
+
+
+@pytest.mark.parametrize("backend", backends("moe.experts"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in cases.MOE if case.num_tokens], ids=lambda case: case.name)
-def test_a_token_does_not_depend_on_the_batch(case: cases.MoeCase, dtype: torch.dtype) -> None:
-    gate_up, down, _ = make_experts(case, dtype, False)
-    activate = partial(gated, kind="silu")
+def test_a_token_does_not_depend_on_the_batch(
+    case: cases.MoeCase, dtype: torch.dtype, backend: Backend
+) -> None:
+    stack, _ = make_experts(case, dtype, False, backend)
     pool = torch.randn(35, case.hidden_size, generator=generator(4)).to(dtype)
     logits, correction = make_route(case, 35)
 
     def run(ids: torch.Tensor) -> torch.Tensor:
-        weights, chosen = route(logits[ids], case.spec, correction)
-        return experts(pool[ids], weights, chosen, gate_up, down, activate)
+        weights, chosen = route(logits[ids], case.spec, correction, backend=backend)
+        return experts(pool[ids], weights, chosen, stack, backend=backend)
 
     assert_rows_independent(run, 35, case.name)
     assert_rows_independent(
-        lambda ids: route(logits[ids], case.spec, correction)[0], 35, f"{case.name} weights"
+        lambda ids: route(logits[ids], case.spec, correction, backend=backend)[0], 35, f"{case.name} weights"
     )
 
 
-def test_equal_scores_choose_alike() -> None:
+@pytest.mark.parametrize("backend", native("add_gated_rows"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_shared_expert_behind_its_gate(dtype: torch.dtype, backend: Backend) -> None:
+    rng = generator(5)
+    x, other = (torch.randn(7, 45, generator=rng).to(dtype) for _ in range(2))
+    gate = torch.randn(7, 1, generator=rng).to(dtype) * 3
+    assert_same_bits(widen_rows(x, backend=backend), x.float(), "widen")
+    got = add_gated_rows(x, other, gate, backend=backend)
+    assert_close("gated", got, x.double() + other.double() * gate.double().sigmoid())
+
+
+@pytest.mark.parametrize("backend", backends("moe.route"))
+def test_equal_scores_choose_alike(backend: Backend) -> None:
     """Ties are broken by the row alone."""
     case = cases.MOE[0]
     logits = torch.zeros(33, case.spec.num_experts)
-    _, ids = route(logits, case.spec)
+    _, ids = route(logits, case.spec, backend=backend)
     assert_same_bits(ids.float(), ids[:1].expand_as(ids).float(), "ties")

@@ -13,10 +13,12 @@ import torch
 
 from quire.kernels.attention import AttentionShape, attention
 from quire.kernels.kv_view import KvView
-from quire.kernels.linear import head_linear, pack_heads
+from quire.kernels.linear import HeadMatrices, head_linear, pack_heads
+from quire.kernels.pointwise import copy_heads
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.kernels.rope import apply_rope, store_kv
+from quire.kernels.workspace import empty
 from quire.layers.attention import CosSin
 from quire.layers.linear import Linear
 from quire.layers.norm import RmsNorm
@@ -58,10 +60,11 @@ class LatentAttention:
         self._kv_norm = RmsNorm(spec.kv_lora_rank, eps, kernels)
         out = spec.num_heads * spec.v_head_dim
         self._o = Linear({"o": hidden_size}, out, dtype, kernels, bias=spec.o_bias, formats=formats)
-        self._to_latent = torch.empty(0)  # [num_heads, nope, lora], packed
-        self._from_latent = torch.empty(0)  # [num_heads, lora, v_head_dim], packed
+        self._to_latent: HeadMatrices | None = None  # [num_heads, nope, lora]
+        self._from_latent: HeadMatrices | None = None  # [num_heads, lora, v_head_dim]
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
-        self._head_linear = partial(head_linear, backend=kernels.backend("head_linear"))
+        self._pack_heads = partial(pack_heads, backend=kernels.backend("head_linear"))
+        self._copy = partial(copy_heads, backend=kernels.backend("copy_heads"))
         self._rope = partial(apply_rope, backend=kernels.backend("apply_rope"))
         self._store = partial(store_kv, backend=kernels.backend("store_kv"))
         self._attend = partial(attention, backend=kernels.backend("attention"))
@@ -79,8 +82,8 @@ class LatentAttention:
         assert isinstance(weight, torch.Tensor)  # `weight_plan` leaves this one plain
         spec, dtype = self._spec, self._dtype
         heads = torch.unflatten(weight, 0, (spec.num_heads, -1))
-        self._to_latent = pack_heads(heads[:, : spec.qk_nope_head_dim].to(dtype))
-        self._from_latent = pack_heads(heads[:, spec.qk_nope_head_dim :].transpose(1, 2).to(dtype))
+        self._to_latent = self._pack_heads(heads[:, : spec.qk_nope_head_dim].to(dtype))
+        self._from_latent = self._pack_heads(heads[:, spec.qk_nope_head_dim :].transpose(1, 2).to(dtype))
 
     @property
     def reads(self) -> WeightFormat:
@@ -93,6 +96,8 @@ class LatentAttention:
         spec, num_tokens = self._spec, x.shape[0]
         assert cos_sin is not None
         assert spec.rope is not None
+        assert self._to_latent is not None
+        assert self._from_latent is not None
         nope, lora = spec.qk_nope_head_dim, spec.kv_lora_rank
         down = self._down(x)
         q = down[:, : self._q_first]
@@ -101,13 +106,17 @@ class LatentAttention:
         q = torch.unflatten(q, -1, (spec.num_heads, spec.head_dim))
         latent = self._kv_norm(down[:, self._q_first : self._q_first + lora])
         k_rope = down[:, self._q_first + lora :].unsqueeze(1)  # [num_tokens, 1, rope_dim]
-        both = torch.cat((q[..., nope:], k_rope), dim=1)
+        heads, rope_dim, dtype = spec.num_heads, self._rope_dim, q.dtype
+        both = empty(num_tokens, heads + 1, rope_dim, dtype=dtype)  # of the queries, and of the one key
+        self._copy(q[..., nope:], both[:, :heads])
+        self._copy(k_rope, both[:, heads:])
         both = self._rope(both, *cos_sin, interleaved=spec.rope.interleaved)
-        key = torch.cat((latent.unsqueeze(1), both[:, spec.num_heads :]), dim=-1)
+        key = empty(num_tokens, 1, lora + rope_dim, dtype=dtype)
+        self._copy(latent.unsqueeze(1), key[..., :lora])
+        self._copy(both[:, heads:], key[..., lora:])
         self._store(key, None, kv, group.slot_blocks, group.slot_offsets)
-        query = torch.cat(
-            (self._head_linear(q[..., :nope], self._to_latent, lora), both[:, : spec.num_heads]), dim=-1
-        )
+        query = empty(num_tokens, heads, lora + rope_dim, dtype=dtype)
+        head_linear(q[..., :nope], self._to_latent, out=query[..., :lora])
+        self._copy(both[:, :heads], query[..., lora:])
         out = self._attend(query, kv, group.ragged, self._shape, None)  # [num_tokens, num_heads, lora]
-        out = self._head_linear(out, self._from_latent, spec.v_head_dim)
-        return self._o(out.reshape(num_tokens, -1))
+        return self._o(head_linear(out, self._from_latent).view(num_tokens, -1))

@@ -6,10 +6,9 @@ from functools import partial
 
 import torch
 
-from quire.kernels.activation import gated
-from quire.kernels.activation.reference import sigmoid
 from quire.kernels.linear import PackedLinear, pack_empty, write_bias
-from quire.kernels.moe import experts, route
+from quire.kernels.moe import ExpertStack, experts, route
+from quire.kernels.pointwise import add_gated_rows, add_rows, widen_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
@@ -71,9 +70,12 @@ class MoeBlock:
         self._shared_gate = (
             Linear({"shared_gate": 1}, hidden_size, dtype, kernels) if moe.shared_gate else None
         )
-        self._activate = partial(gated, kind=spec.activation, backend=kernels.backend("gated"))
+        self._stack = ExpertStack(self._gate_up, self._down, spec.activation)
         self._route = partial(route, backend=kernels.backend("moe.route"))
         self._experts = partial(experts, backend=kernels.backend("moe.experts"))
+        self._widen = partial(widen_rows, backend=kernels.backend("widen_rows"))
+        self._add = partial(add_rows, backend=kernels.backend("add_rows"))
+        self._add_gated = partial(add_gated_rows, backend=kernels.backend("add_gated_rows"))
 
     def places(self) -> dict[str, Place]:
         inter = self._moe.intermediate_size
@@ -101,14 +103,13 @@ class MoeBlock:
     def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
         assert isinstance(x, torch.Tensor)
-        weights, ids = self._route(self._router(x.float()), self._moe, self._correction)
-        y = self._experts(x, weights, ids, self._gate_up, self._down, self._activate)
-        if self._shared is not None:
-            shared = self._shared(x)
-            if self._shared_gate is not None:
-                shared = (shared.float() * sigmoid(self._shared_gate(x).float())).to(x.dtype)
-            y = y + shared
-        return y
+        weights, ids = self._route(self._router(self._widen(x)), self._moe, self._correction)
+        y = self._experts(x, weights, ids, self._stack)
+        if self._shared is None:
+            return y
+        if self._shared_gate is None:
+            return self._add(y, self._shared(x))
+        return self._add_gated(y, self._shared(x), self._shared_gate(x))
 
 
 def _write_all(write, packed: list[PackedLinear], start: int, weight: Weight) -> None:  # type: ignore[no-untyped-def]

@@ -19,12 +19,14 @@ from dataclasses import replace
 import torch
 
 from quire.kernels.linear import native, quantized_native, quantized_reference, reference  # noqa: F401  registers them
+from quire.kernels.linear.heads import HeadMatrices, empty_heads
 from quire.kernels.linear.packed import GROUPS, RANGE, PackedLinear, QuantizedWeight
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import NATIVE_LEVELS, Backend, find
 from quire.weight_format import PLAIN, WeightFormat
 
 __all__ = [
+    "HeadMatrices",
     "PackedLinear",
     "QuantizedRows",
     "QuantizedWeight",
@@ -128,14 +130,18 @@ def linear(
     return y
 
 
-def pack_heads(weight: torch.Tensor) -> torch.Tensor:
-    """``weight [num_heads, in_size, out_size]`` → the layout that `head_linear` multiplies with."""
-    return reference.pack_heads(weight)
+def pack_heads(weight: torch.Tensor, *, backend: Backend = "reference") -> HeadMatrices:
+    """``weight [num_heads, in_size, out_size]`` in the layout that `head_linear` multiplies with."""
+    data = find("head_linear.pack", backend)(weight)
+    return HeadMatrices(*weight.shape, data=data, backend=backend)
 
 
-def head_linear(
-    x: torch.Tensor, packed: torch.Tensor, out_size: int, *, backend: Backend = "reference"
-) -> torch.Tensor:
-    """A small matrix for every head (MLA): ``x [num_tokens, num_heads, in_size]`` → ``[..., out_size]``."""
-    y: torch.Tensor = find("head_linear", backend)(x, packed, out_size)
+def head_linear(x: torch.Tensor, heads: HeadMatrices, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """A small matrix for every head (MLA): ``x [num_tokens, num_heads, in_size]`` → ``[..., out_size]``.
+
+    Written into ``out`` where that is given, such as a part of wider heads.
+    """
+    y = empty_heads(x, heads.out_size) if out is None else out
+    assert y.shape == (*x.shape[:2], heads.out_size), (y.shape, x.shape, heads.out_size)
+    find("head_linear", heads.backend)(x, heads, y)
     return y

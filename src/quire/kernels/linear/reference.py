@@ -68,26 +68,3 @@ def linear(
         y = y[:, : packed.out_features]
     y = (y if packed.bias is None else y + packed.bias).to(out_dtype)
     return y if out is None else out.copy_(y)
-
-
-def pack_heads(weight: torch.Tensor) -> torch.Tensor:
-    """``[num_heads, in_size, out_size]`` → the same, both sizes padded with zeros to a multiple of 32."""
-    heads, in_size, out_size = weight.shape
-    packed = weight.new_zeros(heads, round_up(in_size, ALIGN), round_up(out_size, ALIGN))
-    packed[:, :in_size, :out_size] = weight
-    return packed
-
-
-@register("head_linear", "reference")
-def head_linear(x: torch.Tensor, packed: torch.Tensor, out_size: int) -> torch.Tensor:
-    """``[num_tokens, num_heads, in_size]`` → ``[num_tokens, num_heads, out_size]``, one bmm for every 32 tokens."""
-    num_tokens, num_heads, in_size = x.shape
-    num_rows = round_up(num_tokens, TILE_ROWS)
-    tiles = x.new_zeros(num_heads, num_rows, packed.shape[1])
-    tiles[:, :num_tokens, :in_size] = x.transpose(0, 1)
-    y = x.new_empty(num_tokens, num_heads, out_size)
-    for start in range(0, num_tokens, TILE_ROWS):
-        with one_torch_thread():
-            product = torch.bmm(tiles[:, start : start + TILE_ROWS], packed)
-        y[start : start + TILE_ROWS] = product[:, : num_tokens - start, :out_size].transpose(0, 1)
-    return y

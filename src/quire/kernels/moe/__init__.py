@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
-from quire.kernels.linear import PackedLinear
-from quire.kernels.moe import reference  # noqa: F401  registers
+from quire.kernels.moe import native, reference  # noqa: F401  registers both
+from quire.kernels.moe.stack import ExpertStack
 from quire.kernels.registry import Backend, find
 from quire.modelspec import MoeSpec
 
-__all__ = ["experts", "route"]
+__all__ = ["ExpertStack", "experts", "route"]
 
 
 def route(
@@ -33,16 +31,14 @@ def experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     expert_ids: torch.Tensor,
-    gate_up: Sequence[PackedLinear],
-    down: Sequence[PackedLinear],
-    activate: Callable[[torch.Tensor], torch.Tensor],
+    stack: ExpertStack,
     *,
     backend: Backend = "reference",
 ) -> torch.Tensor:
-    """``x [num_tokens, hidden]`` → ``Σ_j weights[:, j] · down(activate(gate_up(x)))``, of the same shape.
+    """``x [num_tokens, hidden]`` → ``Σ_j weights[:, j] · down(activation(gate_up(x)))``, of the same shape.
 
     The j-th product of a token is by expert ``expert_ids[:, j]``. The sum is fp32, in order of
     j, and rounded once to the dtype of x.
     """
-    y: torch.Tensor = find("moe.experts", backend)(x, weights, expert_ids, gate_up, down, activate)
+    y: torch.Tensor = find("moe.experts", backend)(x, weights, expert_ids, stack)
     return y

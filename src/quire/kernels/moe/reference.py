@@ -7,12 +7,11 @@ its own choice, never in the order of the experts that happen to be hit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
-from quire.kernels.activation.reference import sigmoid
-from quire.kernels.linear import PackedLinear, linear
+from quire.kernels.activation.reference import gated, sigmoid
+from quire.kernels.linear import linear
+from quire.kernels.moe.stack import ExpertStack
 from quire.kernels.registry import register
 from quire.modelspec import MoeSpec
 
@@ -61,24 +60,19 @@ def _best_groups(choice: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
 
 @register("moe.experts", "reference")
 def experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
-    gate_up: Sequence[PackedLinear],
-    down: Sequence[PackedLinear],
-    activate: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, stack: ExpertStack
 ) -> torch.Tensor:
     """One pass over the experts that are hit; rows are gathered by expert and put back by (token, choice)."""
     num_tokens, top_k = expert_ids.shape
     order = expert_ids.view(-1).argsort(stable=True)  # (token, choice) pairs, expert by expert
-    counts = torch.bincount(expert_ids.view(-1), minlength=len(gate_up)).tolist()
+    counts = torch.bincount(expert_ids.view(-1), minlength=len(stack.gate_up)).tolist()
     taken = x.new_empty(num_tokens * top_k, x.shape[1])
     start = 0
     for expert, count in enumerate(counts):
         if count:
             pairs = order[start : start + count]
-            rows = x.index_select(0, pairs // top_k)
-            taken[pairs] = linear(activate(linear(rows, gate_up[expert])), down[expert])
+            rows = linear(x.index_select(0, pairs // top_k), stack.gate_up[expert])
+            taken[pairs] = linear(gated(rows, stack.activation), stack.down[expert])
             start += count
     parts = taken.view(num_tokens, top_k, x.shape[1]).float() * weights.unsqueeze(-1)
     total = parts[:, 0].clone()

@@ -7,7 +7,7 @@ import torch
 from quire.kernels.pointwise import native, reference  # noqa: F401  registers both
 from quire.kernels.registry import Backend, find
 
-__all__ = ["add_rows", "cap_logits", "scale_rows"]
+__all__ = ["add_gated_rows", "add_rows", "cap_logits", "copy_heads", "scale_rows", "widen_rows"]
 
 
 def add_rows(x: torch.Tensor, other: torch.Tensor, *, backend: Backend = "reference") -> torch.Tensor:
@@ -21,6 +21,29 @@ def scale_rows(x: torch.Tensor, scale: float, *, backend: Backend = "reference")
     if scale == 1.0:
         return x
     y: torch.Tensor = find("scale_rows", backend)(x, scale)
+    return y
+
+
+def copy_heads(x: torch.Tensor, out: torch.Tensor, *, backend: Backend = "reference") -> None:
+    """Write ``x [num_tokens, num_heads, size]`` into ``out``, a view of that shape and dtype."""
+    assert x.shape == out.shape, (x.shape, out.shape)
+    assert x.dtype == out.dtype, (x.dtype, out.dtype)
+    find("copy_heads", backend)(x, out)
+
+
+def widen_rows(x: torch.Tensor, *, backend: Backend = "reference") -> torch.Tensor:
+    """``x [num_tokens, size]`` in fp32; itself where it is."""
+    if x.dtype == torch.float32:
+        return x
+    y: torch.Tensor = find("widen_rows", backend)(x)
+    return y
+
+
+def add_gated_rows(
+    x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor, *, backend: Backend = "reference"
+) -> torch.Tensor:
+    """``x + other · sigmoid(gate)``, the product rounded to the dtype; all ``[num_tokens, size]``, gate of size 1."""
+    y: torch.Tensor = find("add_gated_rows", backend)(x, other, gate)
     return y
 
 
