@@ -17,6 +17,7 @@ from math import prod
 
 import torch
 
+_CPU = torch.device("cpu")
 _LINE = 64  # bytes
 _SLAB = 1 << 20  # bytes mapped at least at a time
 
@@ -82,7 +83,9 @@ def allocating_in(arena: Arena) -> Iterator[None]:
         _arena.reset(token)
 
 
-def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised tensor of the CPU."""
+def empty(*shape: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
+    """Return an uninitialised tensor."""
     arena = _arena.get()
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype) if arena is None else arena.empty(shape, dtype)

@@ -107,15 +107,17 @@ class LatentAttention:
         latent = self._kv_norm(down[:, self._q_first : self._q_first + lora])
         k_rope = down[:, self._q_first + lora :].unsqueeze(1)  # [num_tokens, 1, rope_dim]
         heads, rope_dim, dtype = spec.num_heads, self._rope_dim, q.dtype
-        both = empty(num_tokens, heads + 1, rope_dim, dtype=dtype)  # of the queries, and of the one key
+        both = empty(
+            num_tokens, heads + 1, rope_dim, dtype=dtype, device=q.device
+        )  # of the queries, and of the one key
         self._copy(q[..., nope:], both[:, :heads])
         self._copy(k_rope, both[:, heads:])
         both = self._rope(both, *cos_sin, interleaved=spec.rope.interleaved)
-        key = empty(num_tokens, 1, lora + rope_dim, dtype=dtype)
+        key = empty(num_tokens, 1, lora + rope_dim, dtype=dtype, device=q.device)
         self._copy(latent.unsqueeze(1), key[..., :lora])
         self._copy(both[:, heads:], key[..., lora:])
         self._store(key, None, kv, group.slot_blocks, group.slot_offsets)
-        query = empty(num_tokens, heads, lora + rope_dim, dtype=dtype)
+        query = empty(num_tokens, heads, lora + rope_dim, dtype=dtype, device=q.device)
         head_linear(q[..., :nope], self._to_latent, out=query[..., :lora])
         self._copy(both[:, :heads], query[..., lora:])
         out = self._attend(query, kv, group.ragged, self._shape, None)  # [num_tokens, num_heads, lora]

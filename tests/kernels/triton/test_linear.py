@@ -146,5 +146,5 @@ def test_invariant_bits_do_not_depend_on_the_batch(
 def test_heads(backend: Backend) -> None:
     weight = torch.randn(3, 7, 33, generator=generator())
     x = torch.randn(5, 3, 7, generator=generator(1))
-    y = head_linear(x.to(DEVICE), pack_heads(weight).to(DEVICE), 33, backend=backend)
+    y = head_linear(x.to(DEVICE), pack_heads(weight.to(DEVICE), backend=backend))
     assert_close("head_linear", y.cpu(), torch.einsum("thi,hio->tho", x.double(), weight.double()))

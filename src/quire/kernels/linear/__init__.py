@@ -133,7 +133,8 @@ def linear(
 def pack_heads(weight: torch.Tensor, *, backend: Backend = "reference") -> HeadMatrices:
     """``weight [num_heads, in_size, out_size]`` in the layout that `head_linear` multiplies with."""
     data = find("head_linear.pack", backend)(weight)
-    return HeadMatrices(*weight.shape, data=data, backend=backend)
+    num_heads, in_size, out_size = weight.shape
+    return HeadMatrices(num_heads, in_size, out_size, data, backend)
 
 
 def head_linear(x: torch.Tensor, heads: HeadMatrices, *, out: torch.Tensor | None = None) -> torch.Tensor:

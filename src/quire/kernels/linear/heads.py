@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import torch
 
 from quire.kernels.linear import native, reference
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.registry import NATIVE_LEVELS, Backend, register
+from quire.kernels.threads import one_torch_thread
 from quire.kernels.workspace import empty
+
+try:
+    from quire import _native
+except ImportError:  # no compiler at install
+    _native = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +48,40 @@ def multiply_reference(x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) 
     tiles = x.new_zeros(num_heads, reference.round_up(num_tokens, tile), heads.data.shape[1])
     tiles[:, :num_tokens, :in_size] = x.transpose(0, 1)
     for start in range(0, num_tokens, tile):
-        with reference.one_torch_thread():
+        with one_torch_thread():
             product = torch.bmm(tiles[:, start : start + tile], heads.data)
         out[start : start + tile] = product[:, : num_tokens - start, : heads.out_size].transpose(0, 1)
 
 
-def pack_native(level: Backend, weight: torch.Tensor) -> list[PackedLinear]:
+def pack_native(module: ModuleType, weight: torch.Tensor) -> list[PackedLinear]:
     """A packed matrix for each head of ``[num_heads, in_size, out_size]``."""
     _, in_size, out_size = weight.shape
     matrices = []
     for matrix in weight:
         packed = native.pack_empty(out_size, in_size, weight.dtype)
-        native.write_rows(native.native, packed, 0, matrix.transpose(0, 1).contiguous())
+        native.write_rows(module, packed, 0, matrix.transpose(0, 1).contiguous())
         matrices.append(packed)
     return matrices
 
 
-def multiply_native(level: Backend, x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None:
+def multiply_native(
+    module: ModuleType, isa: str, x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor
+) -> None:
     """The native linear for each head, reading and writing its part of the rows."""
     assert isinstance(heads.data, list)
     for head, packed in enumerate(heads.data):
-        native.linear(native.native, level, x[:, head], packed, x.dtype, out[:, head])
+        native.linear(module, isa, x[:, head], packed, x.dtype, out[:, head])
 
 
 def empty_heads(x: torch.Tensor, out_size: int) -> torch.Tensor:
     """Room for a result."""
-    return empty(max(x.shape[0], 1), x.shape[1], out_size, dtype=x.dtype)[: x.shape[0]]
+    return empty(max(x.shape[0], 1), x.shape[1], out_size, dtype=x.dtype, device=x.device)[: x.shape[0]]
 
 
 register("head_linear.pack", "reference")(pack_reference)
 register("head_linear", "reference")(multiply_reference)
-if native.native is not None:
+if _native is not None:
     for level in NATIVE_LEVELS:
-        if native.native.has_isa(level):
-            register("head_linear.pack", level)(partial(pack_native, level))
-            register("head_linear", level)(partial(multiply_native, level))
+        if _native.has_isa(level):
+            register("head_linear.pack", level)(partial(pack_native, _native))
+            register("head_linear", level)(partial(multiply_native, _native, level))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.block_sizes import block_sizes
+from quire.kernels.linear.heads import HeadMatrices
 from quire.kernels.linear.matmul import matmul
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.registry import GPU_KERNELS, register
@@ -68,18 +69,21 @@ def linear_invariant(
 
 
 @register("head_linear", "triton")
-def head_linear(x: torch.Tensor, packed: torch.Tensor, out_size: int) -> torch.Tensor:
-    """``x [num_tokens, num_heads, in_size]`` → ``[num_tokens, num_heads, out_size]``: a batched product over heads."""
-    in_size = x.shape[2]
-    return torch.bmm(x.transpose(0, 1), packed[:, :in_size, :out_size]).transpose(0, 1)
+def head_linear(x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None:
+    """``x [num_tokens, num_heads, in_size]`` → ``out [num_tokens, num_heads, out_size]``: a product over heads."""
+    assert isinstance(heads.data, torch.Tensor)
+    out.copy_(torch.bmm(x.transpose(0, 1), heads.data).transpose(0, 1))
 
 
 @register("head_linear", "invariant")
-def head_linear_invariant(x: torch.Tensor, packed: torch.Tensor, out_size: int) -> torch.Tensor:
+def head_linear_invariant(x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None:
     """Head by head through the product of fixed order."""
-    y = torch.empty(x.shape[0], x.shape[1], out_size, dtype=x.dtype, device=x.device)
+    assert isinstance(heads.data, torch.Tensor)
     for head in range(x.shape[1]):
-        weight = packed[head, : x.shape[2], :out_size].t().contiguous()
-        one = PackedLinear(out_size, x.shape[2], weight)
-        y[:, head] = linear_invariant(x[:, head], one, x.dtype, None)
-    return y
+        weight = heads.data[head].t().contiguous()
+        one = PackedLinear(heads.out_size, heads.in_size, weight)
+        out[:, head] = linear_invariant(x[:, head], one, x.dtype, None)
+
+
+for backend in GPU_KERNELS:
+    register("head_linear.pack", backend)(torch.Tensor.contiguous)
