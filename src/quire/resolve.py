@@ -92,7 +92,7 @@ def resolve(
             enable_prefix_caching=args.enable_prefix_caching,
             model_key=model_key,
         ),
-        scheduler=_scheduler(args, max_model_len),
+        scheduler=scheduler_config(args, max_model_len),
         runner=RunnerConfig(
             num_threads=args.threads or device.num_cores,
             cpu_isa=_isa(args.cpu_isa, device),
@@ -142,7 +142,12 @@ def _isa(asked: str, device: DeviceInfo) -> str:
     return asked
 
 
-def _scheduler(args: EngineArgs, max_model_len: int) -> SchedulerConfig:
+def scheduler_config(args: EngineArgs, max_model_len: int) -> SchedulerConfig:
+    """Return the scheduler's share of the settings.
+
+    Raises:
+        ConfigError: a long prompt could never run.
+    """
     if not args.enable_chunked_prefill and args.max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens = {args.max_num_batched_tokens} is less than max_model_len = {max_model_len}, and "

@@ -9,11 +9,13 @@ import pytest
 from quire.bench.summary import summarize
 from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
+from quire.executor.timed import Taken
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.sim.cluster import ClusterConfig
 from quire.sim.faults import Add, Kill, Slow, parse_fault
-from quire.sim.latency import Latency, Speculation
+from quire.sim.latency import Latency, Speculation, Swap
 from quire.sim.run import Simulated, simulate
+from quire.step import StepResult
 from quire.workload.arrivals import Arrivals
 from quire.workload.build import Synthetic, with_cancellations
 from quire.workload.lengths import Uniform
@@ -161,7 +163,8 @@ def test_speculation_speeds_decodes_up_by_the_expected_tokens() -> None:
     assert plain is not None
     assert faster == pytest.approx(plain / expected)
     # A step with a chunk beside the decode: only what the decode adds to it is divided.
-    result = Latency(STEP, spec).seconds(StepFeatures(51, 2, 2, 10, 50, 1275), 1)
+    taken = Taken(StepResult(0), StepFeatures(51, 2, 2, 10, 50, 1275), num_decodes=1)
+    result = Latency(STEP, spec).seconds(taken)
     chunk, verify = 0.010 + 0.049, 0.010 + 0.001 * (50 + 4 - 1)
     assert result == pytest.approx(chunk + (verify - chunk) / expected)
 
@@ -195,3 +198,19 @@ def test_faults_are_read_and_checked() -> None:
             parse_fault(text)
     with pytest.raises(ConfigError, match="replica 3 does not exist"):
         replace(CONFIG, faults=(Kill(1.0, 3),))
+
+
+def test_a_swapped_sequence_is_copied_and_not_computed_again() -> None:
+    """Two sequences in a pool for one and a half: the later is preempted, and its rows come back one way or the other."""
+    tight = replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=10, enable_prefix_caching=False))
+    two = workload((0.0, 40, 60), (0.0, 40, 60))
+    again = simulate(tight, STEP, two)
+    copied = simulate(replace(tight, swap=Swap(1e-6)), STEP, two)
+    for result in (again, copied):
+        assert result.replicas[0].stats.num_preemptions > 0
+        assert [r.num_output_tokens for r in result.records] == [60, 60]
+    assert again.num_steps == copied.num_steps
+    recomputed = again.replicas[0].stats.num_computed_tokens - 2 * (40 + 59)
+    saved = again.end_s - copied.end_s
+    assert recomputed > 40
+    assert saved == pytest.approx(recomputed * 0.001, rel=0.1)  # 1 ms a row, and the copies are quick

@@ -18,14 +18,12 @@ from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.bench.bounds import measure
 from quire.device import detect_device
 from quire.errors import ConfigError
-from quire.models.spec_only import read_spec
-from quire.modelspec import ModelSpec
+from quire.models.spec_only import spec_of
 from quire.plan.capacity import CapacityPlan, Question, plan_capacity
 from quire.plan.efficiency import efficiencies
 from quire.plan.estimate import Load
 from quire.plan.explain import explain
 from quire.plan.hardware import GIB, Hardware, find_hardware
-from quire.plan.presets import preset_of, preset_spec
 from quire.plan.split import PRECISIONS
 from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
@@ -92,12 +90,6 @@ def question_of(asked: Asked) -> Question:
         max_num_batched_tokens=asked.max_num_batched_tokens or (2048 if hardware.kind == "cpu" else 8192),
         max_num_seqs=asked.max_num_seqs,
     )
-
-
-def spec_of(model: str) -> ModelSpec:
-    """Return the `ModelSpec` of a preset, a local folder or file, or a hub id, of which only config.json is fetched."""
-    name = preset_of(model) if not Path(model).expanduser().exists() else None
-    return preset_spec(name) if name is not None else read_spec(model)
 
 
 def hardware_of(asked: Asked) -> Hardware:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from operator import itemgetter
+from typing import NamedTuple
 
 from quire.clock import Clock
 from quire.plan.cost_model import StepFeatures, StepTime, chunk_pairs
 from quire.request import SamplingParams
-from quire.step import NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
+from quire.step import NewSeq, SeqResult, StepPlan, StepResult
 
 FIRST_TOKEN_ID = 3  # below it are the special ids of most vocabularies
 NUM_TOKEN_IDS = 97
@@ -29,32 +30,46 @@ def drawn_token(sampling: SamplingParams, sample_index: int) -> int:
     return token_id
 
 
+class Taken(NamedTuple):
+    """What a plan gives, and what it has to do for it."""
+
+    result: StepResult
+    step: StepFeatures
+    num_decodes: int  # sequences that draw from one row
+    num_restored: int = 0  # rows that were computed before a preemption and are kept: not in ``step``
+
+
 class StepLedger:
     """What a worker has to remember in order to answer plans, but no ids: a sequence draws `drawn_token`, always."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, restores: bool = False) -> None:
+        """``restores``: rows computed before a preemption are kept elsewhere and not computed again."""
+        self._restores = restores
+        self._computed: dict[int, int] = {}  # with ``restores``: rows that a sequence has had computed
+        self._restorable: dict[int, int] = {}  # of those admitted again
         # Per sequence: its known tokens at admission, the result of a step that draws, the one of a step that does not.
         self._seqs: dict[int, tuple[int, SeqResult, SeqResult]] = {}
         self._drawn: dict[int, SeqResult] = {}
         self._chunking: set[int] = set()  # those whose known tokens are not all computed yet
 
-    def take(self, plan: StepPlan) -> tuple[StepResult, StepFeatures, int]:
-        """Return the plan's result, its features, and how many of its sequences draw from one row."""
+    def take(self, plan: StepPlan) -> Taken:
+        """Answer a plan."""
         for seq_id in plan.gone:
             self._seqs.pop(seq_id, None)
             self._drawn.pop(seq_id, None)
             self._chunking.discard(seq_id)
         for new in plan.new_seqs:
             self._admit(new)
-        seqs = plan.seqs
+        if self._restores:
+            self._computed.update((seq[0], seq[2] + seq[3]) for seq in plan.seqs)
         if self._chunking:
-            results, step, num_decodes = self._mixed(seqs)
-        else:  # one row each, and each draws: most steps
-            drawn, num_decodes = self._drawn, len(seqs)
-            results = tuple([drawn[seq[0]] for seq in seqs])
-            kv = sum(map(_start_of, seqs)) + num_decodes
-            step = StepFeatures(num_decodes, num_decodes, num_decodes, kv, 0, 0)
-        return StepResult(plan.step, results, moves_done=len(plan.kv_moves)), step, num_decodes
+            return self._mixed(plan)
+        # One row each, and each draws: most steps.
+        seqs, drawn = plan.seqs, self._drawn
+        num = len(seqs)
+        results = tuple([drawn[seq[0]] for seq in seqs])
+        step = StepFeatures(num, num, num, sum(map(_start_of, seqs)) + num, 0, 0)
+        return Taken(_result(plan, results), step, num)
 
     def _admit(self, new: NewSeq) -> None:
         token_id = drawn_token(new.sampling, new.sample_index)
@@ -63,31 +78,42 @@ class StepLedger:
         self._seqs[new.seq_id] = (num_known, drawn, SeqResult(new.seq_id, new.epoch, ()))
         self._drawn[new.seq_id] = drawn
         self._chunking.add(new.seq_id)
+        if self._restores and new.epoch > 0:
+            self._restorable[new.seq_id] = min(num_known - 1, self._computed.get(new.seq_id, 0))
 
-    def _mixed(self, seqs: tuple[SeqPlan, ...]) -> tuple[tuple[SeqResult, ...], StepFeatures, int]:
+    def _mixed(self, plan: StepPlan) -> Taken:
         """`take` where some sequences are still in their prompt: as if none were, then what these change."""
-        drawn, chunking = self._drawn, self._chunking
+        seqs, drawn, chunking = plan.seqs, self._drawn, self._chunking
         results = [drawn[seq[0]] for seq in seqs]
         num_rows, num_seqs = sum(map(_count_of, seqs)), len(seqs)
         num_logits = num_decodes = num_seqs
         decode_kv = sum(map(_start_of, seqs)) + num_seqs
-        chunk_kv = pairs = 0
+        chunk_kv = pairs = num_restored = 0
         for index in [i for i, seq in enumerate(seqs) if seq[0] in chunking]:
             seq_id, _, start, count = seqs[index][:4]
             known, _, undrawn = self._seqs[seq_id]
             if count > 1:
                 num_decodes -= 1
                 decode_kv -= start + 1
-                chunk_kv += start + count
-                pairs += chunk_pairs(start, count)
+                restored = min(count, max(0, self._restorable.get(seq_id, 0) - start))
+                if restored:
+                    num_restored += restored
+                    num_rows -= restored
+                if restored < count:
+                    chunk_kv += start + count
+                    pairs += chunk_pairs(start + restored, count - restored)
             if start + count >= known:
                 chunking.discard(seq_id)
                 continue
             results[index] = undrawn
             num_logits -= 1
             num_decodes -= count == 1
-        features = StepFeatures(num_rows, num_seqs, num_logits, decode_kv, chunk_kv, pairs)
-        return tuple(results), features, num_decodes
+        step = StepFeatures(num_rows, num_seqs, num_logits, decode_kv, chunk_kv, pairs)
+        return Taken(_result(plan, tuple(results)), step, num_decodes, num_restored)
+
+
+def _result(plan: StepPlan, results: tuple[SeqResult, ...]) -> StepResult:
+    return StepResult(plan.step, results, moves_done=len(plan.kv_moves))
 
 
 class TimedExecutor:
@@ -105,9 +131,9 @@ class TimedExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; fewer than ``max_in_flight`` are out."""
         assert len(self._out) < self.max_in_flight
-        result, step, _ = self._ledger.take(plan)
-        self._free_s = max(self._free_s, self._clock.now()) + self._step_time.seconds(step)
-        self._out.append((result, self._free_s))
+        taken = self._ledger.take(plan)
+        self._free_s = max(self._free_s, self._clock.now()) + self._step_time.seconds(taken.step)
+        self._out.append((taken.result, self._free_s))
 
     def collect(self) -> StepResult:
         """Sleep until the oldest plan is over and return its result."""

@@ -10,6 +10,13 @@ from quire.models.checkpoint import describe, read_json
 from quire.models.hub import INSTEAD, locate
 from quire.models.quill import QUILL_NAMES
 from quire.modelspec import ModelSpec
+from quire.plan.presets import preset_of, preset_spec
+
+
+def spec_of(model: str) -> ModelSpec:
+    """Return the `ModelSpec` of a preset of the planner, or of whatever `read_spec` finds."""
+    name = preset_of(model) if not Path(model).expanduser().exists() else None
+    return preset_spec(name) if name is not None else read_spec(model)
 
 
 def read_spec(name: str, *, revision: str | None = None) -> ModelSpec:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,16 @@ FORMAT = "quire-profile-1"
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """What the engine's process adds to the executor's time: planning, applying, sending the events."""
+    """What serving adds to the executor's time, measured on a live server with its load generator beside it.
 
-    fixed_s: float = 0.0
-    per_seq_s: float = 0.0
+    A step: planning, applying, sending events, and the cores that API process and client take from the compute threads.
+    A request: HTTP, JSON and the hops to the engine and back, which the client sees before its first token.
+    """
+
+    fixed_s: float = 0.0  # a step
+    per_seq_s: float = 0.0  # a sequence of a step
+    request_s: float = 0.0  # a request
+    per_prompt_token_s: float = 0.0  # a token of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class Profile:
             "settings": dict(self.settings),
             "measured_at": self.measured_at,
             "cost_model": self.executor.to_json(),
-            "host": {"fixed_s": self.host.fixed_s, "per_seq_s": self.host.per_seq_s},
+            "host": asdict(self.host),
             "error": self.error.to_json() if self.error else None,
             "points": [[*point.step, point.seconds] for point in self.points],
         }

@@ -20,7 +20,7 @@ from quire.plan.cost_model import StepTime
 from quire.request import TokenEvent
 from quire.scheduler.slo import SloController
 from quire.sim.faults import Fault, check_faults
-from quire.sim.latency import Latency, Speculation
+from quire.sim.latency import Latency, Speculation, Swap
 from quire.sim.replica import Replica
 from quire.sim.requests import Client, Sent
 from quire.sim.timeline import Timeline
@@ -39,9 +39,11 @@ class ClusterConfig:
     max_load_ratio: float = 1.25
     max_in_flight: int = 1
     speculation: Speculation | None = None
+    swap: Swap | None = None  # None: a preempted sequence is computed again
     faults: tuple[Fault, ...] = ()
     tpot_s: float | None = None  # each replica's controller holds it, as ``quire serve --slo`` does
-    frontend_s: float = 0.0  # from the client to the core, and the same from the core to the client
+    request_s: float = 0.0  # from the client to the core and back, all of it taken on the way in
+    per_prompt_token_s: float = 0.0  # the same, a token of the prompt
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class ClusterConfig:
             ("num_replicas", 1),
             ("max_in_flight", 1),
             ("start_up_s", 0.0),
-            ("frontend_s", 0.0),
+            ("request_s", 0.0),
         ):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} must be at least {low}")
@@ -70,8 +72,8 @@ class Cluster:
         """``watch`` wraps every replica's executor, as `PlanHash` does."""
         self.config = config
         self.clock = VirtualClock()
-        self.latency = Latency(step_time, config.speculation)
         self._step_time = step_time
+        self.latency = Latency(step_time, config.speculation, config.swap)
         self.router = Router(config.routing, seed=config.seed, max_load_ratio=config.max_load_ratio)
         self.client = Client(workload, config.cache, config.seed, chains=self.router.needs_chains)
         self.replicas: list[Replica] = []
@@ -154,10 +156,13 @@ class Cluster:
         )
 
     def _sender(self, request: WorkloadRequest) -> Callable[[], None]:
+        config = self.config
+
         def send() -> None:
             sent = self.client.send(request, self.clock.now())
-            if self.config.frontend_s:
-                self.at(self.clock.now() + self.config.frontend_s, lambda: self.place(sent))
+            way_s = config.request_s + config.per_prompt_token_s * request.num_prompt_tokens
+            if way_s:
+                self.at(self.clock.now() + way_s, lambda: self.place(sent))
             else:
                 self.place(sent)
 
@@ -204,7 +209,7 @@ class Cluster:
         """What the client sees of a step's events. The hot loop of the simulator's own."""
         if not events:
             return
-        now = self.clock.now() + self.config.frontend_s
+        now = self.clock.now()
         sent, watched = self.client.sent, self._hybrid or self._cancels
         for event in events:
             request = sent.get(event[0])

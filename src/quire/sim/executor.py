@@ -34,19 +34,19 @@ class SimExecutor:
         self._latency = latency
         self._clock = clock
         self._on_submit = on_submit
-        self._ledger = StepLedger()
+        self._ledger = StepLedger(restores=latency.swaps)
         self._free_s = 0.0  # when the last plan submitted is over
         self._out: deque[tuple[StepResult, float]] = deque()
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; fewer than ``max_in_flight`` are out."""
         assert len(self._out) < self.max_in_flight
-        result, step, num_decodes = self._ledger.take(plan)
-        seconds = self._latency.seconds(step, num_decodes) * self.slowdown
+        taken = self._ledger.take(plan)
+        seconds = self._latency.seconds(taken) * self.slowdown
         self._free_s = max(self._free_s, self._clock.now()) + seconds
         self.num_steps += 1
         self.busy_s += seconds
-        self._out.append((result, self._free_s))
+        self._out.append((taken.result, self._free_s))
         self._on_submit(self._free_s)
 
     def collect(self) -> StepResult:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
+from quire.executor.timed import Taken
 from quire.plan.cost_model import StepFeatures, StepTime
 
 
@@ -41,18 +42,35 @@ class Speculation:
         return float(g + 1) if a == 1.0 else (1.0 - a ** (g + 1)) / (1.0 - a)
 
 
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Preemption by copying K and V to the host's memory and back, instead of computing them again.
+
+    The scheduler plans the rows as it does for recomputation, within its budget; each costs a copy out and a copy in.
+    """
+
+    seconds_per_token: float  # one way
+
+
 class Latency:
     """Seconds of a step on one replica."""
 
-    def __init__(self, step_time: StepTime, speculation: Speculation | None = None) -> None:
+    def __init__(
+        self, step_time: StepTime, speculation: Speculation | None = None, swap: Swap | None = None
+    ) -> None:
+        self.swaps = swap is not None  # rows computed before a preemption are copied, not computed
         self._plain = step_time.seconds
         self._speculation = speculation
+        self._restore_s = 2.0 * swap.seconds_per_token if swap else 0.0
 
-    def seconds(self, step: StepFeatures, num_decodes: int) -> float:
-        """Return the time of ``step``, ``num_decodes`` of whose sequences draw from one row."""
-        speculation = self._speculation
-        if speculation is None or num_decodes == 0:
-            return self._plain(step)
+    def seconds(self, taken: Taken) -> float:
+        """Return the time of a step."""
+        seconds = self._restore_s * taken.num_restored
+        if self._speculation is None or taken.num_decodes == 0:
+            return seconds + self._plain(taken.step)
+        return seconds + self._speculative(self._speculation, taken.step, taken.num_decodes)
+
+    def _speculative(self, speculation: Speculation, step: StepFeatures, num_decodes: int) -> float:
         others = StepFeatures(
             step.num_tokens - num_decodes,
             step.num_seqs - num_decodes,

@@ -1,0 +1,161 @@
+"""`quire profile`: measure this machine's step times, fit the cost model, save both with the cross-validated error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from quire.args import EngineArgs
+from quire.bench.live_server import LiveServer
+from quire.bench.profile_args import ProfileArgs
+from quire.bench.profile_grid import Case, cases
+from quire.bench.profile_serving import measure_host
+from quire.bench.profile_steps import StepProfiler
+from quire.clock import Clock, WallClock
+from quire.config import EngineConfig
+from quire.device import detect_device
+from quire.engine.assemble import SAMPLING_DEFAULTS, configure
+from quire.engine.build import build_core
+from quire.errors import ConfigError
+from quire.plan.cost_model import CostModel
+from quire.plan.fit import MeasuredStep, cross_validate, fit
+from quire.plan.profile import HostCost, Profile
+from quire.request import SamplingParams
+
+MAX_KV_BYTES = 1 << 30  # that the measurement writes to
+
+
+def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[str]) -> int:
+    """Measure, fit and save. ``serve_flags``: the same settings, as flags of ``quire serve``.
+
+    Raises:
+        ConfigError: no file to write to, or the settings leave nothing to measure.
+    """
+    if args.out is None:
+        raise ConfigError("quire profile needs --out FILE")
+    out = Path(args.out)
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {args.out}: the folder {out.absolute().parent} does not exist")
+    config, checkpoint = configure(engine_args, detect_device())
+    given = {
+        k: v for k, v in asdict(checkpoint.generation).items() if k in SAMPLING_DEFAULTS and v is not None
+    }
+    sampling = SamplingParams(max_tokens=None, seed=1, **given)
+    points = measure_steps(config, sampling, args.seconds, WallClock())
+    model, error = fit(points), cross_validate(points)
+    made = Profile(
+        model=config.model.name,
+        machine=machine_of(config),
+        settings=settings_of(config) | {"sampling": given},
+        executor=model,
+        host=_host(config, model, serve_flags) if args.serving else HostCost(),
+        error=error,
+        points=tuple(points),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    made.save(out)
+    _say(report(made))
+    _say(f"written to {out}")
+    return 0
+
+
+def measure_steps(
+    config: EngineConfig, sampling: SamplingParams, seconds: float, clock: Clock
+) -> list[MeasuredStep]:
+    """Time the grid on the real executor in rounds, each in another order, for about ``seconds``."""
+    page = config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype)
+    max_blocks = min(config.cache.num_blocks, MAX_KV_BYTES // page)
+    executor = build_core(config, "local", clock).executor
+    try:
+        profiler = StepProfiler(executor, config, clock, sampling, max_blocks=max_blocks)
+        todo = cases(config, max_blocks)
+        _say(f"measuring {len(todo)} kinds of steps of {config.model.name} for {seconds:.0f} s …")
+        profiler.fill()
+        end_s, round_number = clock.now() + seconds, 0
+        while clock.now() < end_s:
+            for case in _order(todo, round_number):
+                profiler.visit(case)
+                if clock.now() >= end_s:
+                    break
+            round_number += 1
+        return profiler.measured()
+    finally:
+        executor.close()
+
+
+def _order(todo: Sequence[Case], round_number: int) -> list[Case]:
+    """The first round goes from cheap to dear, so that a slow machine measures what it can; later ones are mixed."""
+    return list(todo) if round_number == 0 else Random(round_number).sample(list(todo), len(todo))
+
+
+def _host(config: EngineConfig, model: CostModel, serve_flags: Sequence[str]) -> HostCost:
+    _say("measuring the server around it …")
+    with LiveServer([config.model.name, "--port", "0", *serve_flags]) as server:
+        return measure_host(
+            server.url,
+            config.model.name,
+            model,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=config.scheduler.max_model_len,
+            vocab_size=config.model.spec.vocab_size,
+        )
+
+
+def machine_of(config: EngineConfig) -> dict[str, Any]:
+    """What the times depend on outside the program."""
+    device = config.device
+    return {
+        "name": device.name,
+        "cores": device.num_cores,
+        "isa": device.isa,
+        "memory_bytes": device.memory_total_bytes,
+    }
+
+
+def settings_of(config: EngineConfig) -> dict[str, Any]:
+    """What the times depend on, and what a simulation takes as given: under the names of the flags."""
+    return {
+        "dtype": config.model.dtype,
+        "kv_dtype": config.model.kv_dtype,
+        "quantize": config.model.quantize,
+        "threads": config.runner.num_threads,
+        "cpu_isa": config.runner.cpu_isa,
+        "block_size": config.cache.block_size,
+        "num_kv_blocks": config.cache.num_blocks,
+        "kv_block_bytes": config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype),
+        "windows": list(config.cache.windows),
+        "max_model_len": config.scheduler.max_model_len,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "max_in_flight": 1,
+    }
+
+
+def report(made: Profile) -> str:
+    """The figures for a person."""
+    m, host, error = made.executor, made.host, made.error
+    assert error is not None
+    rows = ", ".join(
+        f"{k:.0f}: {(m.fixed_s + v) * 1e3:.2f}" for k, v in zip(m.rows.knots, m.rows.values, strict=True)
+    )
+    return (
+        f"{made.model} on {made.machine['name']}, {made.settings['threads']} threads\n"
+        f"error    median {error.median:.1%}, p90 {error.p90:.1%}, worst {error.worst:.1%}: steps left out of the fit, "
+        f"of {error.num_points}\n"
+        f"rows     {rows} ms\n"
+        f"logits   {m.logits.values[-1] * 1e3:.3f} ms at {m.logits.knots[-1]:.0f}; "
+        f"a sequence {m.per_seq_s * 1e6:.1f} µs\n"
+        f"KV       {m.per_decode_kv_s * 1e9:.2f} ns a key of a decode, {m.per_chunk_kv_s * 1e9:.2f} of a chunk, "
+        f"{m.per_pair_s * 1e9:.3f} a pair\n"
+        f"host     {host.fixed_s * 1e3:.2f} ms a step, {host.per_seq_s * 1e6:.0f} µs a sequence, "
+        f"{host.request_s * 1e3:.2f} ms a request, {host.per_prompt_token_s * 1e6:.2f} µs a prompt token"
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

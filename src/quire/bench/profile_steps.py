@@ -1,0 +1,136 @@
+"""`StepProfiler`: times steps of `quire.bench.profile_grid` on an engine's executor, with plans made by hand.
+
+A sequence enters at the context that the case asks for, its pages filled before by copies: the executor is told that
+its first rows are computed, which saves computing them. Attention reads real pages, and as many as live.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from random import Random
+
+from quire.bench.profile_grid import REPEATS_OF_A_STEP, Case
+from quire.clock import Clock
+from quire.config import EngineConfig
+from quire.errors import StepError
+from quire.executor.base import Executor
+from quire.plan.fit import MeasuredStep
+from quire.request import SamplingParams
+from quire.step import KvMove, NewSeq, SeqPlan, StepPlan
+
+REPEATS = 12  # of a case in one visit; the first two warm it up
+WARM = 2
+FIRST_TOKEN_ID = 2
+
+
+class StepProfiler:
+    """Runs cases and keeps their times. Blocks 0 … max_blocks of the executor's pool are written to."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        clock: Clock,
+        sampling: SamplingParams,
+        *,
+        max_blocks: int,
+        seed: int = 0,
+    ) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._sampling = sampling
+        self._block_size = config.cache.block_size
+        self._num_groups = len(config.cache.windows)
+        self._vocab_size = config.model.spec.vocab_size
+        self._max_blocks = max_blocks
+        self._random = Random(f"profile {seed}")
+        self._step = 0
+        self._next_id = 0
+        self._gone: tuple[int, ...] = ()
+        self.times: dict[Case, list[float]] = defaultdict(
+            list
+        )  # seconds, in the order in which they were measured
+
+    def fill(self) -> None:
+        """Write one block and copy it to the others: a page that nobody wrote is read from one and the same frame."""
+        seq = self._new([(1, self._block_size)])[0]
+        ids = tuple((group,) for group in range(self._num_groups))
+        plan = SeqPlan(seq.seq_id, 0, 0, self._block_size, (0,) * self._num_groups, ids)
+        self._run(StepPlan(self._step, (seq,), (plan,)))
+        moves = tuple(KvMove(0, block) for block in range(1, self._max_blocks))
+        for start in range(0, len(moves), 256):
+            self._run(StepPlan(self._step, kv_moves=moves[start : start + 256]))
+        self._gone = (seq.seq_id,)
+
+    def visit(self, case: Case) -> None:
+        """Measure one case a few times."""
+        repeats = min(REPEATS, REPEATS_OF_A_STEP)
+        decodes = [(case.context - 1, 1)] * case.num_decodes
+        chunks = [(case.start, case.chunk)] * case.num_chunks
+        spare = 0 if case.draws else 1
+        seqs = self._new([*decodes, *chunks], spare_from=case.num_decodes, spare=spare)
+        plans = self._placed(seqs, [*decodes, *chunks])
+        new: tuple[NewSeq, ...] = tuple(seqs)
+        for repeat in range(repeats):
+            seconds = self._run(StepPlan(self._step, new, tuple(plans)))
+            if repeat >= WARM:
+                self.times[case].append(seconds)
+            new = ()
+            plans = [self._next(plan, case) for plan in plans]
+        self._gone = tuple(seq.seq_id for seq in seqs)
+
+    def measured(self) -> list[MeasuredStep]:
+        """Return the median of each case."""
+        grown = (REPEATS + WARM - 1) / 2  # a decode's context grows while it is measured
+        steps = []
+        for case, times in self.times.items():
+            f = case.features
+            extra = round(case.num_decodes * grown)
+            step = f._replace(decode_kv_tokens=f.decode_kv_tokens + extra)
+            steps.append(MeasuredStep(step, statistics.median(times)))
+        return steps
+
+    def _next(self, plan: SeqPlan, case: Case) -> SeqPlan:
+        """The same work once more: what drew a token has one row behind it, what did not is computed again."""
+        draws = plan.num_scheduled_tokens == 1 or case.draws
+        return plan._replace(
+            num_computed_tokens=plan.num_computed_tokens + draws, block_start=(), new_block_ids=()
+        )
+
+    def _new(self, spans: Sequence[tuple[int, int]], *, spare_from: int = 0, spare: int = 0) -> list[NewSeq]:
+        """Sequences whose known tokens end with their span, or ``spare`` behind it from the given one on."""
+        new = []
+        for index, (start, count) in enumerate(spans):
+            num = start + count + (spare if index >= spare_from else 0)
+            prompt = tuple(self._random.choices(range(FIRST_TOKEN_ID, self._vocab_size), k=num))
+            new.append(NewSeq(self._next_id, 0, prompt, (), self._sampling, 0))
+            self._next_id += 1
+        return new
+
+    def _placed(self, seqs: Sequence[NewSeq], spans: Sequence[tuple[int, int]]) -> list[SeqPlan]:
+        """Plans of the first repetition, each sequence with blocks of its own for all repetitions."""
+        plans, free = [], 0
+        for seq, (start, count) in zip(seqs, spans, strict=True):
+            rows = -(-(start + count + REPEATS_OF_A_STEP) // self._block_size)
+            ids = (
+                tuple(range(free, free + rows)),
+            ) * self._num_groups  # groups may share: contents mean nothing
+            free += rows
+            plans.append(SeqPlan(seq.seq_id, 0, start, count, (0,) * self._num_groups, ids))
+        return plans
+
+    def _run(self, plan: StepPlan) -> float:
+        """Compute a plan and return its seconds."""
+        gone, self._gone = self._gone, ()
+        plan = StepPlan(plan.step, plan.new_seqs, plan.seqs, gone, plan.kv_moves)
+        self._step += 1
+        start_s = self._clock.now()
+        self._executor.submit(plan)
+        result = self._executor.collect()
+        seconds = self._clock.now() - start_s
+        error = result.error or next((seq.error for seq in result.seqs if seq.error), None)
+        if error:
+            raise StepError(f"a measured step failed: {error}")
+        return seconds

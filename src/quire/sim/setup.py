@@ -1,0 +1,205 @@
+"""From what a person asked to what is simulated: step times, and the engine's settings beside them.
+
+Step times come from a profile, which also says what the engine was set to; flags and the file of ``--config`` change what
+does not change step times. Or they come from the planner's roofline, for hardware that one lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from quire.args import EngineArgs, make_args
+from quire.config import CacheConfig, SchedulerConfig
+from quire.errors import ConfigError
+from quire.models.spec_only import spec_of
+from quire.plan.cost_model import StepTime
+from quire.plan.efficiency import efficiencies
+from quire.plan.hardware import find_hardware
+from quire.plan.memory import plan_memory
+from quire.plan.profile import HostCost, load_profile
+from quire.plan.roofline import Roofline, work_of
+from quire.plan.split import PRECISIONS, Split
+from quire.resolve import parse_bytes, scheduler_config
+from quire.sim.cluster import ClusterConfig
+from quire.sim.faults import parse_fault
+from quire.sim.latency import Speculation, Swap
+from quire.sim.simulate_args import SimulateArgs
+
+ROOFLINE_STEPS_IN_FLIGHT = 2  # of a GPU (DESIGN §2)
+# Settings of the engine that its step times do not depend on, or only through what a step has to do.
+FREE = (
+    "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
+    "max_num_batched_tokens", "max_queue", "gate", "order", "enable_chunked_prefill", "dynamic_max_wait_ms",
+)  # fmt: skip
+# Settings that a profile was measured with.
+MEASURED = ("dtype", "kv_dtype", "quantize", "threads", "cpu_isa")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What `quire.sim.run.simulate` takes, and what to call it in a report."""
+
+    config: ClusterConfig
+    step_time: StepTime
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """One replica: step times, memory, and the longest context."""
+
+    step_time: StepTime
+    num_kv_blocks: int
+    block_size: int
+    kv_block_bytes: float
+    windows: tuple[int | None, ...]
+    max_model_len: int
+    max_in_flight: int
+    host: HostCost
+    facts: Mapping[str, Any]
+    defaults: Mapping[str, Any]  # engine settings that stand where none are given
+
+
+def set_up(args: SimulateArgs, settings: Mapping[str, Any], seed: int = 0) -> Setup:
+    """Return the simulation that ``args`` and the engine's ``settings`` (key → value, those given) mean.
+
+    Raises:
+        ConfigError: a setting that cannot be, or that the profile was not measured with.
+    """
+    if (args.profile is None) == (args.hardware is None):
+        raise ConfigError(
+            "give either --profile FILE (of `quire profile`) or --hardware NAME with --model NAME"
+        )
+    engine = _profiled(args, settings) if args.profile is not None else _roofline(args, settings)
+    chosen = {**engine.defaults, **{k: v for k, v in settings.items() if k in FREE}}
+    engine_args = make_args(EngineArgs, chosen, origin="simulate")
+    max_model_len = engine_args.max_model_len or engine.max_model_len
+    if max_model_len > engine.max_model_len:
+        raise ConfigError(
+            f"max_model_len = {max_model_len} is more than the model's {engine.max_model_len} positions"
+        )
+    block_size = engine_args.block_size if "block_size" in chosen else engine.block_size
+    config = ClusterConfig(
+        scheduler=scheduler_config(engine_args, max_model_len),
+        cache=CacheConfig(
+            num_blocks=_num_blocks(engine, engine_args, block_size),
+            block_size=block_size,
+            windows=engine.windows,
+            enable_prefix_caching=engine_args.enable_prefix_caching,
+            model_key="simulated",
+        ),
+        num_replicas=args.replicas,
+        start_up_s=args.start_up_s,
+        routing=args.routing,
+        max_load_ratio=args.max_load_ratio,
+        max_in_flight=args.max_in_flight or engine.max_in_flight,
+        speculation=_speculation(args),
+        swap=_swap(args, engine),
+        faults=tuple(parse_fault(text.strip()) for text in (args.fault or "").split(";") if text.strip()),
+        request_s=engine.host.request_s,
+        per_prompt_token_s=engine.host.per_prompt_token_s,
+        seed=seed,
+    )
+    return Setup(config, engine.step_time, engine.facts)
+
+
+def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
+    assert args.profile is not None
+    profile = load_profile(Path(args.profile))
+    measured = profile.settings
+    for name in MEASURED:
+        given = settings.get(name)
+        if given not in (None, "auto", measured.get(name)):
+            raise ConfigError(
+                f"{name} = {given!r}, but {args.profile} was measured with {measured.get(name)!r}: profile it again"
+            )
+    try:
+        return _Engine(
+            step_time=profile.step_time,
+            num_kv_blocks=measured["num_kv_blocks"],
+            block_size=measured["block_size"],
+            kv_block_bytes=measured["kv_block_bytes"],
+            windows=tuple(measured["windows"]),
+            max_model_len=measured["max_model_len"],
+            max_in_flight=measured["max_in_flight"],
+            host=profile.host,
+            facts={
+                "model": profile.model,
+                "machine": f"{profile.machine.get('name')}, {measured.get('threads')} threads",
+                "step times": f"{args.profile}, measured {profile.measured_at}"
+                + (f", median error {profile.error.median:.1%}" if profile.error else ""),
+            },
+            defaults={k: measured[k] for k in ("max_num_seqs", "max_num_batched_tokens") if k in measured},
+        )
+    except KeyError as error:
+        raise ConfigError(f"profile {args.profile}: settings lack {error}") from error
+
+
+def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
+    assert args.hardware is not None
+    if args.model is None:
+        raise ConfigError("--hardware needs --model: a preset of the planner, a folder or a hub id")
+    if args.weights not in PRECISIONS:
+        raise ConfigError(f"weights = {args.weights!r} must be one of {', '.join(PRECISIONS)}")
+    spec, hardware, split = spec_of(args.model), find_hardware(args.hardware), Split(tp=args.tensor_parallel)
+    chunk = int(settings.get("max_num_batched_tokens") or 2048)
+    memory = plan_memory(
+        spec, hardware, split, precision=args.weights, kv_dtype="bf16", context=spec.max_position_embeddings,
+        max_num_batched_tokens=chunk, max_num_seqs=int(settings.get("max_num_seqs") or 256),
+    )  # fmt: skip
+    block_size = 16
+    layout = spec.kv_layout(spec.max_position_embeddings)
+    page = layout.page_bytes(block_size, "bfloat16")
+    num_blocks = int(memory.kv_pool * split.tp // page)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"{args.model} as {args.weights} does not fit {args.tensor_parallel} × {hardware.title}: "
+            f"{memory.kv_pool / 2**30:.1f} GiB are left for the KV cache; raise --tensor-parallel"
+        )
+    efficiency = efficiencies()["default"]
+    return _Engine(
+        step_time=Roofline(work_of(spec, args.weights, "bf16", split), hardware, efficiency),
+        num_kv_blocks=num_blocks,
+        block_size=block_size,
+        kv_block_bytes=page,
+        windows=tuple(group.window for group in layout.groups),
+        max_model_len=spec.max_position_embeddings,
+        max_in_flight=ROOFLINE_STEPS_IN_FLIGHT,
+        host=HostCost(request_s=efficiency.first_s),
+        facts={
+            "model": f"{args.model} as {args.weights}",
+            "machine": f"{args.tensor_parallel} × {hardware.title}",
+            "step times": "the planner's roofline",
+        },
+        defaults={},
+    )
+
+
+def _num_blocks(engine: _Engine, args: EngineArgs, block_size: int) -> int:
+    if args.num_kv_blocks is not None:
+        return args.num_kv_blocks
+    bytes_per_block = engine.kv_block_bytes * block_size / engine.block_size
+    if args.kv_memory is not None:
+        return max(2, int(parse_bytes(args.kv_memory) // bytes_per_block))
+    return max(2, engine.num_kv_blocks * engine.block_size // block_size)
+
+
+def _speculation(args: SimulateArgs) -> Speculation | None:
+    if args.acceptance is None:
+        unused = [f.name for f in fields(SimulateArgs) if f.name in ("num_drafts", "draft_cost")]
+        given = [
+            name for name in unused if getattr(args, name) != SimulateArgs.__dataclass_fields__[name].default
+        ]
+        if given:
+            raise ConfigError(f"{given[0]} means nothing without --acceptance")
+        return None
+    return Speculation(args.acceptance, args.num_drafts, args.draft_cost)
+
+
+def _swap(args: SimulateArgs, engine: _Engine) -> Swap | None:
+    if args.preemption == "recompute":
+        return None
+    return Swap(engine.kv_block_bytes / engine.block_size / (args.swap_gb_s * 1e9))
