@@ -201,7 +201,7 @@ def test_faults_are_read_and_checked() -> None:
 
 
 def test_a_swapped_sequence_is_copied_and_not_computed_again() -> None:
-    """Two sequences in a pool for one and a half: the later is preempted, and its rows come back one way or the other."""
+    """Two sequences in a pool for one and a half: the later is preempted, and comes back one way or the other."""
     tight = replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=10, enable_prefix_caching=False))
     two = workload((0.0, 40, 60), (0.0, 40, 60))
     again = simulate(tight, STEP, two)

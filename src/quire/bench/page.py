@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -76,3 +77,12 @@ def write(path: str | Path, text: str) -> None:
         Path(path).write_text(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def finite(value: Any) -> Any:
+    """The value with what JSON cannot say, infinity, as null."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

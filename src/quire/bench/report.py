@@ -13,16 +13,20 @@ _LATENCIES = ("mean", "p50", "p90", "p95", "p99")
 
 
 def run_report(
-    title: str, facts: Mapping[str, Any], summary: Mapping[str, Any], records: Sequence[RequestRecord]
+    title: str,
+    facts: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    records: Sequence[RequestRecord],
+    more: Sequence[str] = (),
 ) -> str:
-    """One run: its facts, the summary, CDFs and what ran and waited over time."""
+    """One run: its facts, the summary, CDFs and what ran and waited over time; ``more``: plots behind these."""
     page = Page(title)
     _facts(page, facts)
     _summary(page, summary)
     page.heading("Latency")
     page.plots(cdfs(records))
     page.heading("Over time")
-    page.plots(timelines(records))
+    page.plots([*timelines(records), *more])
     return page.html()
 
 

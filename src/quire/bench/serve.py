@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,23 +12,19 @@ from quire.bench import figures
 from quire.bench.client import RequestFailed, StreamingClient, Target, api_url, settle
 from quire.bench.conversation import Conversation
 from quire.bench.load import Load, Runner
-from quire.bench.page import show, write
+from quire.bench.page import finite, show, write
 from quire.bench.progress import LiveProgress
 from quire.bench.report import run_report, sweep_report
 from quire.bench.serve_args import ServeBenchArgs
 from quire.bench.summary import RequestRecord, summarize
 from quire.bench.sweep import knee, sweep
 from quire.bench.table import console, print_summary
+from quire.bench.workload import make_workload
 from quire.errors import ConfigError
-from quire.workload.arrivals import Arrivals
-from quire.workload.build import Synthetic, at_rate, from_trace, with_cancellations
-from quire.workload.lengths import parse_lengths
+from quire.workload.build import at_rate
 from quire.workload.prompts import PromptMaker
 from quire.workload.request import Workload, WorkloadRequest
 from quire.workload.slo import Slo
-from quire.workload.traces import read_trace
-
-DEFAULT_REQUESTS = 100
 
 
 @dataclass(slots=True)
@@ -54,41 +49,6 @@ def run(flags: ServeBenchArgs) -> int:
     if flags.sweep:
         return bench.sweep()
     return bench.single()
-
-
-def make_workload(flags: ServeBenchArgs) -> Workload:
-    """The requests that the flags describe."""
-    arrivals = None
-    if flags.rate is not None or flags.sweep:
-        arrivals = Arrivals(flags.rate or 1.0, flags.burstiness, flags.ramp_to)
-    elif flags.burstiness != 1.0 or flags.ramp_to is not None:
-        raise ConfigError("--burstiness and --ramp-to need --rate")
-    if flags.trace is not None:
-        trace = read_trace(flags.trace)
-        if flags.sweep and flags.rate is None and trace.timed:
-            arrivals = None  # the trace's own times, stretched
-        workload = from_trace(
-            trace,
-            limit=flags.limit,
-            max_model_len=flags.max_model_len,
-            arrivals=arrivals,
-            time_scale=flags.time_scale,
-            seed=flags.seed,
-        )
-    elif flags.time_scale != 1.0:
-        raise ConfigError("--time-scale stretches the times of a --trace")
-    else:
-        workload = Synthetic(
-            flags.limit or DEFAULT_REQUESTS,
-            parse_lengths(flags.input_len, "--input-len"),
-            parse_lengths(flags.output_len, "--output-len"),
-            arrivals or Arrivals(),
-            flags.prefix_len,
-            flags.num_prefixes,
-            flags.turns,
-            flags.think_s,
-        ).build(flags.seed, flags.max_model_len)
-    return with_cancellations(workload, flags.cancel, flags.seed) if flags.cancel else workload
 
 
 def make_load(flags: ServeBenchArgs, workload: Workload) -> Load:
@@ -227,12 +187,3 @@ class _Bench:
             write(self._flags.json, json.dumps(finite(summary), indent=2) + "\n")
         if self._flags.jsonl:
             write(self._flags.jsonl, "".join(json.dumps(r.as_dict()) + "\n" for r in records))
-
-
-def finite(value: Any) -> Any:
-    """The value with what JSON cannot say, infinity, as null."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

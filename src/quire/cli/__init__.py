@@ -1,4 +1,4 @@
-"""`quire`: serve | run | chat | bench | plan | doctor. Each command imports what it needs when it runs."""
+"""`quire`: serve | run | chat | bench | profile | simulate | plan | doctor. Commands import what they need late."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.bench import bench_app
 from quire.cli.flags import command_with
+from quire.cli.simulation import profile, simulate
 from quire.errors import QuireError
 
 app = typer.Typer(
@@ -22,6 +23,8 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
+app.command()(profile)
+app.command()(simulate)
 
 ModelArgument = Annotated[
     str | None,

@@ -20,12 +20,17 @@ CONFIG_HELP = "TOML file with the same names as the flags (max_model_len = 4096)
 def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     """Decorate a command so that it takes every setting of ``kinds`` as a flag, and ``--config``.
 
+    Of two kinds that have a name in common the first one's is shown; both get the value.
+
     The wrapped function is called with its own parameters and ``settings``: key → value of what the person said.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(function).parameters.values() if p.name != "settings"]
-        options = [_option(kind, f) for kind in kinds for f in fields(kind) if f.name not in skip]
+        shown = {
+            f.name: _option(kind, f) for kind in reversed(kinds) for f in fields(kind) if f.name not in skip
+        }
+        options = [shown.pop(f.name) for kind in kinds for f in fields(kind) if f.name in shown]
         config = inspect.Parameter(
             "config",
             inspect.Parameter.KEYWORD_ONLY,

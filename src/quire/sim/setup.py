@@ -1,7 +1,7 @@
 """From what a person asked to what is simulated: step times, and the engine's settings beside them.
 
-Step times come from a profile, which also says what the engine was set to; flags and the file of ``--config`` change what
-does not change step times. Or they come from the planner's roofline, for hardware that one lacks.
+Step times come from a profile, which also says what the engine was set to; flags and the file of ``--config`` change
+what does not change step times. Or they come from the planner's roofline, for hardware that one lacks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.args import EngineArgs, make_args
-from quire.config import CacheConfig, SchedulerConfig
+from quire.config import CacheConfig
 from quire.errors import ConfigError
 from quire.models.spec_only import spec_of
 from quire.plan.cost_model import StepTime
@@ -109,6 +109,8 @@ def set_up(args: SimulateArgs, settings: Mapping[str, Any], seed: int = 0) -> Se
 def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
     assert args.profile is not None
     profile = load_profile(Path(args.profile))
+    if args.model not in (None, profile.model):
+        raise ConfigError(f"model = {args.model!r}, but {args.profile} was measured with {profile.model!r}")
     measured = profile.settings
     for name in MEASURED:
         given = settings.get(name)

@@ -1,0 +1,77 @@
+"""`quire profile` and `quire simulate`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from quire.args import EngineArgs, ServerArgs, flag_name
+from quire.bench.profile_args import ProfileArgs
+from quire.bench.serve_args import ServeBenchArgs
+from quire.cli.flags import command_with, pick
+from quire.sim.simulate_args import SimulateArgs
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help="'quill' (default), a local folder, a .gguf file, or a hub id.", show_default=False),
+]
+# Settings of the engine that a simulation takes; the others belong to what its step times were measured with.
+SIMULATED = (
+    "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
+    "max_num_batched_tokens", "max_queue", "gate", "order", "enable_chunked_prefill", "dynamic_max_wait_ms",
+)  # fmt: skip
+SERVER = tuple(f.name for f in fields(ServerArgs))
+LIVE = (
+    *(f.name for f in fields(ServeBenchArgs) if f.metadata["group"] == "Server"),
+    "vocab_size",
+    "concurrency",
+)
+_SKIP = (
+    *SERVER, *(n for n in LIVE if n != "model"), *(f.name for f in fields(EngineArgs) if f.name not in SIMULATED
+                                                   and f.name not in ("seed", "model")),
+)  # fmt: skip
+
+
+@command_with(ProfileArgs, EngineArgs, ServerArgs, skip=("model", *SERVER))
+def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
+    """Measure this machine's step times for a model in two minutes, for simulate, plan and serve --slo."""
+    from quire.bench.profile import profile
+
+    given = settings | ({"model": model} if model is not None else {})
+    flags = as_flags({k: v for k, v in given.items() if k != "model"})
+    raise typer.Exit(profile(pick(EngineArgs, given), pick(ProfileArgs, given), flags))
+
+
+@command_with(SimulateArgs, ServeBenchArgs, EngineArgs, ServerArgs, skip=_SKIP)
+def simulate(*, settings: dict[str, Any]) -> None:
+    """Run a workload through the real scheduler, cache and router on a virtual clock; no model, no torch."""
+    args = pick(SimulateArgs, settings)
+    if args.scenario is not None:
+        from quire.sim.scenario import run_scenario
+
+        raise typer.Exit(run_scenario(args.scenario, settings))
+    from quire.sim.command import run
+
+    flags = pick(ServeBenchArgs, {k: v for k, v in settings.items() if k not in LIVE})
+    engine = {k: v for k, v in settings.items() if k in _ENGINE and k not in ("seed", "model")}
+    raise typer.Exit(run(args, flags, engine))
+
+
+_ENGINE = {f.name for f in fields(EngineArgs)}
+
+
+def as_flags(settings: dict[str, Any]) -> list[str]:
+    """Return those of ``settings`` that the engine has, as flags of ``quire serve``."""
+    flags = []
+    for f in fields(EngineArgs):
+        if f.name not in settings:
+            continue
+        name, value = flag_name(f.name), settings[f.name]
+        if isinstance(value, bool):
+            off = f"--no-{name[2:].removeprefix('enable-')}" if f.default else f"--no-{name[2:]}"
+            flags.append(name if value else off)
+        else:
+            flags += [name, str(value)]
+    return flags

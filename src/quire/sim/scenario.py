@@ -1,0 +1,174 @@
+"""The experiments that ship with Quire: data in ``scenarios/``, run and drawn here.
+
+A scenario is a base of flags of `quire simulate`, variants that change some of them, and values of one flag along the x
+axis. Every (variant, value) is one simulation.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from quire.args import EngineArgs, make_args
+from quire.bench import figures
+from quire.bench.figures import Series, chart
+from quire.bench.page import Page, finite, write
+from quire.bench.serve_args import ServeBenchArgs
+from quire.bench.table import console, print_table
+from quire.bench.workload import make_workload
+from quire.errors import ConfigError, nearest
+from quire.sim.command import summary_of
+from quire.sim.run import simulate
+from quire.sim.setup import FREE, set_up
+from quire.sim.simulate_args import SimulateArgs
+from quire.workload.slo import Slo
+
+# In the order of the lesson: each answers what the one before leaves open.
+SCENARIOS = (
+    "static-batching", "continuous-batching", "prefix-caching", "speculation", "scale-out", "breaking-point",
+    "model-size-wall",
+)  # fmt: skip
+_COLUMNS = {
+    "requests/s": "requests_per_s", "goodput/s": "goodput_per_s", "tokens/s": "output_tokens_per_s",
+    "TTFT p50": "ttft_ms.p50", "TTFT p95": "ttft_ms.p95", "TPOT p50": "tpot_ms.p50", "TPOT p95": "tpot_ms.p95",
+    "cached": "num_cached_tokens",
+}  # fmt: skip
+Summary = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One experiment, as its file says it."""
+
+    name: str
+    title: str
+    question: str
+    answer: str
+    x: str  # the flag along the x axis
+    values: tuple[Any, ...]
+    charts: tuple[str, ...]  # keys of the summary, as "ttft_ms.p50"
+    base: Mapping[str, Any]
+    variants: tuple[Mapping[str, Any], ...]  # each with a name
+
+
+def load_scenario(name: str) -> Scenario:
+    """Return the scenario of that name.
+
+    Raises:
+        ConfigError: there is none; lists those that there are.
+    """
+    if name not in SCENARIOS:
+        raise ConfigError(
+            f"scenario {name!r} does not exist{nearest(name, SCENARIOS)}; there are: {', '.join(SCENARIOS)}"
+        )
+    data = tomllib.loads((files("quire.sim") / "scenarios" / f"{name}.toml").read_text())
+    data |= {key: tuple(data[key]) for key in ("values", "charts", "variants")}
+    return Scenario(name=name, **data)
+
+
+def run_scenario(name: str, settings: Mapping[str, Any]) -> int:
+    """Run one scenario, or all; ``settings`` (those given by flag) replace the base of the file.
+
+    Raises:
+        ConfigError: no such scenario, or a flag that cannot be.
+    """
+    if name == "list":
+        for known in SCENARIOS:
+            print(f"{known:20} {load_scenario(known).question}")
+        return 0
+    files_of = {key: settings.get(key) for key in ("json", "html")}
+    if files_of["html"]:
+        figures.need_plots()
+    given = {k: v for k, v in settings.items() if k not in ("scenario", "json", "html", "jsonl")}
+    scenario = load_scenario(name)
+    results = {
+        (variant["name"], value): run_one(scenario, variant, value, given)
+        for variant in scenario.variants
+        for value in scenario.values
+    }
+    _show(scenario, results)
+    if files_of["json"]:
+        rows = [{"variant": v, scenario.x: x, **summary} for (v, x), summary in results.items()]
+        text = json.dumps(finite({"scenario": name, "title": scenario.title, "runs": rows}), indent=2)
+        write(files_of["json"], text + "\n")
+    if files_of["html"]:
+        write(files_of["html"], page_of(scenario, results))
+    return 0
+
+
+def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> Summary:
+    """Simulate one variant at one value. What cannot be set up (a model that does not fit) is ``{"error": why}``."""
+    flags = {k: v for k, v in variant.items() if k != "name"}
+    settings = {**scenario.base, **given, **flags, scenario.x: value}
+    parts = {
+        kind: {k: v for k, v in settings.items() if k in kind.__dataclass_fields__}
+        for kind in (SimulateArgs, ServeBenchArgs)
+    }
+    unknown = set(settings) - set(EngineArgs.__dataclass_fields__).union(*parts.values())
+    if unknown:
+        raise ConfigError(f"scenario {scenario.name}: no flag is called {sorted(unknown)[0]!r}")
+    args = make_args(SimulateArgs, parts[SimulateArgs], origin=scenario.name)
+    bench = make_args(ServeBenchArgs, parts[ServeBenchArgs], origin=scenario.name)
+    slo = Slo.parse(bench.slo) if bench.slo else None
+    try:
+        setup = set_up(args, {k: v for k, v in settings.items() if k in FREE}, bench.seed)
+    except ConfigError as error:
+        return {"error": str(error)}
+    workload = make_workload(bench)
+    return summary_of(simulate(setup.config, setup.step_time, workload), slo, workload)
+
+
+def value_of(summary: Summary, key: str) -> float | None:
+    """Return ``ttft_ms.p50`` of a summary, or None where the run could not be set up."""
+    found: Any = summary
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return None if found is None else float(found)
+
+
+def page_of(scenario: Scenario, results: Mapping[tuple[str, Any], Summary]) -> str:
+    """The report: question, answer, plots, and every figure."""
+    page = Page(scenario.title, scenario.question)
+    page.paragraph(scenario.answer)
+    page.plots([_chart(scenario, results, key) for key in scenario.charts])
+    page.table(("variant", scenario.x, *_COLUMNS), _rows(results))
+    return page.html()
+
+
+def _chart(scenario: Scenario, results: Mapping[tuple[str, Any], Summary], key: str) -> str:
+    title = key.replace("_ms", " ms").replace("_per_s", "/s").replace("_", " ").replace(".", ", ")
+    numbers = all(isinstance(value, int | float) for value in scenario.values)
+    places = scenario.values if numbers else range(1, len(scenario.values) + 1)
+    x_title = scenario.x.replace("_", " ")
+    if not numbers:
+        x_title += ": " + ", ".join(
+            f"{place} {value}" for place, value in zip(places, scenario.values, strict=True)
+        )
+    series = []
+    for variant in scenario.variants:
+        values = [value_of(results[variant["name"], x], key) for x in scenario.values]
+        known = [(float(x), y) for x, y in zip(places, values, strict=True) if y is not None]
+        series.append(Series(variant["name"], [x for x, _ in known], [y for _, y in known], "points"))
+    return chart(series, title=title, x=x_title, y=title)
+
+
+def _rows(results: Mapping[tuple[str, Any], Summary]) -> list[list[Any]]:
+    rows: list[list[Any]] = []
+    for (variant, x), summary in results.items():
+        if "error" in summary:
+            rows.append([variant, x, "does not fit", *[""] * (len(_COLUMNS) - 1)])
+        else:
+            rows.append([variant, x, *(value_of(summary, key) for key in _COLUMNS.values())])
+    return rows
+
+
+def _show(scenario: Scenario, results: Mapping[tuple[str, Any], Summary]) -> None:
+    out = console()
+    out.print(f"[bold]{scenario.title}[/bold]\n{scenario.question}\n", highlight=False)
+    print_table(out, ("variant", scenario.x, *_COLUMNS), _rows(results))
+    steps = sum(s["simulation"]["num_steps"] for s in results.values() if "simulation" in s)
+    out.print(f"\n{scenario.answer}\n{steps:,} steps planned by the scheduler", highlight=False)
