@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
 # 30,000 before the API, GPU, planner and simulator issues were all under way; each of these adds to it.
-MAX_PACKAGE_LINES = 40_000
+MAX_PACKAGE_LINES = 44_000
 
 # Kernels and tables may be listed; each entry says why.
 LONG_FILES: dict[str, str] = {}
@@ -30,6 +30,7 @@ LARGE_CLASSES: dict[str, str] = {}
 LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
     "cli/bench.py": "each command imports what it needs, so that --help is quick",
+    "cli/simulation.py": "each command imports what it needs, so that --help is quick",
     "bench/figures.py": "matplotlib is the extra `bench`",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/build.py": "the choice of an executor",

@@ -2,6 +2,7 @@
 
 "local"    the model, in this process
 "fake"     no model: tokens from a hash, over real pages (tests; "fake@20" takes 20 ms a step)
+"timed"    no model, no pages: steps sleep as long as a cost model says ("timed@FILE", that of `CostModel.to_json`)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 import json
 import os
 import time
+from pathlib import Path
 
 from quire.clock import Clock
 from quire.config import EngineConfig
@@ -64,17 +66,21 @@ def _module(executor: str) -> str:
 
 
 def _executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
-    kind, _, pace_ms = executor.partition("@")
+    kind, _, argument = executor.partition("@")
     if kind == "local":
         from quire.executor.local import LocalExecutor
 
         return LocalExecutor(config, clock=clock)
+    if kind == "timed":
+        from quire.executor.timed import TimedExecutor
+
+        return TimedExecutor(CostModel.from_json(json.loads(Path(argument).read_text())), clock)
     from quire.executor.fake import FakeExecutor
     from quire.executor.fake_tokens import FakeModel
 
     assert kind == "fake", executor
     fake = FakeExecutor(config.cache, model=FakeModel(vocab_size=config.model.spec.vocab_size))
-    return _Paced(fake, float(pace_ms) / 1e3) if pace_ms else fake
+    return _Paced(fake, float(argument) / 1e3) if argument else fake
 
 
 def _kernels(config: EngineConfig, executor: str) -> str:

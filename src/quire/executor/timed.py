@@ -16,8 +16,8 @@ from quire.plan.cost_model import StepFeatures, StepTime, chunk_pairs
 from quire.request import SamplingParams
 from quire.step import NewSeq, SeqResult, StepPlan, StepResult
 
-FIRST_TOKEN_ID = 3  # below it are the special ids of most vocabularies
-NUM_TOKEN_IDS = 97
+FIRST_TOKEN_ID = 25  # below it are the special ids of most vocabularies, Quill's among them
+NUM_TOKEN_IDS = 80
 _start_of, _count_of = itemgetter(2), itemgetter(3)  # of a SeqPlan
 
 

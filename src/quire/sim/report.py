@@ -1,4 +1,4 @@
-"""Plots that only a simulator can draw, and a measured sweep beside a simulated one."""
+"""The summary and plots of a simulation, and a measured sweep beside a simulated one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,35 @@ from typing import Any
 
 from quire.bench.figures import Series, chart
 from quire.bench.page import Page
+from quire.bench.summary import summarize
 from quire.errors import ConfigError
+from quire.sim.run import Simulated
 from quire.sim.timeline import Point
+from quire.workload.request import Workload
+from quire.workload.slo import Slo
+
+
+def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[str, Any]:
+    """The summary of `quire bench serve`, and under ``simulation`` what only a simulator sees."""
+    summary = summarize(result.records, slo=slo, refused_rows=workload.refused)
+    replicas = [
+        {
+            "replica": r.number,
+            "steps": r.num_steps,
+            "busy_s": r.busy_s,
+            "kv_peak": r.peak_blocks / r.stats.num_blocks,
+            "preemptions": r.stats.num_preemptions,
+            "cached_tokens": r.stats.num_cached_tokens,
+        }
+        for r in result.replicas
+    ]
+    steps = {
+        "num_steps": result.num_steps,
+        "kv_peak": result.kv_peak,
+        "end_s": result.end_s,
+        "replicas": replicas,
+    }
+    return summary | {"simulation": steps}
 
 
 def timeline_charts(points: Sequence[Point]) -> list[str]:

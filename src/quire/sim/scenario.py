@@ -21,7 +21,7 @@ from quire.bench.serve_args import ServeBenchArgs
 from quire.bench.table import console, print_table
 from quire.bench.workload import make_workload
 from quire.errors import ConfigError, nearest
-from quire.sim.command import summary_of
+from quire.sim.report import summary_of
 from quire.sim.run import simulate
 from quire.sim.setup import FREE, set_up
 from quire.sim.simulate_args import SimulateArgs

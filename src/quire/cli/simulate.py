@@ -12,11 +12,10 @@ from quire.bench import figures
 from quire.bench.page import finite, show, write
 from quire.bench.report import run_report, sweep_report
 from quire.bench.serve_args import ServeBenchArgs
-from quire.bench.summary import summarize
 from quire.bench.sweep import knee, sweep
 from quire.bench.table import console, print_summary
 from quire.bench.workload import make_workload
-from quire.sim.report import timeline_charts
+from quire.sim.report import summary_of, timeline_charts
 from quire.sim.run import Simulated, simulate
 from quire.sim.setup import Setup, set_up
 from quire.sim.simulate_args import SimulateArgs
@@ -41,29 +40,6 @@ def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) 
     slo = Slo.parse(flags.slo) if flags.slo else None
     command = _Command(setup, flags, slo)
     return command.sweep(workload) if flags.sweep else command.single(workload)
-
-
-def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[str, Any]:
-    """The summary of `quire bench serve`, and under ``simulation`` what only a simulator sees."""
-    summary = summarize(result.records, slo=slo, refused_rows=workload.refused)
-    replicas = [
-        {
-            "replica": r.number,
-            "steps": r.num_steps,
-            "busy_s": r.busy_s,
-            "kv_peak": r.peak_blocks / r.stats.num_blocks,
-            "preemptions": r.stats.num_preemptions,
-            "cached_tokens": r.stats.num_cached_tokens,
-        }
-        for r in result.replicas
-    ]
-    steps = {
-        "num_steps": result.num_steps,
-        "kv_peak": result.kv_peak,
-        "end_s": result.end_s,
-        "replicas": replicas,
-    }
-    return summary | {"simulation": steps}
 
 
 class _Command:
