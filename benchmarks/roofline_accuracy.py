@@ -75,12 +75,14 @@ class Point:
         return hashlib.blake2b(self.name.encode()).digest()[0] % 2 == 0
 
 
-def read_points(path: Path) -> tuple[list[Point], Counter[str]]:
-    """Return the points that can be predicted, and why others cannot."""
+def read_points(
+    path: Path, keep: Callable[[dict[str, str]], bool] = lambda _: True
+) -> tuple[list[Point], Counter[str]]:
+    """Return the points of rows to ``keep`` that can be predicted, and why others cannot."""
     left_out: Counter[str] = Counter()
     points = []
     with gzip.open(path, "rt") as file:
-        for row in csv.DictReader(file):
+        for row in filter(keep, csv.DictReader(file)):
             spec = spec_of(row["model_path"])
             if spec is None:
                 left_out[f"{row['model_path']}: no such family in Quire, and none of its shapes"] += 1

@@ -137,6 +137,9 @@ def plan(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences at once.", min=1)] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Simulate settings for the cheapest that holds --slo at --rate.")
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Each figure with its formula.")] = False,
 ) -> None:
     """Does it fit, how fast would it be, what would it cost: from formulas, with the line to run."""
@@ -144,7 +147,7 @@ def plan(
 
     asked = Asked(
         model, gpu, count, cpu, workload, rate, concurrency, slo, quantize, kv_dtype, context, engine,
-        max_num_batched_tokens, max_num_seqs, as_json, explain,
+        max_num_batched_tokens, max_num_seqs, as_json, explain, search,
     )  # fmt: skip
     raise typer.Exit(plan(asked))
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.bench.bounds import measure
+from quire.cli import plan_search
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.spec_only import spec_of
@@ -25,6 +26,7 @@ from quire.plan.estimate import Load
 from quire.plan.explain import explain
 from quire.plan.hardware import GIB, Hardware, find_hardware
 from quire.plan.split import PRECISIONS
+from quire.sim.search import Found
 from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
 
@@ -49,6 +51,7 @@ class Asked:
     max_num_seqs: int = 256
     as_json: bool = False
     explain: bool = False
+    search: bool = False
 
 
 def question_of(asked: Asked) -> Question:
@@ -166,7 +169,9 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
 
 def plan(asked: Asked) -> int:
     """Print the plan; return 0, or 2 where nothing fits."""
-    answer = plan_capacity(question_of(asked))
+    question = question_of(asked)
+    found = plan_search.search(question, asked.workload) if asked.search else None
+    answer = plan_capacity(question)
     command, lacking = serve_command(answer)
     if asked.as_json:
         said = answer.as_dict() | {"command": command, "remarks": lacking}
@@ -174,15 +179,30 @@ def plan(asked: Asked) -> int:
             said["explain"] = [
                 {"name": x.name, "value": x.value, "formula": x.formula} for x in explain(answer)
             ]
+        if found is not None:
+            said["search"] = plan_search.as_dict(found)
         print(json.dumps(said, indent=1))
     else:
         _print(answer, command, lacking, explained=asked.explain)
+        if found is not None:
+            _print_search(found)
     return 0 if answer.advice.chosen else 2
+
+
+def _print_search(found: Found) -> None:
+    console = _console()
+    held = "the cheapest in bold" if found.best else "[red]none holds the SLO[/red]"
+    console.print(f"\n{len(found.tried)} of {found.grid_size} settings simulated, {held}\n")
+    console.print(plan_search.table_of(found))
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=130)
 
 
 def _print(answer: CapacityPlan, command: str, lacking: list[str], *, explained: bool) -> None:
     q = answer.question
-    console = Console() if sys.stdout.isatty() else Console(width=130)
+    console = _console()
     data = answer.as_dict()
     active = (
         f", {q.spec.num_active_params / 1e9:.1f} B active" if any(x.mlp.moe for x in q.spec.layers) else ""
