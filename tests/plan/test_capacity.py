@@ -146,12 +146,10 @@ def accuracy() -> ModuleType:
 def test_the_roofline_is_within_a_fifth_of_dense_models_on_hopper(shared_data: Path) -> None:
     """The half of the configurations that the constants were not fitted on (docs/planner.md)."""
     bench = accuracy()
+    dense = ("Llama-3.1-70B", "Llama-3.1-8B-Instruct", "Llama-3.1-8B-Instruct-FP8", "Qwen3-32B")
     points, _ = bench.read_points(
         shared_data / "gpu_profiles/measured_ttft_tpot.csv.gz",
-        lambda row: (
-            row["system"] in ("h100_sxm", "h200_sxm")
-            and ("Llama" in row["model_path"] or "32B" in row["model_path"])
-        ),
+        lambda row: row["system"] in ("h100_sxm", "h200_sxm") and row["model_path"].endswith(dense),
     )
     held = [
         p for p in points if p.dense and p.gpu in ("h100", "h200") and p.mode == "agg" and not p.fitted_half

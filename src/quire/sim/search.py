@@ -1,8 +1,8 @@
 """`search`: the cheapest setting that holds an SLO, each candidate simulated with the real scheduler and router.
 
-A setting is how many devices a replica has (tp), how many replicas there are, and the chunk budget. It holds the SLO where
-``share`` of the requests meet it. More replicas never hold less, so for each tp the fewest are found by bisection, and what
-cannot be cheaper than the best so far is not simulated; for a count of replicas the chunk budgets are tried in turn.
+A setting is how many devices a replica has (tp), how many replicas there are, and the chunk budget. It holds the SLO
+where ``share`` of the requests meet it. More replicas never hold less, so for each tp the fewest come by bisection,
+and what cannot be cheaper than the best so far is not simulated; chunk budgets are tried in turn.
 `brute_force` simulates the whole grid: the test's oracle.
 """
 
