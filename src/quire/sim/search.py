@@ -69,7 +69,7 @@ class Search:
 
     def __init__(
         self, question: Question, workload: Workload, chunks: Sequence[int] = CHUNKS, share: float = SHARE
-    ):
+    ) -> None:
         if question.slo is None:
             raise ConfigError("--search needs --slo: it looks for the cheapest setting that holds one")
         self.question, self.workload, self.chunks, self.share = question, workload, tuple(chunks), share
