@@ -169,6 +169,17 @@ def test_fields_that_a_server_refuses_are_left_out() -> None:
         )
 
 
+def test_a_server_that_loads_is_waited_for() -> None:
+    answers = iter((503, 503, "ok"))
+    with MockOpenAI(lambda body: next(answers)) as server:
+        target = Target(server.url + "/v1", "mock")
+        asyncio.run(settle(target, lambda t: Conversation(t, PROMPTS, [ask(0)]).body(0), ready_s=10.0))
+    with MockOpenAI(lambda body: 503) as server:
+        target = Target(server.url + "/v1", "mock")
+        with pytest.raises(ConfigError, match="http 503"):
+            asyncio.run(settle(target, lambda t: Conversation(t, PROMPTS, [ask(0)]).body(0)))
+
+
 def test_the_progress_line_says_how_it_goes() -> None:
     with LiveProgress(4, "8/s") as live:
         for i in range(3):

@@ -20,6 +20,7 @@ from quire.bench.summary import CANCELLED, ERROR, OK, RequestRecord
 from quire.errors import ConfigError
 from quire.workload.request import WorkloadRequest
 
+READY_POLL_S = 0.2
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 # Asked for where the server takes it: a list of ids says how many tokens a chunk holds, and no token stays hidden
 # behind half a character.
@@ -259,20 +260,25 @@ def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
-async def settle(target: Target, body_of: Any) -> Target:
+async def settle(target: Target, body_of: Any, ready_s: float = 0.0) -> Target:
     """Find out with one short request what the server takes; returns the target without the fields that it refuses.
 
-    ``body_of(target)`` makes the body. Only a refusal that names one of `OPTIONAL_FIELDS` drops it.
+    ``body_of(target)`` makes the body. Only a refusal that names one of `OPTIONAL_FIELDS` drops it. A server that says
+    503 is still loading: it is asked again for ``ready_s`` seconds.
 
     Raises:
         ConfigError: the server cannot be reached, or refuses the request itself.
     """
+    give_up_s = time.monotonic() + ready_s
     while True:
         client = StreamingClient(target)
         try:
             await client.probe(body_of(target))
             return target
         except RequestFailed as failure:
+            if failure.kind == "http 503" and time.monotonic() < give_up_s:
+                await asyncio.sleep(READY_POLL_S)
+                continue
             named = [name for name in target.optional if name in failure.detail]
             if not failure.kind.startswith("http 4") or not named:
                 raise ConfigError(f"{target.request_url} cannot be measured: {failure}") from failure

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from quire.bench import figures
@@ -81,9 +82,13 @@ async def _target(flags: ServeBenchArgs, workload: Workload) -> Target:
         target = replace(target, model=models[0])
     prompts = _prompts(flags, run_number=-1)
     for i in range(max(1, flags.warmup)):
-        request = WorkloadRequest(0.0, 16, 4, index=i)
-        target = await settle(target, lambda t, r=request: Conversation(t, prompts, [r]).body(0))
+        body_of = partial(_warm_up_body, prompts, WorkloadRequest(0.0, 16, 4, index=i))
+        target = await settle(target, body_of, flags.ready_s)
     return target
+
+
+def _warm_up_body(prompts: PromptMaker, request: WorkloadRequest, target: Target) -> bytes:
+    return Conversation(target, prompts, [request]).body(0)
 
 
 def _extra(text: str | None) -> Mapping[str, Any]:

@@ -21,6 +21,9 @@ class ServeBenchArgs:
                         group="Server", choices=("ids", "words"))  # fmt: skip
     api_key: str | None = flag(None, "Sent as a bearer token.", group="Server")
     timeout_s: float = flag(600.0, "Seconds for one request.", group="Server", low=0.001)
+    ready_s: float = flag(
+        60.0, "Seconds that a server which answers 503 gets to load.", group="Server", low=0.0
+    )
     extra_body: str | None = flag(None, "JSON object of more fields for each request.", group="Server")
     warmup: int = flag(1, "Short requests before the run; the first finds out what the server takes.", group="Server",
                        low=1)  # fmt: skip
