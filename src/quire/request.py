@@ -62,10 +62,14 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = (
+        None  # draw so many, return the n of the largest mean log-probability; the beams' width
+    )
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0  # [0, 1]
+    typical_p: float = 1.0  # (0, 1]; 1: off
     presence_penalty: float = 0.0  # [-2, 2]
     frequency_penalty: float = 0.0  # [-2, 2]
     repetition_penalty: float = 1.0  # > 0
@@ -83,6 +87,9 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives beside the drawn token, 0…20
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     skip_special_tokens: bool = True
+    use_beam_search: bool = False  # of width best_of, or n
+    length_penalty: float = 1.0  # of beams: their scores are divided by length ** length_penalty
+    early_stopping: bool | str = False  # of beams: true, false or "never"
     structured_outputs: StructuredOutputsParams | None = (
         None  # taken out by the frontend: it goes as `Request.grammar`
     )
@@ -102,7 +109,27 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.use_beam_search
+
+    @property
+    def num_samples(self) -> int:
+        """How many sequences of the request end with a terminal event of their own."""
+        return self.n if self.use_beam_search or self.best_of is None else self.best_of
+
+    @property
+    def beam_width(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many of the most likely tokens the sampler names with each token; None: not even the token's own.
+
+        For beams as many as always leave ``beam_width`` that do not end, whatever ends there are.
+        """
+        if self.use_beam_search:
+            num_ends = len({*self.eos_token_ids, *self.stop_token_ids})
+            return max(2, 1 + num_ends) * self.beam_width
+        return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
 
 
 _RANGES: dict[str, tuple[float, float, str]] = {
@@ -111,6 +138,8 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "top_p": (math.ulp(0.0), 1.0, "a number in (0, 1]"),
     "top_k": (0, 2**31, "a positive integer, or 0 or -1 to turn it off"),
     "min_p": (0.0, 1.0, "a number in 0…1"),
+    "typical_p": (math.ulp(0.0), 1.0, "a number in (0, 1]"),
+    "length_penalty": (-100.0, 100.0, "a number in -100…100"),
     "presence_penalty": (-2.0, 2.0, "a number in -2…2"),
     "frequency_penalty": (-2.0, 2.0, "a number in -2…2"),
     "repetition_penalty": (math.ulp(0.0), 1e6, "a number > 0"),
@@ -168,11 +197,55 @@ def _check(params: SamplingParams) -> None:
             clip_ids(params.allowed_token_ids),
             f"a list with the end of reasoning, {budget.end_id}",
         )
+    _check_choice(params)
     form = params.structured_outputs
     if form is not None and not isinstance(form, StructuredOutputsParams):
         raise _bad("structured_outputs", form, "a StructuredOutputsParams, or None")
     if form is not None and params.ignore_eos:
         raise _bad("ignore_eos", True, f"false with {form.param}: a complete answer ends with an EOS token")
+
+
+# What beam search would have to ignore: accepted as these values alone.
+_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (0,),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "stop": ((),),
+    "bad_words": ((),),
+    "allowed_token_ids": (None,),
+    "prompt_logprobs": (None,),
+    "structured_outputs": (None,),
+    "thinking_budget": (None,),
+}
+
+
+def _check_choice(params: SamplingParams) -> None:
+    """The fields that choose among several sequences."""
+    best_of = params.best_of
+    if best_of is not None and not (_is_int(best_of) and params.n <= best_of <= MAX_N):
+        raise _bad("best_of", best_of, f"an integer in n…{MAX_N}, here {params.n}…{MAX_N}, or null")
+    if not isinstance(params.use_beam_search, bool):
+        raise _bad("use_beam_search", params.use_beam_search, "true or false")
+    early = params.early_stopping
+    if not isinstance(early, bool) and early != "never":
+        raise _bad("early_stopping", early, "true, false or 'never'")
+    if not params.use_beam_search:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(params, name) != neutral:
+                raise _bad(name, getattr(params, name), f"{neutral!r} without use_beam_search")
+        return
+    for name, neutrals in _WITH_BEAMS.items():
+        value = getattr(params, name)
+        if value not in neutrals:
+            allowed = " or ".join(repr(neutral) for neutral in neutrals)
+            raise _bad(name, value, f"{allowed} with use_beam_search")
 
 
 @dataclass(frozen=True, slots=True)

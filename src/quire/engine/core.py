@@ -116,7 +116,9 @@ class EngineCore:
             case AddRequest(request):
                 if self._draining:
                     text = "The server is shutting down and takes no more requests. Try another replica."
-                    indexes = [i for i in range(request.sampling.n) if i not in request.finished_samples]
+                    indexes = [
+                        i for i in range(request.sampling.num_samples) if i not in request.finished_samples
+                    ]
                     return [refused(request, i, "capacity", text, self.clock.now()) for i in indexes]
                 return self.scheduler.add(request, self.clock.now())
             case AbortRequest(request_id):

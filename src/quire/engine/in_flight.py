@@ -36,7 +36,7 @@ class InFlight:
         """Note a message on its way to the core."""
         if isinstance(message, AddRequest):
             request = message.request
-            before = request.output_token_ids or ((),) * request.sampling.n
+            before = request.output_token_ids or ((),) * request.sampling.num_samples
             self._entries[request.request_id] = _Entry(
                 request, [list(ids) for ids in before], set(request.finished_samples)
             )
@@ -102,7 +102,7 @@ class InFlight:
         entry = self._entries.get(request_id)
         if entry is not None:
             entry.finished.add(sample_index)
-            if len(entry.finished) == entry.request.sampling.n:
+            if len(entry.finished) == entry.request.sampling.num_samples:
                 del self._entries[request_id]
 
     def _fail(self, request_id: str, error: str, error_kind: str) -> list[TokenEvent]:
@@ -111,6 +111,6 @@ class InFlight:
             TokenEvent(
                 request_id, index, finish_reason=FinishReason.ERROR, error=error, error_kind=error_kind
             )
-            for index in range(entry.request.sampling.n)
+            for index in range(entry.request.sampling.num_samples)
             if index not in entry.finished
         ]

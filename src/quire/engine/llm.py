@@ -241,7 +241,7 @@ class LLM:
     def _run(
         self, requests: Sequence[Request], texts: Sequence[str | None], show: bool, *, continues: bool
     ) -> list[RequestOutput]:
-        parts = {r.request_id: [[] for _ in range(r.sampling.n)] for r in requests}  # type: dict[str, list[list[OutputChunk]]]
+        parts = {r.request_id: [[] for _ in range(r.sampling.num_samples)] for r in requests}  # type: dict[str, list[list[OutputChunk]]]
         states: dict[str, RequestOutputState] = {}
         bar = ProgressBar(len(requests), self._clock, shown=show)
         for state, chunk in self._chunks(deque(requests), continues=continues):

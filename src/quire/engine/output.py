@@ -171,9 +171,9 @@ class RequestOutputState:
         self.ttft_s = 0.0
         self.cache_miss = ""
         self._send = send
-        self._samples = [_Sample(request, tokenizer, continues) for _ in range(request.sampling.n)]
-        self._preemptions = [0] * request.sampling.n
-        self._num_open = request.sampling.n
+        self._samples = [_Sample(request, tokenizer, continues) for _ in range(request.sampling.num_samples)]
+        self._preemptions = [0] * request.sampling.num_samples
+        self._num_open = request.sampling.num_samples
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
 
     @property

@@ -94,7 +94,7 @@ class RequestStream:
 
     async def collect(self) -> tuple[OutputChunk, ...]:
         """Wait for the end and return one whole chunk for each sample, by index."""
-        parts: list[list[OutputChunk]] = [[] for _ in range(self.output.request.sampling.n)]
+        parts: list[list[OutputChunk]] = [[] for _ in range(self.output.request.sampling.num_samples)]
         async for chunk in self:
             parts[chunk.index].append(chunk)
         return tuple(merge(chunks) for chunks in parts)

@@ -150,6 +150,7 @@ class FakeExecutor:
             self._note(clean, f"sequence {p.seq_id} epoch {p.epoch} is planned but not known")
             return None
         seq.update_table(p)
+        seq.force(p.forced_token_ids)
         start, end = p.num_computed_tokens, p.num_computed_tokens + p.num_scheduled_tokens
         if seq.computed not in (None, start):
             self._note(clean, f"sequence {p.seq_id} goes on at {start}, it was at {seq.computed}")
@@ -176,9 +177,9 @@ class FakeExecutor:
         sampling = new_seq.sampling
         token_id = self._model.token(state, sampling, seq.new_seq.sample_index, seq.num_output)
         seq.append(token_id)
-        if sampling.logprobs is None:
+        if sampling.num_top_logprobs is None:
             return SeqResult(p.seq_id, p.epoch, (token_id,), prompt_logprobs=scored)
-        logprobs = (self._model.logprobs(state, sampling.logprobs, token_id),)
+        logprobs = (self._model.logprobs(state, sampling.num_top_logprobs, token_id),)
         return SeqResult(p.seq_id, p.epoch, (token_id,), logprobs=logprobs, prompt_logprobs=scored)
 
     def _score(self, seq: WorkerSeq, start: int, end: int, drift: int) -> tuple[TokenLogprobs, ...]:

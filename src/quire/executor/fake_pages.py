@@ -33,6 +33,13 @@ class WorkerSeq:
         self.states.append(next_state(self.states[-1], len(self.token_ids), token_id))
         self.token_ids.append(token_id)
 
+    def force(self, token_ids: tuple[int, ...]) -> None:
+        """Overwrite the last known ids (beams)."""
+        if token_ids:
+            start = len(self.token_ids) - len(token_ids)
+            self.token_ids[start:] = token_ids
+            self.states = chain(self.token_ids)
+
     def update_table(self, plan: SeqPlan) -> None:
         """Write the plan's block ids into the table."""
         for rows, start, ids in zip(self.table, plan.block_start, plan.new_block_ids, strict=False):

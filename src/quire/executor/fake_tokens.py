@@ -45,13 +45,15 @@ class FakeModel:
 
     def logprobs(self, state: int, count: int, token_id: int) -> TokenLogprobs:
         """Return made-up log-probabilities that depend on the context and the token only; ``count`` alternatives."""
-        top = tuple((mix(state, i) % self.vocab_size) for i in range(count))
+        first, distance = mix(state, 3), 1 + 2 * (mix(state, 5) % (self.vocab_size // 2))
+        top = tuple((first + i * distance) % self.vocab_size for i in range(count))
+        down = 1.0 + mix(state, 7) % 100 / 100.0  # from one to the next
         return TokenLogprobs(
             token_id,
             -(mix(state, token_id) % 1000) / 100.0,
             1 + mix(state, token_id) % self.vocab_size,
             top,
-            tuple(-(i + 1) / 2.0 for i in range(count)),
+            tuple(-(i + 1) * down for i in range(count)),
         )
 
 

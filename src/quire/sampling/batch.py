@@ -95,7 +95,7 @@ def _edits_of(seq: NewSeq, vocab_size: int) -> RowEdits | None:
 def _column_values(seq: NewSeq, edited: bool, vocab_size: int) -> tuple[float | int, ...]:
     params = seq.sampling
     features = EDITED if edited else 0
-    if params.logprobs is not None:
+    if params.num_top_logprobs is not None:
         features |= LOGPROBS
     if not params.greedy:
         assert params.seed is not None, "a request gets its seed at admission"
@@ -109,7 +109,7 @@ def _column_values(seq: NewSeq, edited: bool, vocab_size: int) -> tuple[float | 
         params.seed or 0,
         seq.sample_index,
         len(seq.prompt_token_ids) + len(seq.output_token_ids),
-        params.logprobs or 0,
+        params.num_top_logprobs or 0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.request import FinishReason, Request, TokenEvent
+from quire.scheduler.beam_steps import start_search
 from quire.scheduler.deadline import hopeless
 from quire.scheduler.order import sort_key
 from quire.scheduler.outcome import finish_reason
@@ -14,7 +15,8 @@ def add_request(state: SchedulerState, request: Request, now: float) -> list[Tok
     """Queue the sequences of ``request``. The events: refusals, or ends that a restarted engine had still to tell."""
     assert request.request_id not in state.requests, f"request id {request.request_id!r} is in use"
     assert request.prompt_token_ids, "a request has at least one token"
-    indexes = [i for i in range(request.sampling.n) if i not in request.finished_samples]
+    sampling = request.sampling
+    indexes = [i for i in range(sampling.num_samples) if i not in request.finished_samples]
     state.counters.num_requests += 1
     refusal = _refusal(state, request, now)
     if refusal is not None:
@@ -22,12 +24,15 @@ def add_request(state: SchedulerState, request: Request, now: float) -> list[Tok
         state.counters.num_refused += 1
         return [refused(request, index, kind, text, now, retry_after_s) for index in indexes]
     group = RequestState(request)
-    for index in indexes:
+    for index in range(sampling.beam_width) if sampling.use_beam_search and indexes else indexes:
         _new_sequence(state, group, index)
     if not group.sequences:
         return []
     state.requests[request.request_id] = group
     state.deadlines.add(request)
+    if sampling.use_beam_search:
+        start_search(state, group)
+        return []
     # After a restart each sample has an output of its own: it is computed again by itself, through the prefix tree.
     leaders = list(group.sequences)
     if not any(request.output_token_ids) and not request.finished_samples:

@@ -19,16 +19,19 @@ from quire.scheduler.state import SchedulerState
 def expire(state: SchedulerState, now: float) -> list[TokenEvent]:
     """End the sequences whose limits have passed. Called before each plan."""
     events = []
+    requests: dict[str, Request] = {}
     for request_id in state.deadlines.due(now):
         group = state.requests.get(request_id)
         if group is None:
             continue
+        requests[request_id] = group.request
         # Last first, so that siblings go before the leader that they are attached to.
         for seq in reversed(tuple(group.sequences)):
             missed = _missed(seq, now)
             if missed is not None:
                 events.append(end_late(state, seq, missed))
-    return events
+    # Beams are more than their request has answers.
+    return [e for e in events if e.sample_index < requests[e.request_id].sampling.num_samples]
 
 
 def end_late(state: SchedulerState, seq: Sequence, missed: str) -> TokenEvent:
@@ -86,7 +89,7 @@ def _missed(seq: Sequence, now: float) -> str | None:
     total_s, first_s = deadline.total_s, deadline.first_token_s
     if total_s is not None and now >= request.arrival_s + total_s:  # the same sum as in `Deadlines`
         return "total"
-    has_token = len(seq.token_ids) > seq.num_prompt
+    has_token = len(seq.token_ids) > seq.num_prompt and not seq.is_beam  # beams give all at their end
     if first_s is not None and now >= request.arrival_s + first_s and not has_token:
         return "first_token"
     return None

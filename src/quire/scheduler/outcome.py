@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceABC
 from operator import eq, itemgetter
 
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
+from quire.scheduler.beam_steps import end_all, take_continuations
 from quire.scheduler.deadline import end_late, is_late
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import Entry, SchedulerState, StepRecord
@@ -73,7 +74,8 @@ def _apply_sequences(
         known = seq.token_ids
         if token_ids:
             (token_id,) = token_ids  # drafts are not planned yet
-            known.append(token_id)
+            if not seq.is_beam:  # else it is not known yet what comes next
+                known.append(token_id)
         if end >= seq.table.due_at:
             state.cache.settle(seq.table, known, end)
         if not token_ids:
@@ -84,6 +86,10 @@ def _apply_sequences(
                 events.append(_end_prompt(state, seq, result.pooled))
             continue
         logprobs = result[4]
+        if seq.is_beam:
+            num_undrawn += 1  # what it draws is counted when it is answered
+            events += take_continuations(state, seq, end, logprobs, now)
+            continue
         tail = seq.event_tail
         if tail is None:
             tail = _new_tail(seq, now)
@@ -168,7 +174,7 @@ def _fail_sequences(
     for i in failed:
         seq, epoch, _ = record.entries[i]
         if seq.epoch == epoch:
-            events.append(state.end(seq, FinishReason.ERROR, error=results[i].error, error_kind="step"))
+            events += _end_failed(state, seq, results[i].error)
     _restart_readers(state, distrusted)
     return events
 
@@ -178,17 +184,23 @@ def _fail_step(state: SchedulerState, record: StepRecord, error: str) -> list[To
     state.counters.num_failed_steps += 1
     distrusted = state.cache.publisher.withdraw([e[0].table for e in record.entries], record.step)
     state.cache.references.close_step(record.step)
-    events = [
-        state.end(seq, FinishReason.ERROR, error=error, error_kind="step")
-        for seq, epoch, _ in record.entries
-        if seq.epoch == epoch
-    ]
+    events = []
+    for failed, epoch, _ in record.entries:
+        if failed.epoch == epoch:
+            events += _end_failed(state, failed, error)
     _restart_readers(state, distrusted)
     for seq_id in record.gone:  # the worker may not have heard it
         seq = state.sequences.get(seq_id)
         if seq is None or not seq.registered:
             state.gone.append(seq_id)
     return events
+
+
+def _end_failed(state: SchedulerState, seq: Sequence, error: str | None) -> list[TokenEvent]:
+    """End a sequence that a step failed; a failed beam takes its request along."""
+    if seq.group.beams is not None:
+        return end_all(state, seq.group, FinishReason.ERROR, error=error, error_kind="step")
+    return [state.end(seq, FinishReason.ERROR, error=error, error_kind="step")]
 
 
 def _restart_readers(state: SchedulerState, distrusted: set[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.cache.manager import CacheManager
+from quire.scheduler.beam_steps import fork_beams
 from quire.scheduler.budget import Budget
 from quire.scheduler.fork import fork_siblings
 from quire.scheduler.preempt import make_room
@@ -38,6 +39,8 @@ class Planner:
         state = self._state
         record = state.cache.references.open_step(self._step)
         num_preemptions = state.counters.num_preemptions
+        if state.forks:
+            fork_beams(state)
         decodes, prefills = self._sort_running()
         decodes = self._choose_decodes(decodes)
         self._budget.left -= len(decodes)
@@ -228,7 +231,8 @@ class Planner:
                 self._register(seq)
             epoch = seq.epoch
             block_start, new_block_ids = table.take_unsent() if table.unsent else _NO_BLOCKS
-            plan = (seq.seq_id, epoch, start, 1, block_start, new_block_ids, 0, 0, ())
+            plan = (seq.seq_id, epoch, start, 1, block_start, new_block_ids, 0, 0, seq.forced)
+            seq.forced = ()
             add_plan(_new_plan(SeqPlan, plan))
             add_entry((seq, epoch, end))
             table.last_step = step

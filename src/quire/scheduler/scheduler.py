@@ -17,6 +17,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.admission import add_request
+from quire.scheduler.beam_steps import end_all, park_idle
 from quire.scheduler.deadline import expire
 from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
@@ -49,8 +50,7 @@ class Scheduler:
         group = self._state.requests.get(request_id)
         if group is None:
             return []
-        # Last first, so that siblings go before the leader that they are attached to.
-        return [self._state.end(seq, FinishReason.ABORT) for seq in reversed(tuple(group.sequences))]
+        return end_all(self._state, group, FinishReason.ABORT)
 
     def finish(self, request_id: str, sample_index: int, num_output_tokens: int) -> list[TokenEvent]:
         """End one sequence whose stop string was completed by output token ``num_output_tokens`` (counted from 1).
@@ -78,6 +78,8 @@ class Scheduler:
         """Return the next step, or None where nothing can be computed before a result, an arrival or `wakes_at`."""
         before = self._state.counters.num_computed_tokens
         plan = Planner(self._state, now).plan()
+        if plan is None and not self._state.in_flight and park_idle(self._state):
+            plan = Planner(self._state, now).plan()
         if plan is not None:
             self._state.step_tokens.observe(self._state.counters.num_computed_tokens - before)
         return plan

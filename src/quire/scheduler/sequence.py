@@ -14,6 +14,7 @@ from enum import Enum
 
 from quire.cache.block_table import BlockTable
 from quire.request import Request, SamplingParams
+from quire.scheduler.beam import BeamSearch
 
 SortKey = tuple[float, ...]
 ENDED_EPOCH = -1
@@ -21,6 +22,7 @@ ENDED_EPOCH = -1
 
 class SequenceState(Enum):
     ATTACHED = "attached"  # a sibling (n > 1) that waits to be forked from its leader
+    PARKED = "parked"  # one of a request's beams, that has nothing to compute now
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
@@ -32,7 +34,9 @@ class Sequence:
     __slots__ = (
         "epoch",
         "event_tail",
+        "forced",
         "group",
+        "is_beam",
         "key",
         "max_total",
         "min_total",
@@ -82,6 +86,10 @@ class Sequence:
         self.prompt_only = request.prompt_only
         if self.prompt_only:
             self.max_total = self.row_limit = self.num_prompt
+        self.is_beam = sampling.use_beam_search
+        if self.is_beam:
+            self.row_limit = self.num_total  # what comes next is known when all beams have been looked at
+        self.forced: tuple[int, ...] = ()  # of a beam: stands in for what its worker drew last
         self.min_total = self.num_prompt + sampling.min_tokens
         self.stop_ids = frozenset(sampling.eos_token_ids) | frozenset(sampling.stop_token_ids)
         self.state = SequenceState.WAITING
@@ -123,6 +131,7 @@ class RequestState:
 
     __slots__ = (
         "admitted",
+        "beams",
         "cache_miss",
         "num_cached_tokens",
         "num_scored",
@@ -135,6 +144,7 @@ class RequestState:
         self.request = request
         self.sequences: list[Sequence] = []  # those not ended, by sample index
         self.admitted = False
+        self.beams: BeamSearch | None = None
         self.num_cached_tokens = 0
         self.cache_miss = ""  # see `cache_miss`
         self.queued_s = 0.0

@@ -74,6 +74,8 @@ class SchedulerState:
     deadlines: Deadlines = field(default_factory=Deadlines)
     pace: Pace = field(default_factory=Pace)
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
+    # Beams selected since the last plan: (parent, what is forked from it); see `beam_steps`.
+    forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     next_step: int = 0
     next_seq_id: int = 0
     next_turn: int = 1
@@ -107,9 +109,24 @@ class SchedulerState:
         seq.num_preemptions += 1
         seq.num_steps = seq.num_steps_now
         seq.event_tail = None
+        seq.forced = ()
         self.counters.num_preemptions += 1
         self.gate.return_seat()
-        self.enqueue(seq)
+        beams = seq.group.beams
+        if beams is not None and seq in beams.found:
+            seq.state = SequenceState.PARKED  # it has given what it was to give
+        else:
+            self.enqueue(seq)
+
+    def park(self, seq: Sequence) -> None:
+        """A beam has no continuation that lives on: it gives up what it has."""
+        if seq.state is SequenceState.RUNNING:
+            self.stop(seq)
+        elif seq.state is SequenceState.WAITING:
+            self.waiting.remove(seq)
+        seq.state = SequenceState.PARKED
+        seq.epoch += 1
+        seq.forced = ()
 
     def end(
         self,
@@ -129,8 +146,7 @@ class SchedulerState:
             self.stop(seq)
         elif seq.state is SequenceState.WAITING:
             self.waiting.remove(seq)
-        else:
-            assert seq.state is SequenceState.ATTACHED
+        elif seq.state is SequenceState.ATTACHED:
             next(s for s in group.sequences if seq in s.siblings).siblings.remove(seq)
         seq.state = SequenceState.ENDED
         seq.epoch = ENDED_EPOCH
@@ -141,7 +157,9 @@ class SchedulerState:
         if seq.siblings:
             self._promote(seq.siblings)
             seq.siblings = []
-        if reason is FinishReason.ERROR:
+        if seq.sample_index >= group.request.sampling.num_samples:
+            pass  # a beam beyond the answers
+        elif reason is FinishReason.ERROR:
             self.counters.num_failed += 1
         elif reason is FinishReason.ABORT:
             self.counters.num_aborted += 1
