@@ -106,6 +106,8 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         object.__setattr__(self, "bad_words_token_ids", tuple(tuple(ids) for ids in self.bad_words_token_ids))
         _check(self)
+        if self.best_of == self.n:  # nothing to choose
+            object.__setattr__(self, "best_of", None)
 
     @property
     def greedy(self) -> bool:

@@ -207,7 +207,7 @@ class FakeFrontend:
         record.aborted = True
 
     async def _run(self, output: RequestOutputState, stream: RequestStream) -> None:
-        request, n = output.request, output.request.sampling.n
+        request, n = output.request, output.request.sampling.num_samples
         if self.refusal is not None:
             error, kind = self.refusal
             stream.fail(error, kind)

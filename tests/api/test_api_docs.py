@@ -74,8 +74,6 @@ def render(tables: dict[str, dict[str, Rule]]) -> str:
             lines += ["| refused | accepted beside null | |", "|---|---|---|"]
         for name, rule in refused:
             neutral = [f"`{json.dumps(value)}`" for value in rule.neutral]
-            if rule.neutral_when is not None:
-                neutral.append("`n`")
             lines.append(f"| `{name}` | {', '.join(neutral)} | {rule.hint} |")
         lines.append("")
     return "\n".join(lines)

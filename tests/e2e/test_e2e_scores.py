@@ -121,3 +121,36 @@ def test_rerank_and_score(client: openai.OpenAI, scoring: str) -> None:
         "/score", body={"text_1": query, "text_2": documents, "scoring": scoring}, cast_to=dict
     )
     assert [d["score"] for d in scored["data"]] == [scores[i] for i in range(3)]
+
+
+def test_beams(client: openai.OpenAI) -> None:
+    """The best of a wider search is at least as likely; the answers' scores fall; alone as among others."""
+    asked: dict[str, Any] = {"model": "quill", "prompt": TEXT, "max_tokens": 12, "logprobs": 0}
+    totals = []
+    for width in (1, 2, 6):
+        extra = {"use_beam_search": True, "best_of": width, "length_penalty": 0.0, "ignore_eos": True}
+        answer = client.completions.create(**asked, n=min(width, 3), extra_body=extra)
+        sums = [sum(c.logprobs.token_logprobs) for c in answer.choices]  # type: ignore[union-attr, misc]
+        assert sums == sorted(sums, reverse=True)
+        assert len({c.text for c in answer.choices}) == len(sums)
+        totals.append(sums[0])
+        parts = client.completions.create(**asked, n=min(width, 3), extra_body=extra, stream=True)
+        assert {p.choices[0].index: p.choices[0].text for p in parts} == {
+            c.index: c.text for c in answer.choices
+        }
+    assert totals[0] < totals[1] <= totals[2]
+    greedy = client.completions.create(**asked, temperature=0, extra_body={"ignore_eos": True}).choices[0]
+    assert sum(greedy.logprobs.token_logprobs) == totals[0]  # type: ignore[union-attr, arg-type]
+
+
+def test_best_of_and_typical_p(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "quill", "prompt": TEXT, "max_tokens": 10, "seed": 4, "logprobs": 0}
+    extra = {"typical_p": 0.6, "ignore_eos": True}
+    all_five = client.completions.create(**asked, n=5, extra_body=extra).choices
+    means = {c.text: sum(c.logprobs.token_logprobs) / 10 for c in all_five}  # type: ignore[union-attr, misc]
+    best = client.completions.create(**asked, n=2, best_of=5, extra_body=extra)
+    assert [c.text for c in best.choices] == sorted(means, key=lambda text: -means[text])[:2]
+    assert best.usage is not None
+    assert best.usage.completion_tokens == 50
+    free = client.completions.create(**asked, n=5, extra_body={"ignore_eos": True}).choices
+    assert {c.text for c in free} != set(means)

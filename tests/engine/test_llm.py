@@ -149,6 +149,24 @@ def test_score(llm: LLM) -> None:
         llm.score("a", "b", instruction="c")
 
 
+def test_best_of_and_beams(llm: LLM) -> None:
+    drawn = SamplingParams(max_tokens=6, seed=3, n=4, logprobs=0, ignore_eos=True)
+    (four,) = llm.generate("The sea", drawn)
+    means = {o.text: (o.cumulative_logprob or 0.0) / 6 for o in four.outputs}
+    (best,) = llm.generate("The sea", SamplingParams(max_tokens=6, seed=3, n=2, best_of=4, ignore_eos=True))
+    assert [o.text for o in best.outputs] == sorted(means, key=lambda text: -means[text])[:2]
+    assert [(o.index, o.logprobs) for o in best.outputs] == [(0, None), (1, None)]
+    beams = SamplingParams(max_tokens=6, n=3, best_of=4, use_beam_search=True, logprobs=1, ignore_eos=True)
+    (found,) = llm.generate("The sea", beams)
+    totals = [o.cumulative_logprob or 0.0 for o in found.outputs]
+    assert totals == sorted(totals, reverse=True)
+    for output in found.outputs:  # what the engine says of the same tokens as a prompt
+        prompt = [*found.prompt_token_ids, *output.token_ids]
+        (scored,) = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1))
+        assert scored.prompt_logprobs is not None
+        assert scored.prompt_logprobs[-6:] == output.logprobs
+
+
 def test_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Tell me a story."}]
     sampling = SamplingParams(max_tokens=5, temperature=0.0)

@@ -64,6 +64,7 @@ def _sampling(
         "top_k": rng.choice([3, 40]),
         "top_p": rng.choice([0.5, 0.95]),
         "min_p": 0.05,
+        "typical_p": rng.choice([0.3, 0.9]),
         "presence_penalty": rng.uniform(-1, 1.5),
         "frequency_penalty": rng.uniform(-1, 1.5),
         "repetition_penalty": 1.3,

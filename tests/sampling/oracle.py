@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -41,7 +42,9 @@ def edited(
 def kept_ids(x: np.ndarray, params: SamplingParams) -> list[int]:
     """min_p, top_k, top_p over scaled scores by sorting everything."""
     order = sorted(range(x.size), key=lambda i: (-x[i], i))
-    order = [i for i in order if x[i] > -np.inf]
+    order = [
+        i for i in order if x[i] > -np.inf and (params.typical_p == 1.0 or i in typical(x, params.typical_p))
+    ]
     if params.min_p > 0.0:
         order = [i for i in order if float(x[i]) >= float(x[order[0]]) + math.log(params.min_p)]
     if params.top_k > 0:
@@ -50,6 +53,21 @@ def kept_ids(x: np.ndarray, params: SamplingParams) -> list[int]:
         mass = np.cumsum([math.exp(float(x[i]) - float(x[order[0]])) for i in order])
         order = order[: int(np.searchsorted(mass, params.top_p * mass[-1])) + 1]
     return order
+
+
+@lru_cache
+def _typical(scores: tuple[float, ...], typical_p: float) -> frozenset[int]:
+    x = np.array(scores)
+    p = np.exp(x) / np.exp(x).sum()
+    surprise = -np.log(np.where(p > 0, p, 1.0))
+    entropy = float((p * surprise).sum())
+    order = sorted(np.flatnonzero(p > 0).tolist(), key=lambda i: (abs(surprise[i] - entropy), i))
+    return frozenset(order[: int(np.searchsorted(np.cumsum(p[order]), typical_p)) + 1])
+
+
+def typical(x: np.ndarray, typical_p: float) -> frozenset[int]:
+    """The ids whose surprise is nearest to the entropy, by sorting everything."""
+    return _typical(tuple((x - x.max()).tolist()), typical_p)
 
 
 def draw(

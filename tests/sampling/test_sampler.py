@@ -24,6 +24,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         "top_k": rng.choice([1, 5, 40, 1000]),
         "top_p": rng.choice([0.05, 0.5, 0.9, 0.999]),
         "min_p": rng.choice([0.02, 0.3]),
+        "typical_p": rng.choice([0.1, 0.5, 0.95]),
         "presence_penalty": rng.uniform(-2, 2),
         "frequency_penalty": rng.uniform(-2, 2),
         "repetition_penalty": rng.choice([0.7, 1.3]),

@@ -6,24 +6,12 @@ for what happens anyway. Null is always accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from quire.api.fields import Rule, no_effect, refused, used
 
-from quire.api.fields import Rule, Use, no_effect, refused, used
-
-_NO_BEAMS = "Beam search is not supported yet."
 _TEXT_ONLY = "The model reads and writes text only."
 _STORED_TEMPLATE = "Start the server with --chat-template to use another template."
 _NATIVE_WEIGHTS = "LoRA adapters are not supported yet."
 
-
-def _best_of_is_n(value: Any, body: Mapping[str, Any]) -> bool:
-    return type(value) is int and value == (body.get("n") or 1)
-
-
-_BEST_OF = {
-    "best_of": Rule(Use.REFUSED, (), "best_of other than n is not supported yet.", neutral_when=_best_of_is_n)
-}
 
 _OPENAI_SAMPLING = used(
     "model",
@@ -69,7 +57,7 @@ OPENAI_CHAT: dict[str, Rule] = {
 OPENAI_COMPLETIONS: dict[str, Rule] = {
     **_OPENAI_SAMPLING,
     **used("prompt"),
-    **_BEST_OF,
+    **used("best_of"),
     **used("echo"),
     **refused("suffix", neutral=("",), hint="Write the model's fill-in-the-middle tokens into the prompt."),
 }
@@ -96,9 +84,7 @@ _EXTENDED_SAMPLING = used(
 
 VLLM: dict[str, Rule] = {
     **_EXTENDED_SAMPLING,
-    **_BEST_OF,
-    **refused("use_beam_search", "early_stopping", neutral=(False,), hint=_NO_BEAMS),
-    **refused("length_penalty", neutral=(1.0,), hint=_NO_BEAMS),
+    **used("best_of", "use_beam_search", "early_stopping", "length_penalty"),
     **used("prompt_logprobs"),
     **refused("logprob_token_ids", hint="Ask for top_logprobs."),
     **refused("spaces_between_special_tokens", neutral=(True,)),
@@ -150,8 +136,7 @@ SGLANG_CHAT: dict[str, Rule] = {
 
 # Quire's own.
 QUIRE: dict[str, Rule] = {
-    **used("deadline_ms", "timing"),
-    **refused("typical_p", neutral=(1.0,), hint="Use top_p or min_p."),
+    **used("deadline_ms", "timing", "typical_p"),
 }
 
 # Names of Anthropic's Messages API that get sent to OpenAI's endpoints.

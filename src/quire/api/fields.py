@@ -6,7 +6,7 @@ refused by name unless it is null or has its neutral value; a name in no table i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -29,7 +29,6 @@ class Rule:
     use: Use
     neutral: tuple[Any, ...] = ()
     hint: str = ""  # what to do instead
-    neutral_when: Callable[[Any, Mapping[str, Any]], bool] | None = None  # (value, whole request)
 
 
 Table = Mapping[str, Rule]
@@ -71,7 +70,7 @@ def sift(
             continue
         elif rule.use is Use.USED:
             kept[name] = value
-        elif not _is_neutral(rule, value, body):
+        elif not _is_neutral(rule, value):
             raise _refusal(prefix + name, value, rule)
     return kept
 
@@ -91,9 +90,7 @@ def _unknown(name: str, table: Table, prefix: str) -> RequestError:
     )
 
 
-def _is_neutral(rule: Rule, value: Any, body: Mapping[str, Any]) -> bool:
-    if rule.neutral_when is not None and rule.neutral_when(value, body):
-        return True
+def _is_neutral(rule: Rule, value: Any) -> bool:
     # 1 == True in Python but not in JSON.
     return any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in rule.neutral)
 

@@ -17,7 +17,7 @@ from quire.api.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.api.replies import Head, Usage
 from quire.api.state import ApiState
 from quire.api.timing import timing_of
-from quire.engine.output import OutputChunk, merge
+from quire.engine.output import OutputChunk, choose_best, merge
 from quire.engine.stream import RequestStream
 from quire.errors import QuireError, RequestError
 from quire.metrics.log import Log
@@ -125,7 +125,7 @@ class Generation:
                 self._metrics.append(
                     self._state.metrics.request(
                         self._arrival_s,
-                        n=job.sampling.n,
+                        n=job.sampling.num_samples,
                         max_tokens=job.sampling.max_tokens,
                         prompt_tokens=len(stream.prompt_token_ids),
                         on_end=_spans(self._state, job, self._trace, stream.request_id, self.request_id),
@@ -202,17 +202,18 @@ class Generation:
 
     async def _answer_whole(self, send: Send, headers: Headers) -> None:
         job = self._job
-        n = job.sampling.n
-        collected: list[list[OutputChunk]] = [[] for _ in range(len(job.prompts) * n)]
+        n, drawn = job.sampling.n, job.sampling.num_samples
+        collected: list[list[OutputChunk]] = [[] for _ in range(len(job.prompts) * drawn)]
         async with aclosing(self._chunks()) as chunks:
             async for index, chunk in chunks:
                 collected[index].append(chunk)
-        wholes = []
-        for i, parts in enumerate(collected):
-            whole = merge(parts)
-            if self._echoes:
-                whole = replace(whole, text=self._echoes[i // n] + whole.text)
-            wholes.append(whole)
+        wholes: list[OutputChunk] = []
+        for start in range(0, len(collected), drawn):
+            wholes += choose_best([merge(parts) for parts in collected[start : start + drawn]], job.sampling)
+        if self._echoes:
+            wholes = [
+                replace(whole, text=self._echoes[i // n] + whole.text) for i, whole in enumerate(wholes)
+            ]
         if job.timing:
             self.usage.timing = timing_of(
                 self._streams, job.answer.head.determinism, self._state.now() - self._arrival_s
@@ -266,7 +267,7 @@ class Generation:
                     self._count(0, chunk)
                     yield chunk.index, chunk
             return
-        n = self._job.sampling.n
+        n = self._job.sampling.num_samples
         async with aclosing(_merged(self._streams)) as merged:
             async for prompt, chunk in merged:
                 self._count(prompt, chunk)

@@ -54,6 +54,13 @@ class GenerationFields(Wire):
     top_p: Number | None = None
     top_k: Integer | None = None
     min_p: Number | None = None
+    typical_p: Number | None = None
+    best_of: Integer | None = None
+    use_beam_search: Boolean | None = None
+    length_penalty: Number | None = None
+    early_stopping: Annotated[bool | Literal["never"] | None, Field(description="true, false or 'never'")] = (
+        None
+    )
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None

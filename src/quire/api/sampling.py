@@ -13,9 +13,10 @@ from quire.request import SamplingParams
 
 # Taken over under the same name where the request gives them.
 _SAME_NAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "bad_words",
-    "allowed_token_ids", "skip_special_tokens", "prompt_logprobs",
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+    "bad_words", "allowed_token_ids", "skip_special_tokens", "prompt_logprobs", "use_beam_search", "length_penalty",
+    "early_stopping",
 )  # fmt: skip
 
 
@@ -36,6 +37,13 @@ def sampling_params(
     Raises:
         RequestError: a value out of range, named as the client named it.
     """
+    if request.use_beam_search:
+        defaults = {}  # beams are not drawn: only what the request itself asks for is in their way
+    elif request.stream and (request.best_of or 0) > (request.n or 1):
+        raise RequestError(
+            f"best_of = {request.best_of} is not allowed with stream = true: the best answers are known at the end.",
+            param="best_of",
+        )
     values = {name: value for name, value in defaults.items() if name in _SAME_NAME}
     for name in _SAME_NAME:
         value = getattr(request, name)

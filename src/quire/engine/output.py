@@ -10,12 +10,13 @@ What was streamed once is never contradicted: text is released only when no stop
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.engine.inbox import FinishSample
 from quire.errors import CapacityError, QuireError, RequestError, StepError
-from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.stop import StopMatcher
 from quire.text.tokenizer import Tokenizer
@@ -84,6 +85,27 @@ def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
         error_kind=last.error_kind,
         retry_after_s=last.retry_after_s,
     )
+
+
+def choose_best(chunks: Sequence[OutputChunk], sampling: SamplingParams) -> list[OutputChunk]:
+    """Return what the client gets of a request's whole samples: with best_of the n of the largest mean log-probability.
+
+    Best first; ties by index. Without `SamplingParams.logprobs` the chosen ones carry none.
+    """
+    if sampling.best_of is None or sampling.use_beam_search:
+        return list(chunks)
+
+    def mean_logprob(chunk: OutputChunk) -> float:
+        entries = chunk.logprobs or ()
+        if chunk.error is not None or not entries:
+            return -math.inf
+        return math.fsum(entry.logprob for entry in entries) / len(entries)
+
+    best = sorted(chunks, key=lambda chunk: -mean_logprob(chunk))[: sampling.n]
+    return [
+        replace(chunk, index=index, logprobs=None if sampling.logprobs is None else chunk.logprobs)
+        for index, chunk in enumerate(best)
+    ]
 
 
 class _Sample:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.engine.output import OutputChunk, RequestOutputState
+from quire.engine.output import OutputChunk, RequestOutputState, choose_best
 from quire.request import FinishReason, TokenLogprobs
 from quire.text.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ def request_output(
         request_id=request.request_id,
         prompt=prompt,
         prompt_token_ids=request.prompt_token_ids,
-        outputs=[_completion(whole, tokenizer) for whole in wholes],
+        outputs=[_completion(whole, tokenizer) for whole in choose_best(wholes, request.sampling)],
         seed=request.sampling.seed or 0,
         num_cached_tokens=state.num_cached_tokens,
         prompt_logprobs=_prompt_tables(wholes[0], tokenizer),

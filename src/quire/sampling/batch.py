@@ -15,11 +15,17 @@ from quire.text.constraint import TokenConstraint, build_constraints, check_toke
 
 
 class RowEdits:
-    """What changes the logits of one sequence before temperature: penalties, then constraints."""
+    """What changes the logits of one sequence before temperature: penalties, then constraints, then typical_p."""
 
-    def __init__(self, penalties: Penalties | None, constraints: list[TokenConstraint]) -> None:
+    def __init__(
+        self,
+        penalties: Penalties | None,
+        constraints: list[TokenConstraint],
+        typical: tuple[float, float] | None,
+    ) -> None:
         self.penalties = penalties
         self.constraints = constraints
+        self.typical = typical  # (temperature, typical_p)
 
     def advance(self, token_id: int) -> None:
         if self.penalties is not None:
@@ -84,12 +90,16 @@ class SamplerBatch:
 def _edits_of(seq: NewSeq, vocab_size: int) -> RowEdits | None:
     constraints = build_constraints(seq.sampling, vocab_size)
     penalties = penalties_of(seq.sampling, seq.prompt_token_ids, seq.output_token_ids)
-    if penalties is None and not constraints:
+    params = seq.sampling
+    typical = (
+        (_temperature(params), params.typical_p) if params.typical_p < 1.0 and not params.greedy else None
+    )
+    if penalties is None and not constraints and typical is None:
         return None
     for constraint in constraints:
         for token_id in seq.output_token_ids:
             constraint.advance(token_id)
-    return RowEdits(penalties, constraints)
+    return RowEdits(penalties, constraints, typical)
 
 
 def _column_values(seq: NewSeq, edited: bool, vocab_size: int) -> tuple[float | int, ...]:
@@ -102,7 +112,7 @@ def _column_values(seq: NewSeq, edited: bool, vocab_size: int) -> tuple[float | 
         features |= RANDOM | _truncation_features(params, vocab_size)
     return (
         features,
-        max(params.temperature, float(np.finfo(np.float32).tiny)),
+        _temperature(params),
         params.top_k if 0 < params.top_k < vocab_size else vocab_size,
         params.top_p,
         params.min_p,
@@ -111,6 +121,11 @@ def _column_values(seq: NewSeq, edited: bool, vocab_size: int) -> tuple[float | 
         len(seq.prompt_token_ids) + len(seq.output_token_ids),
         params.num_top_logprobs or 0,
     )
+
+
+def _temperature(params: SamplingParams) -> float:
+    """One that float32 does not round to 0."""
+    return max(params.temperature, float(np.finfo(np.float32).tiny))
 
 
 def _truncation_features(params: SamplingParams, vocab_size: int) -> int:

@@ -1,8 +1,8 @@
 """`Sampler`: one token a row from raw logits, exactly, whatever else is in the batch.
 
-Per row: bias and penalties → masks → temperature → min_p → top_k → top_p → Gumbel-max (greedy: argmax of what the
-masks left). Every step is elementwise, or a comparison, or a reduction in an order fixed by the vocabulary, so a row
-has the same bits alone and among 256 others.
+Per row: bias and penalties → masks → typical_p → temperature → min_p → top_k → top_p → Gumbel-max (greedy: argmax of
+what the masks left). Every step is elementwise, or a comparison, or a reduction in an order fixed by the vocabulary, so
+a row has the same bits alone and among 256 others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.registry import KernelChoice, choose
-from quire.kernels.sampling import sample, token_logprobs
+from quire.kernels.sampling import sample, token_logprobs, typical_ids
 from quire.kernels.sampling.columns import EDITED, LOGPROBS
 from quire.request import TokenLogprobs
 from quire.sampling.batch import RowEdits, SamplerBatch
@@ -109,6 +109,11 @@ class Sampler:
         if any(forbids):
             row.masked_fill_(torch.from_numpy(~self._mask).to(row.device), -torch.inf)
             self._mask.fill(True)
+        if edits.typical is not None:
+            kept = typical_ids(row, *edits.typical)
+            values = row[kept]
+            row.fill_(-torch.inf)
+            row[kept] = values
 
     def _with_errors(
         self,

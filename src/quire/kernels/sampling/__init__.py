@@ -4,6 +4,7 @@
     token_logprobs     logits [rows, vocab] + token ids -> logprobs, ranks and the most likely ids
     gumbel_argmax      scores [rows, vocab] + streams -> token ids [rows]
     gumbel_noise       streams x token ids -> noise, float64
+    typical_ids        logits of one row -> the ids that typical_p keeps
     top_candidates     scores [rows, vocab] -> the best k of each row, ties to the lowest id
     exp_f32, log_f64, tree_sum     the same bits on every device, for every batch and thread count
 
@@ -32,6 +33,7 @@ from quire.kernels.sampling import draw, logprobs, native  # noqa: F401  registe
 from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
 from quire.kernels.sampling.reference import Streams, philox4x32_10
 from quire.kernels.sampling.select import gumbel_argmax, gumbel_argmax_of, gumbel_noise, top_candidates
+from quire.kernels.sampling.typical import typical_ids
 from quire.request import TokenLogprobs
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "token_logprobs",
     "top_candidates",
     "tree_sum",
+    "typical_ids",
 ]
 
 

@@ -1,0 +1,46 @@
+"""Locally typical sampling (Meister et al. 2023): keep the ids whose surprise is nearest to what is expected.
+
+Of one row, with p the probabilities and H their entropy: order the ids by |−log p − H|, ties to the lowest id, and keep
+the first whose probabilities reach ``typical_p`` together. As in `truncate` the vocabulary is not sorted: the nearest
+few are looked at, and 16 times as many where they do not reach.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
+from quire.kernels.sampling.select import top_candidates
+
+_CANDIDATES = 256
+_WIDEN = 16
+
+
+def typical_ids(
+    logits: Tensor, temperature: float, typical_p: float, num_candidates: int = _CANDIDATES
+) -> Tensor:
+    """Return the ids to keep of ``logits: [vocab] float32``, int64; every bit depends on the row alone.
+
+    A row whose largest logit is not finite is kept whole: the sampler has its own error for it. ``num_candidates``
+    changes the time only.
+    """
+    best = logits.amax()
+    if not bool(torch.isfinite(best)):
+        return torch.arange(logits.shape[0], device=logits.device)
+    scores = (logits - best) / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
+    weights = exp_f32(scores)
+    total = tree_sum(weights)
+    surprise = log_f64(total[None]) - scores.to(torch.float64)
+    share = weights.to(torch.float64) / total
+    likely = weights > 0.0
+    entropy = tree_sum(torch.where(likely, share * surprise, torch.zeros_like(share)))
+    nearness = torch.where(likely, -(surprise - entropy).abs(), torch.full_like(surprise, -torch.inf))
+    num = min(logits.shape[0], num_candidates)
+    while True:
+        _, ids = top_candidates(nearness[None], num)
+        mass = share[ids[0]].cumsum(dim=0)  # in order, so that its bits do not depend on how many follow
+        kept = int((mass < typical_p * tree_sum(share)).sum()) + 1
+        if kept <= num or num == logits.shape[0]:
+            return ids[0, :kept]
+        num = min(logits.shape[0], num * _WIDEN)
