@@ -121,6 +121,12 @@ class ServerArgs:
                             group="Server")  # fmt: skip
     profile: str | None = _flag(None, "File of `quire profile` for --slo [this machine, measured in a second].",
                                 group="Server")  # fmt: skip
+    batch_dir: str | None = _flag(None, "Folder for /v1/files and /v1/batches, which a restart goes on from [none].",
+                                  group="Server")  # fmt: skip
+    batch_concurrency: int = _flag(
+        8, "Requests of batches that run at once.", group="Server", low=1, high=4096
+    )
+    max_file_mib: int = _flag(100, "Largest uploaded file in MiB.", group="Server", low=1, high=4096)
     drain_timeout_s: float = _flag(
         30.0, "Seconds that running requests get after SIGTERM.", group="Server", low=0.0
     )

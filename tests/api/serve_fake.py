@@ -1,6 +1,6 @@
-"""A server process over a `FakeFrontend`: ``python -m tests.api.serve_fake STEP_MS DRAIN_S [ANSWER]``.
+"""A server process over a `FakeFrontend`: ``python -m tests.api.serve_fake STEP_MS DRAIN_S [ANSWER [BATCH_DIR]]``.
 
-ANSWER is what the model writes, in the format hermes; without it, the fake's own answer.
+ANSWER is what the model writes, in the format hermes; without it, or empty, the fake's own answer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from quire.api.settings import ApiSettings
 from quire.metrics.log import configure
 
 
-def main(step_ms: str, drain_s: str, answer: str | None = None) -> int:
+def main(step_ms: str, drain_s: str, answer: str = "", batch_dir: str | None = None) -> int:
     configure("info")
-    script = default_script if answer is None else lambda prompt, index, seed: say(answer)
-    frontend = FakeFrontend(
-        script, max_model_len=1024, step_s=float(step_ms) / 1000, thinks=answer is not None
-    )
-    app = create_app(frontend, ApiSettings(tool_format="hermes"))  # type: ignore[arg-type]
+    script = default_script if not answer else lambda prompt, index, seed: say(answer)
+    frontend = FakeFrontend(script, max_model_len=1024, step_s=float(step_ms) / 1000, thinks=bool(answer))
+    app = create_app(frontend, ApiSettings(tool_format="hermes", batch_dir=batch_dir))  # type: ignore[arg-type]
     return run(app, port=0, drain_timeout_s=float(drain_s), on_ready=lambda url, _: print(url, flush=True))
 
 

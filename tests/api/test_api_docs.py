@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.api.fake_frontend import FakeFrontend
 
-from quire.api import anthropic_fields, field_tables, pooling_fields, response_fields
+from quire.api import anthropic_fields, batch_fields, field_tables, pooling_fields, response_fields
 from quire.api.app import create_app
 from quire.api.fields import Rule, Use
 from quire.api.settings import ApiSettings
@@ -24,6 +24,8 @@ TABLES = {
     "tools[i]": field_tables.TOOL,
     "tools[i].function": field_tables.FUNCTION,
     "messages[i]": field_tables.MESSAGE,
+    "/v1/batches": batch_fields.BATCH,
+    "output_expires_after": batch_fields.EXPIRES_AFTER,
     "deadline_ms": field_tables.DEADLINE_MS,
     "stream_options": field_tables.STREAM_OPTIONS,
     "response_format": field_tables.RESPONSE_FORMAT,

@@ -24,11 +24,12 @@ def server(
     template.write_text(TEMPLATE)
     model = str(shared_data / "models" / "stories260K" / "hf")
     if request.param == "fake":
-        command = ["-m", "tests.e2e.serve_fake_engine", model, str(template), str(FAKE_STEP_MS)]
+        command = ["-m", "tests.e2e.serve_fake_engine", model, str(template), str(FAKE_STEP_MS),
+                   str(folder / "batches")]  # fmt: skip
     else:
         command = ["-m", "quire.cli", "serve", model, "--port", "0", "--chat-template", str(template),
                    "--served-model-name", "tiny", "--num-kv-blocks", "512", "--threads", "1",
-                   "--admin-port", "0"]  # fmt: skip
+                   "--admin-port", "0", "--batch-dir", str(folder / "batches")]  # fmt: skip
     with LiveServer(command, folder / "log") as live:
         yield live
         assert live.stop() == 0, live.log.read_text()

@@ -1,6 +1,6 @@
 """A server with a real frontend and engine process over the fake executor: tokens from a hash, over real pages.
 
-``python -m tests.e2e.serve_fake_engine MODEL TEMPLATE STEP_MS``
+``python -m tests.e2e.serve_fake_engine MODEL TEMPLATE STEP_MS BATCH_DIR``
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from quire.engine.process import ProcessClient
 from quire.metrics.log import configure as configure_log
 
 
-def main(model: str, template: str, step_ms: str) -> int:
+def main(model: str, template: str, step_ms: str, batch_dir: str) -> int:
     configure_log("info")
     args = EngineArgs(model=model, num_kv_blocks=512)
     config, checkpoint = configure(args, detect_device())
     client = ProcessClient(config, executor=f"fake@{step_ms}")
     text = load_text(args, config, checkpoint, names=("tiny",), chat_template=template)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
-    app = create_app(frontend, ApiSettings())
+    app = create_app(frontend, ApiSettings(batch_dir=batch_dir))
     return run(app, port=0, admin=admin_listener(app, ServerArgs(admin_port=0)))
 
 

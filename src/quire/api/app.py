@@ -5,18 +5,23 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
+import msgspec
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from quire.api.anthropic_messages import count_tokens, messages_job
+from quire.api.batch_runner import BatchRunner
+from quire.api.batches import Batches, batch_routes
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.edge import Edge
 from quire.api.embeddings import embeddings_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
+from quire.api.file_store import FileStore
 from quire.api.forecast import TtftForecast
 from quire.api.health import Models, Probes
 from quire.api.openapi import Description
@@ -29,8 +34,11 @@ from quire.api.settings import ApiSettings
 from quire.api.state import ApiState
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
+from quire.errors import ConfigError
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
+
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 
 def create_app(
@@ -67,9 +75,12 @@ def create_app(
         redirect_slashes=False,
     )
     routes = _routes(state)
+    batches = _batch_runner(state, routes)
+    routes += [Route(path, run, methods=ways) for path, run, ways in batch_routes(Batches(state, batches))]
     routes.append(Route("/openapi.json", Description(routes, settings.version).show, methods=["GET"]))
     app.router.routes.extend(routes)
     app.state.quire = state
+    app.state.batches = batches
     app.add_middleware(Edge, api_keys=settings.api_keys, new_id=state.new_id)
     if settings.cors_origins:
         # Outside of Edge: a preflight has no key, and a refusal needs the headers too.
@@ -87,6 +98,27 @@ def create_app(
         )
     add_error_handlers(app)
     return app
+
+
+def _batch_runner(state: ApiState, routes: list[Route]) -> BatchRunner | None:
+    """What runs batches, through the endpoints of ``routes``; None without --batch-dir."""
+    if state.settings.batch_dir is None:
+        return None
+    root = Path(state.settings.batch_dir)
+    endpoints = {route.path: route.app for route in routes if route.path in BATCH_ENDPOINTS}
+    try:
+        files = FileStore(root, state.new_id, state.unix_time)
+        return BatchRunner(
+            root,
+            files,
+            endpoints,
+            new_id=state.new_id,
+            unix_time=state.unix_time,
+            is_busy=state.is_busy,
+            concurrency=state.settings.batch_concurrency,
+        )
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--batch-dir {root} cannot be used: {error}.") from error
 
 
 def _routes(state: ApiState) -> list[Route]:

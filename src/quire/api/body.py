@@ -30,7 +30,18 @@ async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:
         HttpError: 413 beyond ``max_bytes``, 415 for another media type.
         RequestError: not JSON.
     """
-    length = _check_headers(scope, max_bytes)
+    _check_media_type(scope)
+    return decode(await read_body(receive, max_bytes, "--max-body-mib", header(scope, b"content-length")))
+
+
+async def read_body(receive: Receive, max_bytes: int, flag: str, length: bytes | None) -> bytes:
+    """Return the body. ``flag`` is what sets the limit, ``length`` the header content-length.
+
+    Raises:
+        HttpError: 413 beyond ``max_bytes``.
+    """
+    if length is not None and length.isdigit() and int(length) > max_bytes:
+        raise _too_large(length.decode(), max_bytes, flag)
     parts = []
     size = 0
     while True:
@@ -40,12 +51,11 @@ async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:
         part = message.get("body", b"")
         size += len(part)
         if size > max_bytes:
-            raise _too_large(f"over {max_bytes}", max_bytes)
+            raise _too_large(f"over {max_bytes}", max_bytes, flag)
         parts.append(part)
         if not message.get("more_body", False):
             break
-    assert length is None or size <= max_bytes
-    return decode(b"".join(parts))
+    return b"".join(parts)
 
 
 def decode(raw: bytes) -> Any:
@@ -78,7 +88,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
-def _check_headers(scope: Scope, max_bytes: int) -> int | None:
+def _check_media_type(scope: Scope) -> None:
     media_type = (header(scope, b"content-type") or b"application/json").split(b";")[0].strip().lower()
     if media_type != b"application/json" and not media_type.endswith(b"+json"):
         # A browser sends other types across origins without asking; a server on localhost must not obey those.
@@ -90,19 +100,13 @@ def _check_headers(scope: Scope, max_bytes: int) -> int | None:
                 code="unsupported_media_type",
             )
         )
-    length = header(scope, b"content-length")
-    if length is None or not length.isdigit():
-        return None
-    if int(length) > max_bytes:
-        raise _too_large(length.decode(), max_bytes)
-    return int(length)
 
 
-def _too_large(size: str, max_bytes: int) -> HttpError:
+def _too_large(size: str, max_bytes: int, flag: str) -> HttpError:
     return HttpError(
         Refusal(
             413,
-            f"The body has {size} bytes; at most {max_bytes} are allowed (--max-body-mib).",
+            f"The body has {size} bytes; at most {max_bytes} are allowed ({flag}).",
             code="body_too_large",
         )
     )

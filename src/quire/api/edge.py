@@ -61,6 +61,12 @@ class Edge:
         return any(matches)
 
 
+def name_scope(scope: Scope, request_id: str) -> None:
+    """Name a request that comes from this process itself."""
+    scope[_SCOPE_KEY] = request_id
+    scope[_OWN_KEY] = False
+
+
 def request_id_of(scope: Scope) -> str:
     """Return the id under which this request is logged and answered."""
     return str(scope.get(_SCOPE_KEY, ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from quire.api.body import Disconnected, read_json, send_json
 from quire.api.edge import adopt_request_id, request_id_of
 from quire.api.generation import Generation, Job
+from quire.api.internal_call import PRIORITY_KEY
 from quire.api.refusals import refusal_of
 from quire.api.state import ApiState
 from quire.errors import QuireError
@@ -89,6 +91,8 @@ class GenerateEndpoint(PostEndpoint):
         ignored = self._ignored()
         job = await self._prepare(self._state, body, ignored)
         adopt_request_id(scope, job.client_request_id)
+        if scope.get(PRIORITY_KEY) is not None:
+            job = replace(job, priority=scope[PRIORITY_KEY])
         trace = trace_headers(scope["headers"])
         generation = Generation(self._state, job, arrival_s, request_id_of(scope), trace)
         ids = frozenset((job.answer.head.id, request_id_of(scope)))

@@ -17,12 +17,14 @@ from starlette.routing import Route
 from quire.api import (
     anthropic_fields,
     anthropic_protocol,
+    batch_fields,
     field_tables,
     pooling_fields,
     response_fields,
     response_protocol,
 )
 from quire.api import protocol as wire
+from quire.api.batches import BatchRequest
 from quire.api.embeddings import EmbeddingRequest
 from quire.api.fields import Table, Use
 from quire.api.rerank import RerankRequest, ScoreRequest
@@ -80,6 +82,7 @@ BODIES: dict[str, Body] = {
         _CHAT_PARTS,
         _STREAM,
     ),
+    "/v1/batches": Body("Begin a batch of requests", BatchRequest, batch_fields.BATCH),
     "/tokenize": Body("Text or messages to token ids", TokenizeRequest, field_tables.TOKENIZE, _CHAT_PARTS),
     "/detokenize": Body("Token ids to text", DetokenizeRequest, field_tables.DETOKENIZE),
 }
@@ -93,6 +96,12 @@ SUMMARIES: dict[str, str] = {
     "/metrics": "metrics in Prometheus's text form",
     "/v1/models": "the models served",
     "/v1/models/{model_id}": "one model",
+    "/v1/files": "the files that are kept; upload one (multipart/form-data: purpose, file)",
+    "/v1/files/{file_id}": "a file: its description, or forget it",
+    "/v1/files/{file_id}/content": "the bytes of a file",
+    "/v1/batches": "the batches, the newest first",
+    "/v1/batches/{batch_id}": "a batch: its state and its files",
+    "/v1/batches/{batch_id}/cancel": "end a batch; what is answered is kept",
     "/v1/responses/{response_id}": "a kept response: read it, or forget it",
     "/v1/responses/{response_id}/cancel": "stop a running response",
 }

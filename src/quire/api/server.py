@@ -19,6 +19,7 @@ import uvloop
 from fastapi import FastAPI
 
 from quire.api.admin_server import AdminListener, admin_server
+from quire.api.batch_runner import BatchRunner
 from quire.api.listen import bind, url_of
 from quire.api.state import ApiState
 from quire.engine.client import EngineInfo
@@ -76,7 +77,10 @@ async def _serve(
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
     server = DrainingServer(config, frontend, drain_timeout_s)
+    batches: BatchRunner | None = app.state.batches
     starting = asyncio.create_task(_start(server, frontend, url_of(sock), on_ready))
+    if batches is not None:
+        batches.resume()
     try:
         async with _beside(admin):
             await server.serve([sock])
@@ -87,6 +91,8 @@ async def _serve(
     except asyncio.CancelledError:
         return 0
     finally:
+        if batches is not None:
+            await batches.close()
         await frontend.close()
 
 

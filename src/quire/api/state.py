@@ -33,6 +33,10 @@ class ApiState:
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 
+    def is_busy(self) -> bool:
+        """Whether somebody waits for the engine now, or nobody can be taken: batches stand back then."""
+        return self.frontend.state != "ready" or self.frontend.stats().num_waiting > 0
+
     def output_format(self, has_tools: bool) -> OutputFormat:
         """Return how the model writes reasoning and calls: --tool-format, or what its chat template shows."""
         if self.settings.tool_format != "auto":

@@ -96,6 +96,9 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         lenient=args.lenient,
         tool_format=args.tool_format,
         max_body_bytes=args.max_body_mib * 2**20,
+        batch_dir=args.batch_dir,
+        batch_concurrency=args.batch_concurrency,
+        max_file_bytes=args.max_file_mib * 2**20,
         response_store_bytes=args.response_store_mib * 2**20,
         cache_config={  # vLLM's names
             "block_size": config.cache.block_size,

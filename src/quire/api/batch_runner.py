@@ -1,0 +1,213 @@
+"""`BatchRunner`: runs batches beside everything else, and goes on with them after a restart.
+
+A line runs when a slot is free (``concurrency``, all batches together) and nobody waits for the engine; its priority is
+the lowest there is. What only this moment refuses (503: drain, full queue, dead engine) is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from quire.api.batch_folder import BatchFolder
+from quire.api.batch_lines import (
+    Line,
+    LineError,
+    check_lines,
+    done_ids,
+    output_line,
+    read_lines,
+    unanswered_line,
+)
+from quire.api.file_store import FileStore
+from quire.api.internal_call import call_endpoint
+from quire.metrics.log import Log
+
+LOWEST_PRIORITY = 2**31 - 1  # smaller runs first
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+_PAUSE_S = 0.05  # between looks at the load
+_RETRY_S = 1.0  # before a line that was refused for now is tried again
+_EXPIRED = "The batch expired before this request was run."
+log = Log("batch")
+
+
+class BatchRunner:
+    """``endpoints``: path → ASGI application. ``is_busy`` tells whether requests of others wait for the engine."""
+
+    def __init__(
+        self,
+        root: Path,
+        files: FileStore,
+        endpoints: Mapping[str, ASGIApp],
+        *,
+        new_id: Callable[[], str],
+        unix_time: Callable[[], float],
+        is_busy: Callable[[], bool],
+        concurrency: int,
+    ) -> None:
+        self.files = files
+        self.endpoints = endpoints
+        self._disk = BatchFolder(root, unix_time)
+        self._new_id = new_id
+        self._unix_time = unix_time
+        self._is_busy = is_busy
+        self._slots = asyncio.Semaphore(concurrency)
+        self._batches = self._disk.load()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._done: dict[str, set[str]] = {}  # custom ids of the lines that have an answer
+
+    def resume(self) -> None:
+        """Go on with what a server before this one left open. In the event loop."""
+        for batch in self.all():
+            if batch["status"] in OPEN:
+                log.info("batch_resumed", batch=batch["id"], status=batch["status"])
+                self._start(batch)
+
+    def create(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Begin a batch of ``values`` (what the client said) and return its object."""
+        batch_id = f"batch_{self._new_id()}"
+        batch = {"id": batch_id, "object": "batch", **values, "created_s": self._unix_time()}
+        batch["created_at"] = int(batch["created_s"])
+        batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
+        batch["request_counts"] = {"total": 0, "completed": 0, "failed": 0}
+        self._batches[batch_id] = batch
+        self._disk.save(batch)
+        self._start(batch)
+        return batch
+
+    def get(self, batch_id: str) -> dict[str, Any] | None:
+        return self._batches.get(batch_id)
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every batch, the oldest first."""
+        return sorted(self._batches.values(), key=lambda batch: batch["created_s"])
+
+    def uses(self, file_id: str) -> bool:
+        """Tell whether an open batch reads this file."""
+        return any(b["input_file_id"] == file_id and b["status"] in OPEN for b in self._batches.values())
+
+    def cancel(self, batch_id: str) -> dict[str, Any]:
+        """End an open batch: what is answered is kept, what runs is aborted."""
+        batch = self._batches[batch_id]
+        self._disk.set_status(batch, "cancelling")
+        task = self._tasks.get(batch_id)
+        if task is not None:
+            task.cancel()
+        return batch
+
+    async def close(self) -> None:
+        """Stop working; the state on disk is what the next server goes on from."""
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, batch: dict[str, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(batch))
+        self._tasks[batch["id"]] = task
+
+    async def _run(self, batch: dict[str, Any]) -> None:
+        batch_id = batch["id"]
+        try:
+            if batch["status"] == "validating" and not await self._validate(batch):
+                return
+            if batch["status"] == "in_progress":
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, batch["expires_at"] - self._unix_time())):
+                        await self._run_lines(batch)
+            self._finish(batch)
+        except asyncio.CancelledError:
+            if batch_id not in self._tasks:  # the server ends: the next one goes on
+                raise
+            self._finish(batch)
+        except Exception as error:  # one batch must not take the others along
+            log.exception("batch_failed", batch=batch_id)
+            entry = LineError("internal", f"{type(error).__name__}: {error}")._asdict()
+            batch["errors"] = {"object": "list", "data": [entry]}
+            self._disk.set_status(batch, "failed")
+        self._tasks.pop(batch_id, None)
+
+    async def _validate(self, batch: dict[str, Any]) -> bool:
+        path = self.files.path(batch["input_file_id"])
+        total, errors = await asyncio.to_thread(check_lines, path, batch["endpoint"])
+        batch["request_counts"]["total"] = total
+        if errors:
+            batch["errors"] = {"object": "list", "data": [error._asdict() for error in errors]}
+        self._disk.set_status(batch, "failed" if errors else "in_progress")
+        if errors:
+            self._tasks.pop(batch["id"], None)
+        return not errors
+
+    async def _run_lines(self, batch: dict[str, Any]) -> None:
+        """Answer every line that has no answer. Cancelled from outside, everything that runs ends."""
+        counts = batch["request_counts"]
+        completed = await asyncio.to_thread(done_ids, self._disk.lines(batch, "output"))
+        failed = await asyncio.to_thread(done_ids, self._disk.lines(batch, "errors"))
+        counts["completed"], counts["failed"] = len(completed), len(failed)
+        done = self._done[batch["id"]] = completed | failed
+        async with asyncio.TaskGroup() as group:
+            for line in read_lines(self.files.path(batch["input_file_id"])):
+                if line.custom_id in done:
+                    continue
+                await self._slots.acquire()
+                try:
+                    while self._is_busy():
+                        await asyncio.sleep(_PAUSE_S)
+                except asyncio.CancelledError:
+                    self._slots.release()
+                    raise
+                task = group.create_task(self._answer(batch, line))
+                task.add_done_callback(lambda _: self._slots.release())
+
+    async def _answer(self, batch: dict[str, Any], line: Line) -> None:
+        """Run a line until it has an answer, and write that down."""
+        request_id = self._new_id()
+        while True:
+            status, body = await call_endpoint(
+                self.endpoints[batch["endpoint"]],
+                batch["endpoint"],
+                line.body,
+                request_id=request_id,
+                priority=LOWEST_PRIORITY,
+            )
+            if status not in (429, 503):
+                break
+            await asyncio.sleep(_RETRY_S)
+        kind = "output" if status == 200 else "errors"
+        self._disk.append(batch, kind, output_line(request_id, line.custom_id, status, body))
+        self._done[batch["id"]].add(line.custom_id)
+        batch["request_counts"]["completed" if status == 200 else "failed"] += 1
+
+    def _finish(self, batch: dict[str, Any]) -> None:
+        """Write down what has no answer, and give out the files. Done again after a crash, it does no more."""
+        batch_id, counts = batch["id"], batch["request_counts"]
+        done = self._done.pop(batch_id, None)
+        if done is None:
+            done = done_ids(self._disk.lines(batch, "output")) | done_ids(self._disk.lines(batch, "errors"))
+        how = "cancelled" if batch["status"] == "cancelling" else "completed"
+        if batch["status"] == "in_progress" and len(done) < counts["total"]:
+            how = "expired"
+        if how != "completed" and counts["total"]:
+            text = f"The batch was {how} before this request was run." if how == "cancelled" else _EXPIRED
+            for line in read_lines(self.files.path(batch["input_file_id"])):
+                if line.custom_id not in done:
+                    entry = unanswered_line(self._new_id(), line.custom_id, f"batch_{how}", text)
+                    self._disk.append(batch, "errors", entry)
+                    counts["failed"] += 1
+        elif how == "completed":
+            self._disk.set_status(batch, "finalizing")
+        for kind, field in (("output", "output_file_id"), ("errors", "error_file_id")):
+            made = self.files.adopt(
+                self._disk.lines(batch, kind),
+                f"{batch_id}_{kind}.jsonl",
+                "batch_output",
+                batch["output_expires_after_s"],
+            )
+            batch[field] = None if made is None else made["id"]
+        self._disk.set_status(batch, how)
+        log.info("batch_ended", batch=batch_id, status=how, **counts)

@@ -1,0 +1,290 @@
+"""OpenAI's ``/v1/files`` and ``/v1/batches``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from quire.api import batch_fields as tables
+from quire.api.batch_runner import OPEN, BatchRunner
+from quire.api.body import header, read_body, read_json
+from quire.api.fields import clip
+from quire.api.multipart import parse_multipart
+from quire.api.protocol import Text, Wire, parse
+from quire.api.state import ApiState
+from quire.errors import NotFoundError, RequestError
+
+_WINDOW = re.compile(r"([1-9][0-9]{0,4})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_STAMPS = (
+    "in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at",
+)  # fmt: skip
+_OURS = ("output_expires_after_s", "validating_at", "created_s")
+_EXPIRES_S = (3600, 2_592_000)  # OpenAI's: an hour to thirty days
+
+
+class BatchRequest(Wire):
+    """Body of ``POST /v1/batches``."""
+
+    input_file_id: Text
+    endpoint: Text
+    completion_window: Annotated[str, Field(description="'24h', or another number with s, m, h or d")]
+    metadata: Annotated[dict[str, str] | None, Field(description="an object of strings")] = None
+    output_expires_after: Annotated[
+        dict[str, Any] | None, Field(description="an object with anchor and seconds")
+    ] = None
+
+
+class ExpiresAfter(Wire):
+    """``expires_after``."""
+
+    anchor: Text
+    seconds: int
+
+
+class Batches:
+    """The handlers. ``runner`` None: no --batch-dir."""
+
+    def __init__(self, state: ApiState, runner: BatchRunner | None) -> None:
+        self._state = state
+        self._given = runner
+
+    @property
+    def _runner(self) -> BatchRunner:
+        if self._given is None:
+            raise NotFoundError(
+                "Files and batches are kept on disk, and this server has no place for them: start it with --batch-dir.",
+                code="batches_disabled",
+            )
+        return self._given
+
+    async def files(self, request: Request) -> Response:
+        """Upload a file (POST), or list those that are here."""
+        if request.method == "POST":
+            return await self._upload(request)
+        files = [
+            f
+            for f in self._runner.files.all()
+            if f["purpose"] == request.query_params.get("purpose", f["purpose"])
+        ]
+        return _page(request, files, default=10_000, most=10_000)
+
+    async def file(self, request: Request) -> Response:
+        """The object of one file, or forget the file."""
+        found = self._file(request)
+        if request.method != "DELETE":
+            return _json(found)
+        if self._runner.uses(found["id"]):
+            raise RequestError(
+                f"{found['id']} is the input of a batch that is not over: cancel the batch first.",
+                param="file_id",
+                code="file_in_use",
+            )
+        self._runner.files.delete(found["id"])
+        return _json({"id": found["id"], "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        """The bytes of a file."""
+        found = self._file(request)
+        return FileResponse(self._runner.files.path(found["id"]), media_type="application/octet-stream")
+
+    async def batches(self, request: Request) -> Response:
+        """Begin a batch (POST), or list those that are here."""
+        if request.method == "POST":
+            return await self._create(request)
+        return _page(request, [_shown(batch) for batch in self._runner.all()], default=20, most=100)
+
+    async def batch(self, request: Request) -> Response:
+        return _json(_shown(self._batch(request)))
+
+    async def cancel(self, request: Request) -> Response:
+        """End an open batch.
+
+        Raises:
+            RequestError: it is over.
+        """
+        batch = self._batch(request)
+        if batch["status"] not in OPEN:
+            raise RequestError(
+                f"{batch['id']} is {batch['status']}: it cannot be cancelled.", param="batch_id"
+            )
+        if batch["status"] != "cancelling":
+            batch = self._runner.cancel(batch["id"])
+        return _json(_shown(batch))
+
+    async def _upload(self, request: Request) -> Response:
+        runner = self._runner
+        limit = self._state.settings.max_file_bytes
+        body = await read_body(
+            request.receive, limit + 65_536, "--max-file-mib", header(request.scope, b"content-length")
+        )
+        parts = parse_multipart((header(request.scope, b"content-type") or b"").decode("latin-1"), body)
+        values: dict[str, Any] = {}
+        upload = None
+        for part in parts:
+            if part.name == "file" and part.filename is not None:
+                upload = part
+            else:
+                values[part.name] = part.data.decode("utf-8", "replace")
+        expires = _bracketed(values, "expires_after")
+        for name in values:
+            if name != "purpose":
+                raise RequestError(f"Unknown field {clip(name)}.", param=name, code="unknown_parameter")
+        if upload is None:
+            raise RequestError(
+                "file is required: a part with a file name.", param="file", code="missing_required_parameter"
+            )
+        if values.get("purpose") != "batch":
+            raise RequestError(
+                f"purpose = {clip(values.get('purpose'))} is not allowed: it must be 'batch'.",
+                param="purpose",
+            )
+        after_s = None if expires is None else _expires_after(expires, "expires_after", self._ignored())
+        return _json(runner.files.add(upload.data, upload.filename or "file", "batch", after_s))
+
+    async def _create(self, request: Request) -> Response:
+        runner, ignored = self._runner, self._ignored()
+        body = await read_json(request.scope, request.receive, self._state.settings.max_body_bytes)
+        asked = parse(BatchRequest, body, tables.BATCH, ignored=ignored)
+        if asked.endpoint not in runner.endpoints:
+            raise RequestError(
+                f"endpoint = {clip(asked.endpoint)} is not allowed: it must be one of {', '.join(runner.endpoints)}.",
+                param="endpoint",
+            )
+        window = _WINDOW.fullmatch(asked.completion_window)
+        seconds = int(window[1]) * _SECONDS[window[2]] if window else 0
+        if not 0 < seconds <= _EXPIRES_S[1]:
+            raise RequestError(
+                f"completion_window = {clip(asked.completion_window)} is not allowed: it must be '24h', or another "
+                "number with s, m, h or d, up to 30d.",
+                param="completion_window",
+            )
+        source = runner.files.get(asked.input_file_id)
+        if source is None or source["purpose"] != "batch":
+            raise RequestError(
+                f"input_file_id = {clip(asked.input_file_id)} is no file of the purpose 'batch' here.",
+                param="input_file_id",
+            )
+        kept = asked.output_expires_after
+        after_s = None if kept is None else _expires_after(kept, "output_expires_after", ignored)
+        batch = runner.create(
+            {
+                "endpoint": asked.endpoint,
+                "input_file_id": asked.input_file_id,
+                "completion_window": asked.completion_window,
+                "expires_at": int(self._state.unix_time()) + seconds,
+                "metadata": asked.metadata,
+                "output_expires_after_s": after_s,
+            }
+        )
+        return _json(_shown(batch))
+
+    def _ignored(self) -> list[str] | None:
+        return [] if self._state.settings.lenient else None
+
+    def _file(self, request: Request) -> dict[str, Any]:
+        file_id = request.path_params["file_id"]
+        found = self._runner.files.get(file_id)
+        if found is None:
+            raise NotFoundError(
+                f"There is no file {clip(file_id)} here.", param="file_id", code="file_not_found"
+            )
+        return found
+
+    def _batch(self, request: Request) -> dict[str, Any]:
+        batch_id = request.path_params["batch_id"]
+        found = self._runner.get(batch_id)
+        if found is None:
+            raise NotFoundError(
+                f"There is no batch {clip(batch_id)} here.", param="batch_id", code="batch_not_found"
+            )
+        return found
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def batch_routes(batches: Batches) -> list[tuple[str, Handler, list[str]]]:
+    """Path, handler and methods of each."""
+    return [
+        ("/v1/files", batches.files, ["GET", "POST"]),
+        ("/v1/files/{file_id}", batches.file, ["GET", "DELETE"]),
+        ("/v1/files/{file_id}/content", batches.content, ["GET"]),
+        ("/v1/batches", batches.batches, ["GET", "POST"]),
+        ("/v1/batches/{batch_id}", batches.batch, ["GET"]),
+        ("/v1/batches/{batch_id}/cancel", batches.cancel, ["POST"]),
+    ]
+
+
+def _shown(batch: dict[str, Any]) -> dict[str, Any]:
+    """The object as clients know it: every time stamp, and nothing of ours."""
+    stamps: dict[str, Any] = dict.fromkeys(_STAMPS)
+    shown = {**stamps, **batch}
+    return {name: value for name, value in shown.items() if name not in _OURS}
+
+
+def _bracketed(values: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Take ``name[key]`` fields out of a form, as OpenAI's client sends an object."""
+    taken: dict[str, Any] = {}
+    for key in [k for k in values if k.startswith(name + "[") and k.endswith("]")]:
+        text = values.pop(key)
+        taken[key[len(name) + 1 : -1]] = int(text) if text.isascii() and text.isdigit() else text
+    return taken or None
+
+
+def _expires_after(given: dict[str, Any], name: str, ignored: list[str] | None) -> int:
+    asked = parse(ExpiresAfter, given, tables.EXPIRES_AFTER, prefix=name + ".", ignored=ignored)
+    low, high = _EXPIRES_S
+    if asked.anchor != "created_at":
+        raise RequestError(
+            f"{name}.anchor = {clip(asked.anchor)} must be 'created_at'.", param=name + ".anchor"
+        )
+    if not low <= asked.seconds <= high:
+        raise RequestError(
+            f"{name}.seconds = {asked.seconds} must be in {low}…{high}.", param=name + ".seconds"
+        )
+    return asked.seconds
+
+
+def _page(request: Request, items: list[dict[str, Any]], *, default: int, most: int) -> Response:
+    """A page of a list, the newest first: ``limit``, ``after`` (the last id of the page before), ``order``."""
+    query = request.query_params
+    order, after, limit_text = (
+        query.get("order", "desc"),
+        query.get("after"),
+        query.get("limit", str(default)),
+    )
+    if not limit_text.isascii() or not limit_text.isdigit() or not 1 <= int(limit_text) <= most:
+        raise RequestError(
+            f"limit = {clip(limit_text)} is not allowed: it must be an integer in 1…{most}.", param="limit"
+        )
+    if order not in ("asc", "desc"):
+        raise RequestError(
+            f"order = {clip(order)} is not allowed: it must be 'asc' or 'desc'.", param="order"
+        )
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise RequestError(f"after = {clip(after)} is no id of this list.", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[: int(limit_text)]
+    return _json(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(page) < len(ordered),
+        }
+    )
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
