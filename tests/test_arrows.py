@@ -120,7 +120,7 @@ TORCH_FREE = modules_of(
     "models.quill", "models.hub", "models.checkpoint",
     "executor.base", "executor.fake",
     "engine.core", "engine.inbox", "engine.client", "engine.frontend", "engine.supervisor", "engine.process",
-    "api", "gateway", "bench.summary", "sim", "cli",
+    "api", "gateway", "bench.summary", "bench.serve", "bench.report", "bench.startup", "sim", "cli",
 )  # fmt: skip
 # What a bare PyTorch container lacks (DESIGN §2).
 BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "fastapi", "uvicorn", "pydantic", "quire._native"]

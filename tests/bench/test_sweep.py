@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from quire.bench.report import sweep_report
+from quire.bench.serve import run
+from quire.bench.serve_args import ServeBenchArgs
 from quire.bench.summary import RequestRecord, summarize
 from quire.bench.sweep import knee, sweep
+from quire.errors import ConfigError
 
 
 def curve(goodput: Callable[[float], float], asked: list[float]) -> Callable[[float], Mapping[str, Any]]:
@@ -46,6 +50,12 @@ def test_the_report_of_a_sweep_is_one_file() -> None:
     assert "failed: &lt;http 503&gt;" in html
     assert "<script" not in html
     assert html == sweep_report("a <title>", {"url": "http://x"}, points, knee(points), records)
+
+
+def test_plots_without_matplotlib_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'quire\[bench\]'"):
+        run(ServeBenchArgs(url="http://127.0.0.1:9", html="x.html"))
 
 
 def test_nothing_good_ends_it_too() -> None:

@@ -30,12 +30,12 @@ def test_histogram_equals_prometheus_clients_own() -> None:
 def test_latencies_of_a_request_with_two_sequences() -> None:
     metrics = ServerMetrics("m", EngineStats)
     request = metrics.request(10.0, n=2, max_tokens=None, prompt_tokens=7)
-    request.admitted(0.25)
+    request.admitted(0.25, 3)
     request.chunk(0, 1, 10.5)
     request.chunk(0, 4, 10.9)  # four tokens in one chunk: gaps of 0.1 s
     request.chunk(0, 0, 10.95)  # text without tokens counts nothing
     request.chunk(1, 1, 11.0)
-    request.finish(0, "stop", 10.95)
+    request.finish(0, "stop", 10.95, 2)
     histograms = metrics.histograms
     assert histograms["vllm:e2e_request_latency_seconds"].count == 0  # the request is not over
     request.abandon(12.0)
@@ -53,6 +53,10 @@ def test_latencies_of_a_request_with_two_sequences() -> None:
     tpot = histograms["vllm:request_time_per_output_token_seconds"]
     assert (tpot.count, round(tpot.total, 9)) == (1, 0.1)
     assert metrics.counters["vllm:generation_tokens"] == 6
+    assert metrics.counters["vllm:prompt_tokens_cached"] == 3
+    totals = {name: histograms[f"vllm:request_{name}"].total for name in
+              ("num_preemptions", "max_num_generation_tokens", "prefill_kv_computed_tokens")}  # fmt: skip
+    assert totals == {"num_preemptions": 2, "max_num_generation_tokens": 5, "prefill_kv_computed_tokens": 4}
 
 
 def test_openmetrics_is_spoken_when_asked_for() -> None:

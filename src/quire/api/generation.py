@@ -286,7 +286,8 @@ class Generation:
             self.usage.completion_tokens += num_tokens
             metrics.chunk(chunk.index, num_tokens, self._state.now())
         if chunk.finish_reason is not None:
-            metrics.finish(chunk.index, chunk.finish_reason.value, self._state.now())
+            preemptions = self._streams[prompt].num_preemptions
+            metrics.finish(chunk.index, chunk.finish_reason.value, self._state.now(), preemptions)
             self._check_end(chunk)
 
     def _check_end(self, chunk: OutputChunk) -> None:

@@ -26,6 +26,7 @@ _LATENCY_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.
               120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50, 100)
 _N = (1, 2, 5, 10, 20, 50, 100)
 
 # name → (help, bounds)
@@ -47,10 +48,12 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
         _TOKENS,
     ),
     "vllm:request_prefill_kv_computed_tokens": ("Prompt tokens not found in the cache, a request.", _TOKENS),
+    "vllm:request_num_preemptions": ("Preemptions, a request.", _PREEMPTIONS),
     "vllm:request_params_max_tokens": ("max_tokens, a request that gives it.", _TOKENS),
 }
 _COUNTERS = {
     "vllm:prompt_tokens": "Prompt tokens of accepted requests.",
+    "vllm:prompt_tokens_cached": "Of these, found in the prefix cache.",
     "vllm:generation_tokens": "Generated tokens.",
     "quire:http_disconnects": "Requests aborted because the client went away.",
 }
@@ -195,6 +198,7 @@ class RequestMetrics:
         "_first_s",
         "_last_s",
         "_num_cached",
+        "_num_preemptions",
         "_on_end",
         "_open",
         "_prompt_tokens",
@@ -214,7 +218,7 @@ class RequestMetrics:
     ) -> None:
         self._server = server
         self._prompt_tokens = prompt_tokens
-        self._num_cached = 0
+        self._num_cached = self._num_preemptions = 0
         self._on_end = on_end
         self._reasons: list[str] = []
         self._arrival_s = arrival_s
@@ -240,10 +244,14 @@ class RequestMetrics:
         self._last_s[index] = now_s
         self._tokens[index] += num_tokens
 
-    def finish(self, index: int, reason: str, now_s: float) -> None:
-        """Count the end of sequence ``index``; the last one ends the request. A second call counts nothing."""
+    def finish(self, index: int, reason: str, now_s: float, num_preemptions: int = 0) -> None:
+        """Count the end of sequence ``index``; the last one ends the request. A second call counts nothing.
+
+        ``num_preemptions``: of the whole request so far.
+        """
         if index not in self._open:
             return
+        self._num_preemptions = max(self._num_preemptions, num_preemptions)
         self._open.discard(index)
         server, tokens = self._server, self._tokens[index]
         server.finished[reason] += 1
@@ -258,6 +266,7 @@ class RequestMetrics:
     def admitted(self, queued_s: float, num_cached: int = 0) -> None:
         """Count the seconds it waited for its first admission; ``num_cached`` prompt tokens came from the cache."""
         self._num_cached = num_cached
+        self._server.counters["vllm:prompt_tokens_cached"] += num_cached
         self.is_admitted = True
         self._admitted_s = self._arrival_s + queued_s
         self._server.histograms["vllm:request_queue_time_seconds"].observe(queued_s)
@@ -270,6 +279,7 @@ class RequestMetrics:
     def _finish_request(self, now_s: float) -> None:
         histograms = self._server.histograms
         histograms["vllm:e2e_request_latency_seconds"].observe(now_s - self._arrival_s)
+        histograms["vllm:request_num_preemptions"].observe(self._num_preemptions)
         histograms["vllm:request_max_num_generation_tokens"].observe(max(self._tokens))
         if self.is_admitted:  # else it was refused, or left while it waited
             first_s = min((t for t, n in zip(self._first_s, self._tokens, strict=True) if n), default=now_s)
