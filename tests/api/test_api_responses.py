@@ -212,13 +212,13 @@ def test_the_store() -> None:
 def test_the_store_is_bounded() -> None:
     store = ResponseStore(100)
     for name in "abc":
-        store.put(name, Stored(b"x" * 20, b"[]" + b" " * 18))
+        store.put(name, Stored(b"x" * 20, b"", b"[]" + b" " * 18))
     assert (len(store), store.num_bytes) == (2, 80)  # "a" made room
     assert store.get("a") is None
     assert store.get("b") is not None
-    store.put("d", Stored(b"x" * 20, b"x" * 20))
+    store.put("d", Stored(b"x" * 20, b"", b"x" * 20))
     assert store.get("c") is None  # "b" was used later
-    store.put("large", Stored(b"x" * 101, b""))
+    store.put("large", Stored(b"x" * 101, b"", b""))
     assert (len(store), store.num_bytes) == (0, 0)
 
 
@@ -247,7 +247,9 @@ def test_the_store_is_bounded() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"temperature": -1}, "temperature"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "background"),
+        ({"background": 1}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"stop": "x"}, "stop"),
     ],

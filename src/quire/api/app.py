@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from quire.api.anthropic_messages import count_tokens, messages_job
+from quire.api.background import BackgroundResponses
 from quire.api.batch_runner import BatchRunner
 from quire.api.batches import Batches, batch_routes
 from quire.api.chat import chat_job
@@ -53,6 +54,7 @@ def create_app(
     """Return the API over ``frontend``, which may still be starting (then /readyz and requests answer 503)."""
     metrics = ServerMetrics(frontend.model.names[0], frontend.stats, lambda: settings.cache_config)
     rng = Random(secrets.randbits(128))  # unique is enough for ids, and a system call for each is dear
+    running = RunningRequests()
     state = ApiState(
         frontend,
         settings,
@@ -62,7 +64,8 @@ def create_app(
         new_id=lambda: f"{rng.getrandbits(128):032x}",
         started_unix=int(unix_time()),
         responses=ResponseStore(settings.response_store_bytes),
-        running=RunningRequests(),
+        running=running,
+        background=BackgroundResponses(running),
         tracer=tracer,
         forecast=forecast,
     )
@@ -158,5 +161,6 @@ def _routes(state: ApiState) -> list[Route]:
     routes += [Route(path, JsonEndpoint(state, path, run), methods=["POST"]) for path, run in compute.items()]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
     routes.append(Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]))
+    routes.append(Route("/v1/responses/{response_id}/input_items", stored.input_items, methods=["GET"]))
     routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
     return routes

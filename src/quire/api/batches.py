@@ -16,6 +16,7 @@ from quire.api.batch_runner import OPEN, BatchRunner
 from quire.api.body import header, read_body, read_json
 from quire.api.fields import clip
 from quire.api.multipart import parse_multipart
+from quire.api.pages import page_of
 from quire.api.protocol import Text, Wire, parse
 from quire.api.state import ApiState
 from quire.errors import NotFoundError, RequestError
@@ -73,7 +74,7 @@ class Batches:
             for f in self._runner.files.all()
             if f["purpose"] == request.query_params.get("purpose", f["purpose"])
         ]
-        return _page(request, files, default=10_000, most=10_000)
+        return page_of(request, files, default=10_000, most=10_000)
 
     async def file(self, request: Request) -> Response:
         """The object of one file, or forget the file."""
@@ -98,7 +99,7 @@ class Batches:
         """Begin a batch (POST), or list those that are here."""
         if request.method == "POST":
             return await self._create(request)
-        return _page(request, [_shown(batch) for batch in self._runner.all()], default=20, most=100)
+        return page_of(request, [_shown(batch) for batch in self._runner.all()], default=20, most=100)
 
     async def batch(self, request: Request) -> Response:
         return _json(_shown(self._batch(request)))
@@ -250,40 +251,6 @@ def _expires_after(given: dict[str, Any], name: str, ignored: list[str] | None) 
             f"{name}.seconds = {asked.seconds} must be in {low}…{high}.", param=name + ".seconds"
         )
     return asked.seconds
-
-
-def _page(request: Request, items: list[dict[str, Any]], *, default: int, most: int) -> Response:
-    """A page of a list, the newest first: ``limit``, ``after`` (the last id of the page before), ``order``."""
-    query = request.query_params
-    order, after, limit_text = (
-        query.get("order", "desc"),
-        query.get("after"),
-        query.get("limit", str(default)),
-    )
-    if not limit_text.isascii() or not limit_text.isdigit() or not 1 <= int(limit_text) <= most:
-        raise RequestError(
-            f"limit = {clip(limit_text)} is not allowed: it must be an integer in 1…{most}.", param="limit"
-        )
-    if order not in ("asc", "desc"):
-        raise RequestError(
-            f"order = {clip(order)} is not allowed: it must be 'asc' or 'desc'.", param="order"
-        )
-    ordered = items if order == "asc" else items[::-1]
-    if after is not None:
-        ids = [item["id"] for item in ordered]
-        if after not in ids:
-            raise RequestError(f"after = {clip(after)} is no id of this list.", param="after")
-        ordered = ordered[ids.index(after) + 1 :]
-    page = ordered[: int(limit_text)]
-    return _json(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(page) < len(ordered),
-        }
-    )
 
 
 def _json(value: object) -> Response:

@@ -15,6 +15,7 @@ from quire.api.edge import adopt_request_id, request_id_of
 from quire.api.generation import Generation, Job
 from quire.api.internal_call import PRIORITY_KEY
 from quire.api.refusals import refusal_of
+from quire.api.response_answer import ResponseAnswer
 from quire.api.state import ApiState
 from quire.errors import QuireError
 from quire.metrics.log import Log
@@ -95,6 +96,11 @@ class GenerateEndpoint(PostEndpoint):
             job = replace(job, priority=scope[PRIORITY_KEY])
         trace = trace_headers(scope["headers"])
         generation = Generation(self._state, job, arrival_s, request_id_of(scope), trace)
+        if job.in_background:
+            assert isinstance(job.answer, ResponseAnswer)
+            begun = self._state.background.start(generation, job.answer)
+            await send_json(send, 200, msgspec.json.encode(begun), ignored_header(ignored))
+            return
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
         with self._state.running.entered(ids, generation):
             await self._answer(generation, ignored, receive, send)

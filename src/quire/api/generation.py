@@ -74,6 +74,7 @@ class Job:
     )
     deadline: Deadline | None = None
     timing: bool = False  # the answer says where its time went
+    in_background: bool = False  # answered with the id at once; for responses alone
     echo: bool = False  # each choice begins with its prompt's text
     pooling: Pooling | None = None  # no answers, but what it asks of each prompt
     prompt_param: str = "prompt"  # what the endpoint calls its prompts

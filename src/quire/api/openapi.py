@@ -103,7 +103,8 @@ SUMMARIES: dict[str, str] = {
     "/v1/batches/{batch_id}": "a batch: its state and its files",
     "/v1/batches/{batch_id}/cancel": "end a batch; what is answered is kept",
     "/v1/responses/{response_id}": "a kept response: read it, or forget it",
-    "/v1/responses/{response_id}/cancel": "stop a running response",
+    "/v1/responses/{response_id}/cancel": "end a background response",
+    "/v1/responses/{response_id}/input_items": "the input of a response",
 }
 
 

@@ -37,7 +37,7 @@ class ResponseHooks:
     new_id: Callable[[], str]
     unix_time: Callable[[], float]
     count_tokens: Callable[[str], int]
-    store: Callable[[dict[str, Any]], None]  # called with a response that is complete
+    store: Callable[[dict[str, Any]], None]  # called with a response that is over
 
 
 class ResponseAnswer:
@@ -51,8 +51,10 @@ class ResponseAnswer:
         hooks: ResponseHooks,
         *,
         streamed: bool,
+        input_items: list[dict[str, Any]],
     ) -> None:
         self.head = head
+        self.input_items = input_items
         self.streamed = streamed
         self._echoed = echoed
         self._hooks = hooks
@@ -89,6 +91,18 @@ class ResponseAnswer:
         response["error"] = {"code": "server_error", "message": refusal.message}
         return self._event("response.failed", {"response": response})
 
+    def begun(self, status: str) -> dict[str, Any]:
+        """The response before anything of it is there."""
+        return self._response(status, [])
+
+    def end(self, status: str, refusal: Refusal) -> None:
+        """Store a background response that was not completed: what it has by now, and why not more."""
+        self._cut = True
+        response = self._response(status, [self._item(part) for part in self._parts.parts])
+        if status == "failed":
+            response["error"] = {"code": "server_error", "message": refusal.message}
+        self._hooks.store(response)
+
     def _note_end(self, chunk: OutputChunk) -> None:
         self._cut = chunk.finish_reason in (FinishReason.LENGTH, FinishReason.DEADLINE)
         if chunk.finish_reason is FinishReason.DEADLINE:
@@ -122,7 +136,6 @@ class ResponseAnswer:
             "created_at": head.created,
             "completed_at": None,
             "status": status,
-            "background": False,
             "error": None,
             "incomplete_details": None,
             "model": head.model,

@@ -22,7 +22,7 @@ RESPONSES: dict[str, Rule] = {
     ),
     # Reasoning comes in the open, and is read when it is sent back: nothing is encrypted.
     **refused("include", neutral=([], ["reasoning.encrypted_content"])),
-    **refused("background", neutral=(False,), hint="Keep the connection open, or send stream = true."),
+    **used("background"),
     **refused("truncation", neutral=("disabled",), hint="Shorten the input yourself."),
     **refused("top_logprobs", neutral=(0,), hint="Use /v1/chat/completions."),
     **refused("conversation", hint="Send previous_response_id."),

@@ -22,6 +22,7 @@ class ResponsesRequest(Wire):
     store: Boolean = True
     metadata: Annotated[dict[str, str] | None, Field(description="an object of strings")] = None
     stream: Boolean = False
+    background: Boolean = False
     tools: Annotated[list[Any] | None, Field(description="a list of tools")] = None
     tool_choice: Annotated[
         str | dict[str, Any] | None, Field(description="'none', 'auto', 'required' or an object with a type")

@@ -11,14 +11,15 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An answer and the conversation it ends, both as JSON text."""
+    """An answer, its input and the conversation it ends, all as JSON text."""
 
     response: bytes
+    input_items: bytes
     messages: bytes  # as a chat template reads them, without instructions; the answer's own at the end
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.messages)
+        return len(self.response) + len(self.input_items) + len(self.messages)
 
     def conversation(self) -> list[dict[str, Any]]:
         return list(msgspec.json.decode(self.messages))

@@ -14,8 +14,10 @@ from quire.api.chat import ChatWork, chat_work
 from quire.api.fields import clip
 from quire.api.generation import Job
 from quire.api.identity import new_head
+from quire.api.pages import page_of
 from quire.api.protocol import ChatRequest, parse
 from quire.api.response_answer import ResponseAnswer, ResponseHooks
+from quire.api.response_items import input_items
 from quire.api.response_prompt import add_input, chat_fields
 from quire.api.response_protocol import ResponsesRequest
 from quire.api.response_store import Stored
@@ -51,6 +53,13 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
             fields[name] = value
     if request.max_output_tokens is not None:
         fields["max_completion_tokens"] = request.max_output_tokens
+    if request.background and (request.stream or not request.store):
+        other = "stream = true" if request.stream else "store = false"
+        raise RequestError(
+            f"background = true and {other} contradict each other: it is fetched from the store, with GET "
+            "/v1/responses/{id}.",
+            param="background",
+        )
     messages = _before(state, request.previous_response_id)
     add_input(messages, request.input, ignored)
     if not messages:
@@ -68,9 +77,12 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
     if form is not None:  # the engine names it, too
         named = replace(form, param=_rename(form.param))
         work = replace(work, sampling=replace(work.sampling, structured_outputs=named))
-    hooks = _hooks(state, request, messages)
+    items = input_items(request.input, state.new_id)
+    hooks = _hooks(state, request, messages, items)
     head = new_head(state, "resp_", work.model)
-    return work.job(ResponseAnswer(head, _echoed(request, work), work.plan, hooks, streamed=request.stream))
+    echoed = _echoed(request, work)
+    answer = ResponseAnswer(head, echoed, work.plan, hooks, streamed=request.stream, input_items=items)
+    return replace(work.job(answer), in_background=request.background)
 
 
 def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
@@ -78,6 +90,11 @@ def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
     if previous is None:
         return []
     stored = state.responses.get(previous)
+    if state.background.get(previous) is not None:
+        raise RequestError(
+            f"previous_response_id = {clip(previous)} is not complete yet: wait until it is.",
+            param="previous_response_id",
+        )
     if stored is None:
         raise RequestError(
             f"previous_response_id = {clip(previous)} is not stored here: it was not stored, was deleted, or made room "
@@ -88,11 +105,16 @@ def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
     return stored.conversation()
 
 
-def _hooks(state: ApiState, request: ResponsesRequest, messages: list[dict[str, Any]]) -> ResponseHooks:
+def _hooks(
+    state: ApiState,
+    request: ResponsesRequest,
+    messages: list[dict[str, Any]],
+    items: list[dict[str, Any]],
+) -> ResponseHooks:
     def store(response: dict[str, Any]) -> None:
         if request.store:
             add_input(messages, response["output"])
-            kept = Stored(msgspec.json.encode(response), msgspec.json.encode(messages))
+            kept = Stored(*map(msgspec.json.encode, (response, items, messages)))
             state.responses.put(response["id"], kept)
 
     def count_tokens(text: str) -> int:
@@ -105,6 +127,7 @@ def _echoed(request: ResponsesRequest, work: ChatWork) -> dict[str, Any]:
     """The fields of the request that the response repeats, with the values that count."""
     text, reasoning = request.text or {}, request.reasoning or {}
     return {
+        "background": request.background,
         "instructions": request.instructions,
         "previous_response_id": request.previous_response_id,
         "store": request.store,
@@ -128,7 +151,7 @@ def _rename(text: str) -> str:
 
 
 class StoredResponses:
-    """``/v1/responses/{id}``: GET and DELETE, and ``POST …/cancel``."""
+    """``/v1/responses/{id}``: GET and DELETE, its ``input_items``, and ``POST …/cancel``."""
 
     def __init__(self, state: ApiState) -> None:
         self._state = state
@@ -141,30 +164,51 @@ class StoredResponses:
             RequestError: a query that would change the answer.
         """
         response_id = request.path_params["response_id"]
+        background = self._state.background
         if request.method == "DELETE":
-            if not self._state.responses.delete(response_id):
+            cancelled = await background.cancel(response_id, delete=True)
+            if not self._state.responses.delete(response_id) and not cancelled:
                 raise _not_found(response_id)
             deleted = {"id": response_id, "object": "response", "deleted": True}
             return Response(msgspec.json.encode(deleted), media_type="application/json")
         if request.query_params.get("stream", "false") != "false":
             raise RequestError(
-                "stream is only allowed with background responses, which are not supported.", param="stream"
+                "stream is not supported here: send stream = true with the request itself.", param="stream"
             )
-        return Response(self._stored(response_id).response, media_type="application/json")
+        pending = background.get(response_id)
+        body = self._stored(response_id).response if pending is None else msgspec.json.encode(pending)
+        return Response(body, media_type="application/json")
 
-    async def cancel(self, request: Request) -> Response:
-        """Refuse: only responses in the background can be cancelled, and there are none.
+    async def input_items(self, request: Request) -> Response:
+        """The items of a response's own input, a page at a time.
 
         Raises:
             NotFoundError: an id that is not stored.
-            RequestError: always else.
+            RequestError: a query that is wrong.
         """
         response_id = request.path_params["response_id"]
-        self._stored(response_id)
-        raise RequestError(
-            f"{response_id} is complete. Only background responses can be cancelled; close the connection of another.",
-            param="response_id",
-        )
+        items = self._state.background.input_items(response_id)
+        if items is None:
+            items = msgspec.json.decode(self._stored(response_id).input_items)
+        return page_of(request, items, default=20, most=100)
+
+    async def cancel(self, request: Request) -> Response:
+        """End a response in the background; one that is over stays as it is.
+
+        Raises:
+            NotFoundError: an id that is not stored.
+            RequestError: it was not begun in the background.
+        """
+        response_id = request.path_params["response_id"]
+        await self._state.background.cancel(response_id)
+        stored = self._stored(response_id).response
+        if not msgspec.json.decode(stored)["background"]:
+            raise RequestError(
+                f"{response_id} is complete. Only background responses can be cancelled; close the "
+                "connection of another.",
+                param="response_id",
+            )
+        return Response(stored, media_type="application/json")
 
     def _stored(self, response_id: str) -> Stored:
         stored = self._state.responses.get(response_id)

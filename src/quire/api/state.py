@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.api.forecast import TtftForecast
 from quire.api.response_store import ResponseStore
@@ -15,6 +16,9 @@ from quire.errors import NotFoundError
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.text.output import FORMATS, OutputFormat, detect_format
+
+if TYPE_CHECKING:  # it runs generations, which have this state
+    from quire.api.background import BackgroundResponses
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class ApiState:
     started_unix: int
     responses: ResponseStore
     running: RunningRequests
+    background: BackgroundResponses
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 
