@@ -44,6 +44,7 @@ void bind_pointwise(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
 void bind_tape(nanobind::module_& m);
+void bind_lora(nanobind::module_& m);
 void bind_probe(nanobind::module_& m);
 
 }  // namespace quire::cpu

@@ -41,5 +41,6 @@ NB_MODULE(_native, m) {
   bind_sampling(m);
   bind_moe(m);
   bind_tape(m);
+  bind_lora(m);
   bind_probe(m);
 }

@@ -23,6 +23,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (0, ("weight_format",)),
     (0, ("modelspec",)),
     (0, ("weight_plan",)),
+    (0, ("adaptable",)),
     (0, ("families",)),
     (0, ("config",)),
     (0, ("args",)),
@@ -117,7 +118,7 @@ def modules_of(*names: str) -> list[str]:
 
 TORCH_FREE = modules_of(
     *(name for rank, names in LINES if rank <= 2 for name in names if name != "_native"),
-    "models.quill", "models.hub", "models.checkpoint",
+    "models.quill", "models.hub", "models.checkpoint", "lora.adapter",
     "executor.base", "executor.fake",
     "engine.core", "engine.inbox", "engine.client", "engine.frontend", "engine.supervisor", "engine.process",
     "api", "gateway", "bench.summary", "bench.serve", "bench.report", "bench.startup", "sim", "cli",

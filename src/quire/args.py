@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin, get_type_hints
 
 from quire.config import GATES, ORDERS
 from quire.errors import ConfigError, nearest
@@ -60,6 +60,12 @@ class EngineArgs:
     load_format: str = _flag("auto", "Format of the weights; random needs only a config.json.",
                              group="Model", choices=LOAD_FORMATS)  # fmt: skip
     seed: int = _flag(0, "Seed of random weights.", group="Model", low=0)
+    lora: tuple[str, ...] = _flag((), "LoRA adapter as name=path, a PEFT folder or a hub id; requests name it as their "
+                                  "model. May be given more than once.", group="Adapters")  # fmt: skip
+    max_loras: int | None = _flag(None, "Different adapters that a step can have; above 0, more may be loaded at run "
+                                  "time [as many as --lora].", group="Adapters", low=0, high=1024)  # fmt: skip
+    max_lora_rank: int | None = _flag(None, "Largest rank of an adapter [of those of --lora; else 16].",
+                                      group="Adapters", low=1, high=1024)  # fmt: skip
     max_model_len: int | None = _flag(None, "Context, prompt + output, in tokens [the model's, if the KV cache "
                                       "can hold it].", group="Memory", low=1)  # fmt: skip
     kv_memory: str | int | None = _flag(None, "Memory for the KV cache, e.g. 4GiB [half of what the weights leave "
@@ -168,10 +174,14 @@ def make_args(kind: type[Args], values: Mapping[str, Any], *, origin: str) -> Ar
         if key not in known:
             raise ConfigError(f"{origin}: unknown setting {key!r}{nearest(key, known)}")
         _check(known[key], hints[key], value, origin)
-    return kind(**values)
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 def _check(spec: Field[Any], hint: Any, value: Any, origin: str) -> None:
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{origin}: {spec.name} = {value!r} must be a list of texts")
+        return
     allowed_types = getattr(hint, "__args__", (hint,))
     if isinstance(value, int) and not isinstance(value, bool) and float in allowed_types:
         value = float(value)

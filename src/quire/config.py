@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.modelspec import KvLayout, ModelSpec
+from quire.request import Adapter
 from quire.weight_format import WeightFormat
 
 GateKind = Literal["static", "dynamic", "continuous"]
@@ -39,6 +40,15 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Room for LoRA adapters."""
+
+    max_loras: int  # slots: different adapters that a step can have
+    max_rank: int
+    adapters: tuple[Adapter, ...] = ()  # there from the start
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """gate × order × budget (DESIGN §4)."""
 
@@ -52,6 +62,7 @@ class SchedulerConfig:
     dynamic_max_wait_s: float = (
         0.05  # dynamic gate: a batch starts when full or when its oldest waited this long
     )
+    max_loras: int = 0  # adapters in running sequences at once; 0: the base model alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +111,4 @@ class EngineConfig:
     runner: RunnerConfig
     device: DeviceInfo
     slo: SloConfig | None = None
+    lora: LoraConfig | None = None  # None: the base model alone

@@ -250,6 +250,15 @@ def _check_choice(params: SamplingParams) -> None:
             raise _bad(name, value, f"{allowed} with use_beam_search")
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter that a request runs with. The core and the cache tell adapters apart by ``key`` alone."""
+
+    name: str  # what requests call it
+    path: str  # folder, on the machine of the workers
+    key: str  # digest of its content
+    rank: int  # the largest of its modules
+
+
 @dataclass(frozen=True, slots=True)
 class Pooling:
     """What a request wants of its prompt's hidden states (after the last norm) instead of an answer.
@@ -293,7 +302,7 @@ class Request:
     priority: int = 0  # smaller runs first, as in vLLM
     cache_salt: str = ""  # requests share cached blocks only within one salt
     tenant: str = ""
-    adapter: str = ""  # empty: the base model
+    adapter: Adapter | None = None  # None: the base model
     grammar: str | None = None  # in the form that `quire.text.grammar_matcher` compiles
     # After a restart of the engine: what each of the n sequences had already produced.
     output_token_ids: tuple[tuple[int, ...], ...] = ()

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
+from quire.adaptable import adapter_bytes
 from quire.args import EngineArgs
-from quire.config import CacheConfig, DeviceInfo, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from quire.config import (
+    CacheConfig,
+    DeviceInfo,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
+from quire.request import Adapter
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
 
+DEFAULT_LORA_RANK = 16
 KV_SHARE = 0.5  # of the available memory that the weights leave, when nothing is said
 UNITS = {
     "": 1,
@@ -51,17 +62,20 @@ def resolve(
     path: str = "",
     tokenizer: str = "",
     stored: Mapping[str, WeightFormat] | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> EngineConfig:
     """Choose everything that ``args`` leave open. ``path`` and ``tokenizer`` are where the two were found.
 
     ``stored``: how the matrices that the checkpoint has quantized can be held (`Checkpoint.formats`).
+    ``adapters``: those that are there from the start (`EngineArgs.lora`).
 
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
     dtype = _dtype(args.dtype, spec)
     plan = plan_weights(spec, stored or {}, args.quantize, args.quantize_head)
-    weights = spec.weight_bytes(dtype, plan.formats)
+    lora = _lora(args, tuple(adapters))
+    weights = spec.weight_bytes(dtype, plan.formats) + _slot_bytes(lora, spec, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype)
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights)
     layout = spec.kv_layout(max_model_len)
@@ -92,13 +106,37 @@ def resolve(
             enable_prefix_caching=args.enable_prefix_caching,
             model_key=model_key,
         ),
-        scheduler=scheduler_config(args, max_model_len),
+        scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
         runner=RunnerConfig(
             num_threads=args.threads or device.num_cores,
             cpu_isa=_isa(args.cpu_isa, device),
         ),
         device=device,
+        lora=lora,
     )
+
+
+def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
+    """Room for every adapter that is there from the start, unless something else is said."""
+    ranks = [adapter.rank for adapter in adapters]
+    max_loras = len(ranks) if args.max_loras is None else args.max_loras
+    if max_loras == 0:
+        if ranks:
+            raise ConfigError(
+                "max_loras = 0 leaves no slot for the adapters of lora: raise it, or leave lora out"
+            )
+        return None
+    highest = max(ranks, default=DEFAULT_LORA_RANK)
+    max_rank = highest if args.max_lora_rank is None else args.max_lora_rank
+    if max_rank < max(ranks, default=0):
+        raise ConfigError(
+            f"max_lora_rank = {max_rank} is less than the rank {highest} of an adapter of lora: raise it"
+        )
+    return LoraConfig(max_loras, max_rank, adapters)
+
+
+def _slot_bytes(lora: LoraConfig | None, spec: ModelSpec, dtype: str) -> int:
+    return 0 if lora is None else lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
 
 
 def _dtype(asked: str, spec: ModelSpec) -> str:
@@ -142,7 +180,7 @@ def _isa(asked: str, device: DeviceInfo) -> str:
     return asked
 
 
-def scheduler_config(args: EngineArgs, max_model_len: int) -> SchedulerConfig:
+def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -> SchedulerConfig:
     """Return the scheduler's share of the settings.
 
     Raises:
@@ -162,6 +200,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int) -> SchedulerConfig:
         max_queue=args.max_queue,
         enable_chunked_prefill=args.enable_chunked_prefill,
         dynamic_max_wait_s=args.dynamic_max_wait_ms / 1e3,
+        max_loras=max_loras,
     )
 
 

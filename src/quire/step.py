@@ -1,7 +1,7 @@
 """The waist between core and worker: `StepPlan` down, `StepResult` up (DESIGN §2).
 
 The worker keeps the state of each sequence (ids, block tables); a plan is a difference against it. Order of
-effect inside a step: ``gone`` → ``kv_moves`` in list order → ``new_seqs`` → forward over ``seqs``.
+effect inside a step: ``gone`` → ``kv_moves`` in list order → ``adapter_moves`` → ``new_seqs`` → forward over ``seqs``.
 
 `SeqPlan` and `SeqResult` are made once a sequence and step, so they are named tuples: immutable like the
 frozen dataclasses beside them, and cheaper to make.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.request import Pooling, SamplingParams, TokenLogprobs
+from quire.request import Adapter, Pooling, SamplingParams, TokenLogprobs
 
 
 class KvMove(NamedTuple):
@@ -23,10 +23,10 @@ class KvMove(NamedTuple):
 
 
 class AdapterMove(NamedTuple):
-    """Load the adapter of this name into a slot (``name`` empty: clear the slot)."""
+    """Load an adapter into a slot (from 1 on), in the place of what was there."""
 
     slot: int
-    name: str
+    adapter: Adapter
 
 
 @dataclass(frozen=True, slots=True)

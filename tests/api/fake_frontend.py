@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
+from quire.engine.adapters import AdapterRegistry
 from quire.engine.client import EngineInfo
 from quire.engine.core import EngineCore
 from quire.engine.inbox import Call, Reply
@@ -24,7 +25,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.executor.fake import FakeExecutor
 from quire.metrics.engine_stats import EngineStats
-from quire.request import Deadline, FinishReason, Pooling, SamplingParams, TokenEvent, TokenLogprobs
+from quire.request import Adapter, Deadline, FinishReason, Pooling, SamplingParams, TokenEvent, TokenLogprobs
 from quire.scheduler.scheduler import Scheduler
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import grammar_source
@@ -92,6 +93,7 @@ class FakeFrontend:
             generation_defaults={"temperature": 0.5},
         )
         self.state = "ready"
+        self.adapters: AdapterRegistry | None = None
         self.info: EngineInfo | None = INFO
         self.submitted: list[Submitted] = []
         self.rendered: list[tuple[list[Mapping[str, Any]], dict[str, Any]]] = []
@@ -120,6 +122,7 @@ class FakeFrontend:
         cache_salt: str = "",
         tenant: str = "",
         continues: bool = False,
+        adapter: Adapter | None = None,
         pooling: Pooling | None = None,
         deadline: Deadline | None = None,
     ) -> RequestStream:
@@ -137,6 +140,7 @@ class FakeFrontend:
             self.tokenizer,
             arrival_s=0.0,
             seed=7,
+            adapter=adapter,
             grammar=None if form is None else grammar_source(form),
             pooling=pooling,
             deadline=deadline,

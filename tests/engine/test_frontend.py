@@ -387,7 +387,7 @@ def test_what_is_over_takes_no_memory() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
         for batch in range(10):
             await asyncio.gather(*[collect(frontend, f"{batch} {i}", GREEDY) for i in range(10)])
-        assert not len(frontend._open)
+        assert not len(frontend.streams)
         state = client.core.scheduler._state
         assert not state.requests
         assert not state.sequences

@@ -8,7 +8,7 @@ from __future__ import annotations
 from quire.executor.base import Executor
 from quire.modelspec import KvLayout
 from quire.request import FinishReason, Request
-from quire.step import NewSeq, SeqPlan, StepPlan
+from quire.step import AdapterMove, NewSeq, SeqPlan, StepPlan
 
 
 class AloneDriver:
@@ -26,7 +26,9 @@ class AloneDriver:
         """Return the output ids of sample ``sample_index`` of ``request``, the ending token included, and why."""
         self._seq_id += 1
         prompt, params = request.prompt_token_ids, request.sampling
-        new_seq = NewSeq(self._seq_id, 0, prompt, (), params, sample_index)
+        adapter = request.adapter
+        loads = () if adapter is None else (AdapterMove(1, adapter),)
+        new_seq = NewSeq(self._seq_id, 0, prompt, (), params, sample_index, adapter_slot=len(loads))
         output: list[int] = []
         computed, reason = 0, None
         while reason is None:
@@ -37,7 +39,10 @@ class AloneDriver:
                 for group in range(self._num_groups)
             )
             plan = SeqPlan(self._seq_id, 0, computed, known - computed, (0,) * self._num_groups, blocks)
-            (token_id,) = self._submit(StepPlan(self._step, (new_seq,) if not output else (), (plan,)))
+            step = StepPlan(self._step, (), (plan,))
+            if not output:
+                step = StepPlan(self._step, (new_seq,), (plan,), adapter_moves=loads)
+            (token_id,) = self._submit(step)
             output.append(token_id)
             computed = known
             reason = self._reason(request, output)

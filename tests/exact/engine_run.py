@@ -53,6 +53,7 @@ class Tally:
     num_aborts: int = 0
     num_failures: int = 0
     num_moves: int = 0
+    num_adapter_loads: int = 0
 
     def __iadd__(self, other: Tally) -> Tally:
         for name in self.__slots__:
@@ -145,6 +146,7 @@ class WatchedExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._tally.num_steps += 1
         self._tally.num_moves += len(plan.kv_moves)
+        self._tally.num_adapter_loads += len(plan.adapter_moves)
         for new in plan.new_seqs:
             self._prompt_lens[new.seq_id] = len(new.prompt_token_ids)
         for seq in plan.seqs:

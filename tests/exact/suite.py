@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from tests.exact.models import MAX_MODEL_LEN, MODELS
 from tests.exact.recorder import Draw, Key, recording
 from tests.exact.traffic import Job, make_jobs
 
-from quire.config import GATES, ORDERS, EngineConfig
+from quire.config import GATES, ORDERS, EngineConfig, LoraConfig
 from quire.executor.local import LocalExecutor
 from quire.models.checkpoint import describe
 from quire.modelspec import ModelSpec, weight_shapes
-from quire.request import FinishReason
+from quire.request import Adapter, FinishReason
 from quire.weight_format import WeightFormat, parse_format
 from quire.weight_plan import role_of
 
@@ -46,10 +46,13 @@ class Case:
     max_prompt: int = 80
     max_output: int = 14
     quantize: str = ""  # format of every linear, short last groups included; the output matrix is int8
+    adapters: tuple[Adapter, ...] = ()  # that requests have, beside the base model
+    max_loras: int = 2
 
     def __str__(self) -> str:
         quantized = f"-{self.quantize}" if self.quantize else ""
-        return f"{Path(self.model).name}-{self.dtype}{quantized}-{self.cpu_isa}-seed{self.seed}"
+        adapted = f"-{len(self.adapters)} adapters" if self.adapters else ""
+        return f"{Path(self.model).name}-{self.dtype}{quantized}{adapted}-{self.cpu_isa}-seed{self.seed}"
 
     @property
     def block_size(self) -> int:
@@ -61,7 +64,7 @@ class Case:
         return MODELS[self.model]() if self.model in MODELS else describe(Path(self.model)).spec
 
     def config(self, num_blocks: int, policy: Policy, *, num_threads: int = 1) -> EngineConfig:
-        return engine_config(
+        config = engine_config(
             self.spec,
             self.dtype,
             path="" if self.model in MODELS else self.model,
@@ -72,6 +75,13 @@ class Case:
             cpu_isa=self.cpu_isa,
             formats=self.formats,
             kv_dtype=self.kv_dtype,
+        )
+        if not self.adapters:
+            return config
+        return replace(
+            config,
+            scheduler=replace(config.scheduler, max_loras=self.max_loras),
+            lora=LoraConfig(self.max_loras, max(adapter.rank for adapter in self.adapters)),
         )
 
     @property
@@ -111,6 +121,7 @@ def truth_of(case: Case) -> Truth:
         case.spec.eos_token_ids,
         max_prompt=case.max_prompt,
         max_output=case.max_output,
+        adapters=case.adapters,
     )
     config = case.config(2 * MAX_MODEL_LEN // case.block_size + 2, POLICIES[0])
     outputs = {}

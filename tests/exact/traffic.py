@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from quire.request import Request, SamplingParams
+from quire.request import Adapter, Request, SamplingParams
 
 STEP_S = 0.01  # the virtual time of one step
 
@@ -20,10 +20,20 @@ class Job:
 
 
 def make_jobs(
-    seed: int, num_jobs: int, vocab: int, eos: int, *, max_prompt: int, max_output: int
+    seed: int,
+    num_jobs: int,
+    vocab: int,
+    eos: int,
+    *,
+    max_prompt: int,
+    max_output: int,
+    adapters: tuple[Adapter, ...] = (),
 ) -> list[Job]:
-    """``num_jobs`` requests in order of arrival. Seeds are distinct, so (seed, sample_index) names a sequence."""
-    rng = random.Random(seed)
+    """``num_jobs`` requests in order of arrival. Seeds are distinct, so (seed, sample_index) names a sequence.
+
+    Each has one of ``adapters`` or none.
+    """
+    rng, which = random.Random(seed), random.Random(seed)
     prefixes = [_ids(rng, vocab, rng.randint(max_prompt // 3, max_prompt * 4 // 5)) for _ in range(2)]
     jobs: list[Job] = []
     now_s = 0.0
@@ -36,6 +46,7 @@ def make_jobs(
             arrival_s=now_s,
             priority=rng.randint(0, 3),
             cache_salt="" if rng.random() < 0.85 else "tenant-b",
+            adapter=which.choice((None, *adapters)),
         )
         jobs.append(Job(request, rng.randint(1, 25) if rng.random() < 0.12 else None))
     return jobs

@@ -18,15 +18,16 @@ from quire.config import (
     CacheConfig,
     DeviceInfo,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     RunnerConfig,
     SchedulerConfig,
 )
 from quire.models.checkpoint import describe
 from quire.models.loader import iter_weights
-from quire.request import SamplingParams
+from quire.request import Adapter, SamplingParams
 from quire.runner.worker import Worker
-from quire.step import NewSeq, SeqPlan, StepPlan
+from quire.step import AdapterMove, NewSeq, SeqPlan, StepPlan
 
 TOLERANCE = 1e-4
 SEED = 1  # of the prompts
@@ -57,7 +58,7 @@ def check(folder: Path, model: torch.nn.Module, max_model_len: int, *, distinct:
     return run
 
 
-def make_worker(path: Path, max_model_len: int, num_blocks: int) -> Worker:
+def make_worker(path: Path, max_model_len: int, num_blocks: int, lora: LoraConfig | None = None) -> Worker:
     """Build the worker of a checkpoint in float32 with the exact kernels of torch."""
     found = describe(path)
     spec = found.spec
@@ -66,9 +67,12 @@ def make_worker(path: Path, max_model_len: int, num_blocks: int) -> Worker:
         model=ModelConfig(str(found.path), "parity", spec, "float32", "float32", max_model_len, found.kind),
         kv_layout=layout,
         cache=CacheConfig(num_blocks, BLOCK_SIZE, tuple(group.window for group in layout.groups)),
-        scheduler=SchedulerConfig(max_model_len=max_model_len),
+        scheduler=SchedulerConfig(
+            max_model_len=max_model_len, max_loras=0 if lora is None else lora.max_loras
+        ),
         runner=RunnerConfig(num_threads=1),
         device=DeviceInfo("cpu", "test", 1, 2**33, 2**33),
+        lora=lora,
     )
     return Worker(config, iter_weights(config.model, torch.float32), VirtualClock())
 
@@ -79,13 +83,22 @@ def prompts_of(vocab_size: int, seed: int, lengths: Sequence[int] = PROMPT_LENGT
 
 
 def run_ragged(
-    path: Path, prompts: list[list[int]], max_model_len: int, *, new_tokens: int = NEW_TOKENS, seed: int = 0
+    path: Path,
+    prompts: list[list[int]],
+    max_model_len: int,
+    *,
+    new_tokens: int = NEW_TOKENS,
+    seed: int = 0,
+    adapters: Sequence[Adapter | None] = (),
 ) -> Run:
-    """Generate greedily for all prompts at once, in chunks of `CHUNK`."""
+    """Generate greedily for all prompts at once, in chunks of `CHUNK`; each with its one of ``adapters``, if any."""
     num_groups = len(describe(path).spec.kv_layout(max_model_len).groups)
     per_sequence = -(-max_model_len // BLOCK_SIZE)
     num_blocks = num_groups * per_sequence * len(prompts) + 1
-    worker = make_worker(path, max_model_len, num_blocks)
+    loads = tuple(AdapterMove(slot, each) for slot, each in enumerate(adapters, 1) if each is not None)
+    slots = [0 if each is None else slot for slot, each in enumerate(adapters, 1)] or [0] * len(prompts)
+    lora = LoraConfig(len(slots), max(each.rank for _, each in loads)) if loads else None
+    worker = make_worker(path, max_model_len, num_blocks, lora)
     pool = list(range(num_blocks))
     random.Random(seed).shuffle(pool)
     run = Run(prompts, [[] for _ in prompts], [[] for _ in prompts])
@@ -101,7 +114,7 @@ def run_ragged(
             if len(run.tokens[seq_id]) == new_tokens or step < seq_id:  # sequence i joins at step i
                 continue
             if step == seq_id:
-                new_seqs.append(NewSeq(seq_id, 1, tuple(prompt), (), sampling, 0))
+                new_seqs.append(NewSeq(seq_id, 1, tuple(prompt), (), sampling, 0, slots[seq_id]))
             count = min(CHUNK, known - computed[seq_id])
             need = -(-(computed[seq_id] + count) // BLOCK_SIZE) - blocks[seq_id]
             ids = tuple(tuple(pool.pop() for _ in range(need)) for _ in range(num_groups))
@@ -112,7 +125,8 @@ def run_ragged(
             blocks[seq_id] += need
         if not plans:
             return run
-        result = worker.execute(StepPlan(step, tuple(new_seqs), tuple(plans)))
+        moves = loads if step == 0 else ()
+        result = worker.execute(StepPlan(step, tuple(new_seqs), tuple(plans), adapter_moves=moves))
         for item in result.seqs:
             assert item.error is None, item.error
             run.tokens[item.seq_id].extend(item.token_ids)

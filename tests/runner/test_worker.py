@@ -11,7 +11,7 @@ from tests.runner.tiny import GREEDY, SPECS, VOCAB, Driver, engine_config, promp
 
 from quire.errors import ModelLoadError
 from quire.executor.local import LocalExecutor
-from quire.request import SamplingParams
+from quire.request import Adapter, SamplingParams
 from quire.step import AdapterMove, KvMove, NewSeq, SeqPlan, StepPlan
 
 
@@ -125,7 +125,7 @@ def test_a_failing_step_is_an_answer_and_the_next_one_works(caplog: pytest.LogCa
     assert result.step == 9
     assert "StepError" in (result.error or "")
     assert "step 9 failed" in caplog.text
-    d.executor.submit(StepPlan(10, adapter_moves=(AdapterMove(1, "x"),)))
+    d.executor.submit(StepPlan(10, adapter_moves=(AdapterMove(1, Adapter("x", "/x", "key", 8)),)))
     assert "adapters" in (d.executor.collect().error or "")
     assert d.step((1, 1)).seqs[0].token_ids
 

@@ -49,6 +49,7 @@ class Watched:
 
     def submit(self, plan: StepPlan) -> None:
         self._seen["moves"] += len(plan.kv_moves)
+        self._seen["adapter loads"] += len(plan.adapter_moves)
         self._seen["plans without seqs"] += not plan.seqs
         self._seen["mixed steps"] += len({p.num_scheduled_tokens > 1 for p in plan.seqs}) == 2
         self._seen["resumed"] += sum(bool(new.output_token_ids) for new in plan.new_seqs)
@@ -236,6 +237,8 @@ class Driver:
             (cache.prefix, "fill"),
             (cache, "slide"),
         ]
+        adapters = self.scheduler._state.adapters
+        adapters.oldest_in_use = self._counted("adapter waits", adapters.oldest_in_use)  # type: ignore[method-assign]
         for owner, name in watched:
             setattr(owner, name, self._counted(name.strip("_"), getattr(owner, name)))
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from quire.config import GATES, ORDERS, CacheConfig, SchedulerConfig
 from quire.executor.fake import FakeFaults
 from quire.executor.fake_tokens import FakeModel, fake_tokens
-from quire.request import Deadline, Request, SamplingParams
+from quire.request import Adapter, Deadline, Request, SamplingParams
 
+ADAPTERS = tuple(Adapter(name, f"/adapters/{name}", f"key of {name}", 8) for name in "abcde")
 EOS = 7
 STOP = 11
 WINDOWS: tuple[tuple[int | None, ...], ...] = (
@@ -42,10 +43,18 @@ class Scenario:
     num_prefixes: int  # that prompts share
     repeat_rate: float  # share of the prompts that equal the one before
     deadline_rate: float = 0.0  # share of the requests that have one
+    adapter_rate: float = 0.1  # share of the requests with a LoRA adapter
 
 
 def make_scenario(seed: int) -> Scenario:
     """Draw a scenario. Twelve seeds in a row cover every gate × order pair, 36 those with 1, 2 and 4 in flight."""
+    rng = random.Random(f"adapters-{seed}")
+    scenario = _draw(seed)
+    scheduler = replace(scenario.scheduler, max_loras=rng.choice((1, 2, 3, 5)))
+    return replace(scenario, scheduler=scheduler, adapter_rate=rng.choice((0.1, 0.3, 0.9)))
+
+
+def _draw(seed: int) -> Scenario:
     rng = random.Random(seed)
     gate = GATES[seed % 3]
     order = ORDERS[seed // 3 % 4]
@@ -179,7 +188,7 @@ class RequestMaker:
             arrival_s=now,
             priority=rng.randrange(3),
             cache_salt="salt" if rng.random() < 0.1 else "",
-            adapter="adapter" if rng.random() < 0.1 else "",
+            adapter=rng.choice(ADAPTERS) if rng.random() < scenario.adapter_rate else None,
             deadline=self._deadline(),
         )
         self._turns = [*self._turns[-3:], prompt + tuple(expected_output(request, 0, scenario)[0])]
@@ -219,7 +228,9 @@ def expected_output(request: Request, sample_index: int, scenario: Scenario) -> 
     num_prompt = len(request.prompt_token_ids)
     assert sampling.max_tokens is not None
     longest = max(0, min(sampling.max_tokens, scenario.scheduler.max_model_len - num_prompt))
-    tokens = fake_tokens(request.prompt_token_ids, sampling, sample_index, longest, scenario.model)
+    tokens = fake_tokens(
+        request.prompt_token_ids, sampling, sample_index, longest, scenario.model, request.adapter
+    )
     stops = {*sampling.eos_token_ids, *sampling.stop_token_ids}
     for count, token_id in enumerate(tokens, 1):
         if token_id in stops and count > sampling.min_tokens:

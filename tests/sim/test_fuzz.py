@@ -38,6 +38,8 @@ COVERAGE = {
     "chunks": 1500,
     "mixed steps": 500,
     "moves": 1000,
+    "adapter loads": 500,
+    "adapter waits": 300,
     "merge": 500,
     "fill": 20,
     "slide": 2000,

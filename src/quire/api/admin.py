@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.api.admin_lora import LoraAdmin
 from quire.api.body import header, read_json, send_json
 from quire.api.edge import Edge
 from quire.api.fields import Rule, clip, used
@@ -80,7 +81,8 @@ def _routes(state: ApiState) -> list[Route]:
         ("GET", "/requests", admin.requests),
         ("POST", "/requests/{request_id:path}/cancel", admin.cancel),
     )
-    return [Route(path, handler, methods=[method]) for method, path, handler in table]
+    routes = [Route(path, handler, methods=[method]) for method, path, handler in table]
+    return [*routes, *LoraAdmin(state).routes()]
 
 
 class NoBrowsers:

@@ -10,7 +10,7 @@ from quire.api.fields import Rule, no_effect, refused, used
 
 _TEXT_ONLY = "The model reads and writes text only."
 _STORED_TEMPLATE = "Start the server with --chat-template to use another template."
-_NATIVE_WEIGHTS = "LoRA adapters are not supported yet."
+_NATIVE_WEIGHTS = "name a loaded LoRA adapter as the model."
 
 
 _OPENAI_SAMPLING = used(

@@ -103,6 +103,7 @@ class Generation:
     async def submit(self) -> None:
         """Start all prompts, or none."""
         job, single = self._job, len(self._job.prompts) == 1
+        adapter = self._state.adapter_of(job.answer.head.model)
         try:
             for i, given in enumerate(job.prompts):
                 prompt, num_cut = await _cut(self._state, job, given)
@@ -121,6 +122,7 @@ class Generation:
                     continues=job.continues,
                     pooling=job.pooling,
                     deadline=job.deadline,
+                    adapter=adapter,
                 )
                 self._streams.append(stream)
                 self._metrics.append(

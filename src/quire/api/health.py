@@ -56,7 +56,7 @@ class Models:
         self._state = state
 
     async def listed(self, request: Request) -> Response:
-        data = [self._card(name) for name in self._state.model.names]
+        data = [self._card(name) for name in (*self._state.model.names, *self._state.adapter_names)]
         return _json({"object": "list", "data": data})
 
     async def one(self, request: Request) -> Response:
@@ -64,13 +64,15 @@ class Models:
         return _json(self._card(self._state.check_model(request.path_params["model_id"])))
 
     def _card(self, name: str) -> dict[str, object]:
+        """As vLLM: an adapter's root is where it lies, its parent the model."""
+        adapter, base = self._state.adapter_of(name), self._state.model.names[0]
         return {
             "id": name,
             "object": "model",
             "created": self._state.started_unix,
             "owned_by": "quire",
-            "root": self._state.model.names[0],
-            "parent": None,
+            "root": base if adapter is None else adapter.path,
+            "parent": None if adapter is None else base,
             "max_model_len": self._state.model.max_model_len,
         }
 

@@ -15,6 +15,7 @@ from quire.engine.model_info import ModelInfo
 from quire.errors import NotFoundError
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
+from quire.request import Adapter
 from quire.text.output import FORMATS, OutputFormat, detect_format
 
 if TYPE_CHECKING:  # it runs generations, which have this state
@@ -61,19 +62,35 @@ class ApiState:
         return self.frontend.model
 
     def check_model(self, name: str | None) -> str:
-        """Return the name that the answer carries: the one asked for, or the model's first.
+        """Return the name that the answer carries: that of the model or an adapter, as asked for, or the model's first.
 
         Raises:
-            NotFoundError: ``name`` is not served; lists those that are.
+            NotFoundError: ``name`` is not served; lists what is.
         """
         names = self.model.names
         if name is None:
             return names[0]
-        if name not in names:
+        if name not in names and name not in self.adapter_names:
             served = ", ".join(repr(n) for n in names)
+            loaded = ", ".join(repr(n) for n in self.adapter_names)
+            text = f"The model {name!r} is not served here. Served: {served}."
             raise NotFoundError(
-                f"The model {name!r} is not served here. Served: {served}.",
-                param="model",
-                code="model_not_found",
+                text + (f" Adapters: {loaded}." if loaded else ""), param="model", code="model_not_found"
             )
         return name
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        registry = self.frontend.adapters
+        return () if registry is None else tuple(registry.adapters)
+
+    def adapter_of(self, model: str) -> Adapter | None:
+        """Return the adapter that a request for ``model`` runs with; None: the base model.
+
+        Raises:
+            NotFoundError: it was unloaded since `check_model` let the request in.
+        """
+        registry = self.frontend.adapters
+        if registry is None or model in self.model.names:
+            return None
+        return registry.find(model)

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -41,7 +41,7 @@ def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any
         )
 
         def wrapper(**values: Any) -> None:
-            said = {o.name: v for o in options if (v := values.pop(o.name)) is not None}
+            said = {o.name: v for o in options if (v := values.pop(o.name)) not in (None, [])}
             path = values.pop("config")
             from_file = read_toml(path, kinds) if path is not None else {}
             function(**values, settings=from_file | said)
@@ -59,6 +59,7 @@ def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any
 
 def _option(kind: type[Any], spec: Field[Any]) -> inspect.Parameter:
     hint = get_type_hints(kind)[spec.name]
+    repeats = get_origin(hint) is tuple  # given more than once, one text each
     types = [t for t in getattr(hint, "__args__", (hint,)) if t is not type(None)]
     python_type = bool if bool in types else float if float in types else int if types == [int] else str
     name = flag_name(spec.name)
@@ -71,7 +72,7 @@ def _option(kind: type[Any], spec: Field[Any]) -> inspect.Parameter:
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[
-            python_type | None,
+            (list[str] if repeats else python_type) | None,
             typer.Option(
                 name,
                 help=_help(spec),
@@ -85,7 +86,7 @@ def _option(kind: type[Any], spec: Field[Any]) -> inspect.Parameter:
 def _help(spec: Field[Any]) -> str:
     # Square brackets hold the default in `quire.args`; in Typer's help they would be markup.
     text = str(spec.metadata["help"]).replace("[", "(").replace("]", ")")
-    if spec.default is None:
+    if spec.default is None or spec.default == ():
         return text
     return f"{text} ({('off', 'on')[spec.default] if isinstance(spec.default, bool) else spec.default})"
 

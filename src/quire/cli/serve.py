@@ -58,7 +58,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         clock,
         RestartPolicy(max_restarts=server_args.max_restarts),
     )
-    frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock)
+    frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     release = version("quire")
     api = api_settings(server_args, config, release)
 

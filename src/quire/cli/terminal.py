@@ -22,8 +22,8 @@ from quire.engine.frontend import Frontend
 from quire.engine.process import ProcessClient
 from quire.engine.spawn import EngineProcess
 from quire.engine.stream import RequestStream
-from quire.errors import QuireError, RequestError
-from quire.request import FinishReason
+from quire.errors import ConfigError, QuireError, RequestError
+from quire.request import Adapter, FinishReason
 
 try:
     import readline  # line editing and history for input(); absent on some builds of Python
@@ -48,11 +48,17 @@ def open_frontend(
     process = EngineProcess()
     try:
         args = pick(EngineArgs, settings)
+        if len(args.lora) > 1:
+            raise ConfigError(
+                f"the terminal runs one adapter, and lora names {len(args.lora)}: give one of them"
+            )
         config, checkpoint = configure(args, detect_device())
         client = ProcessClient(config, process=process)
         text = load_text(args, config, checkpoint, chat_template=chat_template)
         with asyncio.Runner() as runner:
-            frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
+            frontend = Frontend(
+                client, text.tokenizer, text.chat_template, text.model, WallClock(), adapters=text.adapters
+            )
             try:
                 with err.status(f"loading {args.model} …"):
                     runner.run(frontend.start())
@@ -63,6 +69,12 @@ def open_frontend(
                 runner.run(frontend.close())
     finally:
         process.close()
+
+
+def adapter_of(frontend: Frontend) -> Adapter | None:
+    """Return the adapter of --lora, if there is one."""
+    registry = frontend.adapters
+    return None if registry is None else next(iter(registry.adapters.values()), None)
 
 
 async def print_stream(stream: RequestStream) -> tuple[str, bool]:
@@ -86,7 +98,9 @@ def run(settings: dict[str, Any], prompt: str | None, sampling: dict[str, Any]) 
 
     async def once(frontend: Frontend) -> bool:
         _, stopped = await print_stream(
-            await frontend.submit(text, frontend.model.sampling(**sampling), continues=True)
+            await frontend.submit(
+                text, frontend.model.sampling(**sampling), continues=True, adapter=adapter_of(frontend)
+            )
         )
         return stopped
 
@@ -163,7 +177,7 @@ async def _answer(
             f"the message takes {len(ids)} of {frontend.model.max_model_len} tokens: shorten it"
         )
     params = frontend.model.sampling(**{**sampling, "max_tokens": min(sampling["max_tokens"], room)})
-    return await print_stream(await frontend.submit(ids, params))
+    return await print_stream(await frontend.submit(ids, params, adapter=adapter_of(frontend)))
 
 
 def _command(line: str, conversation: Conversation) -> str | None:

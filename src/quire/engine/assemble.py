@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quire.args import EngineArgs
 from quire.config import DeviceInfo, EngineConfig
+from quire.engine.adapters import AdapterRegistry, read_adapters
 from quire.engine.model_info import ModelInfo
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
@@ -32,6 +33,7 @@ class TextSide:
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     model: ModelInfo
+    adapters: AdapterRegistry
 
 
 def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Checkpoint]:
@@ -50,6 +52,7 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
         path=str(checkpoint.path),
         tokenizer=str(args.tokenizer or checkpoint.tokenizer),
         stored=checkpoint.formats,
+        adapters=read_adapters(args.lora, checkpoint.spec),
     )
     return config, checkpoint
 
@@ -84,7 +87,7 @@ def load_text(
         generation_defaults=defaults,
         determinism="exact",
     )
-    return TextSide(tokenizer, template, model)
+    return TextSide(tokenizer, template, model, AdapterRegistry.of(config, model.names))
 
 
 def _read_template(path: str | None) -> str | None:

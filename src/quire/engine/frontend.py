@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from quire.clock import Clock
+from quire.engine.adapters import AdapterRegistry
 from quire.engine.calls import Calls
 from quire.engine.client import EngineClient, EngineInfo
 from quire.engine.grammar_check import GrammarChecker
@@ -28,7 +29,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Deadline, Pooling, SamplingParams
+from quire.request import Adapter, Deadline, Pooling, SamplingParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -49,11 +50,13 @@ class Frontend:
         model: ModelInfo,
         clock: Clock,
         *,
+        adapters: AdapterRegistry | None = None,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.model = model
+        self.adapters = adapters  # None: not even at run time
         self.state: FrontendState = "starting"
         self.info: EngineInfo | None = None  # set when ready
         self.failure: QuireError | None = None  # why the state is "dead"
@@ -61,7 +64,7 @@ class Frontend:
         self._clock = clock
         self._draw_seed = draw_seed
         self._grammars = GrammarChecker(tokenizer, model.vocab_size, model.eos_token_ids)
-        self._open = OpenStreams(client.send)
+        self.streams = OpenStreams(client.send)
         self._calls = Calls(client.send)
         self._closing = False  # drained for good: the process is about to end
         self._num_submitted = 0
@@ -81,7 +84,7 @@ class Frontend:
             self._client,
             loop,
             on_ready=self._on_ready,
-            on_events=self._open.dispatch,
+            on_events=self.streams.dispatch,
             on_replies=self._calls.answered,
             on_death=self._die,
         )
@@ -98,6 +101,7 @@ class Frontend:
         cache_salt: str = "",
         tenant: str = "",
         continues: bool = False,
+        adapter: Adapter | None = None,
         pooling: Pooling | None = None,
         deadline: Deadline | None = None,
     ) -> RequestStream:
@@ -135,13 +139,14 @@ class Frontend:
             cache_salt=cache_salt,
             tenant=tenant,
             grammar=grammar,
+            adapter=adapter,
             pooling=pooling,
             deadline=deadline,
         )
         self._check_open()  # the tokenizer may have taken its time
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
-        stream = RequestStream(name, state, lambda: self._open.give_up(request.request_id))
-        self._open.add(request.request_id, stream)
+        stream = RequestStream(name, state, lambda: self.streams.give_up(request.request_id))
+        self.streams.add(request.request_id, stream)
         self._client.send(AddRequest(request))
         return stream
 
@@ -193,7 +198,7 @@ class Frontend:
     @property
     def num_requests(self) -> int:
         """Requests in flight, waiting ones included."""
-        return len(self._open)
+        return len(self.streams)
 
     async def call(self, make: Callable[[str], Call]) -> Reply:
         """Ask the core something, between two of its steps; ``make`` builds the message around a call id.
@@ -224,7 +229,7 @@ class Frontend:
         """
         self._closing = True
         self.stop_admitting()
-        await self._open.end(grace_s)
+        await self.streams.end(grace_s)
 
     async def close(self) -> None:
         """Abort what is in flight and stop the engine. May be called again."""
@@ -260,7 +265,7 @@ class Frontend:
         self.state = "dead"
         self.failure = error
         log.error("engine_dead", error=error)
-        self._open.fail(str(error))
+        self.streams.fail(str(error))
         self._calls.fail(error)
         assert self._ready is not None
         if not self._ready.done():

@@ -48,6 +48,8 @@ class LLM:
     max_num_batched_tokens, kv_memory`` (or ``num_kv_blocks``), ``enable_prefix_caching, load_format, seed`` …, and
     vLLM's spellings ``quantization``, ``num_gpu_blocks_override`` and ``gpu_memory_utilization``. ``seed`` is that of
     random weights, and of the seeds of requests that bring none: the same script gives the same text.
+
+    ``lora={"name": "folder"}`` are LoRA adapters for the ``adapter="name"`` of calls; `adapters` loads more.
     """
 
     def __init__(self, model: str = "quill", **settings: Any) -> None:
@@ -62,6 +64,7 @@ class LLM:
         text = load_text(args, config, checkpoint)
         clock = WallClock()
         self.model = text.model
+        self.adapters = text.adapters
         self._tokenizer = text.tokenizer
         self._chat_template = text.chat_template
         self._clock = clock
@@ -78,12 +81,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Return one `RequestOutput` for each prompt, in their order.
 
         A prompt is a string, a list of ids, or ``{"prompt": …}`` or ``{"prompt_token_ids": […]}``.
         ``sampling_params`` is one for all or one for each; None takes the model's own defaults. ``use_tqdm`` shows a
-        progress bar.
+        progress bar. ``adapter``: a LoRA adapter for all, or one (None: the base model) for each.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; nothing has run then. What can only be found out
@@ -92,10 +97,11 @@ class LLM:
         items = _as_list(prompts)
         params = _params_of(sampling_params or self.get_default_sampling_params(), len(items))
         texts = [_text_of(item) for item in items]
+        adapters = self.adapters.for_each(adapter, len(items))
         requests = []
         for index, (item, text, sampling) in enumerate(zip(items, texts, params, strict=True)):
             ids = self._tokenizer.encode(text) if text is not None else _ids_of(item, index)
-            requests.append(self._request(ids, sampling))
+            requests.append(self._request(ids, sampling, adapter=adapters[index]))
         return self._run(requests, texts, use_tqdm, continues=True)
 
     def chat(
@@ -108,8 +114,9 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Return the answer to one conversation, or to each of several.
+        """Return the answer to one conversation, or to each of several. ``adapter`` as for `generate`.
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
@@ -126,9 +133,10 @@ class LLM:
             for chat in chats
         ]
         params = _params_of(sampling_params or self.get_default_sampling_params(), len(texts))
+        adapters = self.adapters.for_each(adapter, len(texts))
         requests = [
-            self._request(self._tokenizer.encode(text, add_special_tokens=False), sampling)
-            for text, sampling in zip(texts, params, strict=True)
+            self._request(self._tokenizer.encode(text, add_special_tokens=False), sampling, adapter=each)
+            for text, sampling, each in zip(texts, params, adapters, strict=True)
         ]
         return self._run(requests, texts, use_tqdm, continues=continue_final_message)
 
@@ -138,6 +146,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        adapter: str | None = None,
     ) -> Iterator[OutputChunk]:
         """Yield the chunks of one prompt as they come. Leaving the iterator aborts the request."""
         text = _text_of(prompt)
@@ -145,7 +154,8 @@ class LLM:
             ids = _ids_of(prompt, 0)
         else:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        request = self._request(ids, sampling_params or self.get_default_sampling_params())
+        sampling, (adapted,) = sampling_params or self.model.sampling(), self.adapters.for_each(adapter, 1)
+        request = self._request(ids, sampling, adapter=adapted)
         return (chunk for _, chunk in self._chunks(deque([request]), continues=True))
 
     def embed(
@@ -170,7 +180,7 @@ class LLM:
         requests = []
         for index, (item, text) in enumerate(zip(items, texts, strict=True)):
             ids = self._tokenizer.encode(text) if text is not None else _ids_of(item, index)
-            requests.append(self._request(ids, NOTHING_DRAWN, Pooling(pooling)))
+            requests.append(self._request(ids, NOTHING_DRAWN, pooling=Pooling(pooling)))
         outputs = self._run(requests, texts, use_tqdm, continues=True)
         return [embedded(output, dimensions=dimensions, normalize=normalize) for output in outputs]
 
@@ -191,7 +201,7 @@ class LLM:
         """
         pairs = pairs_of(query, documents)
         prompts = scoring_prompts(pairs, scoring, instruction, self._tokenizer, self._chat_template)
-        requests = [self._request(p.token_ids, p.sampling, p.pooling) for p in prompts]
+        requests = [self._request(p.token_ids, p.sampling, pooling=p.pooling) for p in prompts]
         outputs = self._run(requests, [None] * len(requests), use_tqdm, continues=True)
         return [scored(output, p.num_query_tokens) for output, p in zip(outputs, prompts, strict=True)]
 
@@ -220,9 +230,8 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(
-        self, ids: Sequence[int], sampling: SamplingParams, pooling: Pooling | None = None
-    ) -> Request:
+    def _request(self, ids: Sequence[int], sampling: SamplingParams, **more: Any) -> Request:
+        """``more``: ``adapter`` or ``pooling``."""
         request_id = str(self._num_requests)
         self._num_requests += 1
         form = sampling.structured_outputs
@@ -235,7 +244,7 @@ class LLM:
             arrival_s=self._clock.now(),
             seed=self._seeds.getrandbits(SEED_BITS),
             grammar=None if form is None else self._grammars.check(form),
-            pooling=pooling,
+            **more,
         )
 
     def _run(

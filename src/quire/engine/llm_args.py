@@ -41,6 +41,8 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
             raise ConfigError(f"LLM: unknown keyword {key!r}{nearest(key, everything)}")
         elif name in values:
             raise ConfigError(f"LLM: {key} and {_other(key, given)} set the same thing; give one of them")
+        elif name == "lora" and isinstance(value, Mapping):
+            values[name] = tuple(f"{adapter}={path}" for adapter, path in value.items())
         else:
             values[name] = DTYPES.get(value, value) if name == "dtype" else value
     return make_args(EngineArgs, values, origin="LLM")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from quire.engine.inbox import AbortRequest, Message
 from quire.engine.stream import RequestStream
-from quire.request import TokenEvent
+from quire.request import Adapter, TokenEvent
 
 
 class OpenStreams:
@@ -19,6 +19,7 @@ class OpenStreams:
         self._open: dict[str, RequestStream] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._left = asyncio.Event()  # one has ended
 
     def __len__(self) -> int:
         return len(self._open)
@@ -49,14 +50,28 @@ class OpenStreams:
         for stream in list(self._open.values()):
             await stream.abort()
 
+    async def wait_for_adapter(self, adapter: Adapter, timeout_s: float) -> int:
+        """Wait until nobody uses ``adapter``; return how many still do after ``timeout_s`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._num_using(adapter):
+                    self._left.clear()
+                    await self._left.wait()
+        return self._num_using(adapter)
+
+    def _num_using(self, adapter: Adapter) -> int:
+        return sum(stream.adapter == adapter for stream in self._open.values())
+
     def fail(self, error: str) -> None:
         """The engine is dead: everything ends with that."""
         for stream in list(self._open.values()):
             stream.fail(error, "dead")
         self._open.clear()
+        self._left.set()
         self._idle.set()
 
     def _forget(self, request_id: str) -> None:
         self._open.pop(request_id, None)
+        self._left.set()
         if not self._open:
             self._idle.set()

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from quire.engine.model_info import ModelInfo
 from quire.errors import RequestError
-from quire.request import Deadline, Pooling, Request, SamplingParams
+from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 # 53 bits: a seed that is shown in JSON survives every client that reads numbers as doubles.
@@ -31,6 +31,7 @@ def prepare_request(
     cache_salt: str = "",
     tenant: str = "",
     grammar: str | None = None,
+    adapter: Adapter | None = None,
     pooling: Pooling | None = None,
     deadline: Deadline | None = None,
 ) -> Request:
@@ -68,6 +69,7 @@ def prepare_request(
         priority=priority,
         cache_salt=cache_salt,
         tenant=tenant,
+        adapter=adapter,
         grammar=grammar,
         pooling=pooling,
         deadline=deadline,

@@ -30,6 +30,7 @@ class RequestStream:
         """``give_up`` takes the request out of the engine; called at most once."""
         self.request_id = request_id
         self.prompt_token_ids = state.request.prompt_token_ids
+        self.adapter = state.request.adapter
         seed = state.request.sampling.seed
         assert seed is not None
         self.seed = seed  # the request's own, or the one drawn for it

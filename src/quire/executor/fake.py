@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from quire.config import CacheConfig
 from quire.errors import StepError
+from quire.executor.fake_adapters import FakeAdapters
 from quire.executor.fake_pages import FakePages, WorkerSeq
 from quire.executor.fake_tokens import MASK, FakeModel
 from quire.request import TokenLogprobs
@@ -61,6 +62,7 @@ class FakeExecutor:
         self._faults = faults or FakeFaults()
         self._random = random.Random(self._faults.seed)
         self._seqs: dict[int, WorkerSeq] = {}
+        self._adapters = FakeAdapters()
         self._out: deque[_Outstanding] = deque()
 
     @property
@@ -97,7 +99,7 @@ class FakeExecutor:
         uses: dict[int, set[tuple[int, int]]] = {}
         for move in plan.kv_moves:
             self._check_reuse(plan, {move.dst_block_id}, None, clean)
-        self._begin(plan)
+        self._begin(plan, clean)
         work = [(p, seq) for p in plan.seqs if (seq := self._accept(p, clean)) is not None]
         # A row may read what another sequence writes in this step: write first, whoever starts earlier first.
         for p, seq in sorted(work, key=lambda item: item[0].num_computed_tokens):
@@ -124,8 +126,7 @@ class FakeExecutor:
         """Half of the step happened: nothing of it can be trusted."""
         for move in plan.kv_moves:
             self._pages.spoil(move.dst_block_id)
-        for new_seq in plan.new_seqs:
-            self._seqs[new_seq.seq_id] = WorkerSeq(new_seq, self._num_groups)
+        self._adapters.take_in(plan, self._seqs, self._num_groups)
         for p in plan.seqs:
             seq = self._accept(p, clean=False)
             if seq is not None:
@@ -135,13 +136,13 @@ class FakeExecutor:
             self._seqs.pop(p.seq_id, None)
         return StepResult(plan.step, error="injected: the step failed")
 
-    def _begin(self, plan: StepPlan) -> None:
+    def _begin(self, plan: StepPlan, clean: bool) -> None:
         for seq_id in plan.gone:
             self._seqs.pop(seq_id, None)
         for move in plan.kv_moves:
             self._pages.copy(move.src_block_id, move.dst_block_id)
-        for new_seq in plan.new_seqs:
-            self._seqs[new_seq.seq_id] = WorkerSeq(new_seq, self._num_groups)
+        for text in self._adapters.take_in(plan, self._seqs, self._num_groups):
+            self._note(clean, text)
 
     def _accept(self, p: SeqPlan, clean: bool) -> WorkerSeq | None:
         """Update the block table and check the plan against what the worker knows."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.executor.fake_tokens import MASK, chain, next_state
+from quire.executor.fake_tokens import MASK, chain, next_state, start_state
+from quire.request import Adapter
 from quire.step import NewSeq, SeqPlan
 
 _GROUP_SALT = 0xA24BAED4963EE407
@@ -16,12 +17,13 @@ _GROUP_SALT = 0xA24BAED4963EE407
 class WorkerSeq:
     """A worker's state of one sequence: its ids, its block table, and what its slots should hold."""
 
-    __slots__ = ("computed", "new_seq", "states", "table", "token_ids")
+    __slots__ = ("before", "computed", "new_seq", "states", "table", "token_ids")
 
-    def __init__(self, new_seq: NewSeq, num_groups: int) -> None:
+    def __init__(self, new_seq: NewSeq, num_groups: int, adapter: Adapter | None = None) -> None:
         self.new_seq = new_seq
         self.token_ids = [*new_seq.prompt_token_ids, *new_seq.output_token_ids]
-        self.states = chain(self.token_ids)  # [num tokens]
+        self.before = start_state(adapter)  # the state before the first token
+        self.states = chain(self.token_ids, self.before)  # [num tokens]
         self.table: list[dict[int, int]] = [{} for _ in range(num_groups)]  # per group: row -> block id
         self.computed: int | None = None  # rows computed; None before the first plan
 

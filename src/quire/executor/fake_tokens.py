@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.request import Pooling, SamplingParams, TokenLogprobs
+from quire.request import Adapter, Pooling, SamplingParams, TokenLogprobs
 
 MASK = (1 << 64) - 1
 _SEED = 0x9E3779B97F4A7C15
@@ -70,6 +70,16 @@ def next_state(state: int, position: int, token_id: int) -> int:
     return mix(state, position << 32 | token_id)
 
 
+def start_state(adapter: Adapter | None) -> int:
+    """Return the state before the first token: that of the base model, or one that the adapter's content gives."""
+    if adapter is None:
+        return 0
+    state = 1
+    for byte in adapter.key.encode():
+        state = mix(state, byte)
+    return state
+
+
 def chain(token_ids: Sequence[int], state: int = 0, start: int = 0) -> list[int]:
     """Return the state after each of ``token_ids``, the first of which is at position ``start``."""
     states = []
@@ -85,10 +95,11 @@ def fake_tokens(
     sample_index: int,
     num_tokens: int,
     model: FakeModel | None = None,
+    adapter: Adapter | None = None,
 ) -> list[int]:
     """Return the first ``num_tokens`` output tokens, past any stop id: what every path of the engine must give."""
     model = model or FakeModel()
-    states = chain(prompt_token_ids)
+    states = chain(prompt_token_ids, start_state(adapter))
     state, output = states[-1], []
     for num_output in range(num_tokens):
         token_id = model.token(state, sampling, sample_index, num_output)

@@ -80,6 +80,30 @@ class MoeCase:
     bench: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LoraCase:
+    """``slots``: the slot of each row. ``ranks``: of each slot, a rank for each part, 0 where it has none."""
+
+    in_features: int
+    widths: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    slots: tuple[int, ...]
+    bench: bool = False
+
+
+LORA: tuple[LoraCase, ...] = (
+    LoraCase(8, (8,), ((2,),), ()),
+    LoraCase(1, (1,), ((1,),), (1,)),
+    LoraCase(16, (8,), ((4,), (4,)), (0, 0, 0)),
+    LoraCase(33, (7, 5, 70), ((3, 0, 17), (16, 5, 1)), (2, 0, 1, 2, 2, 0, 1)),
+    LoraCase(64, (48, 16, 16), ((8, 8, 8), (0, 0, 33), (1, 2, 3)), (3, 3, 1, 0, 2, 3, 1, 3, 3, 3, 1)),
+    LoraCase(131, (130,), ((16,), (64,), (7,)), (1,) * 70 + (2, 0, 3) * 5),
+    LoraCase(576, (1536, 1536), ((16, 16), (16, 16)), (1, 2) * 9),
+    LoraCase(2048, (2048, 512, 512), ((16, 16, 16),) * 8, tuple(range(1, 9)) * 4, bench=True),
+    LoraCase(2048, (8192, 8192), ((16, 16),) * 8, tuple(range(1, 9)) * 4, bench=True),
+    LoraCase(8192, (2048,), ((16,),) * 8, tuple(range(1, 9)) * 4, bench=True),
+)
+
 LINEAR: tuple[LinearCase, ...] = (
     LinearCase(0, 16, 8),
     LinearCase(1, 1, 1),

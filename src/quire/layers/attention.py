@@ -8,6 +8,7 @@ import torch
 
 from quire.kernels.attention import AttentionShape, attention
 from quire.kernels.kv_view import KvView
+from quire.kernels.lora import AdapterRows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.kernels.rope import QkNorm, rope_store
@@ -71,13 +72,22 @@ class Attention:
     def reads(self) -> WeightFormat:
         return self._qkv.reads
 
+    def linears(self) -> tuple[Linear, ...]:
+        """Those that an adapter may change."""
+        return self._qkv, self._o
+
     def __call__(
-        self, x: torch.Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView
+        self,
+        x: torch.Tensor | QuantizedRows,
+        cos_sin: CosSin | None,
+        group: GroupBatch,
+        kv: KvView,
+        adapters: AdapterRows | None = None,
     ) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` → the same shape. ``cos_sin`` is None on layers without RoPE."""
         spec = self._spec
         q = self._rope_store(
-            self._qkv(x),
+            self._qkv(x, adapters),
             spec.num_heads,
             cos_sin,
             self._qk_norm,
@@ -87,4 +97,4 @@ class Attention:
             interleaved=spec.rope is not None and spec.rope.interleaved,
         )
         out = self._attend(q, kv, group.ragged, self._shape, self._sinks)
-        return self._o(out.reshape(x.shape[0], -1))
+        return self._o(out.reshape(x.shape[0], -1), adapters)

@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 
 from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty, write_bias
+from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
 from quire.kernels.registry import KernelChoice
 from quire.kernels.workspace import empty
 from quire.layers.weights import NO_FORMATS, Formats, Place, matrix_backend, write_weight
@@ -33,6 +34,10 @@ class Linear:
         formats: Formats = NO_FORMATS,
     ) -> None:
         self.parts = dict(parts)
+        self._in_features = in_features
+        self._dtype = dtype
+        self._kernels = kernels
+        self.lora: LoraStack | None = None
         self.segments: list[PackedLinear] = []
         self._where: dict[str, tuple[PackedLinear, int]] = {}  # part → its matrix and first row there
         for held, names in groupby(parts, lambda name: formats.get(f"{name}.weight", PLAIN)):
@@ -54,8 +59,15 @@ class Linear:
 
     @property
     def reads(self) -> WeightFormat:
-        """The format whose `QuantizedRows` it takes; PLAIN where it wants plain rows."""
-        return self.segments[0].format if len(self.segments) == 1 and self.segments[0].reads_int8 else PLAIN
+        """The format whose `QuantizedRows` it takes; PLAIN where it wants plain rows, as adapters do."""
+        one = len(self.segments) == 1 and self.segments[0].reads_int8 and self.lora is None
+        return self.segments[0].format if one else PLAIN
+
+    def add_slots(self, num_slots: int, max_rank: int) -> None:
+        """Make room for adapters beside the weights. Before anybody asks what it `reads`."""
+        backend = self._kernels.backend("lora")
+        widths = tuple(self.parts.values())
+        self.lora = stack_empty(widths, self._in_features, num_slots, max_rank, self._dtype, backend=backend)
 
     def places(self) -> dict[str, Place]:
         """Return ``{part}.weight [features, in_features]`` and, with biases, ``{part}.bias [features]``."""
@@ -67,9 +79,23 @@ class Linear:
         return found
 
     def __call__(
-        self, x: torch.Tensor | QuantizedRows, *, out_dtype: torch.dtype | None = None
+        self,
+        x: torch.Tensor | QuantizedRows,
+        adapters: AdapterRows | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``, in x's dtype if nothing is said."""
+        """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``, in x's dtype if nothing is said.
+
+        ``adapters``: which rows have which, where the linear has slots.
+        """
+        y = self._base(x, out_dtype)
+        if self.lora is not None and adapters is not None:
+            assert isinstance(x, torch.Tensor)
+            add_lora(x, y, self.lora, adapters)
+        return y
+
+    def _base(self, x: torch.Tensor | QuantizedRows, out_dtype: torch.dtype | None) -> torch.Tensor:
         if len(self.segments) == 1:
             return linear(x, self.segments[0], out_dtype=out_dtype)
         num_tokens = x.shape[0] if isinstance(x, torch.Tensor) else x.num_tokens

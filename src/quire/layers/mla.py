@@ -15,6 +15,7 @@ from quire.kernels.attention import AttentionShape, attention
 from quire.kernels.kv_view import KvView
 from quire.kernels.linear import HeadMatrices, head_linear, pack_heads
 from quire.kernels.pointwise import copy_heads
+from quire.kernels.lora import AdapterRows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.kernels.rope import apply_rope, store_kv
@@ -89,8 +90,17 @@ class LatentAttention:
     def reads(self) -> WeightFormat:
         return self._down.reads
 
+    def linears(self) -> tuple[Linear, ...]:
+        """Those that an adapter may change."""
+        return (self._down, self._o) if self._q_b is None else (self._down, self._q_b, self._o)
+
     def __call__(
-        self, x: torch.Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView
+        self,
+        x: torch.Tensor | QuantizedRows,
+        cos_sin: CosSin | None,
+        group: GroupBatch,
+        kv: KvView,
+        adapters: AdapterRows | None = None,
     ) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` → the same shape."""
         spec, num_tokens = self._spec, x.shape[0]
@@ -99,10 +109,10 @@ class LatentAttention:
         assert self._to_latent is not None
         assert self._from_latent is not None
         nope, lora = spec.qk_nope_head_dim, spec.kv_lora_rank
-        down = self._down(x)
+        down = self._down(x, adapters)
         q = down[:, : self._q_first]
         if self._q_b is not None:
-            q = self._q_b(self._q_norm(q))
+            q = self._q_b(self._q_norm(q), adapters)
         q = torch.unflatten(q, -1, (spec.num_heads, spec.head_dim))
         latent = self._kv_norm(down[:, self._q_first : self._q_first + lora])
         k_rope = down[:, self._q_first + lora :].unsqueeze(1)  # [num_tokens, 1, rope_dim]
@@ -121,4 +131,4 @@ class LatentAttention:
         head_linear(q[..., :nope], self._to_latent, out=query[..., :lora])
         self._copy(both[:, :heads], query[..., lora:])
         out = self._attend(query, kv, group.ragged, self._shape, None)  # [num_tokens, num_heads, lora]
-        return self._o(head_linear(out, self._from_latent).view(num_tokens, -1))
+        return self._o(head_linear(out, self._from_latent).view(num_tokens, -1), adapters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.activation import ActivationKind, gated, gated_to_int8
+from quire.kernels.lora import AdapterRows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
@@ -42,10 +43,14 @@ class Mlp:
     def reads(self) -> WeightFormat:
         return self._gate_up.reads
 
-    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+    def linears(self) -> tuple[Linear, ...]:
+        """Those that an adapter may change."""
+        return self._gate_up, self._down
+
+    def __call__(self, x: torch.Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> torch.Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
-        gate_up = self._gate_up(x)
+        gate_up = self._gate_up(x, adapters)
         if self._down.reads.quantized:
             group = self._down.reads.group
             return self._down(gated_to_int8(gate_up, self._activation, group, backend=self._to_int8_backend))
-        return self._down(gated(gate_up, self._activation, backend=self._gated_backend))
+        return self._down(gated(gate_up, self._activation, backend=self._gated_backend), adapters)

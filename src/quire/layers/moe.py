@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from quire.kernels.linear import PackedLinear, pack_empty, write_bias
+from quire.kernels.lora import AdapterRows
 from quire.kernels.moe import ExpertStack, experts, route
 from quire.kernels.pointwise import add_gated_rows, add_rows, widen_rows
 from quire.kernels.quantized_rows import QuantizedRows
@@ -100,7 +101,11 @@ class MoeBlock:
     def reads(self) -> WeightFormat:
         return PLAIN  # the router wants the rows as they are
 
-    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+    def linears(self) -> tuple[Linear, ...]:
+        """Those that an adapter may change."""
+        return () if self._shared is None else self._shared.linears()
+
+    def __call__(self, x: torch.Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> torch.Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
         assert isinstance(x, torch.Tensor)
         weights, ids = self._route(self._router(self._widen(x)), self._moe, self._correction)
@@ -108,8 +113,8 @@ class MoeBlock:
         if self._shared is None:
             return y
         if self._shared_gate is None:
-            return self._add(y, self._shared(x))
-        return self._add_gated(y, self._shared(x), self._shared_gate(x))
+            return self._add(y, self._shared(x, adapters))
+        return self._add_gated(y, self._shared(x, adapters), self._shared_gate(x))
 
 
 def _write_all(write, packed: list[PackedLinear], start: int, weight: Weight) -> None:  # type: ignore[no-untyped-def]

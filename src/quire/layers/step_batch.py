@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels.attention import RaggedBatch
+from quire.kernels.lora import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +20,25 @@ class GroupBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterBatch:
+    """Which rows have which adapter: of all tokens, and of those that give logits."""
+
+    tokens: AdapterRows
+    logits: AdapterRows
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """``input_ids, positions [num_tokens]`` and ``logits_indices [num_logits]``: rows that sample; all int64."""
+    """``input_ids, positions [num_tokens]`` and ``logits_indices [num_logits]``: rows that sample; all int64.
+
+    ``adapters`` is None in an engine without adapters.
+    """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     logits_indices: torch.Tensor
     groups: tuple[GroupBatch, ...]
+    adapters: AdapterBatch | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -12,9 +12,12 @@ from functools import partial
 
 import torch
 
+from quire.adaptable import adaptable
+from quire.config import LoraConfig
 from quire.errors import ModelLoadError
 from quire.kernels.embedding import take_rows
 from quire.kernels.kv_view import KvView
+from quire.kernels.lora import LoraStack
 from quire.kernels.pointwise import add_rows, cap_logits, scale_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
@@ -25,7 +28,7 @@ from quire.layers.mlp import Mlp
 from quire.layers.moe import MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
-from quire.layers.step_batch import GroupBatch, StepBatch
+from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
 from quire.layers.weights import NO_FORMATS, Formats, Place, prefixed, under
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
@@ -44,6 +47,7 @@ class Decoder:
         kernels: KernelChoice,
         *,
         formats: Formats = NO_FORMATS,
+        lora: LoraConfig | None = None,
     ) -> None:
         """``formats``: canonical name → how a weight is held, for those that are quantized (`weight_plan`)."""
         self.spec = spec
@@ -60,7 +64,7 @@ class Decoder:
             formats=formats,
         )
         self._layers = [
-            DecoderLayer(layer, spec, dtype, kernels, under(f"layers.{index}.", formats))
+            DecoderLayer(layer, spec, dtype, kernels, under(f"layers.{index}.", formats), lora)
             for index, layer in enumerate(spec.layers)
         ]
         self._norm = RmsNorm(spec.hidden_size, spec.norm_eps, kernels, plus_one=spec.norm_plus_one)
@@ -79,6 +83,14 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             places.update(prefixed(f"layers.{index}.", layer.places()))
         assert set(places) == set(self._shapes), set(places) ^ set(self._shapes)
+        return places
+
+    def lora_places(self) -> dict[str, tuple[LoraStack, int]]:
+        """Return "layers.0.attn.q" … → (the slots of its linear, which part of that)."""
+        places: dict[str, tuple[LoraStack, int]] = {}
+        for index, layer in enumerate(self._layers):
+            places.update({f"layers.{index}.{name}": place for name, place in layer.lora_places().items()})
+        assert set(places) == set(adaptable(self.spec)), set(places) ^ set(adaptable(self.spec))
         return places
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
@@ -122,7 +134,7 @@ class Decoder:
             angles = None if rope is None else cos_sin[rope]
             group = batch.groups[self._groups[index]]
             rows = batch.logits_indices if index == last else None
-            delta, residual = layer(delta, residual, angles, group, kv[index], rows)
+            delta, residual = layer(delta, residual, angles, group, kv[index], rows, batch.adapters)
         assert delta is not None
         return self._norm.add(delta, residual)[0]
 
@@ -142,6 +154,7 @@ class DecoderLayer:
         dtype: torch.dtype,
         kernels: KernelChoice,
         formats: Formats = NO_FORMATS,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.spec = spec
         hidden, eps, plus_one = model.hidden_size, model.norm_eps, model.norm_plus_one
@@ -167,6 +180,9 @@ class DecoderLayer:
             )
         else:
             self._mlp = MoeBlock(hidden, spec.mlp, dtype, kernels, formats=under("moe.", formats))
+        if lora is not None:
+            for linear in (*self._attention.linears(), *self._mlp.linears()):
+                linear.add_slots(lora.max_loras, lora.max_rank)
         names = [] if spec.norms == "post" else ["attn_norm", "mlp_norm"]
         names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
         readers = {"attn_norm": self._attention.reads, "mlp_norm": self._mlp.reads}
@@ -185,6 +201,18 @@ class DecoderLayer:
             found.update(prefixed(f"{name}.", norm.places()))
         return found
 
+    def lora_places(self) -> dict[str, tuple[LoraStack, int]]:
+        """Return "attn.q" … → (the slots of its linear, which part of that)."""
+        mlp = "mlp." if isinstance(self._mlp, Mlp) else "moe.shared."
+        linears = [("attn.", each) for each in self._attention.linears()]
+        linears += [(mlp, each) for each in self._mlp.linears()]
+        return {
+            prefix + name: (linear.lora, part)
+            for prefix, linear in linears
+            if linear.lora is not None
+            for part, name in enumerate(linear.parts)
+        }
+
     def __call__(
         self,
         delta: torch.Tensor | None,
@@ -193,17 +221,20 @@ class DecoderLayer:
         group: GroupBatch,
         kv: KvView,
         rows: torch.Tensor | None = None,
+        adapters: AdapterBatch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``residual`` lacks ``delta``, the last block's output, still; returns the same pair for the next layer.
 
         With ``rows`` (the last layer) only those go on once their keys and values are stored.
         """
+        of_rows = None if adapters is None else adapters.tokens
         x, residual = self._enter("attn_norm", delta, residual)
-        delta = self._leave("attn_post_norm", self._attention(x, cos_sin, group, kv))
+        delta = self._leave("attn_post_norm", self._attention(x, cos_sin, group, kv, of_rows))
         if rows is not None:
             delta, residual = self._take_rows(delta, rows), self._take_rows(residual, rows)
+            of_rows = None if adapters is None else adapters.logits
         x, residual = self._enter("mlp_norm", delta, residual)
-        return self._leave("mlp_post_norm", self._mlp(x)), residual
+        return self._leave("mlp_post_norm", self._mlp(x, of_rows)), residual
 
     def _enter(
         self, name: str, delta: torch.Tensor | None, residual: torch.Tensor

@@ -48,18 +48,21 @@ class InputBatch:
         block_size: int,
         num_groups: int,
         max_num_batched_tokens: int = 1,
+        max_loras: int = 0,
     ) -> None:
         self._block_size = block_size
         self._max_blocks = -(-max_model_len // block_size) + 1
         # A step's tokens and its logits rows must differ in number where it is recorded (`kernels.tape`).
         max_seqs = min(max_num_seqs, max_num_batched_tokens)
         max_tokens = max(max_num_batched_tokens, max_seqs + 1)
-        self.buffers = StepBuffers(max_tokens, max_seqs, self._max_blocks, num_groups)
+        self._max_loras = max_loras
+        self.buffers = StepBuffers(max_tokens, max_seqs, self._max_blocks, num_groups, max_loras)
         self._max_tokens = self._max_blocks * block_size
         # np.zeros maps untouched memory: rows and columns that are never used cost nothing.
         self._token_ids = np.zeros((max_num_seqs, self._max_tokens), np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int64)
         self._draws = np.zeros(max_num_seqs, np.bool_)  # whether the last known token's row samples
+        self._slots = np.zeros(max_num_seqs, np.int64)  # of adapters; 0: the base model
         self._tables = [np.zeros((max_num_seqs, self._max_blocks), np.int32) for _ in range(num_groups)]
         self._rows: dict[int, int] = {}
         self._epochs: dict[int, int] = {}
@@ -89,6 +92,7 @@ class InputBatch:
         ids[len(new.prompt_token_ids) : known] = new.output_token_ids
         self._num_tokens[row] = known
         self._draws[row] = not new.prompt_only
+        self._slots[row] = new.adapter_slot
         for table in self._tables:
             table[row] = 0
 
@@ -133,7 +137,7 @@ class InputBatch:
         num_tokens, num_seqs = int(lengths.sum()), len(plans)
         to = self.buffers
         if not to.fits(num_tokens, num_seqs):
-            to = StepBuffers(num_tokens, num_seqs, self._max_blocks, len(self._tables))
+            to = StepBuffers(num_tokens, num_seqs, self._max_blocks, len(self._tables), self._max_loras)
         cu_seqlens_q, seq_lens = to.cu_seqlens_q[: num_seqs + 1], to.seq_lens[:num_seqs]
         np.cumsum(lengths, out=cu_seqlens_q[1:])
         np.add(computed, lengths, out=seq_lens)
@@ -156,6 +160,9 @@ class InputBatch:
             block_table[:num_seqs, :width] = table[rows, :width]
         sampling = np.flatnonzero((seq_lens == self._num_tokens[rows]) & self._draws[rows])
         to.logits_indices[: sampling.size] = cu_seqlens_q[1:][sampling] - 1
+        if to.adapters is not None:
+            to.adapters.tokens.group(self._slots[token_rows])
+            to.adapters.logits.group(self._slots[rows][sampling])
         return PreparedStep(to, num_tokens, num_seqs, tuple(sampling.tolist()), longest)
 
     def _check(self, plans: tuple[SeqPlan, ...]) -> list[int]:
@@ -194,5 +201,6 @@ class InputBatch:
         self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
         self._num_tokens = np.concatenate((self._num_tokens, np.zeros_like(self._num_tokens)))
         self._draws = np.concatenate((self._draws, np.zeros_like(self._draws)))
+        self._slots = np.concatenate((self._slots, np.zeros_like(self._slots)))
         self._tables = [np.concatenate((table, np.zeros_like(table))) for table in self._tables]
         self._free = list(range(size, 2 * size))[::-1]

@@ -45,6 +45,7 @@ class ModelRunner:
             torch_dtype(model.dtype),
             kernels,
             formats=model.formats,
+            lora=config.lora,
         )
         with torch.inference_mode():
             self.decoder.load(weights)
@@ -97,7 +98,11 @@ class ModelRunner:
         self.decoder.cover(step.num_positions)
         batch = step.batch
         indices = torch.cat((batch.logits_indices, torch.from_numpy(rows)))
-        hidden = self.decoder.forward(replace(batch, logits_indices=indices), self.kv.views)
+        adapters = batch.adapters
+        if adapters is not None:
+            adapters = replace(adapters, logits=adapters.tokens.take(indices.numpy()))
+        batch = replace(batch, logits_indices=indices, adapters=adapters)
+        hidden = self.decoder.forward(batch, self.kv.views)
         drawn = hidden[: len(seq_ids)]
         samples = self._sample(step, seq_ids, self.decoder.logits(drawn)) if seq_ids else []
         return samples, hidden[len(seq_ids) :]

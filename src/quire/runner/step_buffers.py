@@ -7,7 +7,8 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.attention import RaggedBatch
-from quire.layers.step_batch import GroupBatch, StepBatch
+from quire.kernels.lora import AdapterRows
+from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
 
 IntArray = npt.NDArray[np.int64]
 
@@ -15,10 +16,13 @@ IntArray = npt.NDArray[np.int64]
 class StepBuffers:
     """Room for ``max_tokens`` tokens of ``max_seqs`` sequences with ``max_blocks`` blocks each; int64 throughout.
 
-    Memory that no step was large enough for costs nothing. ``whole`` is the step that fills all of it.
+    ``max_loras``: slots of adapters; 0: `adapters` is None. Memory that no step was large enough for costs nothing.
+    ``whole`` is the step that fills all of it.
     """
 
-    def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, num_groups: int) -> None:
+    def __init__(
+        self, max_tokens: int, max_seqs: int, max_blocks: int, num_groups: int, max_loras: int = 0
+    ) -> None:
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.input_ids, self.positions, self.slot_offsets = (_zeros(max_tokens) for _ in range(3))
@@ -29,6 +33,12 @@ class StepBuffers:
         )
         self.slot_blocks = [_zeros(max_tokens) for _ in range(num_groups)]
         self.block_tables = [_zeros(max_seqs, max_blocks) for _ in range(num_groups)]
+        self.adapters: AdapterBatch | None = None
+        if max_loras:
+            self.adapters = AdapterBatch(
+                AdapterRows(_zeros(max_tokens), _zeros(max_loras + 1)),
+                AdapterRows(_zeros(max_seqs), _zeros(max_loras + 1)),
+            )
         self.whole = self.batch(max_tokens, max_seqs, max_seqs)
 
     def fits(self, num_tokens: int, num_seqs: int) -> bool:
@@ -57,6 +67,7 @@ class StepBuffers:
             positions=torch.from_numpy(self.positions[:num_tokens]),
             logits_indices=torch.from_numpy(self.logits_indices[:num_logits]),
             groups=groups,
+            adapters=self.adapters,
         )
 
 

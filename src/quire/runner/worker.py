@@ -1,7 +1,7 @@
 """`Worker`: applies a `StepPlan` to its state in the order of DESIGN §2, and answers with a `StepResult`.
 
-gone → kv_moves → new_seqs → forward. What goes wrong in one sequence fails that sequence; what goes wrong in a step is
-raised, and the executor makes it the step's error.
+gone → kv_moves → adapter_moves → new_seqs → forward. What goes wrong in one sequence fails that sequence; what goes
+wrong in a step is raised, and the executor makes it the step's error.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.errors import RequestError, StepError
+from quire.lora.slots import LoraSlots
 from quire.quant.stored import Weight
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner
@@ -32,7 +33,11 @@ class Worker:
             config.cache.block_size,
             len(config.kv_layout.groups),
             config.scheduler.max_num_batched_tokens,
+            config.scheduler.max_loras,
         )
+        self._lora: LoraSlots | None = None
+        if config.lora is not None:
+            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_places())
         self.runner.record(self._inputs.buffers)
         self._prompts = PromptRows(self.runner.logits_of_rows, self.runner.score, self._vocab_size)
         self._refused: dict[int, str] = {}  # sequences that the sampler would not take, with the reason
@@ -42,10 +47,12 @@ class Worker:
         start_s = self._clock.now()
         for seq_id in plan.gone:
             self._drop(seq_id)
-        if plan.adapter_moves:
-            raise StepError("This worker runs no adapters, and the plan moves some.")
         if plan.kv_moves:
             self.runner.kv.copy(plan.kv_moves)
+        for slot, adapter in plan.adapter_moves:
+            if self._lora is None:
+                raise StepError("This worker runs no adapters, and the plan moves some.")
+            self._lora.load(slot, adapter)
         self._admit(plan)
         fine = plan.seqs
         if self._refused:
@@ -78,7 +85,11 @@ class Worker:
     def _refusal(self, new: NewSeq) -> str | None:
         """Give the sequence to the sampler; return why it cannot run here, or None."""
         if new.adapter_slot:
-            return f"adapter slot {new.adapter_slot} is asked for; this worker runs no adapters."
+            if self._lora is None:
+                return f"adapter slot {new.adapter_slot} is asked for; this worker runs no adapters."
+            failure = self._lora.failure(new.adapter_slot)
+            if failure is not None:
+                return failure
         ids = (*new.prompt_token_ids, *new.output_token_ids)
         if not ids or not 0 <= min(ids) <= max(ids) < self._vocab_size:
             return f"prompt ids must be in 0…{self._vocab_size - 1}, at least one."

@@ -68,7 +68,8 @@ def refused(
 
 def _new_sequence(state: SchedulerState, group: RequestState, sample_index: int) -> None:
     request = group.request
-    table = state.cache.new_table(adapter=request.adapter, cache_salt=request.cache_salt)
+    adapter = "" if request.adapter is None else request.adapter.key
+    table = state.cache.new_table(adapter=adapter, cache_salt=request.cache_salt)
     seq = Sequence(state.next_seq_id, group, sample_index, table, state.config.max_model_len)
     seq.key = sort_key(state.config.order, seq)
     state.next_seq_id += 1
@@ -93,6 +94,11 @@ def _never_fits(state: SchedulerState, request: Request) -> str | None:
     """Tell why the request could not run even alone."""
     config = state.config
     num_prompt = len(request.prompt_token_ids)
+    if request.adapter is not None and state.adapters.num_slots == 0:
+        return "never_fits", (
+            f"The request wants the adapter {request.adapter.name!r}, and this engine has no room for adapters: start "
+            "it with --max-loras."
+        )
     if num_prompt + (not request.prompt_only) > config.max_model_len:
         return (
             f"The prompt has {num_prompt} tokens; this model's context is {config.max_model_len} tokens for prompt and "

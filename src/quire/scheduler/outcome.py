@@ -189,6 +189,7 @@ def _fail_step(state: SchedulerState, record: StepRecord, error: str) -> list[To
         if failed.epoch == epoch:
             events += _end_failed(state, failed, error)
     _restart_readers(state, distrusted)
+    state.adapters.repeat(record.adapter_moves)
     for seq_id in record.gone:  # the worker may not have heard it
         seq = state.sequences.get(seq_id)
         if seq is None or not seq.registered:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.cache.manager import CacheManager
+from quire.scheduler.adapters import Turnstile
 from quire.scheduler.beam_steps import fork_beams
 from quire.scheduler.budget import Budget
 from quire.scheduler.fork import fork_siblings
@@ -12,9 +13,9 @@ from quire.scheduler.state import Entry, SchedulerState, StepRecord
 from quire.step import NewSeq, SeqPlan, StepPlan
 
 _new_plan = tuple.__new__  # see `outcome`
-_LOOKAHEAD = (
-    128  # longest-prefix looks up the prefix of so many in each step; more would cost more than a step may
-)
+# So many in each step: longest-prefix looks up their prefixes, adapters without a slot are passed over; more would cost
+# more than a step may.
+_LOOKAHEAD = 128
 _NO_BLOCKS: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
 
@@ -59,12 +60,12 @@ class Planner:
         if empty:
             return None
         gone, state.gone = tuple(state.gone), []
-        seqs = tuple(self._seqs)
+        seqs, loads = tuple(self._seqs), state.adapters.take_moves()
         state.in_flight.append(
-            StepRecord(self._step, self._entries, seqs, gone, self._now, self._num_chunk_rows)
+            StepRecord(self._step, self._entries, seqs, gone, self._now, self._num_chunk_rows, loads)
         )
         state.next_step += 1
-        return StepPlan(self._step, tuple(self._new_seqs), seqs, gone, tuple(record.moves))
+        return StepPlan(self._step, tuple(self._new_seqs), seqs, gone, tuple(record.moves), loads)
 
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Return those with one row to compute, and those with more. Leaders that are ready fork first."""
@@ -154,11 +155,15 @@ class Planner:
         seats = min(seats, config.max_num_seqs - len(state.running))
         if seats <= 0 or self._budget.left == 0:
             return
+        turnstile = Turnstile(state.adapters)
         for seq in _in_order_of_entry(state, seats):
-            if self._budget.left == 0 or len(state.running) >= config.max_num_seqs:
+            if self._budget.left == 0 or seats == 0 or len(state.running) >= config.max_num_seqs:
                 break
+            if not turnstile.lets_in(seq.group.request.adapter):
+                continue
             if not self._admit_one(seq):
                 break
+            seats -= 1
 
     def _admit_one(self, seq: Sequence) -> bool:
         state = self._state
@@ -256,6 +261,7 @@ class Planner:
                 seq.output_token_ids,
                 seq.sampling,
                 seq.sample_index,
+                self._state.adapters.slot_of(request.adapter),
                 grammar=request.grammar,
                 prompt_logprobs=seq.sampling.prompt_logprobs if group.wants_prompt_logprobs else None,
                 pooling=request.pooling,
@@ -276,7 +282,12 @@ def cache_miss(cache: CacheManager, seq: Sequence, num_cached: int) -> str:
 
 
 def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
-    """Return the first ``count`` of those who wait, in the order in which they may enter."""
+    """Return the first ``count`` of those who wait, in the order in which they may enter.
+
+    With adapters there are more, since some may be passed over.
+    """
+    if state.adapters.num_slots:
+        count += _LOOKAHEAD
     if state.config.order != "longest-prefix":
         return state.waiting.first(count)
     nearest = state.waiting.first(max(count, _LOOKAHEAD))

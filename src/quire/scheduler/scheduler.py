@@ -16,6 +16,7 @@ from quire.cache.manager import CacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent
+from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission import add_request
 from quire.scheduler.beam_steps import end_all, park_idle
 from quire.scheduler.deadline import expire
@@ -34,7 +35,7 @@ class Scheduler:
     ) -> None:
         self.cache = CacheManager(cache_config, events)
         self.cache_events = events  # for a gateway to drain; None: off
-        self._state = SchedulerState(config, config, self.cache)
+        self._state = SchedulerState(config, config, self.cache, AdapterSlots(config.max_loras))
 
     @property
     def config(self) -> SchedulerConfig:
@@ -117,6 +118,7 @@ class Scheduler:
         """Raise AssertionError where the cache's books disagree. For tests: it looks at every block."""
         state = self._state
         check_integrity(self.cache, [seq.table for seq in state.sequences.values()])
+        state.adapters.check_integrity(seq.group.request.adapter for seq in state.running)
         assert len(state.running) + len(state.waiting) <= len(state.sequences)
 
     def stats(self) -> EngineStats:

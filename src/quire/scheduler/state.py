@@ -11,11 +11,12 @@ from quire.metrics.engine_stats import STEP_TOKENS
 from quire.metrics.histogram import Histogram
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.deadline_heap import Deadlines
+from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.gate import Gate
 from quire.scheduler.order import WaitingQueue, sort_key
 from quire.scheduler.pace import Pace
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
-from quire.step import SeqPlan
+from quire.step import AdapterMove, SeqPlan
 
 Entry = tuple[Sequence, int, int]  # (sequence, its epoch, the token count that this step brings it to)
 
@@ -30,6 +31,7 @@ class StepRecord:
     gone: tuple[int, ...]
     planned_s: float = 0.0
     num_prompt_rows: int = 0
+    adapter_moves: tuple[AdapterMove, ...] = ()
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class SchedulerState:
     config: SchedulerConfig
     start_config: SchedulerConfig  # as the engine was built; `config` changes with the policy
     cache: CacheManager
+    adapters: AdapterSlots
     gate: Gate = field(default_factory=Gate)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Sequence] = field(default_factory=list)  # in order of admission
@@ -90,11 +93,13 @@ class SchedulerState:
         """A sequence was admitted (its table is filled) and needs no computation below ``num_planned``."""
         seq.state = SequenceState.RUNNING
         seq.num_planned = num_planned
+        self.adapters.enter(seq.group.request.adapter)
         self.running.append(seq)
 
     def stop(self, seq: Sequence) -> None:
         """A running sequence gives up its blocks and its place at the worker."""
         self.running.remove(seq)
+        self.adapters.leave(seq.group.request.adapter)
         self.cache.release(seq.table)
         if seq.registered:
             self.gone.append(seq.seq_id)

@@ -1,0 +1,165 @@
+"""`AdapterRegistry`: the LoRA adapters that requests may name, on the API side. Torch-free.
+
+There may be more of them than slots: workers load an adapter when a request with it is admitted. A request carries its
+`Adapter` whole, so the core keeps no list, and a restarted engine needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, ModelLoadError, NotFoundError, RequestError
+from quire.lora.adapter import read_adapter
+from quire.models.hub import locate
+from quire.modelspec import ModelSpec
+from quire.request import Adapter
+
+
+@dataclass(slots=True)
+class AdapterRegistry:
+    """Adapters by the name that requests use as ``model``."""
+
+    spec: ModelSpec
+    max_rank: int  # of a slot; 0: the engine has none
+    base_names: tuple[str, ...]  # of the model, which no adapter may take
+    adapters: dict[str, Adapter]
+
+    @classmethod
+    def of(cls, config: EngineConfig, base_names: tuple[str, ...]) -> AdapterRegistry:
+        """Return the registry with what `LoraConfig.adapters` has.
+
+        Raises:
+            ConfigError: an adapter has a name of the model.
+        """
+        lora = config.lora
+        registry = cls(config.model.spec, 0 if lora is None else lora.max_rank, base_names, {})
+        for adapter in lora.adapters if lora is not None else ():
+            if adapter.name in base_names:
+                raise ConfigError(
+                    f"lora: {adapter.name!r} is the model's own name; give the adapter another one."
+                )
+            registry.adapters[adapter.name] = adapter
+        return registry
+
+    def read(self, name: str, path: str) -> Adapter:
+        """Return the adapter at ``path`` if it fits this engine, without adding it. Reads the disk, or the hub.
+
+        Raises:
+            RequestError: names the field; the text says what is wrong with the adapter.
+        """
+        if not self.max_rank:
+            raise RequestError(
+                "This engine has no room for adapters: start it with --max-loras (and --max-lora-rank).",
+                param="lora_name",
+            )
+        if not name or name in self.base_names:
+            raise RequestError(
+                f"{name!r} cannot be the name of an adapter: choose another.", param="lora_name"
+            )
+        try:
+            adapter = read_adapter(name, locate_adapter(path), self.spec).adapter
+        except ModelLoadError as error:
+            raise RequestError(str(error), param="lora_path") from None
+        if adapter.rank > self.max_rank:
+            raise RequestError(
+                f"The adapter at {path} has rank {adapter.rank}, and a slot of this engine holds {self.max_rank}: "
+                f"start it with --max-lora-rank {adapter.rank}.",
+                param="lora_path",
+            )
+        return adapter
+
+    def add(self, adapter: Adapter, *, replace: bool = False) -> None:
+        """Serve ``adapter`` from now on.
+
+        Raises:
+            RequestError: the name is taken, and ``replace`` is not set.
+        """
+        taken = self.adapters.get(adapter.name)
+        if taken is not None and not replace:
+            raise RequestError(
+                f"An adapter {adapter.name!r} is loaded already, from {taken.path}: unload it first, or choose another "
+                "name.",
+                param="lora_name",
+            )
+        self.adapters[adapter.name] = adapter
+
+    def load(self, name: str, path: str) -> None:
+        """`read` and `add`: for `quire.LLM`, whose caller waits."""
+        self.add(self.read(name, path))
+
+    def for_each(self, named: str | Sequence[str | None] | None, count: int) -> list[Adapter | None]:
+        """Return the adapter of each of ``count`` prompts: one name for all, or one for each (None: the model).
+
+        Raises:
+            RequestError: another number of names.
+            NotFoundError: there is no adapter of a name.
+        """
+        names = [named] * count if named is None or isinstance(named, str) else list(named)
+        if len(names) != count:
+            raise RequestError(
+                f"adapter has {len(names)} entries for {count} prompts: give one, or one for each prompt.",
+                param="adapter",
+            )
+        return [None if name is None else self.find(name, param="adapter") for name in names]
+
+    def remove(self, name: str) -> Adapter:
+        """Serve it no more; requests that have it go on.
+
+        Raises:
+            NotFoundError: there is no such adapter; lists those that are loaded.
+        """
+        adapter = self.find(name, param="lora_name")
+        del self.adapters[name]
+        return adapter
+
+    def find(self, name: str, *, param: str = "model") -> Adapter:
+        """Return the adapter of this name.
+
+        Raises:
+            NotFoundError: there is none; lists those that are loaded.
+        """
+        if name not in self.adapters:
+            raise NotFoundError(
+                f"There is no adapter {name!r} here. Loaded: {', '.join(map(repr, self.adapters)) or 'none'}.",
+                param=param,
+                code="model_not_found",
+            )
+        return self.adapters[name]
+
+
+def read_adapters(named: Sequence[str], spec: ModelSpec) -> tuple[Adapter, ...]:
+    """Return the adapters of ``--lora name=path …``, read and checked.
+
+    Raises:
+        ConfigError: not of that form, or a name twice.
+        ModelLoadError: what is wrong with an adapter.
+    """
+    found: dict[str, Adapter] = {}
+    for text in named:
+        name, _, path = text.partition("=")
+        if not name.strip() or not path.strip():
+            raise ConfigError(
+                f"lora = {text!r} must be name=path, with the folder of an adapter or its id on the hub"
+            )
+        if name in found:
+            raise ConfigError(f"lora: the name {name!r} is given twice; each adapter needs its own")
+        found[name] = read_adapter(name, locate_adapter(path), spec).adapter
+    return tuple(found.values())
+
+
+def locate_adapter(path: str) -> Path:
+    """Return the folder of an adapter, downloading it where it is "org/repo" on the hub.
+
+    Raises `ModelLoadError` in one line that says what to do.
+    """
+    folder = Path(path).expanduser()
+    if folder.exists():
+        return folder.resolve()
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise ModelLoadError(
+            f"there is no folder {path!r}: give the folder of a PEFT adapter, or its id on the hub."
+        )
+    return locate(path)

@@ -1,0 +1,96 @@
+"""Native adapters (csrc/cpu/lora_kernel.cpp): every slot's A and B as panels of 16 columns, at addresses that stay."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from quire.kernels import huge_pages
+from quire.kernels.linear.native import STEP
+from quire.kernels.lora.rows import AdapterRows
+from quire.kernels.lora.stack import LoraStack, LowRank
+from quire.kernels.registry import VECTOR_LEVELS, register
+from quire.kernels.threads import num_native_threads
+from quire.kernels.workspace import empty
+
+try:
+    from quire import _native as native
+except ImportError:  # no compiler at install
+    native = None  # type: ignore[assignment]
+
+COLUMNS = 16  # of A and of B, that lie together
+MAX_PARTS = 3
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def allocate(stack: LoraStack) -> None:
+    """``a``: a row a slot and part, with room for max_rank; ``b``: a row a slot, its parts one behind the other."""
+    assert len(stack.widths) <= MAX_PARTS, stack.widths
+    padded = _round_up(stack.in_features, STEP[stack.dtype])
+    rows = stack.num_slots * len(stack.widths)
+    columns = sum(_round_up(width, COLUMNS) for width in stack.widths)
+    stack.a = huge_pages.zeros(rows, stack.max_rank * padded, dtype=stack.dtype)
+    stack.b = huge_pages.zeros(stack.num_slots, stack.max_rank * columns, dtype=stack.dtype)
+
+
+def write(stack: LoraStack, slot: int, part: int, adapter: LowRank) -> None:
+    before = sum(_round_up(width, COLUMNS) for width in stack.widths[:part]) * stack.max_rank
+    # The reduced dimension goes last: k of A's ranks, ranks of B's outputs.
+    _write_panels(adapter.a, stack.a[slot * len(stack.widths) + part])
+    _write_panels(adapter.b, stack.b[slot, before:])
+
+
+def _write_panels(matrix: torch.Tensor, target: torch.Tensor) -> None:
+    """``[columns, k]`` → ``[columns/16, k/step, 16, step]``, filled up with zeros, at the start of ``target``."""
+    columns, k = matrix.shape
+    step = STEP[target.dtype]
+    padded = torch.zeros(_round_up(columns, COLUMNS), _round_up(k, step), dtype=target.dtype)
+    padded[:columns, :k] = matrix
+    panels = padded.view(-1, COLUMNS, padded.shape[1] // step, step).transpose(1, 2)
+    target[: padded.numel()].view(panels.shape).copy_(panels)
+
+
+def add_lora(
+    module: ModuleType, isa: str, x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows: AdapterRows
+) -> None:
+    assert x.stride(1) == 1
+    assert y.stride(1) == 1
+    num_rows, num_parts = y.shape[0], len(stack.widths)
+    if num_rows == 0:
+        return
+    scratch = empty(num_rows, num_parts * stack.max_rank, dtype=stack.dtype)
+    module.add_lora(
+        num_native_threads(),
+        isa,
+        stack.dtype == torch.bfloat16,
+        x.data_ptr(),
+        x.stride(0),
+        y.data_ptr(),
+        y.stride(0),
+        scratch.data_ptr(),
+        stack.a.data_ptr(),
+        stack.b.data_ptr(),
+        rows.order.ctypes.data,
+        rows.starts.ctypes.data,
+        stack.ranks.data_ptr(),
+        stack.scales.data_ptr(),
+        num_rows,
+        stack.in_features,
+        stack.num_slots,
+        num_parts,
+        stack.max_rank,
+        (*stack.widths, *(0,) * (MAX_PARTS - num_parts)),
+    )
+
+
+if native is not None and hasattr(native, "add_lora"):  # a build older than this source may lack it
+    for level in VECTOR_LEVELS:
+        if native.has_isa(level):
+            register("lora.allocate", level)(allocate)
+            register("lora.write", level)(write)
+            register("lora", level)(partial(add_lora, native, level))

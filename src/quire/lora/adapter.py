@@ -1,0 +1,185 @@
+"""`read_adapter`: a PEFT folder, checked whole against a model before any of it is used. Torch-free.
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight    A [rank, in_features]
+    └── PEFT's ────┘ └── the linear's name in checkpoints ┘
+
+Names go through the family's own weight map, so a fused ``qkv_proj`` (Phi-3) becomes three parts that share an A, each
+with its rows of B.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.adaptable import adaptable
+from quire.errors import ModelLoadError, UnsupportedModelError, nearest
+from quire.families import Take, weight_map
+from quire.lora.peft import CONFIG_NAME, PeftConfig, read_peft_config
+from quire.models.checkpoint import read_json
+from quire.models.safetensors_file import StoredTensor, map_file, read_safetensors
+from quire.modelspec import ModelSpec
+from quire.request import Adapter
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
+_OTHER_TENSORS = {
+    "lora_embedding_": "adapters of the token embedding are not supported",
+    "lora_magnitude_vector": "DoRA is not supported",
+    ".modules_to_save.": "whole modules beside the adapter are not supported",
+    ".lora_B.bias": "biases of lora_B are not supported",
+}
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """The adapter of one canonical matrix: ``scale · b[rows] a``."""
+
+    a: StoredTensor  # [rank, in_features]
+    b: StoredTensor  # [out_features of the stored linear, rank]
+    rows: slice  # of b, that belong to this matrix
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter on disk that fits the model. ``parts``: "layers.0.attn.q" … → what it adds there."""
+
+    adapter: Adapter
+    parts: Mapping[str, AdapterPart]
+
+
+def read_adapter(name: str, folder: Path, spec: ModelSpec) -> AdapterFile:
+    """Return the adapter in ``folder``: headers are read and checked, and the bytes hashed for its key.
+
+    Raises `ModelLoadError` for what is missing, damaged or does not fit ``spec``, naming the file and the tensor, and
+    `UnsupportedModelError` for what is more than plain LoRA.
+    """
+    config_path, weights_path = folder / CONFIG_NAME, folder / WEIGHTS_NAME
+    if not config_path.is_file():
+        raise ModelLoadError(
+            f"{folder} has no {CONFIG_NAME}: it is no PEFT adapter. Give the folder that save_pretrained wrote."
+        )
+    if not weights_path.is_file() and (folder / "adapter_model.bin").is_file():
+        raise ModelLoadError(
+            f"{folder} has adapter_model.bin and no {WEIGHTS_NAME}; pickles can run code and are not read: save it as "
+            "safetensors."
+        )
+    config = read_peft_config(config_path, read_json(config_path))
+    stored = read_safetensors(weights_path)
+    parts = _parts(weights_path, config, stored, spec)
+    rank = max(part.rank for part in parts.values())
+    return AdapterFile(Adapter(name, str(folder), _digest(config_path, weights_path), rank), parts)
+
+
+def _digest(*paths: Path) -> str:
+    """The content's name: what separates the prefix caches of adapters, and tells that a file was changed."""
+    digest = hashlib.blake2b(b"quire.adapter.v1", digest_size=16)
+    for path in paths:
+        content = map_file(path)
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _parts(
+    path: Path, config: PeftConfig, stored: Mapping[str, StoredTensor], spec: ModelSpec
+) -> dict[str, AdapterPart]:
+    modules = _Modules(spec)
+    pairs = _pairs(path, stored, modules)
+    parts: dict[str, AdapterPart] = {}
+    for module, pair in pairs.items():
+        if set(pair) != {"A", "B"}:
+            have = next(iter(pair))
+            raise ModelLoadError(
+                f"{path}: {module} has lora_{have} and no lora_{'B' if have == 'A' else 'A'}."
+            )
+        (a_name, a), (b_name, b) = pair["A"], pair["B"]
+        out_features, in_features = modules.shapes[module]
+        rank = config.rank_of(module)
+        _check(path, a_name, a, (rank, in_features), f"rank {rank} and {in_features} inputs of {module}")
+        _check(path, b_name, b, (out_features, rank), f"{out_features} outputs of {module} and rank {rank}")
+        for canonical, take in modules.takes[module]:
+            rows = slice(take.start, take.stop, take.step)
+            parts[canonical] = AdapterPart(a, b, rows, config.scale_of(module))
+    missing = [module for module in modules.takes if module not in pairs and config.expects(module)]
+    if missing:
+        raise ModelLoadError(
+            f"{path}: {_PREFIX}{missing[0]}.lora_A.weight is missing, and target_modules of {CONFIG_NAME} names it; "
+            "the file is incomplete, or the adapter was trained on another model."
+        )
+    if not parts:
+        raise ModelLoadError(f"{path} holds no tensors.")
+    return parts
+
+
+def _pairs(
+    path: Path, stored: Mapping[str, StoredTensor], modules: _Modules
+) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
+    """Return linear → "A" and "B" → (name in the file, tensor)."""
+    pairs: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
+    for name, tensor in stored.items():
+        for mark, why in _OTHER_TENSORS.items():
+            if mark in name:
+                raise UnsupportedModelError(f"{path}: {name}: {why}.")
+        match = _LOW_RANK.fullmatch(name.removeprefix(_PREFIX))
+        if match is None:
+            raise UnsupportedModelError(
+                f"{path}: {name} is no lora_A or lora_B: trained modules beside an adapter are not supported."
+            )
+        module = modules.find(path, name, match["module"])
+        pairs.setdefault(module, {})[match["which"]] = (name, tensor)
+    return pairs
+
+
+def _check(path: Path, name: str, stored: StoredTensor, shape: tuple[int, int], meaning: str) -> None:
+    if stored.shape != shape:
+        raise ModelLoadError(
+            f"{path}: {name} has shape {list(stored.shape)}, and {meaning} ask for {list(shape)}; the adapter was "
+            "trained on another model, or its configuration is another's."
+        )
+    if stored.dtype not in _FLOATS:
+        raise ModelLoadError(f"{path}: {name} is of type {stored.dtype}; allowed are {', '.join(_FLOATS)}.")
+
+
+class _Modules:
+    """The linears of a model by their names in checkpoints, which are those that PEFT writes."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.takes: dict[str, list[tuple[str, Take]]] = {}  # linear → its matrices here
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._others: set[str] = set()
+        allowed = adaptable(spec)
+        for canonical, takes in weight_map(spec).sources.items():
+            matrix, take = canonical.removesuffix(".weight"), takes[0]
+            if matrix in allowed and len(take.names) == 1 and take.dim == 0 and not take.transpose:
+                module = take.names[0].removesuffix(".weight")
+                self.takes.setdefault(module, []).append((matrix, take))
+                self.shapes[module] = take.shape
+            else:
+                self._others.update(name.removesuffix(".weight") for each in takes for name in each.names)
+        self._others.add("lm_head")
+
+    def find(self, path: Path, tensor: str, module: str) -> str:
+        """Return the linear that a tensor's ``module`` names; trained on the bare decoder, it lacks "model."."""
+        for name in (module, f"model.{module}"):
+            if name in self.takes:
+                return name
+        if module in self._others or f"model.{module}" in self._others or ".experts." in module:
+            raise UnsupportedModelError(
+                f"{path}: {tensor}: an adapter of {module} is not supported; those of attention, dense MLPs and shared "
+                "experts are."
+            )
+        raise ModelLoadError(
+            f"{path}: {tensor}: this model has no linear {module!r}{nearest(module, self.takes)}; the adapter was "
+            "trained on another model."
+        )

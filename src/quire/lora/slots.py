@@ -1,0 +1,77 @@
+"""`LoraSlots`: the adapters that a worker holds, loaded into slots as plans say."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from quire.errors import ModelLoadError, QuireError
+from quire.kernels.lora import LoraStack, LowRank, write_slot
+from quire.lora.adapter import AdapterFile, AdapterPart, read_adapter
+from quire.models.stored_weights import view
+from quire.modelspec import ModelSpec
+from quire.request import Adapter
+
+
+class LoraSlots:
+    """``places``: "layers.0.attn.q" … → (the stack of its linear, which part of it).
+
+    An adapter that cannot be loaded fails the sequences that want it, and nobody else: `failure` says why, and tries
+    again first, since the file may have come back.
+    """
+
+    def __init__(self, spec: ModelSpec, places: Mapping[str, tuple[LoraStack, int]]) -> None:
+        self._spec = spec
+        self._places = places
+        self._stacks = list({id(stack): stack for stack, _ in places.values()}.values())
+        self._held: dict[int, Adapter] = {}
+        self._failed: dict[int, str] = {}
+
+    def load(self, slot: int, adapter: Adapter) -> None:
+        """Make ``adapter`` the content of ``slot`` (from 1 on)."""
+        self._held[slot] = adapter
+        self._failed.pop(slot, None)
+        try:
+            self._write(slot, _read_again(adapter, self._spec))
+        except (QuireError, OSError) as error:
+            self._clear(slot)
+            self._failed[slot] = f"The adapter {adapter.name!r} cannot be loaded: {error}"
+
+    def failure(self, slot: int) -> str | None:
+        """Return why ``slot`` cannot be used, or None."""
+        if slot not in self._held:
+            return f"adapter slot {slot} is empty."
+        if slot in self._failed:
+            self.load(slot, self._held[slot])
+        return self._failed.get(slot)
+
+    def _write(self, slot: int, file: AdapterFile) -> None:
+        stacks: dict[int, dict[int, LowRank]] = defaultdict(dict)
+        for canonical, part in file.parts.items():
+            stack, index = self._places[canonical]
+            if part.rank > stack.max_rank:
+                raise ModelLoadError(f"its rank is {part.rank} and a slot has room for {stack.max_rank}")
+            stacks[id(stack)][index] = _low_rank(part, stack.dtype)
+        for stack in self._stacks:
+            write_slot(stack, slot, stacks.get(id(stack), {}))
+
+    def _clear(self, slot: int) -> None:
+        for stack in self._stacks:
+            write_slot(stack, slot, {})
+
+
+def _read_again(adapter: Adapter, spec: ModelSpec) -> AdapterFile:
+    """Read what a request names by its content: a changed file would answer what nobody asked, and poison the cache."""
+    file = read_adapter(adapter.name, Path(adapter.path), spec)
+    if file.adapter.key != adapter.key:
+        raise ModelLoadError(
+            f"{adapter.path} has changed since it was registered: unload it and load it again"
+        )
+    return file
+
+
+def _low_rank(part: AdapterPart, dtype: torch.dtype) -> LowRank:
+    return LowRank(view(part.a).to(dtype), view(part.b)[part.rows].to(dtype), part.scale)

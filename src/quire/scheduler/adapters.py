@@ -1,0 +1,125 @@
+"""`AdapterSlots`: which LoRA adapter lies in which slot of the workers, and who may enter while slots are short.
+
+A slot is in use while a sequence runs with its adapter. What is not in use stays where it is until another adapter
+needs the room: the least recently used goes first. So a plan never names more adapters than there are slots.
+
+**Fairness.** A sequence whose adapter has no slot is passed over, and waits; others behind it may enter. So that it
+does not wait for ever behind newcomers of the adapters that are in, each adapter that waits for a slot closes one that
+is in use, the one loaded first, to all who rank behind. That slot's sequences end, and then it is free. Who takes it is
+loaded last, so adapters take turns, and everybody waits at most for the sequences that ran when its turn came. Requests
+of the base model never wait for a slot (but behind more than 128 who do, see `planner`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from quire.request import Adapter
+from quire.step import AdapterMove
+
+
+class AdapterSlots:
+    """Slots 1 … ``num_slots``; 0 is the base model."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.num_loads = 0
+        self._free = list(range(num_slots, 0, -1))
+        self._slots: dict[str, int] = {}  # key of an adapter → its slot, in order of loading
+        self._users: dict[str, int] = {}  # key → sequences that run with it
+        self._idle: OrderedDict[str, None] = OrderedDict()  # keys without users, least recently used first
+        self._moves: list[AdapterMove] = []  # for the next plan
+
+    @property
+    def num_in_use(self) -> int:
+        """Different adapters of the running sequences."""
+        return len(self._users)
+
+    def slot_of(self, adapter: Adapter | None) -> int:
+        """Return the slot of a running sequence's adapter."""
+        return 0 if adapter is None else self._slots[adapter.key]
+
+    def has_room(self, adapter: Adapter) -> bool:
+        """Tell whether a sequence with ``adapter`` could run now."""
+        return adapter.key in self._slots or bool(self._free or self._idle)
+
+    def oldest_in_use(self, count: int) -> set[str]:
+        """Return the keys of the ``count`` adapters in use that were loaded first."""
+        return {
+            key for key, _ in zip((k for k in self._slots if k in self._users), range(count), strict=False)
+        }
+
+    def enter(self, adapter: Adapter | None) -> None:
+        """A sequence starts to run; there is room."""
+        if adapter is None:
+            return
+        key = adapter.key
+        if key not in self._slots:
+            self._load(adapter)
+        self._idle.pop(key, None)
+        self._users[key] = self._users.get(key, 0) + 1
+
+    def leave(self, adapter: Adapter | None) -> None:
+        """A sequence runs no more."""
+        if adapter is None:
+            return
+        key = adapter.key
+        self._users[key] -= 1
+        if self._users[key] == 0:
+            del self._users[key]
+            self._idle[key] = None
+
+    def take_moves(self) -> tuple[AdapterMove, ...]:
+        """Return what the workers have to load before the step being planned."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+    def repeat(self, moves: Iterable[AdapterMove]) -> None:
+        """A step failed, and the workers may not have seen its moves: what still counts of them goes again."""
+        lost = [move for move in moves if self._slots.get(move.adapter.key) == move.slot]
+        self._moves = [*lost, *self._moves]
+
+    def check_integrity(self, running: Iterable[Adapter | None]) -> None:
+        """Raise AssertionError where the books disagree with who runs. For tests."""
+        users: dict[str, int] = {}
+        for adapter in running:
+            if adapter is not None:
+                users[adapter.key] = users.get(adapter.key, 0) + 1
+        assert users == self._users, (users, self._users)
+        assert len(users) <= self.num_slots
+        held = sorted(self._slots.values())
+        assert sorted([*held, *self._free]) == list(range(1, self.num_slots + 1)), (held, self._free)
+        assert set(self._slots) == set(self._users) | set(self._idle)
+        assert not set(self._users) & set(self._idle)
+
+    def _load(self, adapter: Adapter) -> None:
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._slots.pop(self._idle.popitem(last=False)[0])
+        self._slots[adapter.key] = slot
+        self._moves = [move for move in self._moves if move.slot != slot]
+        self._moves.append(AdapterMove(slot, adapter))
+        self.num_loads += 1
+
+
+class Turnstile:
+    """Who may enter in one plan, asked in order of rank."""
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        self._slots = slots
+        self._blocked: set[str] = set()  # adapters that found no slot
+        self._closed: set[str] = set()  # adapters whose slots they wait for
+
+    def lets_in(self, adapter: Adapter | None) -> bool:
+        """Tell whether a sequence with ``adapter`` may enter before all who are asked about later."""
+        if adapter is None:
+            return True
+        if adapter.key in self._closed:
+            return False
+        if adapter.key not in self._blocked and self._slots.has_room(adapter):
+            return True
+        self._blocked.add(adapter.key)
+        self._closed = self._slots.oldest_in_use(len(self._blocked))
+        return False

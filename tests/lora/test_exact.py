@@ -1,0 +1,122 @@
+"""Three adapters and the base model in random traffic over two slots: each sequence as it is alone, bit for bit.
+
+Alone, an adapter lies in slot 1 and nothing else runs; together it lies wherever there was room, is thrown out and
+loaded again, and its sequences are cached, forked, preempted and chunked beside those of the others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.exact.engine_run import Policy, Tally
+from tests.exact.models import MODELS
+from tests.exact.suite import Case, serve_and_check, truth_of
+from tests.lora.peft_files import tensors, write_adapter
+
+from quire.adaptable import adaptable
+from quire.families import weight_map
+from quire.kernels.registry import NATIVE_LEVELS, backends
+from quire.lora.adapter import read_adapter
+from quire.models import random_weights
+from quire.modelspec import ModelSpec
+from quire.request import Adapter
+from quire.runner.model_runner import ModelRunner
+
+LEVELS = ("reference", *(level for level in NATIVE_LEVELS if level in backends("linear")))
+POLICY = Policy("continuous", "fcfs", 48)
+
+
+@pytest.fixture(autouse=True)
+def lively_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_weights, "STD", 0.3)
+
+
+def make_adapters(folder: Path, spec: ModelSpec) -> tuple[Adapter, ...]:
+    """Of ranks 3, 8 and 17: on every linear, on some, and on one of a fused pair."""
+    sources = weight_map(spec).sources
+    shapes = {
+        sources[f"{name}.weight"][0].names[0].removesuffix(".weight"): torch.Size(shape)
+        for name, shape in adaptable(spec).items()
+    }
+    found = []
+    for index, (rank, some) in enumerate(((3, ""), (8, "self_attn"), (17, "v_proj"))):
+        chosen = {name: shape for name, shape in shapes.items() if some in name}
+        stored = tensors(chosen or shapes, rank, seed=index, std=0.4)
+        targets = sorted({name.rpartition(".")[2] for name in chosen or shapes})
+        path = write_adapter(folder / str(index), stored, r=rank, target_modules=targets)
+        found.append(read_adapter(f"adapter-{index}", path, spec).adapter)
+    return tuple(found)
+
+
+def case_of(folder: Path, model: str, seed: int, dtype: str, level: str, **more: object) -> Case:
+    adapters = make_adapters(folder, MODELS[model]())
+    return Case(model, dtype, seed, cpu_isa=level, adapters=adapters, **more)  # type: ignore[arg-type]
+
+
+def test_the_traffic_covers_what_it_claims(tmp_path: Path) -> None:
+    """Slots are fought for, and adapters make a difference."""
+    case = case_of(tmp_path, "llama", 42, "float32", LEVELS[-1], num_requests=48)
+    tally = Tally()
+    for policy in (POLICY, Policy("static", "priority", 256), Policy("dynamic", "longest-prefix", 16)):
+        tally += serve_and_check(case, policy).tally
+    assert tally.num_preemptions > 0, tally
+    assert tally.num_forks > 0, tally
+    assert tally.num_cached_tokens > 0, tally
+    assert tally.num_adapter_loads > 3 * len(case.adapters), tally
+    with_adapters = truth_of(case).outputs
+    base = truth_of(Case("llama", "float32", 42, num_requests=48, cpu_isa=LEVELS[-1])).outputs
+    adapted = {job.request.request_id for job in truth_of(case).jobs if job.request.adapter is not None}
+    for key, output in with_adapters.items():
+        if key[0] not in adapted:
+            assert output == base[key], f"{key}: the base model beside adapters is not the base model"
+    assert sum(with_adapters[key] != base[key] for key in base if key[0] in adapted) > len(adapted) / 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_level(level: str, dtype: str, tmp_path: Path) -> None:
+    """The reference is slow, and has no threads of its own."""
+    few = level == "reference"
+    case = case_of(tmp_path, "llama", 31, dtype, level, num_requests=4 if few else 12)
+    serve_and_check(case, POLICY, num_threads=1 if few else 2)
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    """Its steps run call by call."""
+    serve_and_check(
+        case_of(tmp_path, "latent", 32, "bfloat16", LEVELS[1 % len(LEVELS)], num_requests=12), POLICY
+    )
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_beside_quantized_weights(quantize: str, tmp_path: Path) -> None:
+    level = LEVELS[1 % len(LEVELS)]
+    serve_and_check(
+        case_of(tmp_path, "llama", 33, "bfloat16", level, num_requests=12, quantize=quantize), POLICY
+    )
+
+
+def test_replayed_steps_equal_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if len(LEVELS) == 1:
+        pytest.skip("the native extension is not built")
+    case = case_of(tmp_path, "llama", 34, "bfloat16", LEVELS[1], num_requests=12)
+    truth_of(case)
+    monkeypatch.setattr(ModelRunner, "record", lambda self, buffers: None)
+    serve_and_check(case, POLICY)
+
+
+def test_failed_steps_leave_no_trace(tmp_path: Path) -> None:
+    """A step that the worker never saw had adapters to load: they are loaded with the next."""
+    case = case_of(tmp_path, "llama", 35, "float32", LEVELS[-1], num_requests=40)
+    run = serve_and_check(case, Policy("continuous", "priority", 40), fail_every=7)
+    assert run.tally.num_failures >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_more_seeds(seed: int, tmp_path: Path) -> None:
+    level = LEVELS[seed % len(LEVELS)]
+    case = case_of(tmp_path, "llama", seed, ("float32", "bfloat16")[seed % 2], level, max_loras=1 + seed % 3)
+    serve_and_check(case, Policy("continuous", ("fcfs", "priority")[seed % 2], (16, 48, 256)[seed % 3]))
