@@ -50,8 +50,8 @@ def make_scenario(seed: int) -> Scenario:
     """Draw a scenario. Twelve seeds in a row cover every gate × order pair, 36 those with 1, 2 and 4 in flight."""
     rng = random.Random(f"adapters-{seed}")
     scenario = _draw(seed)
-    scheduler = replace(scenario.scheduler, max_loras=rng.choice((1, 2, 3, 5)))
-    return replace(scenario, scheduler=scheduler, adapter_rate=rng.choice((0.1, 0.3, 0.9)))
+    scheduler = replace(scenario.scheduler, max_loras=rng.choice((1, 2, 5, 5)))
+    return replace(scenario, scheduler=scheduler, adapter_rate=rng.choice((0.1, 0.1, 0.1, 0.9)))
 
 
 def _draw(seed: int) -> Scenario:

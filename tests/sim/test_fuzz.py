@@ -38,7 +38,7 @@ COVERAGE = {
     "chunks": 1500,
     "mixed steps": 500,
     "moves": 1000,
-    "adapter loads": 500,
+    "adapter loads": 200,
     "adapter waits": 300,
     "merge": 500,
     "fill": 20,

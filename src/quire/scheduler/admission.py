@@ -68,8 +68,7 @@ def refused(
 
 def _new_sequence(state: SchedulerState, group: RequestState, sample_index: int) -> None:
     request = group.request
-    adapter = "" if request.adapter is None else request.adapter.key
-    table = state.cache.new_table(adapter=adapter, cache_salt=request.cache_salt)
+    table = state.new_table(request)
     seq = Sequence(state.next_seq_id, group, sample_index, table, state.config.max_model_len)
     seq.key = sort_key(state.config.order, seq)
     state.next_seq_id += 1
@@ -95,7 +94,7 @@ def _never_fits(state: SchedulerState, request: Request) -> str | None:
     config = state.config
     num_prompt = len(request.prompt_token_ids)
     if request.adapter is not None and state.adapters.num_slots == 0:
-        return "never_fits", (
+        return (
             f"The request wants the adapter {request.adapter.name!r}, and this engine has no room for adapters: start "
             "it with --max-loras."
         )

@@ -117,7 +117,7 @@ def _is_ahead(order: OrderKind, seq: Sequence, request: Request) -> bool:
 
 def _num_rows(state: SchedulerState, request: Request) -> int:
     """Rows of its own prompt, without those that the prefix tree has now."""
-    table = state.cache.new_table(adapter=request.adapter, cache_salt=request.cache_salt)
+    table = state.new_table(request)
     return len(request.prompt_token_ids) - state.cache.match(table, request.prompt_token_ids).num_tokens
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from quire.cache.block_table import BlockTable
 from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
 from quire.metrics.engine_stats import STEP_TOKENS
 from quire.metrics.histogram import Histogram
-from quire.request import FinishReason, TokenEvent, TokenLogprobs
-from quire.scheduler.deadline_heap import Deadlines
+from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
+from quire.scheduler.deadline_heap import Deadlines
 from quire.scheduler.gate import Gate
 from quire.scheduler.order import WaitingQueue, sort_key
 from quire.scheduler.pace import Pace
@@ -82,6 +83,11 @@ class SchedulerState:
     next_step: int = 0
     next_seq_id: int = 0
     next_turn: int = 1
+
+    def new_table(self, request: Request) -> BlockTable:
+        """Return an empty table for a sequence of ``request``: its blocks are its adapter's and its salt's alone."""
+        adapter = "" if request.adapter is None else request.adapter.key
+        return self.cache.new_table(adapter=adapter, cache_salt=request.cache_salt)
 
     def enqueue(self, seq: Sequence) -> None:
         """Let a sequence wait."""
