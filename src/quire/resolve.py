@@ -74,7 +74,7 @@ def resolve(
     """
     dtype = _dtype(args.dtype, spec)
     plan = plan_weights(spec, stored or {}, args.quantize, args.quantize_head)
-    lora = _lora(args, tuple(adapters))
+    lora = _lora(args, tuple(adapters), device)
     weights = spec.weight_bytes(dtype, plan.formats) + _slot_bytes(lora, spec, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype)
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights)
@@ -116,7 +116,7 @@ def resolve(
     )
 
 
-def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
+def _lora(args: EngineArgs, adapters: tuple[Adapter, ...], device: DeviceInfo) -> LoraConfig | None:
     """Room for every adapter that is there from the start, unless something else is said."""
     ranks = [adapter.rank for adapter in adapters]
     max_loras = len(ranks) if args.max_loras is None else args.max_loras
@@ -126,6 +126,10 @@ def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
                 "max_loras = 0 leaves no slot for the adapters of lora: raise it, or leave lora out"
             )
         return None
+    if device.kind != "cpu":
+        raise ConfigError(
+            f"lora and max_loras: adapters run on a CPU, and the device is {device.name}: leave them out"
+        )
     highest = max(ranks, default=DEFAULT_LORA_RANK)
     max_rank = highest if args.max_lora_rank is None else args.max_lora_rank
     if max_rank < max(ranks, default=0):

@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from quire.adaptable import adaptable
+from quire.families import weight_map
+from quire.lora.adapter import read_adapter
+from quire.modelspec import ModelSpec
+from quire.request import Adapter
+
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG: dict[str, Any] = {
     "peft_type": "LORA",
@@ -66,15 +72,18 @@ def write_adapter(folder: Path, stored: dict[str, torch.Tensor], **changes: Any)
     return folder
 
 
-def merged(
-    base: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], scale: float
-) -> dict[str, torch.Tensor]:
-    """The checkpoint with ``W + scale · B A`` in fp32 for every linear that the adapter has."""
-    found = dict(base)
-    for name in stored:
-        if name.endswith(".lora_A.weight"):
-            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            low, high = stored[name].float(), stored[name.replace("lora_A", "lora_B")].float()
-            weight = found[f"{module}.weight"]
-            found[f"{module}.weight"] = (weight.float() + scale * high @ low).to(weight.dtype)
-    return found
+def make_adapters(folder: Path, spec: ModelSpec) -> tuple[Adapter, ...]:
+    """Of ranks 3, 8 and 17: on every linear, on some, and on one of a fused pair."""
+    sources = weight_map(spec).sources
+    shapes = {
+        sources[f"{name}.weight"][0].names[0].removesuffix(".weight"): torch.Size(shape)
+        for name, shape in adaptable(spec).items()
+    }
+    found = []
+    for index, (rank, some) in enumerate(((3, ""), (8, "self_attn"), (17, "v_proj"))):
+        chosen = {name: shape for name, shape in shapes.items() if some in name}
+        stored = tensors(chosen or shapes, rank, seed=index, std=0.4)
+        targets = sorted({name.rpartition(".")[2] for name in chosen or shapes})
+        path = write_adapter(folder / str(index), stored, r=rank, target_modules=targets)
+        found.append(read_adapter(f"adapter-{index}", path, spec).adapter)
+    return tuple(found)

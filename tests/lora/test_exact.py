@@ -9,19 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from tests.exact.engine_run import Policy, Tally
 from tests.exact.models import MODELS
 from tests.exact.suite import Case, serve_and_check, truth_of
-from tests.lora.peft_files import tensors, write_adapter
+from tests.lora.peft_files import make_adapters
 
-from quire.adaptable import adaptable
-from quire.families import weight_map
 from quire.kernels.registry import NATIVE_LEVELS, backends
-from quire.lora.adapter import read_adapter
 from quire.models import random_weights
-from quire.modelspec import ModelSpec
-from quire.request import Adapter
 from quire.runner.model_runner import ModelRunner
 
 LEVELS = ("reference", *(level for level in NATIVE_LEVELS if level in backends("linear")))
@@ -31,23 +25,6 @@ POLICY = Policy("continuous", "fcfs", 48)
 @pytest.fixture(autouse=True)
 def lively_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_weights, "STD", 0.3)
-
-
-def make_adapters(folder: Path, spec: ModelSpec) -> tuple[Adapter, ...]:
-    """Of ranks 3, 8 and 17: on every linear, on some, and on one of a fused pair."""
-    sources = weight_map(spec).sources
-    shapes = {
-        sources[f"{name}.weight"][0].names[0].removesuffix(".weight"): torch.Size(shape)
-        for name, shape in adaptable(spec).items()
-    }
-    found = []
-    for index, (rank, some) in enumerate(((3, ""), (8, "self_attn"), (17, "v_proj"))):
-        chosen = {name: shape for name, shape in shapes.items() if some in name}
-        stored = tensors(chosen or shapes, rank, seed=index, std=0.4)
-        targets = sorted({name.rpartition(".")[2] for name in chosen or shapes})
-        path = write_adapter(folder / str(index), stored, r=rank, target_modules=targets)
-        found.append(read_adapter(f"adapter-{index}", path, spec).adapter)
-    return tuple(found)
 
 
 def case_of(folder: Path, model: str, seed: int, dtype: str, level: str, **more: object) -> Case:
@@ -84,7 +61,7 @@ def test_every_level(level: str, dtype: str, tmp_path: Path) -> None:
 
 
 def test_latent_attention(tmp_path: Path) -> None:
-    """Its steps run call by call."""
+    """Parts of other kinds: q_a and kv_a in one, q_b, o."""
     serve_and_check(
         case_of(tmp_path, "latent", 32, "bfloat16", LEVELS[1 % len(LEVELS)], num_requests=12), POLICY
     )

@@ -14,8 +14,8 @@ import torch
 from quire.kernels.attention import AttentionShape, attention
 from quire.kernels.kv_view import KvView
 from quire.kernels.linear import HeadMatrices, head_linear, pack_heads
-from quire.kernels.pointwise import copy_heads
 from quire.kernels.lora import AdapterRows
+from quire.kernels.pointwise import copy_heads
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.kernels.rope import apply_rope, store_kv
