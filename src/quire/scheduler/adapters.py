@@ -5,9 +5,9 @@ needs the room: the least recently used goes first. So a plan never names more a
 
 **Fairness.** A sequence whose adapter has no slot is passed over, and waits; others behind it may enter. So that it
 does not wait for ever behind newcomers of the adapters that are in, each adapter that waits for a slot closes one that
-is in use, the one loaded first, to all who rank behind. That slot's sequences end, and then it is free. Who takes it is
-loaded last, so adapters take turns, and everybody waits at most for the sequences that ran when its turn came. Requests
-of the base model never wait for a slot (but behind more than 128 who do, see `planner`).
+is in use, the one loaded first, to requests behind it that have not begun. Its sequences end, and then it is free. Who
+takes it is loaded last, so adapters take turns, and everybody waits at most for the requests that ran when its turn
+came. Requests of the base model never wait for a slot (but behind more than 128 who do, see `planner`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from quire.request import Adapter
+from quire.scheduler.sequence import Sequence, SequenceState
 from quire.step import AdapterMove
 
 
@@ -112,12 +113,13 @@ class Turnstile:
         self._blocked: set[str] = set()  # adapters that found no slot
         self._closed: set[str] = set()  # adapters whose slots they wait for
 
-    def lets_in(self, adapter: Adapter | None) -> bool:
-        """Tell whether a sequence with ``adapter`` may enter before all who are asked about later."""
+    def lets_in(self, seq: Sequence) -> bool:
+        """Tell whether ``seq`` may enter before all who are asked about later."""
+        adapter = seq.group.request.adapter
         if adapter is None:
             return True
-        if adapter.key in self._closed:
-            return False
+        if adapter.key in self._closed:  # but beams of one search wait for each other
+            return any(each.state is SequenceState.RUNNING for each in seq.group.sequences)
         if adapter.key not in self._blocked and self._slots.has_room(adapter):
             return True
         self._blocked.add(adapter.key)

@@ -159,7 +159,7 @@ class Planner:
         for seq in _in_order_of_entry(state, seats):
             if self._budget.left == 0 or seats == 0 or len(state.running) >= config.max_num_seqs:
                 break
-            if not turnstile.lets_in(seq.group.request.adapter):
+            if not turnstile.lets_in(seq):
                 continue
             if not self._admit_one(seq):
                 break
