@@ -27,6 +27,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (0, ("families",)),
     (0, ("config",)),
     (0, ("args",)),
+    (1, ("gpu",)),
     (1, ("device",)),
     (1, ("metrics",)),
     (1, ("cache",)),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
+DEVICES = ("auto", "cpu", "cuda", "interpret")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "random")
 ISAS = ("auto", "reference", "scalar", "avx2", "avx512", "amx")
 # The names of quire.text.output.FORMATS (a test compares them: nothing here imports what needs reading).
@@ -70,14 +71,16 @@ class EngineArgs:
                                       "can hold it].", group="Memory", low=1)  # fmt: skip
     kv_memory: str | int | None = _flag(None, "Memory for the KV cache, e.g. 4GiB [half of what the weights leave "
                                         "available].", group="Memory")  # fmt: skip
-    kv_dtype: str = _flag("auto", "Type of the KV cache; auto is the compute type, int8 takes half of bfloat16.",
-                          group="Memory", choices=("auto", "int8"))  # fmt: skip
+    kv_dtype: str = _flag("auto", "Type of the KV cache; auto is the compute type, int8 and (on a GPU) fp8 take half "
+                          "of bfloat16.", group="Memory", choices=("auto", "int8", "fp8"))  # fmt: skip
     num_kv_blocks: int | None = _flag(
         None, "KV cache in blocks, instead of --kv-memory.", group="Memory", low=2
     )
     gpu_memory_utilization: float | None = _flag(
         None, "Share (0…1) of the available memory for weights and KV cache together.", group="Memory",
         low=0.01, high=1.0)  # fmt: skip
+    gpu_memory: str | int | None = _flag(None, "Memory of the GPU for everything, e.g. 60GiB [90 % of what is free].",
+                                         group="Memory")  # fmt: skip
     block_size: int = _flag(16, "Tokens in a KV block.", group="Memory", low=1, high=256)
     enable_prefix_caching: bool = _flag(True, "Reuse the KV blocks of equal prefixes.", group="Memory")
     max_num_seqs: int = _flag(256, "Sequences running at once.", group="Scheduling", low=1, high=65536)
@@ -88,6 +91,10 @@ class EngineArgs:
     enable_chunked_prefill: bool = _flag(True, "Split long prompts over steps.", group="Scheduling")
     dynamic_max_wait_ms: float = _flag(50.0, "Dynamic gate: a batch starts when full, or after this many "
                                        "milliseconds.", group="Scheduling", low=0.0)  # fmt: skip
+    device: str = _flag("auto", "Where the model runs; auto is a GPU that can, else the CPU. interpret: a GPU's "
+                        "kernels in Triton's interpreter, for tests.", group="Execution", choices=DEVICES)  # fmt: skip
+    batch_invariant: bool = _flag(False, "On a GPU: tokens do not depend on the batch, as on a CPU; slower.",
+                                  group="Execution")  # fmt: skip
     threads: int | None = _flag(
         None, "Compute threads [physical cores].", group="Execution", low=1, high=1024
     )

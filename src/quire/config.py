@@ -19,13 +19,16 @@ ORDERS: tuple[OrderKind, ...] = ("fcfs", "priority", "shortest-first", "longest-
 class DeviceInfo:
     """What the machine offers, found once before `resolve`."""
 
-    kind: Literal["cpu", "cuda"]
+    kind: Literal[
+        "cpu", "cuda", "interpret"
+    ]  # interpret: a GPU's kernels in Triton's interpreter, on the CPU
     name: str  # "AMD EPYC (2 cores)"
     num_cores: int  # physical cores this process may use
     memory_total_bytes: int
     memory_available_bytes: int  # the lesser of MemAvailable and what the cgroup leaves
     isa: str = "scalar"  # cpu: scalar | avx2 | avx512 (with VNNI and BF16) | amx
     native: bool = False  # the native extension is importable
+    capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,9 @@ class RunnerConfig:
     """How a worker executes."""
 
     num_threads: int
-    cpu_isa: str = "reference"  # level of the native kernels; "reference": torch alone
+    # Level of the native kernels; "reference": torch alone; on a GPU "triton", or "invariant" to the batch.
+    cpu_isa: str = "reference"
+    graphs: bool = True  # on a GPU: decode steps are captured and replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +117,8 @@ class EngineConfig:
     device: DeviceInfo
     slo: SloConfig | None = None
     lora: LoraConfig | None = None  # None: the base model alone
+
+    @property
+    def determinism(self) -> Literal["exact", "batch-dependent"]:
+        """Whether tokens depend on what else is in the batch: only with a GPU's faster kernels (DESIGN §1.3)."""
+        return "batch-dependent" if self.runner.cpu_isa == "triton" else "exact"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from quire.config import DeviceInfo
+from quire.errors import ConfigError
+from quire.gpu import find_gpu, gpu_problem
 
 try:
     from quire import _native
@@ -14,8 +17,32 @@ except ImportError:  # no compiler at install: the reference kernels run, and `q
     _native = None  # type: ignore[assignment]
 
 
-def detect_device() -> DeviceInfo:
-    """Return the CPU as this process may use it: affinity, cgroup limits and MemAvailable respected."""
+def detect_device(wanted: str = "cpu") -> DeviceInfo:
+    """Return where ``wanted`` (`quire.args.DEVICES`) runs. "auto" is a GPU that Quire can use, else the CPU.
+
+    Raises:
+        ConfigError: "cuda" without a GPU that can be used, and why.
+    """
+    if wanted in ("auto", "cuda"):
+        gpu = find_gpu()
+        problem = gpu if isinstance(gpu, str) else gpu_problem(gpu)
+        if problem is None and not isinstance(gpu, str):
+            return DeviceInfo(
+                "cuda", gpu.name, num_physical_cores(), gpu.memory_total_bytes, gpu.memory_available_bytes,
+                capability=gpu.capability,
+            )  # fmt: skip
+        if wanted == "cuda":
+            raise ConfigError(
+                f"device = 'cuda' cannot be used: {problem} device = 'cpu' runs on this machine's CPU."
+            )
+    cpu = _cpu()
+    if wanted == "interpret":
+        return replace(cpu, kind="interpret", isa="scalar", native=False, capability=(9, 0))
+    return cpu
+
+
+def _cpu() -> DeviceInfo:
+    """The CPU as this process may use it: affinity, cgroup limits and MemAvailable respected."""
     total, available = memory_bytes()
     return DeviceInfo(
         kind="cpu",
@@ -35,6 +62,10 @@ def cpu_features() -> dict[str, bool]:
 
 def slow_kernels(device: DeviceInfo, cpu_isa: str) -> str | None:
     """Say why the kernels of an engine at ``cpu_isa`` are slow on ``device``, and what to do; None: they are not."""
+    if device.kind == "cuda":
+        return None
+    if device.kind == "interpret":
+        return "--device interpret was asked for: every kernel runs in Triton's interpreter, thousands of times slower."
     if not device.native:
         compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
         if compiler is None:

@@ -19,7 +19,10 @@ from quire.config import (
     SchedulerConfig,
 )
 from quire.errors import ConfigError
+from quire.gpu import FP8_CAPABILITY
 from quire.modelspec import ModelSpec
+from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, row_bytes
+from quire.plan.split import Split
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
@@ -76,7 +79,7 @@ def resolve(
     plan = plan_weights(spec, stored or {}, args.quantize, args.quantize_head)
     lora = _lora(args, tuple(adapters), device)
     weights = spec.weight_bytes(dtype, plan.formats) + _slot_bytes(lora, spec, dtype)
-    kv_dtype = _kv_dtype(args, spec, dtype)
+    kv_dtype = _kv_dtype(args, spec, dtype, device)
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights)
     layout = spec.kv_layout(max_model_len)
     scope = (
@@ -109,7 +112,7 @@ def resolve(
         scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
         runner=RunnerConfig(
             num_threads=args.threads or device.num_cores,
-            cpu_isa=_isa(args.cpu_isa, device),
+            cpu_isa=_isa(args, device),
         ),
         device=device,
         lora=lora,
@@ -150,9 +153,14 @@ def _dtype(asked: str, spec: ModelSpec) -> str:
     )  # a CPU has no fast float16; the range of bfloat16 holds it
 
 
-def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str) -> str:
+def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo) -> str:
     if args.kv_dtype == "auto":
         return dtype
+    if args.kv_dtype == "fp8" and device.capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_dtype = 'fp8' needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more, and "
+            f"{device.name} has none: 'int8' takes the same bytes"
+        )
     attention = [layer.attention for layer in spec.layers]
     unmet = (
         f"a compute type of bfloat16, not {dtype}" if dtype != "bfloat16"
@@ -169,7 +177,17 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str) -> str:
 LEVELS = ("scalar", "avx2", "avx512", "amx")  # each has what those before it have
 
 
-def _isa(asked: str, device: DeviceInfo) -> str:
+def _isa(args: EngineArgs, device: DeviceInfo) -> str:
+    """Return the level of the kernels: a CPU's, or "triton" and "invariant" of a GPU."""
+    asked = args.cpu_isa
+    if device.kind != "cpu":
+        if asked != "auto":
+            raise ConfigError(f"cpu_isa = {asked!r} is for a CPU, and the model runs on {device.name}")
+        return "invariant" if args.batch_invariant else "triton"
+    if args.gpu_memory is not None:
+        raise ConfigError(
+            f"gpu_memory = {args.gpu_memory!r} is for a GPU, and the model runs on this CPU: see kv_memory"
+        )
     if asked == "reference" or (asked == "auto" and not device.native):
         return "reference"
     if not device.native:
@@ -247,6 +265,8 @@ def _blocks_in_memory(
     args: EngineArgs, spec: ModelSpec, device: DeviceInfo, kv_dtype: str, max_len: int, weights: int
 ) -> int:
     available = device.memory_available_bytes
+    if device.kind == "cuda":
+        available = _gpu_memory_left(args, spec, device)
     page = spec.kv_layout(max_len).page_bytes(args.block_size, kv_dtype)
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
@@ -255,6 +275,8 @@ def _blocks_in_memory(
                 f"kv_memory = {budget / 2**30:.2f} GiB and {weights / 2**30:.2f} GiB of weights are more than the "
                 f"{available / 2**30:.2f} GiB of memory that is available: lower kv_memory"
             )
+    elif device.kind == "cuda":
+        budget = available - weights
     elif args.gpu_memory_utilization is not None:
         budget = int(available * args.gpu_memory_utilization) - weights
     else:
@@ -268,3 +290,19 @@ def _blocks_in_memory(
             "available memory: free some, or take a smaller model"
         )
     return budget // page
+
+
+def _gpu_memory_left(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> int:
+    """Bytes of a GPU for weights and KV cache: what it may use, less activations, workspace and captured graphs."""
+    if args.gpu_memory is not None:
+        usable = parse_bytes(args.gpu_memory, name="gpu_memory")
+        if usable > device.memory_available_bytes:
+            raise ConfigError(
+                f"gpu_memory = {usable / 2**30:.2f} GiB is more than the {device.memory_available_bytes / 2**30:.2f} "
+                f"GiB that are free on {device.name}"
+            )
+    else:
+        usable = int(device.memory_available_bytes * (args.gpu_memory_utilization or UTILIZATION))
+    activations = args.max_num_batched_tokens * row_bytes(spec, Split())
+    logits = 2 * args.max_num_seqs * spec.vocab_size * 4  # a copy of rows that are edited
+    return usable - activations - logits - RUNTIME_BYTES["accelerator"] - GRAPH_BYTES["accelerator"]

@@ -83,7 +83,8 @@ def test_fresh_blocks_are_those_that_hold_nothing() -> None:
 def test_appended_and_forced_ids() -> None:
     inputs = InputBatch(2, 64, BLOCK, 1)
     inputs.add(new_seq(1, (5, 6, 7)))
-    inputs.append(1, 8)
+    inputs.expect(1)
+    inputs.settle(1, 0, 8)
     assert inputs.prepare((SeqPlan(1, 0, 2, 2),)).batch.input_ids.tolist() == [7, 8]
     forced = SeqPlan(1, 0, 2, 2, forced_token_ids=(9,))
     assert inputs.prepare((forced,)).batch.input_ids.tolist() == [7, 9]
@@ -125,5 +126,6 @@ def test_room_for_one_token_beyond_the_context() -> None:
     inputs = InputBatch(1, BLOCK, BLOCK, 1)
     inputs.add(new_seq(1, tuple(range(BLOCK))))
     for token in range(40):
-        inputs.append(1, token)
+        inputs.expect(1)
+        inputs.settle(1, 0, token)
     assert inputs.prepare((SeqPlan(1, 0, 0, 1),)).batch.input_ids.tolist() == [0]

@@ -16,7 +16,7 @@ MIB = 2**20
 
 def model_report(args: EngineArgs) -> None:
     """Print the table. Raises what `configure` raises."""
-    config, _ = configure(args, detect_device())
+    config, _ = configure(args, detect_device(args.device))
     console = Console()
     console.print(table_of(config.model))
     for line in config.model.remarks:

@@ -36,7 +36,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 
     style: Any = server_args.log_format
     configure_log(server_args.log_level, style=style)
-    config, checkpoint = configure(engine_args, detect_device())
+    config, checkpoint = configure(engine_args, detect_device(engine_args.device))
     config = with_slo(config, server_args)
     child_log: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
     first = ProcessClient(config, **child_log, process=process)

@@ -52,7 +52,7 @@ def open_frontend(
             raise ConfigError(
                 f"the terminal runs one adapter, and lora names {len(args.lora)}: give one of them"
             )
-        config, checkpoint = configure(args, detect_device())
+        config, checkpoint = configure(args, detect_device(args.device))
         client = ProcessClient(config, process=process)
         text = load_text(args, config, checkpoint, chat_template=chat_template)
         with asyncio.Runner() as runner:

@@ -85,7 +85,7 @@ def load_text(
         vocab_size=config.model.spec.vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*checkpoint.spec.eos_token_ids, *tokenizer.eos_token_ids))),
         generation_defaults=defaults,
-        determinism="exact",
+        determinism=config.determinism,
     )
     return TextSide(tokenizer, template, model, AdapterRegistry.of(config, model.names))
 

@@ -1,6 +1,6 @@
 """Where an executor is chosen and the core is put together; torch is imported here and not before.
 
-"local"    the model, in this process
+"local"    the model, in this process, on the device of its configuration
 "fake"     no model: tokens from a hash, over real pages (tests; "fake@20" takes 20 ms a step)
 "timed"    no model, no pages: steps sleep as long as a cost model says ("timed@FILE", that of `CostModel.to_json`)
 """
@@ -55,7 +55,7 @@ def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
         kv_bytes=blocks * config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype),
         weight_bytes=config.model.spec.weight_bytes(config.model.dtype, config.model.formats),
         kernels=_kernels(config, executor),
-        determinism="exact",
+        determinism=config.determinism,
         load_s=load_s,
         pid=os.getpid(),
     )
@@ -67,6 +67,10 @@ def _module(executor: str) -> str:
 
 def _executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
     kind, _, argument = executor.partition("@")
+    if kind == "local" and config.device.kind != "cpu":
+        from quire.executor.device import DeviceExecutor
+
+        return DeviceExecutor(config, clock=clock)
     if kind == "local":
         from quire.executor.local import LocalExecutor
 

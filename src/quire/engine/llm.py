@@ -60,7 +60,7 @@ class LLM:
             ModelLoadError: the model is missing, damaged or not supported.
         """
         args = llm_args(model, settings)
-        config, checkpoint = configure(args, detect_device())
+        config, checkpoint = configure(args, detect_device(args.device))
         text = load_text(args, config, checkpoint)
         clock = WallClock()
         self.model = text.model

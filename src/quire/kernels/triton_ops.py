@@ -12,5 +12,6 @@ from quire.kernels.linear import quantized_triton
 from quire.kernels.linear import triton as linear
 from quire.kernels.norm import triton as norm
 from quire.kernels.rope import triton as rope
+from quire.kernels.sampling import triton as sampling
 
-__all__ = ["activation", "attention", "kvcopy", "linear", "norm", "quantized_triton", "rope"]
+__all__ = ["activation", "attention", "kvcopy", "linear", "norm", "quantized_triton", "rope", "sampling"]

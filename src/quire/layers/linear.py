@@ -99,7 +99,8 @@ class Linear:
         if len(self.segments) == 1:
             return linear(x, self.segments[0], out_dtype=out_dtype)
         num_tokens = x.shape[0] if isinstance(x, torch.Tensor) else x.num_tokens
-        y = empty(num_tokens, sum(self.parts.values()), dtype=out_dtype or x.dtype)
+        device = x.device if isinstance(x, torch.Tensor) else x.q.device
+        y = empty(num_tokens, sum(self.parts.values()), dtype=out_dtype or x.dtype, device=device)
         start = 0
         for packed in self.segments:  # into their columns: a `cat` would be no native call (`kernels.tape`)
             stop = start + packed.out_features

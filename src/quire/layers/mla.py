@@ -47,6 +47,7 @@ class LatentAttention:
         assert spec.rope is not None
         self._spec = spec
         self._dtype = dtype
+        self._device = torch.get_default_device()
         self._rope_dim = spec.head_dim - spec.qk_nope_head_dim
         assert spec.rope.dim == self._rope_dim
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.kv_lora_rank + self._rope_dim
@@ -83,8 +84,11 @@ class LatentAttention:
         assert isinstance(weight, torch.Tensor)  # `weight_plan` leaves this one plain
         spec, dtype = self._spec, self._dtype
         heads = torch.unflatten(weight, 0, (spec.num_heads, -1))
-        self._to_latent = self._pack_heads(heads[:, : spec.qk_nope_head_dim].to(dtype))
-        self._from_latent = self._pack_heads(heads[:, spec.qk_nope_head_dim :].transpose(1, 2).to(dtype))
+        device = self._device
+        self._to_latent = self._pack_heads(heads[:, : spec.qk_nope_head_dim].to(device, dtype))
+        self._from_latent = self._pack_heads(
+            heads[:, spec.qk_nope_head_dim :].transpose(1, 2).to(device, dtype)
+        )
 
     @property
     def reads(self) -> WeightFormat:

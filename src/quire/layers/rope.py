@@ -25,7 +25,8 @@ class RopeTable:
 
     def __init__(self, spec: RopeSpec, max_model_len: int) -> None:
         self.spec = spec
-        self.inv_freq = inverse_frequencies(spec, max_model_len)  # [dim / 2]
+        with torch.device("cpu"):  # angles of every device are the CPU's
+            self.inv_freq = inverse_frequencies(spec, max_model_len)  # [dim / 2]
         self.factor = attention_factor(spec)
         max_positions = (-(-max_model_len // _BLOCK) + 1) * _BLOCK
         self.cos = torch.empty(max_positions, spec.dim // 2)
@@ -40,10 +41,10 @@ class RopeTable:
         while self.num_positions < num_positions:
             start = self.num_positions
             end = min(max(2 * start, _BLOCK), self.cos.shape[0])  # doubling
-            positions = torch.arange(start, end, dtype=torch.float32)
+            positions = torch.arange(start, end, dtype=torch.float32, device="cpu")
             angles = positions.unsqueeze(1) * self.inv_freq
-            torch.mul(angles.cos(), self.factor, out=self.cos[start:end])
-            torch.mul(angles.sin(), self.factor, out=self.sin[start:end])
+            self.cos[start:end] = angles.cos() * self.factor
+            self.sin[start:end] = angles.sin() * self.factor
             self.num_positions = end
 
 

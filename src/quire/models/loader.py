@@ -28,16 +28,21 @@ from quire.modelspec import weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
 
+_CPU = torch.device("cpu")
 
-def iter_weights(model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Weight]]:
+
+def iter_weights(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device = _CPU
+) -> Iterator[tuple[str, Weight]]:
     """Yield (canonical name, weight) in the order of `weight_shapes`: a tensor of ``dtype`` (``correction_bias`` in
     float32), or a quantized matrix where ``model.formats`` says that it is held as it is stored.
 
+    ``device`` is where random weights are made; a checkpoint's come in the host's memory.
     Tensors may be views of the mapped checkpoint: replace them, do not write into them.
     Raises `ModelLoadError` for a file, name or shape that is wrong, saying which.
     """
     if model.load_format == "random":
-        return random_weights(model.spec, model.seed, dtype)
+        return random_weights(model.spec, model.seed, dtype, device)
     path = Path(model.path)
     if path.is_dir():
         config = path / "config.json"

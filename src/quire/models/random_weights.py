@@ -17,17 +17,20 @@ from quire.modelspec import ModelSpec, weight_shapes
 
 STD = 0.02
 POOL = 4_194_301
+_CPU = torch.device("cpu")
 
 
-def random_weights(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (canonical name, tensor) in the order of `weight_shapes`."""
+def random_weights(
+    spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device = _CPU
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (canonical name, tensor) in the order of `weight_shapes`: the same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
-    pool = torch.empty(POOL).normal_(0.0, STD, generator=generator)
+    pool = torch.empty(POOL, device="cpu").normal_(0.0, STD, generator=generator).to(device)
     pools = {torch.float32: pool, dtype: pool.to(dtype)}
     for name, shape in weight_shapes(spec).items():
         kind = stored_dtype(name, dtype)
         if _is_norm(name):
-            yield name, torch.full(shape, 0.0 if spec.norm_plus_one else 1.0, dtype=kind)
+            yield name, torch.full(shape, 0.0 if spec.norm_plus_one else 1.0, dtype=kind, device=device)
         else:
             yield name, _cut(pools[kind], name, seed, shape)
 
@@ -45,7 +48,7 @@ def _cut(pool: torch.Tensor, name: str, seed: int, shape: tuple[int, ...]) -> to
     """Return ``shape`` numbers of the repeated pool, from the place that name and seed give."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     start = int.from_bytes(digest, "little") % POOL
-    tensor = torch.empty(shape, dtype=pool.dtype)
+    tensor = torch.empty(shape, dtype=pool.dtype, device=pool.device)
     flat, done = tensor.view(-1), 0
     while done < flat.numel():
         count = min(POOL - start, flat.numel() - done)

@@ -63,6 +63,9 @@ class Grammars:
         self._followers: ThreadPoolExecutor | None = None
         self._executor: Any = None  # llguidance's own threads
 
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._entries
+
     def add(self, new: NewSeq) -> None:
         """Begin to build the matcher of ``new``, if it has a grammar; the state comes from its output ids."""
         self._entries.pop(new.seq_id, None)

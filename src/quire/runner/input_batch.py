@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.errors import StepError
 from quire.layers.step_batch import StepBatch
@@ -27,6 +28,7 @@ class PreparedStep:
     num_tokens: int
     num_seqs: int
     sampling: tuple[int, ...]
+    sampling_rows: npt.NDArray[np.int64]  # of `InputBatch`, in the same order
     num_positions: int  # all positions of the step are below it
 
     @property
@@ -61,6 +63,9 @@ class InputBatch:
         # np.zeros maps untouched memory: rows and columns that are never used cost nothing.
         self._token_ids = np.zeros((max_num_seqs, self._max_tokens), np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int64)
+        self._num_settled = np.zeros(
+            max_num_seqs, np.int64
+        )  # the tokens that are known here; the rest are `expect`ed
         self._draws = np.zeros(max_num_seqs, np.bool_)  # whether the last known token's row samples
         self._slots = np.zeros(max_num_seqs, np.int64)  # of adapters; 0: the base model
         self._tables = [np.zeros((max_num_seqs, self._max_blocks), np.int32) for _ in range(num_groups)]
@@ -90,7 +95,7 @@ class InputBatch:
         ids = self._token_ids[row]
         ids[: len(new.prompt_token_ids)] = new.prompt_token_ids
         ids[len(new.prompt_token_ids) : known] = new.output_token_ids
-        self._num_tokens[row] = known
+        self._num_tokens[row] = self._num_settled[row] = known
         self._draws[row] = not new.prompt_only
         self._slots[row] = new.adapter_slot
         for table in self._tables:
@@ -103,12 +108,20 @@ class InputBatch:
         if row is not None:
             self._free.append(row)
 
-    def append(self, seq_id: int, token_id: int) -> None:
-        """Add a sampled token to the known ids."""
+    def expect(self, seq_id: int) -> None:
+        """Count a token that is being drawn. Until it is settled its id is −(row + 1), and a GPU knows the true one."""
         row = self._rows[seq_id]
         if self._num_tokens[row] < self._max_tokens:  # beyond it the scheduler ends the sequence
-            self._token_ids[row, self._num_tokens[row]] = token_id
+            self._token_ids[row, self._num_tokens[row]] = -row - 1
             self._num_tokens[row] += 1
+
+    def settle(self, seq_id: int, epoch: int, token_id: int) -> None:
+        """Put in the oldest expected token of a sequence; one that has gone, or come back since, is left alone."""
+        row = self._rows.get(seq_id)
+        if row is None or self._epochs[seq_id] != epoch or self._num_settled[row] == self._num_tokens[row]:
+            return
+        self._token_ids[row, self._num_settled[row]] = token_id
+        self._num_settled[row] += 1
 
     def update_tables(self, plans: tuple[SeqPlan, ...]) -> list[int]:
         """Write the new blocks; return those that hold nothing yet (they start at or after the first new row)."""
@@ -163,7 +176,7 @@ class InputBatch:
         if to.adapters is not None:
             to.adapters.tokens.group(self._slots[token_rows])
             to.adapters.logits.group(self._slots[rows][sampling])
-        return PreparedStep(to, num_tokens, num_seqs, tuple(sampling.tolist()), longest)
+        return PreparedStep(to, num_tokens, num_seqs, tuple(sampling.tolist()), rows[sampling], longest)
 
     def _check(self, plans: tuple[SeqPlan, ...]) -> list[int]:
         """Return the row of each."""
@@ -200,6 +213,7 @@ class InputBatch:
         size = len(self._num_tokens)
         self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
         self._num_tokens = np.concatenate((self._num_tokens, np.zeros_like(self._num_tokens)))
+        self._num_settled = np.concatenate((self._num_settled, np.zeros_like(self._num_settled)))
         self._draws = np.concatenate((self._draws, np.zeros_like(self._draws)))
         self._slots = np.concatenate((self._slots, np.zeros_like(self._slots)))
         self._tables = [np.concatenate((table, np.zeros_like(table))) for table in self._tables]

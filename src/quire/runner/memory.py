@@ -15,10 +15,12 @@ import torch
 from quire.errors import ConfigError
 from quire.kernels.kv_view import KvView, can_tile, view_layer
 from quire.kernels.kvcopy import clear_pages, copy_pages
-from quire.kernels.registry import NATIVE_LEVELS, KernelChoice
+from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
 from quire.modelspec import DTYPE_BYTES, KvLayout, ModelSpec
 
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_CPU = torch.device("cpu")
 _HUGE = 2 << 20  # bytes of a huge page
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -54,14 +56,19 @@ class KvCache:
         block_size: int,
         dtype: str,
         kernels: KernelChoice,
+        device: torch.device = _CPU,
     ) -> None:
         page_elements = layout.page_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
-        self.storage = _reserve(
-            num_blocks, page_elements, torch.int8 if dtype == "int8" else torch_dtype(dtype)
-        )
-        native = kernels.backend("attention") in NATIVE_LEVELS
+        kind = _EIGHT_BITS.get(dtype) or torch_dtype(dtype)
+        if device.type == "cpu":
+            self.storage = _reserve(num_blocks, page_elements, kind)
+        else:
+            self.storage = torch.zeros(num_blocks, page_elements, dtype=kind, device=device)
+        attends = kernels.backend("attention")
+        self._masks = attends in GPU_KERNELS  # what no row sees is not read, so rubbish does not matter
+        tiles = attends in NATIVE_LEVELS or (dtype == "int8" and not self._masks)
         self.views: tuple[KvView, ...] = tuple(
-            _view(self.storage, spec, layout, index, block_size, native) for index in range(spec.num_layers)
+            _view(self.storage, spec, layout, index, block_size, tiles) for index in range(spec.num_layers)
         )
         self._copy_backend = kernels.backend("copy_pages")
         self._clear_backend = kernels.backend("clear_pages")
@@ -75,12 +82,12 @@ class KvCache:
 
         Tiles need it not: who stores the first position of one clears it.
         """
-        if block_ids and any(view.layout == "rows" for view in self.views):
+        if block_ids and not self._masks and any(view.layout == "rows" for view in self.views):
             clear_pages(self.storage, torch.tensor(block_ids, dtype=torch.int64), backend=self._clear_backend)
 
 
 def _view(
-    storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, block_size: int, native: bool
+    storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, block_size: int, tiles: bool
 ) -> KvView:
     a = spec.layers[index].attention
     _, slot = layout.group_of_layer(index)
@@ -94,9 +101,7 @@ def _view(
             v_head_dim=a.kv_lora_rank,
             v_in_k=True,
         )
-    tiles = (native or storage.dtype == torch.int8) and can_tile(
-        storage.dtype, block_size, a.head_dim, v_in_k=False
-    )
+    tiles = tiles and can_tile(storage.dtype, block_size, a.head_dim, v_in_k=False)
     return view_layer(
         storage,
         slot,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,11 +21,11 @@ from quire.request import TokenLogprobs
 from quire.runner.grammars import Grammars
 from quire.runner.input_batch import PreparedStep
 from quire.runner.memory import KvCache, torch_dtype
+from quire.runner.runner import ObserveLogits, Wait
 from quire.runner.step_buffers import StepBuffers
 from quire.sampling.sampler import Sampler, SeqSample
 
 _log = logging.getLogger(__name__)
-ObserveLogits = Callable[[int, int, torch.Tensor], None]
 
 
 class ModelRunner:
@@ -75,6 +75,14 @@ class ModelRunner:
         else:
             self._taped = buffers
             _log.info("a step is %d recorded calls", len(self.tape))
+
+    def launch(self, step: PreparedStep, seq_ids: Sequence[int]) -> Wait:
+        """As `Runner.launch`: here the step is computed at once."""
+        samples = self.run(step, seq_ids)
+        return lambda: samples
+
+    def free_memory(self) -> None:
+        """As `Runner.free_memory`: nothing is kept."""
 
     @torch.inference_mode()
     def run(self, step: PreparedStep, seq_ids: Sequence[int]) -> list[SeqSample]:

@@ -6,7 +6,11 @@ wrong in a step is raised, and the executor makes it the step's error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
 
 from quire.clock import Clock
 from quire.config import EngineConfig
@@ -16,17 +20,36 @@ from quire.quant.stored import Weight
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner
 from quire.runner.prompt_rows import PromptOutput, PromptRows, rows_of
+from quire.runner.runner import Runner, Wait
 from quire.sampling.sampler import SeqSample
 from quire.step import NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way. ``parts``: sequences that sample, in the order of what the function beside them returns."""
+
+    plan: StepPlan
+    start_s: float
+    parts: list[tuple[list[int], Wait]]
+    prompts: dict[int, PromptOutput]
 
 
 class Worker:
     """One process's share of an engine: here the whole model."""
 
-    def __init__(self, config: EngineConfig, weights: Iterable[tuple[str, Weight]], clock: Clock) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        weights: Iterable[tuple[str, Weight]],
+        clock: Clock,
+        runner: Callable[[EngineConfig, Iterable[tuple[str, Weight]]], Runner] = ModelRunner,
+    ) -> None:
         self._clock = clock
         self._vocab_size = config.model.spec.vocab_size
-        self.runner = ModelRunner(config, weights)
+        self.runner = runner(config, weights)
         self._inputs = InputBatch(
             config.scheduler.max_num_seqs,
             config.model.max_model_len,
@@ -44,6 +67,10 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises what the model raises; the state stays usable."""
+        return self.finish(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin a step; the next may be launched before this one is finished. Raises what the model raises."""
         start_s = self._clock.now()
         for seq_id in plan.gone:
             self._drop(seq_id)
@@ -57,13 +84,20 @@ class Worker:
         fine = plan.seqs
         if self._refused:
             fine = tuple(seq for seq in fine if seq.seq_id not in self._refused)
-        samples, prompts = self._compute(fine)
+        prompts: dict[int, PromptOutput] = {}
+        return Launched(plan, start_s, self._compute(fine, prompts), prompts)
+
+    def finish(self, launched: Launched) -> StepResult:
+        """Wait for the oldest step launched, and return its result."""
+        samples: dict[int, SeqSample] = {}
+        for seq_ids, wait in launched.parts:
+            samples.update(zip(seq_ids, wait(), strict=True))
+        plan = launched.plan
         results = tuple(
-            self._result(seq, samples.get(seq.seq_id), prompts.get(seq.seq_id)) for seq in plan.seqs
+            self._result(seq, samples.get(seq.seq_id), launched.prompts.get(seq.seq_id)) for seq in plan.seqs
         )
-        return StepResult(
-            plan.step, results, moves_done=len(plan.kv_moves), device_s=self._clock.now() - start_s
-        )
+        took_s = self._clock.now() - launched.start_s
+        return StepResult(plan.step, results, moves_done=len(plan.kv_moves), device_s=took_s)
 
     def _drop(self, seq_id: int) -> None:
         if seq_id in self._inputs:
@@ -101,18 +135,48 @@ class Worker:
         self._prompts.add(new)
         return None
 
-    def _compute(self, plans: tuple[SeqPlan, ...]) -> tuple[dict[int, SeqSample], dict[int, PromptOutput]]:
-        """Compute the rows of ``plans``; return what was drawn, and what prompts gave, by sequence."""
+    def _compute(
+        self, plans: tuple[SeqPlan, ...], prompts: dict[int, PromptOutput]
+    ) -> list[tuple[list[int], Wait]]:
+        """Compute the rows of ``plans``: in one go, or where memory does not suffice in halves, in their order."""
         if not plans:
-            return {}, {}
+            return []
         self.runner.kv.clear(self._inputs.update_tables(plans))
+        return self._compute_in_memory(plans, prompts)
+
+    def _compute_in_memory(
+        self, plans: tuple[SeqPlan, ...], prompts: dict[int, PromptOutput]
+    ) -> list[tuple[list[int], Wait]]:
+        try:
+            return [self._launch(plans, prompts)]
+        except torch.OutOfMemoryError as error:
+            if len(plans) == 1:
+                raise
+            _log.warning("step too large for memory, computed in halves: %s", str(error).partition(".")[0])
+        self.runner.free_memory()
+        half = len(plans) // 2
+        return [
+            *self._compute_in_memory(plans[:half], prompts),
+            *self._compute_in_memory(plans[half:], prompts),
+        ]
+
+    def _launch(self, plans: tuple[SeqPlan, ...], prompts: dict[int, PromptOutput]) -> tuple[list[int], Wait]:
+        """Launch one forward over ``plans``; ``prompts`` takes what their prompts give."""
         prepared = self._inputs.prepare(plans)
         seq_ids = [plans[index].seq_id for index in prepared.sampling]
         spans = self._prompts.spans(plans) if self._prompts else []
         if not spans:
-            return dict(zip(seq_ids, self.runner.run(prepared, seq_ids), strict=True)), {}
-        samples, hidden = self.runner.run_with_rows(prepared, seq_ids, rows_of(spans))
-        return dict(zip(seq_ids, samples, strict=True)), self._prompts.outputs(spans, hidden)
+            wait = self.runner.launch(prepared, seq_ids)
+        else:
+            samples, hidden = self.runner.run_with_rows(prepared, seq_ids, rows_of(spans))
+            prompts.update(self._prompts.outputs(spans, hidden))
+
+            def wait() -> list[SeqSample]:
+                return samples
+
+        for seq_id in seq_ids:
+            self._inputs.expect(seq_id)
+        return seq_ids, wait
 
     def _result(self, plan: SeqPlan, sample: SeqSample | None, prompt: PromptOutput | None) -> SeqResult:
         if plan.seq_id in self._refused:
@@ -124,7 +188,7 @@ class Worker:
             return SeqResult(plan.seq_id, plan.epoch, (), error=error)
         result = SeqResult(plan.seq_id, plan.epoch, ())
         if sample is not None:
-            self._inputs.append(plan.seq_id, sample.token_id)
+            self._inputs.settle(plan.seq_id, plan.epoch, sample.token_id)
             logprobs = None if sample.logprobs is None else (sample.logprobs,)
             result = SeqResult(plan.seq_id, plan.epoch, (sample.token_id,), logprobs=logprobs)
         if prompt is not None:

@@ -78,6 +78,10 @@ class SamplerBatch:
     def edits(self, slot: int) -> RowEdits | None:
         return self._edits.get(slot)
 
+    def advance_plain(self, slots: NDArray[np.int64]) -> None:
+        """Count a token of each slot whose id is not known yet; none of them is edited."""
+        self._columns["position"][slots] += 1
+
     def advance(self, slots: NDArray[np.int64], token_ids: Sequence[int]) -> None:
         """Append the drawn ids to their sequences. A slot may not come twice."""
         self._columns["position"][slots] += 1

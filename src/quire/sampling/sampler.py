@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.registry import KernelChoice, choose
 from quire.kernels.sampling import sample, token_logprobs, typical_ids
-from quire.kernels.sampling.columns import EDITED, LOGPROBS
+from quire.kernels.sampling.columns import EDITED, LOGPROBS, TRUNCATED
 from quire.request import TokenLogprobs
 from quire.sampling.batch import RowEdits, SamplerBatch
 from quire.sampling.rng import Purpose
@@ -81,6 +81,22 @@ class Sampler:
             return self._with_errors(logits, slots, columns, token_ids, failed)
         self._batch.advance(slots, token_ids)
         return self._with_logprobs([SeqSample(token_id) for token_id in token_ids], logits, columns)
+
+    def plain_columns(self, seq_ids: Sequence[int]) -> NDArray[np.void] | None:
+        """What a device needs to draw for ``seq_ids`` without the host; None if a row asks for more than that."""
+        columns = self._batch.gather(self._batch.slots(seq_ids))
+        return None if (columns["features"] & (EDITED | LOGPROBS | TRUNCATED)).any() else columns
+
+    def count_plain(self, seq_ids: Sequence[int]) -> None:
+        """Count a token of each of ``seq_ids`` that a device is drawing."""
+        self._batch.advance_plain(self._batch.slots(seq_ids))
+
+    def plain_samples(self, token_ids: NDArray[np.int64], best: NDArray[np.float32]) -> list[SeqSample]:
+        """What a device drew; ``best``: the largest logits, not finite where a row failed."""
+        return [
+            SeqSample(token_id) if fine else SeqSample(-1, error=_NOT_FINITE)
+            for token_id, fine in zip(token_ids.tolist(), np.isfinite(best).tolist(), strict=True)
+        ]
 
     def _draw(self, logits: Tensor, edited: dict[int, Tensor], columns: NDArray[np.void]) -> Drawn:
         backend = self._kernels.backend("sample")

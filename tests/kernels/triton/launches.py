@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 import quire.kernels.triton_ops  # noqa: F401  registers
@@ -15,6 +16,8 @@ from quire.kernels.linear import linear, pack_empty
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.registry import GPU_KERNELS
 from quire.kernels.rope import QkNorm, rope_store
+from quire.kernels.sampling.columns import COLUMNS, RANDOM
+from quire.kernels.sampling.triton import draw_rows, facts_of
 from quire.weight_format import WeightFormat
 
 BF16 = torch.bfloat16
@@ -76,7 +79,15 @@ def launch_rows(capability: int) -> None:
 
 
 FP8_CAPABILITY = 89
-ALL: tuple[Callable[[int], None], ...] = (launch_rows, launch_attention, launch_linears)
+
+
+def launch_sampling(capability: int) -> None:
+    columns = np.zeros(3, COLUMNS)
+    columns["features"], columns["temperature"] = RANDOM, 1.0
+    draw_rows(torch.zeros(3, 128_256), torch.from_numpy(facts_of(columns)), 0)
+
+
+ALL: tuple[Callable[[int], None], ...] = (launch_rows, launch_sampling, launch_attention, launch_linears)
 
 
 def launch_all(capability: int) -> None:

@@ -13,6 +13,7 @@ then those of its own keys: a masked key has the weight 0, a split that a row do
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +106,7 @@ def works(
     batch: RaggedBatch, kv: KvView, group: int, window: int | None, device: torch.device, *, invariant: bool
 ) -> list[DeviceWork]:
     """Return the cut of the batch, made by the first layer that asks and kept for the others of its group."""
-    key = ("triton", group, window, kv.num_kv_heads, kv.head_dim, invariant)
+    key = work_key(kv, group, window, invariant=invariant)
     found: list[DeviceWork] | None = batch.plans.get(key)
     if found is None:
         cuts = plan_works(batch, kv, group, window, units=num_units(device), invariant=invariant)
@@ -115,6 +116,17 @@ def works(
         ]
         batch.plans[key] = found
     return found
+
+
+def work_key(kv: KvView, group: int, window: int | None, *, invariant: bool) -> tuple[Any, ...]:
+    """Under which the works of layers of this kind are kept in ``RaggedBatch.plans``."""
+    return ("triton", group, window, kv.num_kv_heads, kv.head_dim, invariant)
+
+
+def most_items(num_seqs: int, num_positions: int, kv_heads: int, *, units: int, invariant: bool) -> int:
+    """Items that ``num_seqs`` single tokens with contexts of up to ``num_positions`` can have: a graph's room."""
+    most = num_seqs * -(-num_positions // (SPLIT if invariant else LEAST_SPLIT))
+    return most if invariant else min(most, num_seqs + units * PROGRAMS_PER_UNIT // kv_heads + 1)
 
 
 def plan_works(

@@ -1,0 +1,90 @@
+"""`DeviceExecutor`: the worker of a GPU in this process, two steps in flight.
+
+`submit` launches a step and returns while the GPU computes it; `collect` waits for the oldest. The device's work is in
+order, so a step that was launched behind another sees all that it wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from quire.clock import Clock, WallClock
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.kernels.triton_interpreter import interpreting
+from quire.models.loader import iter_weights
+from quire.quant.stored import Weight
+from quire.runner.device_runner import DeviceRunner, torch_device
+from quire.runner.memory import torch_dtype
+from quire.runner.worker import Launched, Worker
+from quire.step import StepPlan, StepResult
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceExecutor:
+    """As `LocalExecutor`; ``weights`` replaces the checkpoint that ``config.model`` names."""
+
+    max_in_flight = 2
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        clock: Clock | None = None,
+        weights: Iterable[tuple[str, Weight]] | None = None,
+    ) -> None:
+        _check_device(config)
+        dtype, device = torch_dtype(config.model.dtype), torch_device(config.device.kind)
+        stream = iter_weights(config.model, dtype, device) if weights is None else weights
+        self.worker = Worker(config, stream, clock or WallClock(), DeviceRunner)
+        self._out: deque[Launched | StepResult] = deque()  # a result: the step failed when it was launched
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launch a plan; fewer than two are out."""
+        assert len(self._out) < self.max_in_flight, "two steps at a time: collect the oldest first"
+        try:
+            self._out.append(self.worker.launch(plan))
+        except Exception as error:
+            self._out.append(_failed(plan, error))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest plan, and return its result."""
+        assert self._out, "nothing was submitted"
+        oldest = self._out.popleft()
+        if isinstance(oldest, StepResult):
+            return oldest
+        try:
+            return self.worker.finish(oldest)
+        except Exception as error:
+            return _failed(oldest.plan, error)
+
+    def close(self) -> None:
+        """Give the weights and the KV cache back. Nothing is submitted any more."""
+        self._out.clear()
+        del self.worker
+
+
+def _failed(plan: StepPlan, error: Exception) -> StepResult:
+    """Whatever it is, the engine has to go on: the core fails this step's sequences with the text."""
+    _log.error("step %d failed", plan.step, exc_info=error)
+    return StepResult(plan.step, error=f"{type(error).__name__}: {error}")
+
+
+def _check_device(config: EngineConfig) -> None:
+    """Raise `ConfigError` where torch and Triton cannot do what the configuration says."""
+    if config.device.kind == "interpret" and not interpreting():
+        raise ConfigError(
+            "device = 'interpret' needs TRITON_INTERPRET=1 in the environment, before Quire starts"
+        )
+    if config.device.kind == "cuda" and interpreting():
+        raise ConfigError("TRITON_INTERPRET is set, and device = 'cuda' runs compiled kernels: unset it")
+    if config.device.kind == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda or "a CPU"
+        raise ConfigError(
+            f"device = 'cuda': torch {torch.__version__} is built for {built} and sees no GPU; install torch with CUDA"
+        )

@@ -1,0 +1,74 @@
+"""Sampling of a GPU draws the reference's tokens: the same noise, the same comparisons."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.checks import generator
+from tests.kernels.triton.device import DEVICE, WARNINGS
+
+from quire.kernels.registry import Backend
+from quire.kernels.sampling import sample
+from quire.kernels.sampling.columns import COLUMNS, MIN_P, RANDOM, TRUNCATED
+from quire.kernels.sampling.triton import can_stay
+
+pytestmark = WARNINGS
+
+
+def columns_of(rows: int, vocab: int, *, truncated: bool) -> np.ndarray:
+    rng = np.random.default_rng(20261121)
+    columns = np.zeros(rows, COLUMNS)
+    columns["features"] = rng.choice([0, RANDOM, RANDOM, RANDOM | MIN_P], rows)
+    columns["temperature"] = rng.choice([0.01, 0.7, 1.0, 3.0], rows)
+    columns["top_k"], columns["top_p"] = vocab, 1.0
+    columns["min_p"] = np.where(columns["features"] & MIN_P, 0.05, 0.0)
+    columns["seed"] = rng.integers(-(2**63), 2**63, rows)
+    columns["sample_index"] = rng.integers(0, 5, rows)
+    columns["position"] = rng.integers(0, 100_000, rows)
+    if truncated:
+        columns["features"] |= RANDOM | TRUNCATED
+        columns["top_k"] = rng.choice([1, 5, vocab], rows)
+        columns["top_p"] = rng.choice([0.5, 0.9, 1.0], rows)
+    return columns
+
+
+def drawn(logits: torch.Tensor, columns: np.ndarray, backend: Backend) -> tuple[list[int], np.ndarray]:
+    there = logits if backend == "reference" else logits.to(DEVICE)
+    ids, best = sample(there, {}, columns, purpose=0, backend=backend)
+    return ids.tolist(), best
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (5, 131), (8, 3001), (2, 1024)])
+def test_tokens_are_the_references(rows: int, vocab: int, truncated: bool) -> None:
+    logits = torch.randn(rows, vocab, generator=generator()) * 3
+    logits[0, : vocab // 2] = 2.5  # ties go to the lowest id
+    if rows > 1:
+        logits[1, ::2] = -torch.inf
+    columns = columns_of(rows, vocab, truncated=truncated)
+    assert can_stay(columns) is not truncated
+    expected, made = drawn(logits, columns, "reference"), drawn(logits, columns, "triton")
+    assert made[0] == expected[0]
+    assert np.array_equal(made[1], expected[1])
+
+
+def test_rows_that_cannot_be_drawn_say_so() -> None:
+    logits = torch.randn(4, 2000, generator=generator())
+    logits[1, 1500] = torch.nan
+    logits[2] = -torch.inf
+    columns = columns_of(4, 2000, truncated=False)
+    ids, best = drawn(logits, columns, "triton")
+    assert np.isfinite(best).tolist() == [True, False, False, True]
+    expected = drawn(logits, columns, "reference")[0]
+    assert [ids[0], ids[3]] == [expected[0], expected[3]]
+
+
+def test_edited_rows_replace_logits() -> None:
+    logits = torch.zeros(2, 40)
+    edited = torch.zeros(40).index_fill_(0, torch.tensor([17]), 50.0).to(DEVICE)
+    columns = columns_of(2, 40, truncated=False)
+    columns["features"] = 0
+    ids, _ = sample(logits.to(DEVICE), {1: edited}, columns, purpose=0, backend="triton")
+    assert ids.tolist() == [0, 17]
+    assert logits.abs().sum() == 0

@@ -1,0 +1,183 @@
+"""The runner of a GPU, in Triton's interpreter: whole engines with two steps in flight against the CPU reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.kernels.triton.device import DEVICE, WARNINGS
+from tests.runner.tiny import GREEDY, SEED, VOCAB, engine_config, llama, weights
+from tests.runner.tiny import SPECS as ALL_SPECS
+
+from quire.clock import VirtualClock
+from quire.config import DeviceInfo, EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.inbox import AddRequest
+from quire.executor.device import DeviceExecutor
+from quire.executor.local import LocalExecutor
+from quire.request import FinishReason, Request, SamplingParams, TokenEvent
+from quire.runner import graphs
+from quire.runner.device_runner import DeviceRunner
+from quire.scheduler.scheduler import Scheduler
+
+pytestmark = [WARNINGS, pytest.mark.gpu if DEVICE.type == "cuda" else pytest.mark.triton_interpret]
+SPECS = {**ALL_SPECS, "llama": llama(1)}  # one layer: a step of it takes a tenth of a second
+KIND = "cuda" if DEVICE.type == "cuda" else "interpret"
+
+
+def device_config(name: str, kernels: str, **changes: int) -> EngineConfig:
+    config = engine_config(SPECS[name], isa=kernels, **changes)
+    return replace(config, device=DeviceInfo(KIND, "test", 2, 1 << 34, 1 << 33, capability=(9, 0)))  # type: ignore[arg-type]
+
+
+def requests(count: int, sampling: SamplingParams, *, seed: int = 0, length: int = 40) -> list[Request]:
+    rng = random.Random(SEED + seed)
+    return [
+        Request(
+            f"r{i}",
+            tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(3, length))),
+            replace(sampling, seed=i),
+            0.0,
+        )
+        for i in range(count)
+    ]
+
+
+def generate(
+    config: EngineConfig, asked: Sequence[Request], *, together: int, executor: type = DeviceExecutor
+) -> dict[str, list[int]]:
+    """Run ``asked``, ``together`` at a time; return the tokens by request."""
+    run = executor(config, clock=VirtualClock(), weights=weights(config.model.spec))
+    core = EngineCore(Scheduler(config.scheduler, config.cache), run, VirtualClock())
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
+    waiting, running = list(asked), 0
+    while waiting or running:
+        while waiting and running < together:
+            core.put(AddRequest(waiting.pop(0)))
+            running += 1
+        for event in core.step():
+            assert isinstance(event, TokenEvent)
+            assert event.finish_reason is not FinishReason.ERROR, event.error
+            tokens[event.request_id].extend(event.token_ids)
+            running -= event.finish_reason is not None
+        core.scheduler.check_integrity()
+    core.executor.close()
+    return tokens
+
+
+SHORT = replace(GREEDY, max_tokens=4)
+RANDOM = SamplingParams(temperature=0.8, min_p=0.02, max_tokens=4, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        pytest.param(name, kernels, marks=() if (name, kernels) == ("llama", "triton") else pytest.mark.slow)
+        for name in SPECS
+        for kernels in ("triton", "invariant")
+    ],
+)
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(SHORT, marks=pytest.mark.slow), RANDOM], ids=["greedy", "random"]
+)
+def test_tokens_are_those_of_the_cpu(name: str, kernels: str, sampling: SamplingParams) -> None:
+    """fp32, so that two ways to add up a row hardly ever choose another token."""
+    asked = requests(3, sampling, length=20)
+    expected = generate(engine_config(SPECS[name]), asked, together=1, executor=LocalExecutor)
+    assert generate(device_config(name, kernels), asked, together=3) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
+def test_invariant_logits_have_the_same_bits_in_any_batch(name: str) -> None:
+    """Alone and among others, with chunks of 7, few blocks (so that some are preempted), with and without a cache."""
+    asked = requests(6, RANDOM, length=60)
+    seen: list[dict[tuple[str, int], torch.Tensor]] = []
+    for together, chunk, blocks in ((1, 2048, 128), (6, 7, 128), (6, 2048, 18 if name != "windows" else 30)):
+        config = device_config(name, "invariant", num_blocks=blocks)
+        config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=max(chunk, 8)))
+        rows: dict[tuple[str, int], torch.Tensor] = {}
+
+        class Observed(DeviceExecutor):
+            def __init__(self, *args: object, **named: object) -> None:
+                super().__init__(*args, **named)  # type: ignore[arg-type]
+                inputs, runner = self.worker._inputs, self.worker.runner
+
+                def observe(seq_id: int, position: int, row: torch.Tensor) -> None:
+                    prompt = tuple(inputs._token_ids[inputs._rows[seq_id], :3].tolist())
+                    rows[str(prompt), position] = row.clone()  # noqa: B023  this turn's
+
+                runner.observe_logits = observe
+
+        generate(config, asked, together=together, executor=Observed)
+        seen.append(rows)
+    for other in seen[1:]:
+        assert other.keys() == seen[0].keys()
+        for key, row in other.items():
+            assert torch.equal(row, seen[0][key]), f"{name} {key} (seed {SEED})"
+
+
+@pytest.mark.slow
+def test_replayed_graphs_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded batches, replays over buffers of other steps, and a sequence that ends in between."""
+    monkeypatch.setattr(graphs, "REPAID", 1)
+    asked = [
+        replace(request, sampling=replace(request.sampling, max_tokens=3 + 2 * i))
+        for i, request in enumerate(requests(3, RANDOM))
+    ]
+    config = device_config("llama", "triton")
+    eager = replace(config, runner=replace(config.runner, graphs=False))
+    assert generate(config, asked, together=3) == generate(eager, asked, together=3)
+
+
+def test_rows_that_need_the_host_are_drawn_alike() -> None:
+    """Penalties, top_k, logprobs and forbidden ids beside plain rows, with two steps in flight."""
+    kinds = [
+        replace(RANDOM, presence_penalty=1.5, repetition_penalty=1.2),
+        replace(RANDOM, top_k=5, top_p=0.8),
+        replace(GREEDY, max_tokens=4, logprobs=2),
+        RANDOM,
+    ]
+    asked = [
+        replace(request, sampling=replace(kind, seed=i))
+        for i, (request, kind) in enumerate(zip(requests(4, RANDOM, length=8), kinds, strict=True))
+    ]
+    expected = generate(engine_config(SPECS["llama"]), asked, together=1, executor=LocalExecutor)
+    assert generate(device_config("llama", "triton"), asked, together=4) == expected
+
+
+@pytest.mark.slow
+def test_a_step_too_large_for_memory_is_computed_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, asked = device_config("llama", "triton"), requests(4, SHORT)
+    expected = generate(config, asked, together=4)
+    failures: list[int] = []
+    real = DeviceRunner.launch
+
+    def short_of_memory(self, step, seq_ids):  # type: ignore[no-untyped-def]
+        if step.num_seqs > 1:
+            failures.append(step.num_seqs)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return real(self, step, seq_ids)
+
+    monkeypatch.setattr(DeviceRunner, "launch", short_of_memory)
+    assert generate(config, asked, together=4) == expected
+    assert max(failures) == 4
+
+
+def test_nothing_is_made_on_a_device_by_default() -> None:
+    """A factory call that forgets the device makes tensors of the CPU on a GPU; here they are of no device at all."""
+    config = device_config("llama", "triton")
+    asked = requests(2, replace(RANDOM, max_tokens=2), length=8)
+    expected = generate(config, asked, together=2)
+    run = DeviceExecutor(config, clock=VirtualClock(), weights=weights(config.model.spec))
+    launch = run.worker.runner.launch
+
+    def launch_on_meta(step, seq_ids):  # type: ignore[no-untyped-def]
+        with torch.device("meta"):
+            return launch(step, seq_ids)
+
+    run.worker.runner.launch = launch_on_meta  # type: ignore[method-assign]
+    assert generate(config, asked, together=2, executor=lambda *_, **__: run) == expected  # type: ignore[arg-type]
