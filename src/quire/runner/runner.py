@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.models.decoder import Decoder
 from quire.request import TokenLogprobs
 from quire.runner.grammars import Grammars
 from quire.runner.input_batch import PreparedStep
@@ -23,6 +24,7 @@ ObserveLogits = Callable[[int, int, torch.Tensor], None]
 class Runner(Protocol):
     """The model, its KV cache and the sampler of one worker."""
 
+    decoder: Decoder
     kv: KvCache
     sampler: Sampler
     grammars: Grammars
