@@ -16,6 +16,7 @@ import msgspec
 from quire.api.answer_parts import AnswerParts, Event, Kind, Part
 from quire.api.refusals import Refusal
 from quire.api.replies import Head, Usage
+from quire.api.response_logprobs import TextLogprobs
 from quire.api.tools import OutputPlan
 from quire.engine.output import OutputChunk
 from quire.request import FinishReason
@@ -52,12 +53,14 @@ class ResponseAnswer:
         *,
         streamed: bool,
         input_items: list[dict[str, Any]],
+        logprobs: TextLogprobs,
     ) -> None:
         self.head = head
         self.input_items = input_items
         self.streamed = streamed
         self._echoed = echoed
         self._hooks = hooks
+        self._logprobs = logprobs
         self._parts = AnswerParts(plan, lambda: "call_" + hooks.new_id()[:24])
         self._ids: list[str] = []  # of the items
         self._cut = False  # a limit ended the answer
@@ -67,6 +70,7 @@ class ResponseAnswer:
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         (chunk,) = chunks
         self._note_end(chunk)
+        self._logprobs.feed(chunk)
         for event in self._parts.feed(chunk.text, last=True):
             self._name(event)
         return _encode(self._complete(usage))
@@ -78,6 +82,7 @@ class ResponseAnswer:
 
     def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
         self._note_end(chunk)
+        self._logprobs.feed(chunk)
         events = self._parts.feed(chunk.text, last=chunk.finish_reason is not None)
         return b"".join([self._part_events(event) for event in events])
 
@@ -160,7 +165,7 @@ class ResponseAnswer:
         if part.kind is Kind.CALL:
             call = {"call_id": part.id, "name": part.name, "arguments": "" if begun else part.text}
             return {"type": "function_call", **item, **call}
-        content = [] if begun else [_content(part, part.text)]
+        content = [] if begun else [_content(part, part.text, self._logprobs.of(part.index))]
         if part.kind is Kind.REASONING:
             return {"type": "reasoning", **item, "summary": [], "content": content}
         return {"type": "message", **item, "role": "assistant", "content": content}
@@ -173,17 +178,24 @@ class ResponseAnswer:
         place: dict[str, Any] = {"item_id": self._ids[part.index], **index}
         if content_type:
             place["content_index"] = 0
-        logprobs: dict[str, Any] = {"logprobs": []} if part.kind is Kind.TEXT else {}
+        if event.verb == "more" or (event.verb == "close" and part.kind is Kind.TEXT):
+            unsent = {"logprobs": self._logprobs.take(part.index)} if part.kind is Kind.TEXT else {}
         if event.verb == "more":
-            return self._event(f"response.{name}.delta", {**place, "delta": event.text, **logprobs})
+            return self._event(f"response.{name}.delta", {**place, "delta": event.text, **unsent})
         if event.verb == "open":
             added = self._event("response.output_item.added", {**index, "item": self._item(part, begun=True)})
             if content_type:
-                added += self._event("response.content_part.added", {**place, "part": _content(part, "")})
+                added += self._event("response.content_part.added", {**place, "part": _content(part, "", [])})
             return added
-        done = self._event(f"response.{name}.done", {**place, text_field: part.text, **logprobs})
+        entries = self._logprobs.of(part.index)
+        told = {**place, text_field: part.text, **({"logprobs": entries} if part.kind is Kind.TEXT else {})}
+        done = b""
+        if part.kind is Kind.TEXT and unsent["logprobs"]:  # of tokens whose text a stop string cut off
+            done = self._event(f"response.{name}.delta", {**place, "delta": "", **unsent})
+        done += self._event(f"response.{name}.done", told)
         if content_type:
-            done += self._event("response.content_part.done", {**place, "part": _content(part, part.text)})
+            whole = _content(part, part.text, entries)
+            done += self._event("response.content_part.done", {**place, "part": whole})
         return done + self._event("response.output_item.done", {**index, "item": self._item(part)})
 
     def _event(self, kind: str, values: dict[str, Any]) -> bytes:
@@ -192,7 +204,7 @@ class ResponseAnswer:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(value))
 
 
-def _content(part: Part, text: str) -> dict[str, Any]:
+def _content(part: Part, text: str, logprobs: list[Any]) -> dict[str, Any]:
     if part.kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

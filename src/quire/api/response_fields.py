@@ -20,11 +20,8 @@ RESPONSES: dict[str, Rule] = {
         "stream_options",  # its one field pads events against side channels
         "max_tool_calls",  # counts calls of built-in tools, of which there are none
     ),
-    # Reasoning comes in the open, and is read when it is sent back: nothing is encrypted.
-    **refused("include", neutral=([], ["reasoning.encrypted_content"])),
-    **used("background"),
+    **used("background", "include", "top_logprobs"),
     **refused("truncation", neutral=("disabled",), hint="Shorten the input yourself."),
-    **refused("top_logprobs", neutral=(0,), hint="Use /v1/chat/completions."),
     **refused("conversation", hint="Send previous_response_id."),
     **refused("prompt", hint="There are no stored prompts."),
     **refused("context_management", hint="Shorten the input yourself."),

@@ -23,6 +23,8 @@ class ResponsesRequest(Wire):
     metadata: Annotated[dict[str, str] | None, Field(description="an object of strings")] = None
     stream: Boolean = False
     background: Boolean = False
+    include: Annotated[list[str] | None, Field(description="a list of strings")] = None
+    top_logprobs: Integer | None = None
     tools: Annotated[list[Any] | None, Field(description="a list of tools")] = None
     tool_choice: Annotated[
         str | dict[str, Any] | None, Field(description="'none', 'auto', 'required' or an object with a type")

@@ -14,10 +14,12 @@ from quire.api.chat import ChatWork, chat_work
 from quire.api.fields import clip
 from quire.api.generation import Job
 from quire.api.identity import new_head
+from quire.api.logprobs import TokenNames
 from quire.api.pages import page_of
 from quire.api.protocol import ChatRequest, parse
 from quire.api.response_answer import ResponseAnswer, ResponseHooks
 from quire.api.response_items import input_items
+from quire.api.response_logprobs import TextLogprobs
 from quire.api.response_prompt import add_input, chat_fields
 from quire.api.response_protocol import ResponsesRequest
 from quire.api.response_store import Stored
@@ -29,6 +31,7 @@ _SAME_NAME = (
     "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "user", "priority",
     "cache_salt", "request_id", "chat_template_kwargs", "deadline_ms", "timing",
 )  # fmt: skip
+_LOGPROBS = "message.output_text.logprobs"
 # What a chat completion's errors call a field → what the client called it.
 _RENAMED = (
     ("reasoning_effort", "reasoning.effort"),
@@ -60,6 +63,7 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
             "/v1/responses/{id}.",
             param="background",
         )
+    _include(request, fields)
     messages = _before(state, request.previous_response_id)
     add_input(messages, request.input, ignored)
     if not messages:
@@ -81,7 +85,15 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
     hooks = _hooks(state, request, messages, items)
     head = new_head(state, "resp_", work.model)
     echoed = _echoed(request, work)
-    answer = ResponseAnswer(head, echoed, work.plan, hooks, streamed=request.stream, input_items=items)
+    answer = ResponseAnswer(
+        head,
+        echoed,
+        work.plan,
+        hooks,
+        streamed=request.stream,
+        input_items=items,
+        logprobs=_text_logprobs(state, work),
+    )
     return replace(work.job(answer), in_background=request.background)
 
 
@@ -123,6 +135,29 @@ def _hooks(
     return ResponseHooks(state.new_id, state.unix_time, count_tokens, store)
 
 
+def _text_logprobs(state: ApiState, work: ChatWork) -> TextLogprobs:
+    tokenizer = state.frontend.tokenizer
+    names = TokenNames(tokenizer, as_ids=False) if work.request.logprobs else None
+    return TextLogprobs(names, work.plan, tokenizer, skip_special_tokens=work.sampling.skip_special_tokens)
+
+
+def _include(request: ResponsesRequest, fields: dict[str, Any]) -> None:
+    """``include`` and ``top_logprobs``."""
+    for i, name in enumerate(request.include or ()):
+        if name not in (_LOGPROBS, "reasoning.encrypted_content"):  # reasoning is in the open already
+            raise RequestError(
+                f"include[{i}] = {clip(name)} is not supported: only {_LOGPROBS!r} is.", param=f"include[{i}]"
+            )
+    if _LOGPROBS in (request.include or ()):
+        fields["logprobs"] = True
+        fields["top_logprobs"] = request.top_logprobs or 0
+    elif request.top_logprobs:
+        raise RequestError(
+            f"top_logprobs = {request.top_logprobs} is only allowed with include = [{_LOGPROBS!r}].",
+            param="top_logprobs",
+        )
+
+
 def _echoed(request: ResponsesRequest, work: ChatWork) -> dict[str, Any]:
     """The fields of the request that the response repeats, with the values that count."""
     text, reasoning = request.text or {}, request.reasoning or {}
@@ -138,6 +173,7 @@ def _echoed(request: ResponsesRequest, work: ChatWork) -> dict[str, Any]:
         "text": {"format": text.get("format") or {"type": "text"}},
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "max_output_tokens": request.max_output_tokens,
+        "top_logprobs": request.top_logprobs or 0,
         "temperature": work.sampling.temperature,
         "top_p": work.sampling.top_p,
         "user": request.user or None,
