@@ -69,4 +69,10 @@ inline void tile_dot_su8() {
   __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kAcc), "i"(kA), "i"(kB));
 }
 
+// The same of two signed int8.
+template <int kAcc, int kA, int kB>
+inline void tile_dot_ss8() {
+  __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kAcc), "i"(kA), "i"(kB));
+}
+
 }  // namespace quire::cpu::QUIRE_ISA

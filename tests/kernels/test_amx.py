@@ -109,6 +109,22 @@ def test_quantized_weights_give_the_bits_of_avx512(in_features: int, format: Wei
                 assert_same_bits(actual, expected, f"{format}, {in_features} k, {rows} rows, {count} threads")
 
 
+@pytest.mark.parametrize("format", [WeightFormat("int8"), WeightFormat("int4", 32)], ids=str)
+def test_quantized_rows_in_chunks_and_results_past_the_caches(format: WeightFormat) -> None:
+    """As for bf16 above: int8 takes long rows in chunks of k, int4 in smaller passes; results are streamed out."""
+    weight = random_weight(1088, 4200, format)
+    quantized = quantize_rows(
+        torch.randn(500, 4200, generator=generator(10)).bfloat16(), format.group, backend="avx512"
+    )
+    results = []
+    for level in LEVELS:
+        held = pack_empty(1088, 4200, torch.bfloat16, bias=False, backend=level, format=format)
+        write_rows(held, 0, weight)
+        with threads(2):
+            results.append(linear(quantized, held))
+    assert_same_bits(results[0], results[1], str(format))
+
+
 def test_engines_of_one_process_do_not_disturb_each_other() -> None:
     """Calls of several threads with several pools, each call with tiles of another shape."""
     weight = packed(256, 512, torch.bfloat16, "amx")

@@ -1,0 +1,340 @@
+// Products of rows and packed panels on matrix tiles, bf16 and int8 alike: both have B tiles of 16 rows of 64 bytes in
+// their panels as they lie (pairs or quads of k x 16 columns, rows 128 bytes apart), two beside each other a step of
+// 64 bytes of k.
+//
+// Algorithm: A tiles are 16 rows x 64 bytes: of x as it lies for up to 16 rows, else of rows packed once a pass as
+// [chunk][block of 32 rows][step][2 tiles][16][64], one stream a block. 2 x 2 tiles of results, 32 rows x 32 columns,
+// live in registers over all of K, as long as the rows of a pass stay in L2 (a MiB: 256 bf16 rows at K = 2048); longer
+// rows are taken in chunks of 32 steps by 16 panels, and their sums spill in between (as they are, so no bit is lost).
+// Short chunks, whose weights stay in L1, spill too often: 1.3 against 1.65 TFLOP/s of bf16
+// (benchmarks/results/amx-gemm-2026-11-21.md). A block's sums become results while the tiles of the next are
+// multiplied, and bypass caches that would not hold them.
+//
+// Exactness: every element is one sequence of tile products over k, step by step, whatever the number of rows: a row of
+// a tile knows nothing of the others. A last step of less than 64 bytes is filled up with zeros, always.
+//
+// Bytes: the weights once a pass. Bound: memory bandwidth up to some 100 rows, the tile products above; between them
+// the two tiles that each product needs half a KiB of, from L2, which gives some 45 bytes a cycle.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/amx.h"
+#include "cpu/isa.h"
+#include "cpu/linear.h"
+#include "cpu/scratch.h"
+
+namespace quire::cpu::QUIRE_ISA {
+
+constexpr int64_t kTile = kTileRows * kTileBytes;       // bytes of a tile of rows
+constexpr int64_t kPanelStep = 2 * kTile;               // of a panel's step: two B tiles
+constexpr int64_t kBlockRows = 2 * kTileRows;
+constexpr int64_t kTileSums = kTileRows * kTileRows;    // of a tile of results
+constexpr int64_t kBlockSums = 4 * kTileSums;           // of a block: its four tiles, one after the other
+constexpr int64_t kChunkSteps = 32;                     // between spills of the sums
+constexpr int64_t kGroupPanels = 16;                    // panels that a chunk of the rows serves
+constexpr int64_t kCachedTiles = 1024;                  // A tiles that stay in L2: a MiB
+constexpr int64_t kCachedResults = 1 << 20;             // bytes: more than these do not stay in L2
+constexpr int64_t kSmallWork = 1 << 17;                 // bytes of weights times rows, see `over_panels`
+constexpr int64_t kAheadBytes = 16 << 10;               // how far ahead the weights of a single block are fetched
+constexpr int64_t kWriteRows = 4;                       // results written a step
+
+enum { kC00, kC01, kC10, kC11, kA0, kA1, kB0, kB1 };
+
+// What is multiplied, in bytes.
+struct Gemm {
+  const uint8_t *x, *w;
+  int64_t rows, x_stride, k;  // k: bytes of a row
+  int64_t n, panel;           // columns; bytes of a panel
+  int64_t pass_rows;
+
+  int64_t panels() const { return (n + kPanel - 1) / kPanel; }
+  int64_t work() const { return rows * n * k; }
+};
+
+// Split the panels over the threads; where there is less work than some 5 us, the others are not worth waking. The
+// split changes no bit.
+template <typename F>
+void over_panels(int64_t work, ThreadPool& pool, const F& body) {
+  if (work < kSmallWork) {
+    body(0, 1);
+  } else {
+    pool.run(body);
+  }
+}
+
+// Cache lines to fetch into L2 while something else computes, some every step.
+struct Ahead {
+  const uint8_t *next, *end;
+  int64_t lines;
+
+  void fetch() {
+    const uint8_t* stop = std::min(next + lines * 64, end);
+    for (; next < stop; next += 64) __builtin_prefetch(next, 0, 2);
+  }
+};
+
+// Where results go: rows of a panel's width, as fp32 or rounded to bf16, past the caches if there are many.
+class RowWriter {
+ public:
+  RowWriter(void* y, Type type, int64_t stride, int64_t rows, int64_t n) : y_(y), type_(type), stride_(stride), n_(n) {
+    const bool whole_lines = (reinterpret_cast<uintptr_t>(y) | (stride * 2)) % 64 == 0;
+    stream_ = type == Type::bf16 && whole_lines && rows * n * 2 > kCachedResults;
+  }
+
+  // Which of a panel's columns there are.
+  __mmask32 valid(int64_t column) const {
+    return static_cast<__mmask32>((uint64_t(1) << std::min<int64_t>(kPanel, n_ - column)) - 1);
+  }
+
+  void put(int64_t row, int64_t column, Vec left, Vec right) const {
+    const int64_t to = row * stride_ + column;
+    const __mmask32 mask = valid(column);
+    if (type_ == Type::f32) {
+      _mm512_mask_storeu_ps(static_cast<float*>(y_) + to, mask & 0xffff, left);
+      _mm512_mask_storeu_ps(static_cast<float*>(y_) + to + kLanes, mask >> 16, right);
+      return;
+    }
+    uint16_t* y = static_cast<uint16_t*>(y_) + to;
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(right, left);
+    if (stream_ && mask == ~__mmask32(0)) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(y), both);
+    } else {
+      _mm512_mask_storeu_epi16(y, mask, both);
+    }
+  }
+
+ private:
+  void* y_;
+  Type type_;
+  int64_t stride_, n_;
+  bool stream_;
+};
+
+// The rows of one pass and how they lie.
+struct Pass {
+  int64_t first, rows, tiles, steps;  // steps: of 64 bytes, the last filled up
+  int64_t chunk;                      // steps of a chunk
+  const uint8_t* x;                   // packed, or as it lies: then there is one tile
+  int64_t stride, step;               // of A tiles: bytes between rows and between steps
+  bool packed;
+
+  int64_t blocks() const { return (tiles + 1) / 2; }
+  int64_t chunks() const { return (steps + chunk - 1) / chunk; }
+  int64_t chunk_steps(int64_t c) const { return std::min(chunk, steps - c * chunk); }
+  // Where the A tiles of block b and chunk c begin, counted in steps.
+  int64_t place(int64_t b, int64_t c) const { return packed ? c * chunk * blocks() + b * chunk_steps(c) : c * chunk; }
+};
+
+// Copies the rows of tile t, filled up with zeros to 16 rows and whole steps.
+inline void pack_tile(const Gemm& g, const Pass& pass, int64_t t, uint8_t* packed) {
+  const int64_t rows = std::min<int64_t>(kTileRows, pass.rows - t * kTileRows), whole = g.k / kTileBytes;
+  const uint8_t* x = g.x + (pass.first + t * kTileRows) * g.x_stride;
+  for (int64_t c = 0; c < pass.chunks(); ++c) {
+    uint8_t* to = packed + pass.place(t / 2, c) * pass.step + t % 2 * kTile;
+    for (int64_t s = c * pass.chunk; s < c * pass.chunk + pass.chunk_steps(c); ++s, to += pass.step) {
+      const __mmask64 valid = s < whole ? ~__mmask64(0) : (__mmask64(1) << g.k % kTileBytes) - 1;
+      for (int64_t r = 0; r < kTileRows; ++r) {
+        const __m512i v = r < rows ? _mm512_maskz_loadu_epi8(valid, x + r * g.x_stride + s * kTileBytes) : __m512i{};
+        _mm512_store_si512(to + r * kTileBytes, v);
+      }
+    }
+  }
+}
+
+// One or two tiles of rows by the two tiles of a panel's step.
+template <bool kLower, typename Op>
+inline void step(const uint8_t* x, int64_t stride, const uint8_t* w) {
+  tile_load<kB0>(w, 2 * kTileBytes);
+  tile_load<kA0>(x, stride);
+  tile_load<kB1>(w + kTileBytes, 2 * kTileBytes);
+  Op::template dot<kC00, kA0, kB0>();
+  if constexpr (kLower) tile_load<kA1>(x + kTile, stride);
+  Op::template dot<kC01, kA0, kB1>();
+  if constexpr (kLower) {
+    Op::template dot<kC10, kA1, kB0>();
+    Op::template dot<kC11, kA1, kB1>();
+  }
+}
+
+template <bool kLower>
+inline void clear_sums() {
+  tile_zero<kC00>();
+  tile_zero<kC01>();
+  if constexpr (kLower) {
+    tile_zero<kC10>();
+    tile_zero<kC11>();
+  }
+}
+
+template <bool kLower, typename Sum>
+inline void load_sums(const Sum* sums) {
+  tile_load<kC00>(sums, kTileBytes);
+  tile_load<kC01>(sums + kTileSums, kTileBytes);
+  if constexpr (kLower) {
+    tile_load<kC10>(sums + 2 * kTileSums, kTileBytes);
+    tile_load<kC11>(sums + 3 * kTileSums, kTileBytes);
+  }
+}
+
+template <bool kLower, typename Sum>
+inline void store_sums(Sum* sums) {
+  tile_store<kC00>(sums, kTileBytes);
+  tile_store<kC01>(sums + kTileSums, kTileBytes);
+  if constexpr (kLower) {
+    tile_store<kC10>(sums + 2 * kTileSums, kTileBytes);
+    tile_store<kC11>(sums + 3 * kTileSums, kTileBytes);
+  }
+}
+
+// Row r of a block's sums: the left 16 columns; the right ones are kTileSums further.
+template <typename Sum>
+inline Sum* row_of_sums(Sum* sums, int64_t r) {
+  return sums + r / kTileRows * 2 * kTileSums + r % kTileRows * kTileRows;
+}
+
+// What one thread does of a pass: panels [begin, end), in groups. Op has the type `Sum`, the products `dot` of three
+// tiles, and `write(row, column, left, right)`, which makes 32 sums of a row results.
+template <typename Op>
+class PanelWorker {
+ public:
+  using Sum = typename Op::Sum;
+
+  PanelWorker(const Gemm& g, const Op& op, const Pass& pass, Range panels)
+      : g_(g), op_(op), pass_(pass), panels_(panels), group_(pass.chunks() == 1 ? 1 : kGroupPanels) {
+    TileShapes shapes;
+    const int rows = static_cast<int>(pass.packed ? kTileRows : pass.rows);
+    for (const int t : {kC00, kC01, kC10, kC11, kA0, kA1}) shapes.set(t, rows, kTileBytes);
+    for (const int t : {kB0, kB1}) shapes.set(t, kTileRows, kTileBytes);
+    tiles_.shape(shapes);
+    sums_ = scratch_.get<Sum>((group_ * pass.blocks() + 1) * kBlockSums);
+  }
+
+  void run() {
+    for (int64_t first = panels_.begin; first < panels_.end; first += group_) {
+      const int64_t end = std::min(panels_.end, first + group_);
+      for (int64_t c = 0; c < pass_.chunks(); ++c) {
+        for (int64_t p = first; p < end; ++p) {
+          const bool more = p + 1 < end, same = more || c + 1 < pass_.chunks();
+          chunk(p, c, (p - first) * pass_.blocks(), more ? p + 1 : same ? first : end, more ? c : same ? c + 1 : 0);
+        }
+      }
+    }
+    write(kBlockRows);
+    _mm_sfence();  // streamed results are there for other threads too
+  }
+
+ private:
+  const uint8_t* weights(int64_t p, int64_t c) const { return g_.w + p * g_.panel + c * pass_.chunk * kPanelStep; }
+
+  // What to fetch during a chunk: a single block streams through the weights, more of them have the time to fetch the
+  // next chunk.
+  Ahead ahead_of(int64_t p, int64_t c, int64_t next_p, int64_t next_c) const {
+    const uint8_t* end = weights(panels_.end, 0);
+    if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, kPanelStep / 64};
+    const int64_t lines = pass_.chunk * kPanelStep / 64, turns = pass_.blocks() * pass_.chunk_steps(c);
+    const uint8_t* next = weights(next_p, next_c);
+    return {next, std::min(next + lines * 64, end), (lines + turns - 1) / turns};
+  }
+
+  // All rows by chunk c of panel p, whose blocks have their sums from `first` on; chunk next_c of panel next_p is next.
+  void chunk(int64_t p, int64_t c, int64_t first, int64_t next_p, int64_t next_c) {
+    const int64_t steps = pass_.chunk_steps(c);
+    const bool final = c + 1 == pass_.chunks();
+    const uint8_t* last = nullptr;
+    if (final && g_.k % kTileBytes != 0) {
+      std::memset(last_, 0, sizeof(last_));
+      std::memcpy(last_, weights(p, c) + (steps - 1) * kPanelStep, g_.panel - (pass_.steps - 1) * kPanelStep);
+      last = last_;
+    }
+    Ahead ahead = ahead_of(p, c, next_p, next_c);
+    for (int64_t b = 0; b < pass_.blocks(); ++b) {
+      // In one chunk, two places take turns: one is written to y while the other is summed up.
+      Sum* sums = sums_ + (group_ == 1 ? (spare_ = 1 - spare_) : first + b) * kBlockSums;
+      const int64_t row = b * kBlockRows, rows = std::min(kBlockRows, pass_.rows - row);
+      if (rows > kTileRows) {
+        block<true>(b, c, weights(p, c), last, sums, ahead);
+      } else {
+        block<false>(b, c, weights(p, c), last, sums, ahead);
+      }
+      if (final) results_ = {sums, pass_.first + row, rows, p * kPanel, 0};
+    }
+  }
+
+  // One or two tiles of rows x one panel over chunk c. `w`: the panel's chunk; `last`: its last step if that is filled
+  // up apart, else null.
+  template <bool kLower>
+  void block(int64_t b, int64_t c, const uint8_t* w, const uint8_t* last, Sum* sums, Ahead& ahead) {
+    if (c == 0) {
+      clear_sums<kLower>();
+    } else {
+      load_sums<kLower>(sums);
+    }
+    const uint8_t* x = pass_.x + pass_.place(b, c) * pass_.step;
+    const int64_t whole = pass_.chunk_steps(c) - (last != nullptr);
+    for (int64_t s = 0; s < whole; ++s) {
+      step<kLower, Op>(x + s * pass_.step, pass_.stride, w + s * kPanelStep);
+      ahead.fetch();
+      write(kWriteRows);
+    }
+    if (last != nullptr) step<kLower, Op>(x + whole * pass_.step, pass_.stride, last);
+    write(kBlockRows);
+    store_sums<kLower>(sums);
+  }
+
+  // A block's sums on their way into y.
+  struct Results {
+    const Sum* sums = nullptr;
+    int64_t row = 0, rows = 0, column = 0;  // where they go
+    int64_t done = 0;
+  };
+
+  // Up to `count` more rows of them.
+  void write(int64_t count) {
+    Results& r = results_;
+    for (const int64_t end = std::min(r.rows, r.done + count); r.done < end; ++r.done) {
+      const Sum* sums = row_of_sums(r.sums, r.done);
+      op_.write(r.row + r.done, r.column, sums, sums + kTileSums);
+    }
+  }
+
+  static thread_local Scratch scratch_;
+  const Gemm& g_;
+  const Op& op_;
+  const Pass& pass_;
+  Range panels_;
+  int64_t group_, spare_ = 0;
+  Tiles tiles_;
+  Sum* sums_;
+  Results results_;
+  alignas(64) uint8_t last_[kPanelStep];
+};
+
+template <typename Op>
+thread_local Scratch PanelWorker<Op>::scratch_;
+
+template <typename Op>
+void gemm(const Gemm& g, const Op& op, ThreadPool& pool) {
+  static thread_local Scratch packed_rows;
+  const int64_t steps = (g.k + kTileBytes - 1) / kTileBytes;
+  for (int64_t first = 0; first < g.rows; first += g.pass_rows) {
+    const int64_t rows = std::min(g.pass_rows, g.rows - first), tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t chunk = tiles * steps <= kCachedTiles ? steps : kChunkSteps;
+    Pass pass{first, rows, tiles, steps, chunk, g.x + first * g.x_stride, g.x_stride, kTileBytes, false};
+    if (tiles > 1 || g.k % kTileBytes != 0) {
+      uint8_t* packed = packed_rows.get<uint8_t>(pass.blocks() * steps * 2 * kTile);
+      pass = {first, rows, tiles, steps, chunk, packed, kTileBytes, 2 * kTile, true};
+      over_panels(g.work(), pool, [&](int thread, int num_threads) {
+        const Range mine = share(tiles, thread, num_threads);
+        for (int64_t t = mine.begin; t < mine.end; ++t) pack_tile(g, pass, t, packed);
+      });
+    }
+    over_panels(g.work(), pool, [&](int thread, int num_threads) {
+      const Range mine = share(g.panels(), thread, num_threads);
+      if (mine.begin < mine.end) PanelWorker<Op>(g, op, pass, mine).run();
+    });
+  }
+}
+
+}  // namespace quire::cpu::QUIRE_ISA
