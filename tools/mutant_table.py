@@ -24,6 +24,7 @@ EXACT = ("tests/exact/test_quick.py",)
 SAMPLER = ("tests/sampling/test_sampler.py",)
 SALTS = ("tests/cache/test_manager.py", "tests/cache/test_block_hash.py")
 KERNELS = ("tests/kernels/test_attention.py",)
+MEASURES = ("tests/bench/test_summary.py", "tests/workload")
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -169,5 +170,37 @@ MUTANTS: tuple[Mutant, ...] = (
         "penalties_of(seq.sampling, seq.prompt_token_ids, seq.output_token_ids)",
         "penalties_of(seq.sampling, seq.prompt_token_ids, ())",
         SAMPLER,
+    ),
+    Mutant(
+        "coordinated-omission",
+        "the benchmark's TTFT counts from when a request was sent, not from when it was due",
+        "src/quire/bench/summary.py",
+        "else self.first_token_s - self.arrival_s",
+        "else self.first_token_s - self.sent_s",
+        MEASURES,
+    ),
+    Mutant(
+        "prompts-share-nothing",
+        "prompts of equal hashes get tokens of their own",
+        "src/quire/workload/prompts.py",
+        'self._key("hash", hash_id)',
+        'self._key("hash", request.index)',
+        MEASURES,
+    ),
+    Mutant(
+        "silent-refusal",
+        "rows of a trace that are refused are not counted",
+        "src/quire/workload/traces.py",
+        "            refusals.append((number, str(reason)))",
+        "            str(reason)",
+        MEASURES,
+    ),
+    Mutant(
+        "goodput-without-failures",
+        "goodput counts requests that missed their SLO",
+        "src/quire/workload/slo.py",
+        "v <= limit for v, limit",
+        "v <= 2 * limit for v, limit",
+        MEASURES,
     ),
 )
