@@ -57,7 +57,7 @@ class MockOpenAI:
         self._loop.close()
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "mock"}, {"id": "other"}]})
+        return web.json_response({"data": [{"id": "mock", "max_model_len": 100}, {"id": "other"}]})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

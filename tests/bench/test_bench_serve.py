@@ -219,6 +219,19 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
     assert "<script" not in html
 
 
+def test_the_servers_context_decides_which_rows_fit(tmp_path: Path) -> None:
+    trace, out = tmp_path / "t.csv", str(tmp_path / "a.json")
+    trace.write_text(
+        "num_prefill_tokens,num_decode_tokens\n" + "".join(f"{n},4\n" for n in (5, 200, 96, 97, 6))
+    )
+    with MockOpenAI() as server:
+        assert run(ServeBenchArgs(url=server.url, trace=str(trace), json=out)) == 0
+        found = json.loads(Path(out).read_text())
+        assert (found["num_completed"], found["refused_rows"]) == (3, {"longer than the context": 2})
+        assert run(ServeBenchArgs(url=server.url, model="other", trace=str(trace), limit=2, json=out)) == 0
+    assert json.loads(Path(out).read_text())["num_refused_rows"] == 0
+
+
 def test_a_sweep_finds_a_knee(tmp_path: Path) -> None:
     out = str(tmp_path / "a.json")
     with MockOpenAI(step_s=0.01) as server:

@@ -153,8 +153,8 @@ class StreamingClient:
         """
         await self._stream(body, Progress(sent_s=time.monotonic()), None)
 
-    async def models(self) -> list[str]:
-        """The names of /models.
+    async def models(self) -> dict[str, int | None]:
+        """The names of /models, each with its context in tokens where the server tells it (``max_model_len``).
 
         Raises:
             RequestFailed: the server is not there, or has no such list.
@@ -162,10 +162,11 @@ class StreamingClient:
         try:
             async with self._session.get(self.target.url + "/models") as answer:
                 value = json.loads(await answer.read())
-                return [str(model["id"]) for model in value["data"]]
+                found = {str(model["id"]): model.get("max_model_len") for model in value["data"]}
+                return {name: size if isinstance(size, int) else None for name, size in found.items()}
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RequestFailed("connection", _reason(error)) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestFailed("no list of models", _reason(error)) from error
 
     async def _stream(self, body: bytes, progress: Progress, cancel_after: int | None) -> None:

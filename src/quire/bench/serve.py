@@ -45,8 +45,11 @@ def run(flags: ServeBenchArgs) -> int:
     if flags.html:
         figures.need_plots()
     slo = Slo.parse(flags.slo) if flags.slo else None
+    target, context = asyncio.run(_find(flags))
+    if flags.max_model_len is None:
+        flags = replace(flags, max_model_len=context)
     workload = make_workload(flags)
-    bench = _Bench(flags, workload, slo, asyncio.run(_target(flags, workload)))
+    bench = _Bench(flags, workload, slo, asyncio.run(_settled(flags, target)))
     if flags.sweep:
         return bench.sweep()
     return bench.single()
@@ -58,8 +61,8 @@ def make_load(flags: ServeBenchArgs, workload: Workload) -> Load:
     return Load(flags.concurrency, closed=flags.concurrency is not None and not timed)
 
 
-async def _target(flags: ServeBenchArgs, workload: Workload) -> Target:
-    """The server, its model's name, and the request fields that it takes, found out by one short request."""
+async def _find(flags: ServeBenchArgs) -> tuple[Target, int | None]:
+    """The server and its model, and the context in tokens where the server tells it."""
     target = Target(
         api_url(flags.url),
         flags.model or "",
@@ -69,17 +72,23 @@ async def _target(flags: ServeBenchArgs, workload: Workload) -> Target:
         flags.timeout_s,
         extra_body=_extra(flags.extra_body),
     )
-    if flags.model is None:
-        client = StreamingClient(target)
-        try:
-            models = await client.models()
-        except RequestFailed as error:
-            raise ConfigError(f"{target.url}: {error}; is the server up, and is --url right?") from error
-        finally:
-            await client.close()
-        if not models:
-            raise ConfigError(f"{target.url} lists no model; give --model")
-        target = replace(target, model=models[0])
+    client = StreamingClient(target)
+    try:
+        models = await client.models()
+    except RequestFailed as error:
+        if flags.model is not None:  # not every server has a list
+            return target, None
+        raise ConfigError(f"{target.url}: {error}; is the server up, and is --url right?") from error
+    finally:
+        await client.close()
+    if flags.model is None and not models:
+        raise ConfigError(f"{target.url} lists no model; give --model")
+    name = flags.model or next(iter(models))
+    return replace(target, model=name), models.get(name)
+
+
+async def _settled(flags: ServeBenchArgs, target: Target) -> Target:
+    """The server with the request fields that it takes, found out by a short request."""
     prompts = _prompts(flags, run_number=-1)
     for i in range(max(1, flags.warmup)):
         body_of = partial(_warm_up_body, prompts, WorkloadRequest(0.0, 16, 4, index=i))
@@ -181,6 +190,7 @@ class _Bench:
             "model": self._target.model,
             "workload": self._workload.source,
             "loop": ("closed" if load.closed else "open") + limit,
+            "context": flags.max_model_len or "not told",
             "cancelled share": flags.cancel,
             "seed": flags.seed,
             "slo": str(self._slo) if self._slo else "none",

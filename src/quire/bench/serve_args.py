@@ -34,8 +34,8 @@ class ServeBenchArgs:
     time_scale: float = flag(
         1.0, "Stretches the times of the trace: 2 is half the load.", group="Workload", low=0.0
     )
-    max_model_len: int | None = flag(None, "Context of the server in tokens; rows that do not fit are refused and "
-                                     "counted.", group="Workload", low=2)  # fmt: skip
+    max_model_len: int | None = flag(None, "Context of the server in tokens [what it lists]; rows that do not fit are "
+                                     "refused and counted.", group="Workload", low=2)  # fmt: skip
     input_len: str = flag("512", f"Prompt tokens without a trace: {_LENGTHS}.", group="Workload")
     output_len: str = flag("128", "Output tokens, the same way.", group="Workload")
     prefix_len: int = flag(0, "Tokens of a shared prefix in front of each prompt.", group="Workload", low=0)
