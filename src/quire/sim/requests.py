@@ -15,7 +15,7 @@ from quire.request import Request, SamplingParams, TokenEvent
 from quire.workload.prompts import PromptMaker
 from quire.workload.request import Workload, WorkloadRequest
 
-VOCAB_SIZE = 32_000  # of made-up prompts: any number gives the same schedule
+VOCAB_SIZE, FIRST_ID = 4096, 256  # of made-up prompts, as `quire bench serve` makes them
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Client:
     """Requests out, records in. Later turns of a session are sent when the turn before is answered."""
 
     def __init__(self, workload: Workload, cache: CacheConfig, seed: int, *, chains: bool) -> None:
-        self._prompts = PromptMaker(VOCAB_SIZE, seed, first_id=200)
+        self._prompts = PromptMaker(VOCAB_SIZE, seed, FIRST_ID)
         self._chains = chains
         self._block_size = cache.block_size
         self._root = root_hash(cache.model_key, cache.block_size)

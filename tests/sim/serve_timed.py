@@ -1,0 +1,38 @@
+"""A real server whose engine sleeps as a cost model says: ``python -m tests.sim.serve_timed COST.json [NAME=N…]``.
+
+Everything but the executor is what `quire serve` runs: API process, engine process, scheduler and cache.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from quire.api.app import create_app
+from quire.api.server import run
+from quire.api.settings import ApiSettings
+from quire.args import EngineArgs
+from quire.clock import WallClock
+from quire.device import detect_device
+from quire.engine.assemble import configure, load_text
+from quire.engine.frontend import Frontend
+from quire.engine.process import ProcessClient
+
+
+def main(cost: str, *settings: str) -> int:
+    given: dict[str, Any] = {name: int(value) for name, _, value in (s.partition("=") for s in settings)}
+    args = EngineArgs(**given)
+    config, checkpoint = configure(args, detect_device())
+    client = ProcessClient(config, executor=f"timed@{cost}")
+    text = load_text(args, config, checkpoint, names=("quill",))
+    frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
+    ready = "ready    on"
+    return run(
+        create_app(frontend, ApiSettings()),
+        port=0,
+        on_ready=lambda url, _: print(f"{ready} {url}", file=sys.stderr, flush=True),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
