@@ -19,6 +19,7 @@ class EngineStats:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0  # in the prefix tree, used or idle
     num_idle_blocks: int = 0  # in the prefix tree and nowhere else: available on demand
+    num_peak_blocks: int = 0  # held by sequences or steps at most, since the start
     # Counters
     num_steps: int = 0
     num_requests: int = 0

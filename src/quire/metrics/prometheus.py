@@ -67,6 +67,7 @@ _ENGINE_GAUGES = {
     "quire:kv_blocks": ("KV blocks in the pool.", "num_blocks"),
     "quire:kv_blocks_free": ("KV blocks that nobody holds.", "num_free_blocks"),
     "quire:kv_blocks_cached": ("KV blocks in the prefix tree.", "num_cached_blocks"),
+    "quire:kv_blocks_peak": ("KV blocks that sequences and steps held at most.", "num_peak_blocks"),
     "quire:kv_blocks_idle": ("KV blocks that only the prefix tree holds.", "num_idle_blocks"),
 }
 _ENGINE_COUNTERS = {

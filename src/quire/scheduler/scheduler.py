@@ -36,6 +36,7 @@ class Scheduler:
         self.cache = CacheManager(cache_config, events)
         self.cache_events = events  # for a gateway to drain; None: off
         self._state = SchedulerState(config, config, self.cache, AdapterSlots(config.max_loras))
+        self._num_peak_blocks = 0
 
     @property
     def config(self) -> SchedulerConfig:
@@ -83,6 +84,9 @@ class Scheduler:
             plan = Planner(self._state, now).plan()
         if plan is not None:
             self._state.step_tokens.observe(self._state.counters.num_computed_tokens - before)
+            held = self.cache.pool.num_blocks - self.cache.references.num_available
+            if held > self._num_peak_blocks:
+                self._num_peak_blocks = held
         return plan
 
     def apply(self, result: StepResult, now: float) -> list[TokenEvent]:
@@ -132,6 +136,7 @@ class Scheduler:
             num_free_blocks=self.cache.pool.num_free,
             num_cached_blocks=prefix.num_blocks,
             num_idle_blocks=prefix.num_idle,
+            num_peak_blocks=self._num_peak_blocks,
             num_steps=state.next_step,
             num_evicted_blocks=prefix.num_evicted,
             step_tokens=tuple(state.step_tokens.counts),

@@ -183,7 +183,7 @@ class Cluster:
 
     def _begin(self, replica: Replica) -> None:
         """The replica's loop comes round."""
-        self._take(replica, replica.begin())
+        self._take(replica, replica.core.begin())
         core = replica.core
         if not replica.waits and core.has_work and (wakes_at := core.wakes_at) is not None:
             self._wake(replica, wakes_at)

@@ -16,7 +16,6 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
-from quire.request import TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
 from quire.sim.executor import SimExecutor
@@ -46,21 +45,11 @@ class Replica:
         events = EventBuffer() if reports else None
         executor = watch(self.executor) if watch else self.executor
         self.core = EngineCore(Scheduler(scheduler, cache, events), executor, clock, controller)
-        self.peak_blocks = 0  # held by sequences or steps, at most
 
     @property
     def waits(self) -> bool:
         """Whether a step is out: the loop stands in `collect`."""
         return self.core.num_out > 0
-
-    def begin(self) -> list[TokenEvent]:
-        """The loop's first half; notes the blocks in use."""
-        events = self.core.begin()
-        cache = self.core.scheduler.cache
-        held = cache.pool.num_blocks - cache.references.num_available
-        if held > self.peak_blocks:
-            self.peak_blocks = held
-        return events
 
     def stats(self) -> EngineStats:
         return self.core.stats()

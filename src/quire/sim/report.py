@@ -25,7 +25,7 @@ def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[s
             "replica": r.number,
             "steps": r.num_steps,
             "busy_s": r.busy_s,
-            "kv_peak": r.peak_blocks / r.stats.num_blocks,
+            "kv_peak": r.stats.num_peak_blocks / r.stats.num_blocks,
             "preemptions": r.stats.num_preemptions,
             "cached_tokens": r.stats.num_cached_tokens,
         }

@@ -22,7 +22,6 @@ class ReplicaReport:
     number: int
     num_steps: int
     busy_s: float  # computing steps
-    peak_blocks: int  # held by sequences or steps, at most
     stats: EngineStats  # at the end
 
 
@@ -43,7 +42,7 @@ class Simulated:
     @property
     def kv_peak(self) -> float:
         """The largest share of its blocks that a replica held at any time."""
-        return max(replica.peak_blocks / replica.stats.num_blocks for replica in self.replicas)
+        return max(replica.stats.num_peak_blocks / replica.stats.num_blocks for replica in self.replicas)
 
 
 def simulate(
@@ -69,8 +68,7 @@ def simulate(
         records=tuple(sorted(cluster.client.records, key=lambda record: record.index)),
         points=tuple(cluster.timeline.points),
         replicas=tuple(
-            ReplicaReport(r.number, r.executor.num_steps, r.executor.busy_s, r.peak_blocks, r.stats())
-            for r in replicas
+            ReplicaReport(r.number, r.executor.num_steps, r.executor.busy_s, r.stats()) for r in replicas
         ),
         end_s=cluster.clock.now(),
     )

@@ -1,0 +1,292 @@
+"""How well the simulator foretells the live engine: measured step times, real traces, real HTTP.
+
+    python benchmarks/simulator_accuracy.py                     one cell: the one with the fewest rounds so far
+    python benchmarks/simulator_accuracy.py --all --rounds 5    until every cell has 5 rounds (hours; resumable)
+    python benchmarks/simulator_accuracy.py --status            what is done and what is left
+    python benchmarks/simulator_accuracy.py --render            write the tables into docs/simulator.md
+
+A cell is a model, a trace and a load (0.5, 0.8 or 1.0 of the knee). One round of it is: the round's profile (measured
+once a model and round, so that profiles and live runs interleave), the trace's first ``--limit`` rows that fit against
+a fresh `quire serve`, and the simulation of the same requests. Lengths are the trace's; only time is stretched. The
+knee of (model, trace) is the simulator's, from the first profile: the smallest load with 95 % of the best goodput under
+``--slo``. All results are appended to ``--results``; an invocation that is killed loses one cell.
+
+Gates (issue 6): median TTFT, TPOT and output tokens/s within max(8 %, 1.5 × floor), p99 within max(20 %, 2 × floor), KV
+peak within 2 %. The floor is the live runs' own spread: the largest distance of a round from the median of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quire.bench.client import StreamingClient, Target, api_url
+from quire.bench.live_server import LiveServer
+from quire.bench.load import Load, Runner
+from quire.bench.summary import RequestRecord, summarize
+from quire.bench.sweep import knee, sweep
+from quire.sim.requests import FIRST_ID, VOCAB_SIZE
+from quire.sim.run import simulate
+from quire.sim.setup import Setup, set_up
+from quire.sim.simulate_args import SimulateArgs
+from quire.workload.build import at_rate, from_trace
+from quire.workload.prompts import PromptMaker
+from quire.workload.request import Workload, WorkloadRequest
+from quire.workload.slo import Slo
+from quire.workload.traces import read_trace
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = {
+    "quill": ["quill"],
+    "smol-135m": ["/tmp/models/smol-135m", "--load-format", "random", "--max-model-len", "4096"],
+}
+TRACES = {
+    "azure_conv": "azure_llm_2023_conv.csv.gz",
+    "azure_code": "azure_llm_2023_code.csv.gz",
+    "rtp-llm": "rtp_llm_online_30min.jsonl.gz",
+}
+LOADS = (0.5, 0.8, 1.0)
+MARKS = ("<!-- accuracy: begin -->", "<!-- accuracy: end -->")
+# (name in the table, key of the summary, part of it, gate, times the floor)
+FIGURES: tuple[tuple[str, str, str | None, float, float], ...] = (
+    ("TTFT p50", "ttft_ms", "p50", 0.08, 1.5),
+    ("TPOT p50", "tpot_ms", "p50", 0.08, 1.5),
+    ("tokens/s", "output_tokens_per_s", None, 0.08, 1.5),
+    ("TTFT p99", "ttft_ms", "p99", 0.20, 2.0),
+    ("TPOT p99", "tpot_ms", "p99", 0.20, 2.0),
+    ("KV peak", "kv_peak", None, 0.02, 0.0),
+)
+
+
+class Results:
+    """The file of all rounds, written after each step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"knees": {}, "rounds": {}}
+        if path.exists():
+            self.data = json.loads(path.read_text())
+
+    def rounds(self, cell: str) -> list[dict[str, Any]]:
+        return list(self.data["rounds"].get(cell, []))
+
+    def add(self, cell: str, figures: Mapping[str, Any]) -> None:
+        self.data["rounds"].setdefault(cell, []).append(figures)
+        self.save()
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+
+
+def cells(models: Sequence[str], traces: Sequence[str], loads: Sequence[float]) -> list[str]:
+    return [f"{model}/{trace}/{load:g}" for model in models for trace in traces for load in loads]
+
+
+def next_cell(results: Results, names: Sequence[str], rounds: int) -> str | None:
+    """The first cell with the fewest rounds, or None where all have enough: rounds are interleaved over cells."""
+    fewest = min(names, key=lambda name: len(results.rounds(name)))
+    return fewest if len(results.rounds(fewest)) < rounds else None
+
+
+def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
+    """One round of one cell: profile if the round has none, live, simulated."""
+    model, trace, load = cell.split("/")
+    number = len(results.rounds(cell))
+    profile = args.results.parent / f"{args.results.stem}-{model}-{number}.json"
+    if not profile.exists():
+        measure_profile(args, model, profile)
+    setup = set_up(SimulateArgs(profile=str(profile)), {}, 0)
+    limit = setup.config.scheduler.max_model_len
+    workload = from_trace(read_trace(args.traces / TRACES[trace]), limit=args.limit, max_model_len=limit)
+    rate = float(load) * knee_of(args, results, f"{model}/{trace}", setup, workload)
+    workload = at_rate(workload, rate)
+    say(f"{cell}, round {number}: {len(workload.requests)} requests at {rate:.3g}/s, live …")
+    with LiveServer([*MODELS[model], "--port", "0"]) as server:
+        start_s = time.monotonic()
+        records = asyncio.run(ask(server.url, MODELS[model][0], workload))
+        live = figures_of(records, workload) | {"kv_peak": kv_peak(server.url)}
+        wall_s = time.monotonic() - start_s
+    result = simulate(setup.config, setup.step_time, workload)
+    simulated = figures_of(result.records, workload) | {"kv_peak": result.kv_peak}
+    results.add(
+        cell,
+        {
+            "round": number,
+            "rate": rate,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "refused_rows": dict(workload.refused),
+            "profile_error": json.loads(profile.read_text())["error"],
+            "live": live,
+            "simulated": simulated,
+        },
+    )
+    errors = ", ".join(
+        f"{name} {value(simulated, key, part) / value(live, key, part) - 1:+.1%}"
+        for name, key, part, _, _ in FIGURES
+    )
+    say(f"{cell}, round {number}: {wall_s:.0f} s; simulated against live: {errors}")
+
+
+def measure_profile(args: argparse.Namespace, model: str, path: Path) -> None:
+    say(f"profile of {model} …")
+    command = [sys.executable, "-m", "quire.cli", "profile", *MODELS[model], "--out", str(path)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run([*command, "--seconds", str(args.profile_seconds)], check=True)
+
+
+def knee_of(args: argparse.Namespace, results: Results, key: str, setup: Setup, workload: Workload) -> float:
+    """Requests a second at the simulated knee; found once, then kept in the results."""
+    if key not in results.data["knees"]:
+        slo = Slo.parse(args.slo)
+
+        def at(rate: float) -> Mapping[str, Any]:
+            done = simulate(setup.config, setup.step_time, at_rate(workload, rate))
+            return summarize(done.records, slo=slo) | {"offered_per_s": rate}
+
+        results.data["knees"][key] = float(knee(sweep(at, 0.125))["offered_per_s"])
+        results.save()
+    return float(results.data["knees"][key])
+
+
+async def ask(url: str, model: str, workload: Workload) -> list[RequestRecord]:
+    """Send the workload; a few requests before it warm the server up."""
+    client = StreamingClient(Target(api_url(url), model))
+    warm = [WorkloadRequest(0.0, 64, 8, index=i) for i in range(4)]
+    try:
+        await Runner(client, PromptMaker(VOCAB_SIZE, 999, FIRST_ID), Load()).run(warm)
+        return await Runner(client, PromptMaker(VOCAB_SIZE, 0, FIRST_ID), Load()).run(workload.requests)
+    finally:
+        await client.close()
+
+
+def kv_peak(url: str) -> float:
+    """The largest share of the blocks that was held, as the server says."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    peak, blocks = (
+        next(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+        for name in ("quire:kv_blocks_peak", "quire:kv_blocks")
+    )
+    return peak / blocks
+
+
+def figures_of(records: Sequence[RequestRecord], workload: Workload) -> dict[str, Any]:
+    summary = summarize(records, refused_rows=workload.refused)
+    keep = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms", "output_tokens_per_s", "num_completed", "num_failed",
+            "num_cached_tokens", "duration_s")  # fmt: skip
+    return {key: summary[key] for key in keep}
+
+
+def value(figures: Mapping[str, Any], key: str, part: str | None) -> float:
+    found = figures[key] if part is None else figures[key][part]
+    return float(found) if found is not None else float("nan")
+
+
+def judge(
+    rounds: Sequence[Mapping[str, Any]], key: str, part: str | None
+) -> tuple[float, float, float, float]:
+    """Return (live, simulated, error, floor): medians over the rounds, and the live runs' own spread."""
+    live = [value(r["live"], key, part) for r in rounds]
+    middle = statistics.median(live)
+    simulated = statistics.median(value(r["simulated"], key, part) for r in rounds)
+    floor = max(abs(x / middle - 1.0) for x in live) if middle else 0.0
+    return middle, simulated, abs(simulated / middle - 1.0) if middle else 0.0, floor
+
+
+def tables(results: Results) -> str:
+    """Markdown: a table a model, each figure as live → simulated, with its error, the floor, and whether it holds."""
+    done = {cell: rounds for cell, rounds in results.data["rounds"].items() if rounds}
+    if not done:
+        return "No round has been run yet.\n"
+    held = total = 0
+    text = []
+    for model in dict.fromkeys(cell.split("/")[0] for cell in done):
+        head = "| trace, load | rounds |" + "".join(f" {name} |" for name, *_ in FIGURES)
+        text += [f"\n**{model}**\n", head, "|---|---|" + "---|" * len(FIGURES)]
+        for cell, rounds in done.items():
+            if cell.split("/")[0] != model:
+                continue
+            row = [
+                f"{cell.split('/')[1]}, {cell.split('/')[2]} ({rounds[0]['rate']:.3g}/s)",
+                str(len(rounds)),
+            ]
+            for _, key, part, gate, times in FIGURES:
+                live, simulated, error, floor = judge(rounds, key, part)
+                ok = error <= max(gate, times * floor)
+                held, total = held + ok, total + 1
+                row.append(
+                    f"{live:.3g} → {simulated:.3g} ({error:.1%}, floor {floor:.1%}){'' if ok else ' **✗**'}"
+                )
+            text.append("| " + " | ".join(row) + " |")
+    refused = {cell: r[0]["refused_rows"] for cell, r in done.items() if r[0]["refused_rows"]}
+    last = max(r["at"] for rounds in done.values() for r in rounds)
+    text.append(
+        f"\n{held} of {total} figures are within their gates. Last round {last} on {platform.processor() or 'CPU'}."
+    )
+    for cell, rows in refused.items():
+        if cell.endswith(f"/{LOADS[0]:g}"):
+            text.append(
+                f"Rows refused, {cell.rsplit('/', 1)[0]}: {sum(rows.values())} ({', '.join(map(str, rows))})."
+            )
+    return "\n".join(text) + "\n"
+
+
+def render(results: Results) -> None:
+    page = ROOT / "docs" / "simulator.md"
+    before, _, rest = page.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    page.write_text(f"{before}{MARKS[0]}\n{tables(results)}{MARKS[1]}{after}")
+    say(f"written into {page}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that each cell should have")
+    parser.add_argument("--all", action="store_true", help="run until every cell has them, not one cell")
+    parser.add_argument("--status", action="store_true", help="say what is done")
+    parser.add_argument("--render", action="store_true", help="write docs/simulator.md")
+    parser.add_argument("--model", action="append", choices=MODELS, help="only this model (repeatable)")
+    parser.add_argument("--trace", action="append", choices=TRACES, help="only this trace (repeatable)")
+    parser.add_argument("--load", action="append", type=float, help="only this load (repeatable)")
+    parser.add_argument("--limit", type=int, default=300, help="requests of a run")
+    parser.add_argument("--slo", default="ttft=2s,tpot=100ms", help="that the knee is found under")
+    parser.add_argument("--profile-seconds", type=float, default=60.0)
+    parser.add_argument("--traces", type=Path, default=Path("/work/shared/data/traces"))
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks" / "results" / "simulator-accuracy.json"
+    )
+    args = parser.parse_args()
+    results = Results(args.results)
+    names = cells(args.model or list(MODELS), args.trace or list(TRACES), args.load or LOADS)
+    if args.status:
+        for name in names:
+            print(f"{name:32} {len(results.rounds(name))} of {args.rounds} rounds")
+    elif args.render:
+        render(results)
+    else:
+        while (cell := next_cell(results, names, args.rounds)) is not None:
+            run_cell(args, results, cell)
+            if not args.all:
+                break
+
+
+if __name__ == "__main__":
+    main()
