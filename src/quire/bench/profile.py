@@ -13,7 +13,7 @@ from typing import Any
 from quire.args import EngineArgs
 from quire.bench.live_server import LiveServer
 from quire.bench.profile_args import ProfileArgs
-from quire.bench.profile_grid import Case, cases
+from quire.bench.profile_grid import cases
 from quire.bench.profile_serving import measure_host
 from quire.bench.profile_steps import StepProfiler
 from quire.clock import Clock, WallClock
@@ -28,6 +28,7 @@ from quire.plan.profile import HostCost, Profile
 from quire.request import SamplingParams
 
 MAX_KV_BYTES = 1 << 30  # that the measurement writes to
+FIRST_REPEATS = 4  # of each case before anything is measured at length
 
 
 def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[str]) -> int:
@@ -67,7 +68,7 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
 def measure_steps(
     config: EngineConfig, sampling: SamplingParams, seconds: float, clock: Clock
 ) -> list[MeasuredStep]:
-    """Time the grid on the real executor in rounds, each in another order, for about ``seconds``."""
+    """Time the grid on the real executor, once from cheap to dear, then in random order for about ``seconds``."""
     page = config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype)
     max_blocks = min(config.cache.num_blocks, MAX_KV_BYTES // page)
     executor = build_core(config, "local", clock).executor
@@ -76,21 +77,19 @@ def measure_steps(
         todo = cases(config, max_blocks)
         _say(f"measuring {len(todo)} kinds of steps of {config.model.name} for {seconds:.0f} s …")
         profiler.fill()
-        end_s, round_number = clock.now() + seconds, 0
+        end_s = clock.now() + seconds
+        for case in todo:  # whatever the time: a fit must not have to reach beyond what was measured
+            profiler.visit(case, FIRST_REPEATS)
+        round_number = 0
         while clock.now() < end_s:
-            for case in _order(todo, round_number):
+            round_number += 1
+            for case in Random(round_number).sample(todo, len(todo)):
                 profiler.visit(case)
                 if clock.now() >= end_s:
                     break
-            round_number += 1
         return profiler.measured()
     finally:
         executor.close()
-
-
-def _order(todo: Sequence[Case], round_number: int) -> list[Case]:
-    """The first round goes from cheap to dear, so that a slow machine measures what it can; later ones are mixed."""
-    return list(todo) if round_number == 0 else Random(round_number).sample(list(todo), len(todo))
 
 
 def _host(config: EngineConfig, model: CostModel, serve_flags: Sequence[str]) -> HostCost:

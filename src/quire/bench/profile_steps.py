@@ -20,7 +20,7 @@ from quire.plan.fit import MeasuredStep
 from quire.request import SamplingParams
 from quire.step import KvMove, NewSeq, SeqPlan, StepPlan
 
-REPEATS = 12  # of a case in one visit; the first two warm it up
+REPEATS = 12  # of a case in one visit, of which the first ones warm it up
 WARM = 2
 FIRST_TOKEN_ID = 2
 
@@ -64,9 +64,9 @@ class StepProfiler:
             self._run(StepPlan(self._step, kv_moves=moves[start : start + 256]))
         self._gone = (seq.seq_id,)
 
-    def visit(self, case: Case) -> None:
+    def visit(self, case: Case, repeats: int = REPEATS) -> None:
         """Measure one case a few times."""
-        repeats = min(REPEATS, REPEATS_OF_A_STEP)
+        assert WARM < repeats <= REPEATS_OF_A_STEP
         decodes = [(case.context - 1, 1)] * case.num_decodes
         chunks = [(case.start, case.chunk)] * case.num_chunks
         spare = 0 if case.draws else 1
