@@ -12,7 +12,7 @@ from tests.api.asgi_client import Api, error_of
 from tests.api.fake_frontend import TEMPLATE, FakeFrontend
 
 from quire.errors import RequestError
-from quire.request import FinishReason, Pooling
+from quire.request import Pooling
 
 
 def embed(api: Api, **fields: Any) -> Any:
@@ -180,10 +180,25 @@ def test_bad_score_requests(path: str, fields: dict[str, Any], param: str, words
     assert words in error["message"]
 
 
+def test_many_inputs_go_a_few_at_a_time() -> None:
+    most = 0
+
+    class Counting(FakeFrontend):
+        async def submit(self, *args: Any, **kwargs: Any) -> Any:
+            nonlocal most
+            most = max(most, self.num_requests + 1)
+            return await super().submit(*args, **kwargs)
+
+    data = embed(Api(Counting()), input=[[i % 250] for i in range(700)], normalize=False)["data"]
+    assert [d["index"] for d in data] == list(range(700))
+    frontend = FakeFrontend()
+    assert data[600]["embedding"] == list(frontend.pooled([100], Pooling("last")))
+    assert most == 256
+
+
 def test_a_failed_prompt_fails_the_request() -> None:
     frontend = FakeFrontend()
     frontend.refusal = ("no room", "capacity")
     assert error_of(Api(frontend).post("/v1/embeddings", {"input": "a"}), 503)["code"] == "queue_full"
-    assert FinishReason.STOP in FinishReason
     with pytest.raises(RequestError, match="pooling"):
         Pooling("first")  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ _SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx must not hold the stream back
 )
+_PROMPTS_AT_ONCE = 256  # of a request that draws nothing; more would fill the queue that others wait in
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)  # ends of what was computed
 log = Log("api")
 
@@ -79,6 +80,11 @@ class Job:
     pooling: Pooling | None = None  # no answers, but what it asks of each prompt
     prompt_param: str = "prompt"  # what the endpoint calls its prompts
 
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether the prompts are all there is to compute."""
+        return self.pooling is not None or self.sampling.max_tokens == 0
+
 
 class Generation:
     """Runs a `Job`. The choice index of sample s of prompt p is ``p * n + s``, as in OpenAI's API."""
@@ -108,6 +114,8 @@ class Generation:
             for i, given in enumerate(job.prompts):
                 prompt, num_cut = await _cut(self._state, job, given)
                 self.usage.truncated_tokens += num_cut
+                if i >= _PROMPTS_AT_ONCE and job.draws_nothing:
+                    await self._streams[i - _PROMPTS_AT_ONCE].ended()
                 if job.echo:
                     self._echoes.append(
                         prompt if isinstance(prompt, str) else _text_of(self._state, job, prompt)

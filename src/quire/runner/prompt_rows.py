@@ -145,7 +145,7 @@ def rows_of(spans: Sequence[Span]) -> NDArray[np.int64]:
 
 def _vector(prompt: _Prompt, pooling: Pooling, span: Span, rows: Tensor) -> PromptOutput:
     """Return the vector, once the last row of the prompt is there."""
-    values = rows.to(torch.float64).numpy()  # [count, hidden_size]
+    values = rows.to(torch.float64).cpu().numpy()  # [num_rows, hidden_size]
     if pooling.kind == "last":
         return _finite(values[0].tolist())
     if prompt.total is not None:
