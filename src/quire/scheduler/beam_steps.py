@@ -131,21 +131,16 @@ def _become_fork(seq: Sequence, child: Child) -> None:
 
 
 def _go_on(state: SchedulerState, seq: Sequence, token_id: int) -> None:
-    """Add the selected token to a beam that keeps its blocks."""
+    """Add the selected token to a beam that keeps its place; it runs, with all its rows computed, or was parked."""
     num_known = len(seq.token_ids)
     seq.token_ids.append(token_id)
-    seq.row_limit = num_known + 1
-    if seq.state is SequenceState.RUNNING and seq.num_planned == num_known:
-        seq.forced = (token_id,)  # its worker has drawn another one
-        return
-    if (
-        seq.state is SequenceState.RUNNING
-    ):  # it computes its tokens again: the worker has to hear of the new one
-        state.preempt(seq)
-        return
-    seq.num_total = len(seq.token_ids)
+    seq.num_total = seq.row_limit = num_known + 1
     if seq.state is SequenceState.PARKED:
         state.enqueue(seq)
+        return
+    assert seq.state is SequenceState.RUNNING
+    assert seq.num_planned == num_known
+    seq.forced = (token_id,)  # its worker has drawn another one
 
 
 def _deliver(state: SchedulerState, group: RequestState, now: float) -> list[TokenEvent]:

@@ -130,11 +130,9 @@ class SchedulerState:
             self.enqueue(seq)
 
     def park(self, seq: Sequence) -> None:
-        """A beam has no continuation that lives on: it gives up what it has."""
+        """A beam, running or parked, has no continuation that lives on: it gives up what it has."""
         if seq.state is SequenceState.RUNNING:
             self.stop(seq)
-        elif seq.state is SequenceState.WAITING:
-            self.waiting.remove(seq)
         seq.state = SequenceState.PARKED
         seq.epoch += 1
         seq.forced = ()
