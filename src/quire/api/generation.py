@@ -18,7 +18,7 @@ from quire.api.replies import Head, Usage
 from quire.api.state import ApiState
 from quire.api.timing import timing_of
 from quire.engine.output import OutputChunk, choose_best, merge
-from quire.engine.stream import RequestStream
+from quire.engine.stream import RequestStream, ended
 from quire.errors import QuireError, RequestError
 from quire.metrics.log import Log
 from quire.metrics.prometheus import RequestMetrics
@@ -115,7 +115,7 @@ class Generation:
                 prompt, num_cut = await _cut(self._state, job, given)
                 self.usage.truncated_tokens += num_cut
                 if i >= _PROMPTS_AT_ONCE and job.draws_nothing:
-                    await self._streams[i - _PROMPTS_AT_ONCE].ended()
+                    await ended(self._streams[i - _PROMPTS_AT_ONCE])
                 if job.echo:
                     self._echoes.append(
                         prompt if isinstance(prompt, str) else _text_of(self._state, job, prompt)

@@ -100,14 +100,6 @@ class RequestStream:
             parts[chunk.index].append(chunk)
         return tuple(merge(chunks) for chunks in parts)
 
-    async def ended(self) -> None:
-        """Wait until every sample has its terminal chunk; the chunks stay to be read."""
-        while not self.finished:
-            assert self._waiter is None, "one reader at a time"
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-
     async def abort(self) -> None:
         """End the request now. Open samples get a terminal chunk with `FinishReason.ABORT`. Harmless when finished."""
         if not self.output.finished:
@@ -139,3 +131,12 @@ class RequestStream:
         self._chunks.extend(chunks)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+async def ended(stream: RequestStream) -> None:
+    """Wait until every sample has its terminal chunk, before anybody reads; the chunks stay."""
+    while not stream.finished:
+        assert stream._waiter is None, "one reader at a time"
+        stream._waiter = asyncio.get_running_loop().create_future()
+        await stream._waiter
+        stream._waiter = None

@@ -236,8 +236,10 @@ class Planner:
                 self._register(seq)
             epoch = seq.epoch
             block_start, new_block_ids = table.take_unsent() if table.unsent else _NO_BLOCKS
-            plan = (seq.seq_id, epoch, start, 1, block_start, new_block_ids, 0, 0, seq.forced)
-            seq.forced = ()
+            forced = seq.forced
+            if forced:
+                seq.forced = ()
+            plan = (seq.seq_id, epoch, start, 1, block_start, new_block_ids, 0, 0, forced)
             add_plan(_new_plan(SeqPlan, plan))
             add_entry((seq, epoch, end))
             table.last_step = step
