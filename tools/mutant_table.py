@@ -203,4 +203,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "v <= 2 * limit for v, limit",
         MEASURES,
     ),
+    Mutant(
+        "deadline-not-kept",
+        "a total that has passed ends nobody",
+        "src/quire/scheduler/deadline.py",
+        '        return "total"\n',
+        "        return None\n",
+        ("tests/scheduler/test_deadline.py",),
+    ),
+    Mutant(
+        "thinks-one-more",
+        "reasoning goes one token beyond its budget",
+        "src/quire/text/constraint.py",
+        "num_tokens < self._budget.num_tokens",
+        "num_tokens <= self._budget.num_tokens",
+        ("tests/engine/test_thinking.py",),
+    ),
+    Mutant(
+        "answered-line-run-again",
+        "a restarted server runs the lines of a batch that have an answer",
+        "src/quire/api/batch_runner.py",
+        "                if line.custom_id in done:\n",
+        "                if False:\n",
+        ("tests/api/test_api_batches.py",),
+    ),
 )
