@@ -102,7 +102,7 @@ def main() -> None:
         home = Path(folder)
         template = home / "template.jinja"
         template.write_text(TEMPLATE)
-        command = ["-m", "tests.e2e.serve_fake_engine", TOKENIZER, str(template), str(args.step_ms)]
+        command = ["-m", "tests.e2e.serve_fake_engine", TOKENIZER, str(template), str(args.step_ms), folder]
         with LiveServer(command, home / "log") as server:
             print(
                 "| case | metric | quire bench serve | vllm bench serve | difference |\n|---|---|---|---|---|"
