@@ -10,7 +10,9 @@ from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.bench.offline_args import BatchingArgs, LatencyArgs, StartupArgs, ThroughputArgs
+from quire.bench.profile_args import ProfileArgs
 from quire.bench.serve_args import ServeBenchArgs
+from quire.sim.simulate_args import SimulateArgs
 
 HEAD = """\
 # The command line
@@ -26,6 +28,9 @@ Written by `python tools/cli_docs.py` from `src/quire/args.py` and the tables of
     quire bench batching [MODEL]   static, dynamic, continuous batching; with and without the KV cache
     quire bench startup [MODEL]    seconds to ready and to the first token, CPU at rest, memory
     quire bench kernel             time single ops beside this machine's bounds (--op, --isa, --threads, --json)
+    quire profile [MODEL]          measure step times for simulate and serve --slo (and every flag of the engine)
+    quire simulate                 a workload through the real scheduler on a virtual clock (docs/simulator.md); also
+                                   the workload, load and results flags of bench serve, and the engine's scheduling
     quire doctor                   what this machine has, which kernels are used and why, what to install
     quire doctor --check MODEL     read all weights: do shapes and types fit config.json, is anything NaN or infinite
     quire version
@@ -66,6 +71,8 @@ def document() -> str:
         ("Offline: bench throughput", ThroughputArgs),
         ("Offline: bench batching", BatchingArgs),
         ("Starting: bench startup", StartupArgs),
+        ("Step times: profile", ProfileArgs),
+        ("Virtual clock: simulate", SimulateArgs),
     ):
         groups: dict[str, list[str]] = {}
         for spec in fields(kind):

@@ -22,19 +22,26 @@ SIMULATED = (
     "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
     "max_num_batched_tokens", "max_queue", "gate", "order", "enable_chunked_prefill", "dynamic_max_wait_ms",
 )  # fmt: skip
-SERVER = tuple(f.name for f in fields(ServerArgs))
 LIVE = (
     *(f.name for f in fields(ServeBenchArgs) if f.metadata["group"] == "Server"),
     "vocab_size",
     "concurrency",
 )
-_SKIP = (
-    *SERVER, *(n for n in LIVE if n != "model"), *(f.name for f in fields(EngineArgs) if f.name not in SIMULATED
-                                                   and f.name not in ("seed", "model")),
-)  # fmt: skip
 
 
-@command_with(ProfileArgs, EngineArgs, ServerArgs, skip=("model", *SERVER))
+def _all_but(shown: set[str], *kinds: type[Any]) -> tuple[str, ...]:
+    return tuple({f.name for kind in kinds for f in fields(kind)} - shown)
+
+
+def _names(kind: type[Any]) -> set[str]:
+    return {f.name for f in fields(kind)}
+
+
+_SHOWN = _names(SimulateArgs) | (_names(ServeBenchArgs) - set(LIVE)) | set(SIMULATED)
+_PROFILED = (_names(EngineArgs) - {"model"}) | _names(ProfileArgs)
+
+
+@command_with(ProfileArgs, EngineArgs, ServerArgs, skip=_all_but(_PROFILED, EngineArgs, ServerArgs))
 def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     """Measure this machine's step times for a model in two minutes, for simulate, plan and serve --slo."""
     from quire.bench.profile import profile
@@ -44,7 +51,13 @@ def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     raise typer.Exit(profile(pick(EngineArgs, given), pick(ProfileArgs, given), flags))
 
 
-@command_with(SimulateArgs, ServeBenchArgs, EngineArgs, ServerArgs, skip=_SKIP)
+@command_with(
+    SimulateArgs,
+    ServeBenchArgs,
+    EngineArgs,
+    ServerArgs,
+    skip=_all_but(_SHOWN, ServeBenchArgs, EngineArgs, ServerArgs),
+)
 def simulate(*, settings: dict[str, Any]) -> None:
     """Run a workload through the real scheduler, cache and router on a virtual clock; no model, no torch."""
     args = pick(SimulateArgs, settings)
@@ -55,11 +68,8 @@ def simulate(*, settings: dict[str, Any]) -> None:
     from quire.cli.simulate import run
 
     flags = pick(ServeBenchArgs, {k: v for k, v in settings.items() if k not in LIVE})
-    engine = {k: v for k, v in settings.items() if k in _ENGINE and k not in ("seed", "model")}
+    engine = {k: v for k, v in settings.items() if k in _names(EngineArgs) and k not in ("seed", "model")}
     raise typer.Exit(run(args, flags, engine))
-
-
-_ENGINE = {f.name for f in fields(EngineArgs)}
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:

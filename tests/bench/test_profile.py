@@ -1,0 +1,127 @@
+"""`quire profile`: the steps it makes are the ones it says it measures; fitted times come back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.args import EngineArgs
+from quire.bench.profile import profile
+from quire.bench.profile_args import ProfileArgs
+from quire.bench.profile_grid import cases
+from quire.bench.profile_serving import _line
+from quire.bench.profile_steps import REPEATS, StepProfiler
+from quire.clock import VirtualClock
+from quire.config import EngineConfig
+from quire.device import detect_device
+from quire.engine.assemble import configure
+from quire.errors import ConfigError
+from quire.plan.cost_model import CostModel, Curve, StepFeatures, features
+from quire.plan.fit import fit
+from quire.plan.profile import load_profile
+from quire.request import SamplingParams
+from quire.step import StepPlan, StepResult
+
+TRUTH = CostModel(
+    0.002, Curve((1.0, 32.0, 512.0), (0.0, 0.0, 0.05)), Curve((1.0, 64.0), (0.0, 0.003)), 1e-6, 4e-8, 1e-8
+)
+
+
+class Stopwatch:
+    """An executor whose steps take what `TRUTH` says, on a virtual clock; keeps what each had to do."""
+
+    max_in_flight = 1
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.steps: list[StepFeatures] = []
+        self._clock = clock
+        self._known: dict[int, int] = {}
+        self._out: StepResult | None = None
+
+    def submit(self, plan: StepPlan) -> None:
+        for new in plan.new_seqs:
+            self._known[new.seq_id] = len(new.prompt_token_ids)
+        drawn = 0
+        for seq in plan.seqs:
+            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            assert end <= self._known[seq.seq_id]  # as the worker demands
+            if end == self._known[seq.seq_id]:
+                self._known[seq.seq_id] += 1
+                drawn += 1
+        step = features(plan, drawn)
+        if plan.seqs:
+            self.steps.append(step)
+        self._clock.advance(TRUTH.seconds(step))
+        self._out = StepResult(plan.step)
+
+    def collect(self) -> StepResult:
+        assert self._out is not None
+        return self._out
+
+    def close(self) -> None:
+        self._out = None
+
+
+def config_of(**settings: object) -> EngineConfig:
+    given = {"max_model_len": 1024, "num_kv_blocks": 900, "max_num_seqs": 24, "max_num_batched_tokens": 512}
+    return configure(EngineArgs(**(given | settings)), detect_device())[0]  # type: ignore[arg-type]
+
+
+def test_the_grid_keeps_within_the_engine_s_limits() -> None:
+    config = config_of()
+    found = cases(config, 500)
+    assert len(found) > 60
+    for case in found:
+        assert case.num_seqs <= 24
+        assert case.num_rows <= 512
+        assert case.num_blocks(16) <= 500
+    assert {c.num_decodes for c in found} >= {1, 2, 16, 24} - {24}
+    assert max(c.num_rows for c in found) == 512
+    assert any(c.num_decodes and c.num_chunks for c in found)
+
+
+def test_each_step_is_what_its_case_says_and_the_fit_finds_the_times() -> None:
+    config, clock = config_of(), VirtualClock()
+    executor = Stopwatch(clock)
+    profiler = StepProfiler(executor, config, clock, SamplingParams(max_tokens=None, seed=1), max_blocks=500)
+    profiler.fill()
+    for case in cases(config, 500):
+        executor.steps.clear()
+        profiler.visit(case)
+        assert len(executor.steps) == REPEATS
+        first, last = executor.steps[0], executor.steps[-1]
+        assert first == case.features
+        assert last[:3] == first[:3]  # as many rows, sequences and tokens drawn
+        assert last.decode_kv_tokens - first.decode_kv_tokens == case.num_decodes * (REPEATS - 1)
+    points = profiler.measured()
+    model = fit(points)
+    for point in points:
+        assert model.seconds(point.step) == pytest.approx(TRUTH.seconds(point.step), rel=0.03)
+
+
+def test_a_line_of_two_costs() -> None:
+    points = [(x, 0.001 + 0.0002 * x, 0.01 + 0.001 * x) for x in (1, 4, 16, 32)]
+    assert _line(points) == pytest.approx((0.001, 0.0002))
+    assert min(_line([(1, -0.5, 1.0), (4, -0.2, 1.0)])) >= 0.0
+
+
+def test_it_says_where_the_file_cannot_go() -> None:
+    for out, said in ((None, "needs --out"), ("/no/such/folder/p.json", "does not exist")):
+        with pytest.raises(ConfigError, match=said):
+            profile(EngineArgs(), ProfileArgs(out=out), [])
+
+
+@pytest.mark.slow
+def test_quill_is_profiled(tmp_path: Path) -> None:
+    """The real executor and a real server, briefly: a file that loads, positive times, all terms finite."""
+    out = tmp_path / "quill.json"
+    settings = EngineArgs(max_model_len=512, num_kv_blocks=200, max_num_seqs=8, max_num_batched_tokens=128)
+    flags = ["--max-model-len", "512", "--num-kv-blocks", "200", "--max-num-seqs", "8"]
+    assert profile(settings, ProfileArgs(out=str(out), seconds=2.0), flags) == 0
+    made = load_profile(out)
+    assert made.error is not None
+    assert made.settings["max_num_batched_tokens"] == 128
+    assert made.step_time.seconds(StepFeatures(1, 1, 1, 10, 0, 0)) > 0.0
+    assert json.loads(out.read_text())["points"]

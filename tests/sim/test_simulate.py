@@ -1,0 +1,142 @@
+"""`quire simulate` as a person runs it: profiles, settings, sweeps, scenarios, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.bench.summary import summarize
+from quire.cli import app
+from quire.errors import ConfigError
+from quire.plan.cost_model import CostModel, Curve
+from quire.plan.profile import HostCost, Profile
+from quire.sim.scenario import SCENARIOS, load_scenario, run_one, value_of
+from quire.sim.setup import set_up
+from quire.sim.simulate_args import SimulateArgs
+
+MADE = Profile(
+    "quill",
+    {"name": "a machine"},
+    {
+        "dtype": "bfloat16", "kv_dtype": "bfloat16", "quantize": None, "threads": 2, "cpu_isa": "amx", "block_size": 16,
+        "num_kv_blocks": 512, "kv_block_bytes": 16384, "windows": [None], "max_model_len": 2048, "max_num_seqs": 64,
+        "max_num_batched_tokens": 256, "max_in_flight": 1,
+    },
+    CostModel(0.004, Curve((1.0, 256.0), (0.0, 0.020)), per_decode_kv_s=1e-7),
+    HostCost(0.0005, 2e-5, 0.002, 1e-6),
+)  # fmt: skip
+WORK = ("--limit", "30", "--rate", "20", "--input-len", "uniform:20,200", "--output-len", "uniform:2,20")
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    MADE.save(tmp_path / "profile.json")
+    return tmp_path / "profile.json"
+
+
+def quire(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["simulate", *arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_it_writes_what_bench_serve_writes_and_repeats_it(profile: Path, tmp_path: Path) -> None:
+    out = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in out:
+        said = quire("--profile", str(profile), *WORK, "--slo", "ttft=1s,tpot=50ms", "--json", str(path))
+        assert "steps planned by the scheduler" in said
+    assert out[0].read_bytes() == out[1].read_bytes()
+    summary = json.loads(out[0].read_text())
+    assert set(summarize([])) <= set(summary)
+    assert summary["num_completed"] == 30
+    assert summary["simulation"]["num_steps"] > 30
+    assert 0.0 < summary["simulation"]["kv_peak"] < 1.0
+
+
+def test_one_record_a_line(profile: Path, tmp_path: Path) -> None:
+    quire("--profile", str(profile), *WORK, "--jsonl", str(tmp_path / "r.jsonl"))
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(30))
+    assert min(line["ttft_ms"] for line in lines) > 6.0  # a step and the way there
+
+
+def test_a_sweep_finds_a_knee(profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    said = quire("--profile", str(profile), *WORK, "--sweep", "--slo", "ttft=200ms", "--json", str(out))
+    summary = json.loads(out.read_text())
+    assert f"knee at {summary['knee_per_s']:.4g} requests/s" in said
+    offered = [point["offered_per_s"] for point in summary["sweep"]]
+    assert min(offered) < summary["knee_per_s"] < max(offered)
+
+
+def test_the_file_that_serve_reads_is_the_engine_s(profile: Path, tmp_path: Path) -> None:
+    (tmp_path / "serve.toml").write_text(
+        'model = "quill"\nport = 9000\n[scheduling]\nmax_num_seqs = 1\ngate = "static"\n[memory]\nkv_memory = "4MB"\n'
+    )
+    plain, alone = tmp_path / "p.json", tmp_path / "q.json"
+    quire("--profile", str(profile), *WORK, "--json", str(plain))
+    quire("--profile", str(profile), *WORK, "--json", str(alone), "--config", str(tmp_path / "serve.toml"))
+    facts = json.loads(alone.read_text())["run"]["engine"]
+    assert facts.startswith("static, fcfs, 1 sequences and 256 tokens a step, 244 blocks")
+    slow, fast = (json.loads(path.read_text())["ttft_ms"]["p50"] for path in (alone, plain))
+    assert slow > 2 * fast
+
+
+def test_what_the_profile_says_holds_until_it_is_changed(profile: Path) -> None:
+    args = SimulateArgs(profile=str(profile))
+    setup = set_up(args, {})
+    assert setup.step_time == MADE.step_time
+    assert (setup.config.cache.num_blocks, setup.config.scheduler.max_num_batched_tokens) == (512, 256)
+    assert (setup.config.request_s, setup.config.per_prompt_token_s) == (0.002, 1e-6)
+    assert set_up(args, {"block_size": 32}).config.cache.num_blocks == 256
+    assert set_up(args, {"num_kv_blocks": 99}).config.cache.num_blocks == 99
+
+
+@pytest.mark.parametrize(
+    ("args", "settings", "said"),
+    [
+        ({}, {}, "give either --profile"),
+        ({"hardware": "h100"}, {}, "--hardware needs --model"),
+        ({"profile": "PROFILE"}, {"dtype": "float32"}, "was measured with 'bfloat16'"),
+        ({"profile": "PROFILE", "model": "llama"}, {}, "was measured with 'quill'"),
+        ({"profile": "PROFILE"}, {"max_model_len": 9999}, "more than the model's 2048 positions"),
+        ({"profile": "PROFILE", "draft_cost": 0.5}, {}, "draft_cost means nothing without --acceptance"),
+        ({"profile": "PROFILE", "fault": "kill:at=1,replica=3"}, {}, "replica 3 does not exist"),
+        ({"hardware": "h100", "model": "llama-3.1-405b"}, {}, "does not fit"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    profile: Path, args: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
+    given = {key: str(profile) if value == "PROFILE" else value for key, value in args.items()}
+    with pytest.raises(ConfigError, match=said):
+        set_up(SimulateArgs(**given), settings)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_runs(name: str) -> None:
+    """One variant of each at one value, short; the data of all others is read."""
+    scenario = load_scenario(name)
+    assert scenario.variants
+    assert all(variant["name"] for variant in scenario.variants)
+    summary = run_one(scenario, scenario.variants[-1], scenario.values[0], {"limit": 6})
+    assert all(value_of(summary, key) is not None for key in scenario.charts)
+    assert summary["num_completed"] == 6
+
+
+def test_the_model_size_wall_is_a_wall() -> None:
+    scenario = load_scenario("model-size-wall")
+    assert "does not fit" in run_one(scenario, scenario.variants[0], "llama-3.1-70b", {"limit": 2})["error"]
+
+
+def test_scenarios_are_listed_and_named() -> None:
+    said = quire("--scenario", "list")
+    assert all(name in said for name in SCENARIOS)
+    with pytest.raises(ConfigError, match="did you mean 'scale-out'"):
+        load_scenario("scale-aut")
