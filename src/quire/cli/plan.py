@@ -255,6 +255,9 @@ def _speed_table(data: Mapping[str, Any]) -> Table:
     table.add_row(
         "running, of at most", f"{p['running'] / data['split']['dp']:.1f} of {p['max_batch']:,} in a replica"
     )
+    table.add_row(
+        "prompt, decode step", f"{p['prefill_ms']:.1f} ms (among decodes), {p['decode_step_ms']:.1f} ms"
+    )
     table.add_row("throughput", f"{p['requests_per_s']:.2f} requests/s, {p['input_tokens_per_s']:,.0f} tokens/s in, "
                   f"{p['output_tokens_per_s']:,.0f} out")  # fmt: skip
     if p["knee_per_s"] is not None:
