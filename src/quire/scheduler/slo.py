@@ -24,6 +24,7 @@ from quire.step import StepPlan
 
 MARGIN = 0.92  # of the limit: what p95 is above the mean, and the model's error
 MEMORY = 0.1  # weight of the newest step in the running means
+REFRESH = 4  # steps after which the same number of decodes is thought about again: it takes 0.1 ms
 MIN_CHUNK = 16  # rows: a prompt always goes on
 WORTHWHILE = 1 / 16  # a smaller change of a setting is not sent
 
@@ -56,6 +57,7 @@ class SloController:
         self._mixed_ratio = _Mean(1.0)
         self._out: deque[tuple[StepFeatures, int, float]] = deque()
         self._last_s = 0.0
+        self._asked, self._age = -1, 0  # the decodes that the settings are for, and for how many steps
 
     def submitted(self, plan: StepPlan, now: float) -> None:
         """A step was handed to the executor."""
@@ -71,7 +73,12 @@ class SloController:
             return None
         self._learn(step, num_decodes, seconds)
         # Whoever was in this step decodes in the next one, but those who are still in their prompts.
-        return self._change(num_decodes + (step.num_seqs > num_decodes))
+        coming = num_decodes + (step.num_seqs > num_decodes)
+        self._age += 1
+        if coming == self._asked and self._age < REFRESH:
+            return None
+        self._asked, self._age = coming, 0
+        return self._change(coming)
 
     def decode_s(self, num_decodes: int) -> float:
         """Seconds of a step of so many decodes, as steps have been lately."""
