@@ -217,7 +217,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/text/constraint.py",
         "num_tokens < self._budget.num_tokens",
         "num_tokens <= self._budget.num_tokens",
-        ("tests/engine/test_thinking.py",),
+        ("tests/engine/test_thinking.py::test_the_limit_is_a_function_of_the_ids",),
     ),
     Mutant(
         "answered-line-run-again",
