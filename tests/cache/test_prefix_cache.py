@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 from tests.cache.cache_bench import Bench
 
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer, EventsLost
+from quire.cache.node import LeafQueue, Node
 
 
 def hashes_of(bench: Bench) -> dict[bytes, set[int]]:
@@ -126,3 +129,23 @@ def test_clear_forgets_everything() -> None:
     bench.check()
     bench.release(table)
     assert bench.cache.pool.num_free == 32
+
+
+def test_leaves_come_in_order_of_use_whatever_is_offered_between() -> None:
+    rng = random.Random(8)
+    queue, waiting = LeafQueue(), []
+    for _ in range(2000):
+        if rng.random() < 0.55 or not waiting:
+            node = Node(b"", None, b"", [0], 0)
+            node.last_used = rng.randrange(500)
+            queue.offer(node, num_nodes=1000)
+            waiting.append(node)
+        elif rng.random() < 0.1:
+            rng.choice(waiting).alive = False  # a stale entry
+        else:
+            waiting = [node for node in waiting if node.alive]
+            first = queue.pop()
+            if waiting:
+                assert first is not None
+                assert first.last_used == min(node.last_used for node in waiting)
+                waiting.remove(first)

@@ -214,3 +214,16 @@ def test_a_swapped_sequence_is_copied_and_not_computed_again() -> None:
     saved = again.end_s - copied.end_s
     assert recomputed > 40
     assert saved == pytest.approx(recomputed * 0.001, rel=0.1)  # 1 ms a row, and the copies are quick
+
+
+def test_a_session_that_breaks_takes_its_later_turns_with_it() -> None:
+    turns = tuple(
+        WorkloadRequest(0.0, 10 + 20 * i, 5, index=2 * i + s, session=str(s), turn=i)
+        for i in range(2)
+        for s in range(2)
+    )
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_queue=1, max_num_seqs=1))
+    result = simulate(config, STEP, Workload(turns, {}, "by hand"))
+    assert [(r.status, r.error) for r in result.records] == [
+        ("ok", None), ("error", "capacity"), ("ok", None), ("error", "earlier turn failed"),
+    ]  # fmt: skip

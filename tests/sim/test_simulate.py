@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ MADE = Profile(
     CostModel(0.004, Curve((1.0, 256.0), (0.0, 0.020)), per_decode_kv_s=1e-7),
     HostCost(0.0005, 2e-5, 0.002, 1e-6),
 )  # fmt: skip
+SRC = Path(__file__).resolve().parents[2] / "src"
 WORK = ("--limit", "30", "--rate", "20", "--input-len", "uniform:20,200", "--output-len", "uniform:2,20")
 
 
@@ -140,3 +143,16 @@ def test_scenarios_are_listed_and_named() -> None:
     assert all(name in said for name in SCENARIOS)
     with pytest.raises(ConfigError, match="did you mean 'scale-out'"):
         load_scenario("scale-aut")
+
+
+def test_it_runs_without_torch(profile: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
+        f"sys.argv = ['quire', 'simulate', '--profile', {str(profile)!r}, '--limit', '3']\n"
+        "from quire.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(SRC)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 requests completed" in done.stdout

@@ -53,26 +53,41 @@ class Node:
 
 
 class LeafQueue:
-    """Evictable leaves, least recently used first: a heap whose stale entries are skipped, and swept when many."""
+    """Evictable leaves, least recently used first: a heap whose stale entries are skipped, and swept when many.
+
+    The first of all may stand beside the heap: a chain falls from its end, each parent next in turn after its child,
+    and need not go through the heap.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Node]] = []
+        self._front: tuple[int, int, Node] | None = None  # comes before all in the heap
         self._num_offers = 0  # breaks ties, so that runs replay
 
     def offer(self, node: Node, num_nodes: int) -> None:
         """Queue ``node`` if it is evictable. ``num_nodes`` (in the tree) tells when a sweep pays."""
         if not node.alive or node.children or node.num_used:  # `evictable`, spelled out: this is called often
             return
-        if len(self._heap) > 2 * num_nodes + 64:
-            self._heap = [e for e in self._heap if e[0] == e[2].last_used and e[2].evictable]
-            heapq.heapify(self._heap)
+        heap, front = self._heap, self._front
+        if len(heap) > 2 * num_nodes + 64:
+            heap[:] = [e for e in heap if e[0] == e[2].last_used and e[2].evictable]
+            heapq.heapify(heap)
         self._num_offers += 1
-        heapq.heappush(self._heap, (node.last_used, self._num_offers, node))
+        entry = (node.last_used, self._num_offers, node)
+        if front is None and (not heap or entry < heap[0]):
+            self._front = entry
+        elif front is not None and entry < front:
+            heapq.heappush(heap, front)
+            self._front = entry
+        else:
+            heapq.heappush(heap, entry)
 
     def pop(self) -> Node | None:
         """Return the leaf that was not used for the longest time, or None."""
-        while self._heap:
-            used, _, node = heapq.heappop(self._heap)
+        while self._front is not None or self._heap:
+            entry = self._front or heapq.heappop(self._heap)
+            self._front = None
+            used, _, node = entry
             if used == node.last_used and node.evictable:
                 return node
         return None

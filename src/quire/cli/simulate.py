@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from quire.bench.serve_args import ServeBenchArgs
 from quire.bench.sweep import knee, sweep
 from quire.bench.table import console, print_summary
 from quire.bench.workload import make_workload
-from quire.sim.report import summary_of, timeline_charts
+from quire.errors import ConfigError
+from quire.sim.report import both_sweeps, read_sweep, summary_of, timeline_charts
 from quire.sim.run import Simulated, simulate
 from quire.sim.setup import Setup, set_up
 from quire.sim.simulate_args import SimulateArgs
@@ -38,14 +39,19 @@ def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) 
     flags = replace(flags, max_model_len=setup.config.scheduler.max_model_len)
     workload = make_workload(flags)
     slo = Slo.parse(flags.slo) if flags.slo else None
-    command = _Command(setup, flags, slo)
+    if args.beside and not (flags.sweep and flags.html):
+        raise ConfigError("--beside draws a measured sweep next to this one: it needs --sweep and --html")
+    command = _Command(setup, flags, slo, read_sweep(args.beside) if args.beside else [])
     return command.sweep(workload) if flags.sweep else command.single(workload)
 
 
 class _Command:
     """Runs, tables and files of one command."""
 
-    def __init__(self, setup: Setup, flags: ServeBenchArgs, slo: Slo | None) -> None:
+    def __init__(
+        self, setup: Setup, flags: ServeBenchArgs, slo: Slo | None, measured: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._measured = measured
         self._setup = setup
         self._flags = flags
         self._slo = slo
@@ -78,7 +84,8 @@ class _Command:
         self._files(summary, result)
         if self._flags.html:
             title, facts = "quire simulate --sweep", self._facts(workload)
-            write(self._flags.html, sweep_report(title, facts, points, best, result.records))
+            page = sweep_report(title, facts, points, best, result.records)
+            write(self._flags.html, both_sweeps(self._measured, points) if self._measured else page)
         return 0 if summary["num_completed"] else 1
 
     def _simulate(self, workload: Workload) -> tuple[Simulated, dict[str, Any]]:

@@ -60,6 +60,11 @@ def read_sweep(path: str) -> list[Mapping[str, Any]]:
         points = json.loads(Path(path).read_text())["sweep"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not the JSON of a --sweep: {error!r}") from error
+    return ordered(points)
+
+
+def ordered(points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """By offered load."""
     return sorted(points, key=lambda p: float(p["offered_per_s"]))
 
 
@@ -74,7 +79,10 @@ def both_sweeps(measured: Sequence[Mapping[str, Any]], simulated: Sequence[Mappi
         )
 
     def both(key: str, part: str | None = None) -> list[Series]:
-        return [line("measured", measured, key, part), line("simulated", simulated, key, part)]
+        return [
+            line("measured", ordered(measured), key, part),
+            line("simulated", ordered(simulated), key, part),
+        ]
 
     page = Page("Measured and simulated")
     page.plots(

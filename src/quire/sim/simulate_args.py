@@ -28,6 +28,8 @@ class SimulateArgs:
     )
     scenario: str | None = flag(None, "Run an experiment that ships with Quire: its name, or list.",
                                 group="Scenario")  # fmt: skip
+    beside: str | None = flag(None, "JSON of a measured sweep (quire bench serve --sweep --json): --html draws both in "
+                              "one page.", group="Results")  # fmt: skip
     replicas: int = flag(1, "Engines behind the router.", group="Cluster", low=1, high=4096)
     routing: str = flag("least-loaded", "Which replica gets a request.", group="Cluster", choices=POLICIES)
     max_load_ratio: float = flag(1.25, "A prefix may win where a replica's load is within this of the mean.",
