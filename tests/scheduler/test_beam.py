@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.scheduler.harness import MODEL, Engine, make_scheduler, oracle, request
+from tests.scheduler.plain_search import plain_search
 
 from quire.engine.inbox import AbortRequest
 from quire.executor.fake import FakeFaults
@@ -16,48 +17,12 @@ from quire.request import FinishReason, Request
 SEED = 20261121
 
 
-def plain_search(one: Request, max_model_len: int = 64) -> list[list[int]]:
-    """The n best outputs: every prefix scored anew, no sequences, no blocks."""
-    params, prompt = one.sampling, list(one.prompt_token_ids)
-    width = params.best_of or params.n
-    ends = {*params.eos_token_ids, *params.stop_token_ids}
-    assert params.max_tokens is not None
-    longest = min(params.max_tokens, max_model_len - len(prompt))
-    num_top = max(2, 1 + len(ends)) * width
-    beams: list[tuple[float, list[int]]] = [(0.0, [])]
-    done: list[tuple[float, list[int]]] = []
-    while beams:
-        found = []
-        for total, output in beams:
-            entry = MODEL.logprobs(chain(prompt + output)[-1], num_top, 0)
-            for token, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True):
-                found.append((total + logprob, [*output, token]))
-        found = sorted(found, key=lambda item: -item[0])[:num_top]
-        beams = []
-        for place, (total, output) in enumerate(found):
-            length = len(output)
-            if output[-1] in ends or length == longest:
-                if place < width:
-                    done.append((total / length**params.length_penalty, output))
-            elif len(beams) < width:
-                beams.append((total, output))
-        done = sorted(done, key=lambda item: -item[0])[:width]
-        if beams and len(done) == width:
-            length = len(beams[0][1])
-            if params.early_stopping == "never" and params.length_penalty > 0:
-                length = longest
-            hopeless = beams[0][0] / length**params.length_penalty <= done[-1][0]
-            if hopeless or params.early_stopping is True:
-                break
-    return [output for _, output in done[: params.n]]
-
-
 def beam(name: str, prompt: Any = 8, **fields: Any) -> Request:
     return request(name, prompt, **{"use_beam_search": True, "temperature": 0.0, "max_tokens": 8, **fields})
 
 
 def check(engine: Engine, one: Request) -> None:
-    expected = plain_search(one, engine.scheduler.config.max_model_len)
+    expected = plain_search(one, engine.scheduler.config.max_model_len, MODEL)
     ends = {*one.sampling.eos_token_ids, *one.sampling.stop_token_ids}
     for index, output in enumerate(expected):
         assert engine.tokens(one.request_id, index) == output, (one.request_id, index)
@@ -84,7 +49,9 @@ def random_beam(rng: random.Random, index: int) -> Request:
     )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40))]
+)
 def test_beams_equal_a_plain_search(seed: int) -> None:
     """Tight budgets, few blocks and seats, several steps in flight, plain requests between them."""
     rng = random.Random(SEED + seed)

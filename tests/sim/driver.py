@@ -14,7 +14,7 @@ from quire.config import GATES, ORDERS
 from quire.engine.core import EngineCore
 from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, ResetPrefixCache, Shutdown
 from quire.executor.fake import FakeExecutor
-from quire.request import FinishReason, Request, TokenEvent
+from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.policy import PolicyChange
 from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan, StepResult
@@ -79,6 +79,7 @@ class Driver:
         self.scheduler = Scheduler(scenario.scheduler, scenario.cache)
         self.core = EngineCore(self.scheduler, Watched(self.executor, self.seen), self.clock)
         self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.scored: dict[str, dict[int, TokenLogprobs]] = defaultdict(dict)  # by place in the prompt
         self.maker = RequestMaker(scenario, self.rng)
         self._watch()
 
@@ -157,6 +158,8 @@ class Driver:
             sample = next(s for s in self.samples[event.request_id] if s.index == event.sample_index)
             assert not sample.ends, f"an event after the end: {event}"
             sample.token_ids.extend(event.token_ids)
+            for place, entry in enumerate(event.prompt_logprobs or (), event.prompt_start):
+                assert self.scored[event.request_id].setdefault(place, entry) == entry
             if event.finish_reason is not None:
                 sample.ends.append(event)
                 sample.ended_s = self.clock.now()
@@ -209,7 +212,16 @@ class Driver:
         else:
             assert got == expected
             assert reason == sample.reason
+            self._check_scores(sample.request)
+            self.seen["beams"] += sample.request.sampling.use_beam_search
             assert end.stop_token_id == (got[-1] if reason is FinishReason.STOP else None)
+
+    def _check_scores(self, request: Request) -> None:
+        """Every token of the prompt but the first has its own, where they were asked for and not told before."""
+        if request.sampling.prompt_logprobs is None or any(request.output_token_ids):
+            return
+        assert sorted(self.scored[request.request_id]) == list(range(1, len(request.prompt_token_ids)))
+        self.seen["scored prompts"] += 1
 
     def _check_late(self, sample: Sample) -> None:
         """It has a deadline, and it was ended at the first step after it, not before it."""

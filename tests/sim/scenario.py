@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from tests.scheduler.plain_search import plain_search
+
 from quire.config import GATES, ORDERS, CacheConfig, SchedulerConfig
 from quire.executor.fake import FakeFaults
 from quire.executor.fake_tokens import FakeModel, fake_tokens
@@ -147,6 +149,7 @@ class RequestMaker:
     def __init__(self, scenario: Scenario, rng: random.Random) -> None:
         self._scenario = scenario
         self._rng = rng
+        self._kinds = random.Random(f"kinds-{scenario.seed}")  # apart: the rest of a scenario stays as it was
         self._count = 0
         self._last: tuple[int, ...] = ()
         self._turns: list[tuple[int, ...]] = []  # prompts with their answers, as the next turn sends them
@@ -192,7 +195,31 @@ class RequestMaker:
             deadline=self._deadline(),
         )
         self._turns = [*self._turns[-3:], prompt + tuple(expected_output(request, 0, scenario)[0])]
+        kind = self._kinds.random()
+        if kind < 0.07:
+            return self._beams(request)
+        if kind < 0.14:
+            request = replace(request, sampling=replace(sampling, prompt_logprobs=int(kind > 0.1)))
         return self._resumed(request) if rng.random() < 0.15 else request
+
+    def _beams(self, request: Request) -> Request:
+        """The same as a beam search, of the base model."""
+        kinds, before = self._kinds, request.sampling
+        n = kinds.choice((1, 2, 3))
+        sampling = SamplingParams(
+            n=n,
+            best_of=n + kinds.choice((0, 1, 3)),
+            use_beam_search=True,
+            length_penalty=kinds.choice((1.0, 0.0, 1.7)),
+            early_stopping=kinds.choice((False, True, "never")),
+            seed=0,
+            max_tokens=before.max_tokens,
+            stop_token_ids=before.stop_token_ids,
+            eos_token_ids=before.eos_token_ids,
+        )
+        limits = request.deadline  # of the first token there is none to miss before the end
+        deadline = None if limits is None else Deadline(None, limits.total_s or limits.first_token_s)
+        return replace(request, sampling=sampling, adapter=None, deadline=deadline)
 
     def _deadline(self) -> Deadline | None:
         if self._rng.random() >= self._scenario.deadline_rate:
@@ -228,6 +255,12 @@ def expected_output(request: Request, sample_index: int, scenario: Scenario) -> 
     num_prompt = len(request.prompt_token_ids)
     assert sampling.max_tokens is not None
     longest = max(0, min(sampling.max_tokens, scenario.scheduler.max_model_len - num_prompt))
+    if sampling.use_beam_search:
+        if longest == 0:
+            return [], "length"
+        best = plain_search(request, scenario.scheduler.max_model_len, scenario.model)[sample_index]
+        ends = best[-1] in {*sampling.eos_token_ids, *sampling.stop_token_ids}
+        return best, "stop" if ends else "length"
     tokens = fake_tokens(
         request.prompt_token_ids, sampling, sample_index, longest, scenario.model, request.adapter
     )

@@ -50,6 +50,8 @@ COVERAGE = {
     "late total": 20,
     "late first_token": 20,
     "cache resets in flight": 30,
+    "beams": 60,
+    "scored prompts": 50,
 }
 _seen: Counter[str] = Counter()
 
