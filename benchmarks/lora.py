@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--targets", default="", help="names of linears, comma-separated [all]")
     parser.add_argument("--prompt", type=int, default=32, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=40, help="decode steps of each engine")
+    parser.add_argument("--rounds", type=int, default=3, help="adapters, none, adapters, none …")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--quantize", default=None)
     parser.add_argument("--no-tape", action="store_true", help="the second engine's steps run call by call")
@@ -160,11 +161,9 @@ def main() -> None:
             "| | base ms | with ms | base tok/s | with tok/s | throughput lost | base prefill s | with prefill s |"
         )
         print("|---|---|---|---|---|---|---|---|")
-        for name, adapters in (
-            ("adapters", other.adapters),
-            ("room, none used", (None,)),
-            ("adapters", other.adapters),
-        ):
+        arms = (("adapters", other.adapters), ("room, none used", (None,)))
+        for index in range(given.rounds):
+            name, adapters = arms[index % 2]
             print(f"| {name} | {beside(base, other, adapters, given)} |", flush=True)
 
 

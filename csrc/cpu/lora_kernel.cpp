@@ -154,15 +154,28 @@ void expand_tile(const Layout<T>& at, int64_t place, int64_t s, int64_t p, int64
       }
     }
   }
+  const int64_t first = panel * kLoraColumns;
+  const bool whole = first + P * kLoraColumns <= at.a.widths[p];
+  float sums[R][P * kLoraColumns];  // of the last columns: a loop over accumulators would have them in memory
   UNROLL for (int r = 0; r < R; ++r) {
-    Element* y = at.y(place + r) + at.columns[p];
+    Element* y = at.y(place + r) + at.columns[p] + first;
     UNROLL for (int i = 0; i < P; ++i) {
       UNROLL for (int v = 0; v < kVectors; ++v) {
-        const int64_t column = (panel + i) * kLoraColumns + v * kLanes;
-        const int n = static_cast<int>(std::min<int64_t>(kLanes, at.a.widths[p] - column));
-        if (n > 0) store_some(y + column, add(load_some(y + column, n), acc[r][i][v]), n);
+        const int64_t column = i * kLoraColumns + v * kLanes;
+        if (whole) {
+          store(y + column, add(load(y + column), acc[r][i][v]));
+        } else {
+          store(sums[r] + column, acc[r][i][v]);
+        }
       }
     }
+  }
+  if (whole) return;
+  for (int r = 0; r < R; ++r) {
+    Element* y = at.y(place + r) + at.columns[p] + first;
+    over_vectors(at.a.widths[p] - first, [&](int64_t column, int n) {
+      store_some(y + column, add(load_some(y + column, n), load(sums[r] + column)), n);
+    });
   }
 }
 
