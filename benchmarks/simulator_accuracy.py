@@ -255,7 +255,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -269,11 +269,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=300, help="requests of a run")
     parser.add_argument("--slo", default="ttft=2s,tpot=100ms", help="that the knee is found under")
     parser.add_argument("--profile-seconds", type=float, default=60.0)
-    parser.add_argument("--traces", type=Path, default=Path("/work/shared/data/traces"))
+    parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "data" / "traces")
     parser.add_argument(
         "--results", type=Path, default=ROOT / "benchmarks" / "results" / "simulator-accuracy.json"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     results = Results(args.results)
     names = cells(args.model or list(MODELS), args.trace or list(TRACES), args.load or LOADS)
     if args.status:
