@@ -96,11 +96,33 @@ def test_the_line_has_only_flags_that_there_are() -> None:
     result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300"})
     for flag in (word for word in line.split() if word.startswith("--")):
         assert flag in result.output
-    assert any("replica" in x or "of them" in x for x in lacking) or plan_is_one(line)
+    assert "--quantize int8" in line
+    assert any("of them" in x for x in lacking)
 
 
-def plan_is_one(line: str) -> bool:
-    return line.startswith("quire serve")
+def test_search_prints_what_it_simulated_and_needs_a_load_and_an_slo() -> None:
+    arguments = [
+        "plan",
+        "llama-3.1-8b",
+        "--gpu",
+        "h100",
+        "--count",
+        "2",
+        "--workload",
+        "64/4",
+        "--rate",
+        "50",
+        "--search",
+    ]
+    with pytest.raises(ConfigError, match="--slo"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    with pytest.raises(ConfigError, match="--rate"):
+        CliRunner().invoke(app, [*arguments[:6], "--slo", "tpot=50ms", "--search"], catch_exceptions=False)
+    done = CliRunner().invoke(app, [*arguments, "--slo", "ttft=1s,tpot=50ms", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)["search"]
+    assert found["best"]["setting"] == {"tp": 1, "replicas": 1, "max_num_batched_tokens": 2048}
+    assert found["best"]["share"] >= found["share"]
 
 
 def test_trace_and_lengths() -> None:
