@@ -29,6 +29,7 @@ from quire.request import SamplingParams
 
 MAX_KV_BYTES = 1 << 30  # that the measurement writes to
 FIRST_REPEATS = 4  # of each case before anything is measured at length
+SHARE = 1 / 60  # of the time, that one visit to a case may take before it is cut short
 
 
 def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[str]) -> int:
@@ -79,12 +80,12 @@ def measure_steps(
         profiler.fill()
         end_s = clock.now() + seconds
         for case in todo:  # whatever the time: a fit must not have to reach beyond what was measured
-            profiler.visit(case, FIRST_REPEATS)
+            profiler.visit(case, FIRST_REPEATS, limit_s=seconds * SHARE)
         round_number = 0
         while clock.now() < end_s:
             round_number += 1
             for case in Random(round_number).sample(todo, len(todo)):
-                profiler.visit(case)
+                profiler.visit(case, limit_s=seconds * SHARE)
                 if clock.now() >= end_s:
                     break
         return profiler.measured()

@@ -6,6 +6,7 @@ its first rows are computed, which saves computing them. Attention reads real pa
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -49,9 +50,7 @@ class StepProfiler:
         self._step = 0
         self._next_id = 0
         self._gone: tuple[int, ...] = ()
-        self.times: dict[Case, list[float]] = defaultdict(
-            list
-        )  # seconds, in the order in which they were measured
+        self._times: dict[Case, list[tuple[int, float]]] = defaultdict(list)  # (repetition, seconds)
 
     def fill(self) -> None:
         """Write one block and copy it to the others: a page that nobody wrote is read from one and the same frame."""
@@ -64,8 +63,8 @@ class StepProfiler:
             self._run(StepPlan(self._step, kv_moves=moves[start : start + 256]))
         self._gone = (seq.seq_id,)
 
-    def visit(self, case: Case, repeats: int = REPEATS) -> None:
-        """Measure one case a few times."""
+    def visit(self, case: Case, repeats: int = REPEATS, limit_s: float = math.inf) -> None:
+        """Measure one case a few times, but no longer once that has taken ``limit_s``."""
         assert WARM < repeats <= REPEATS_OF_A_STEP
         decodes = [(case.context - 1, 1)] * case.num_decodes
         chunks = [(case.start, case.chunk)] * case.num_chunks
@@ -73,23 +72,25 @@ class StepProfiler:
         seqs = self._new([*decodes, *chunks], spare_from=case.num_decodes, spare=spare)
         plans = self._placed(seqs, [*decodes, *chunks])
         new: tuple[NewSeq, ...] = tuple(seqs)
-        for repeat in range(repeats):
-            seconds = self._run(StepPlan(self._step, new, tuple(plans)))
-            if repeat >= WARM:
-                self.times[case].append(seconds)
+        times: list[float] = []
+        for _ in range(repeats):
+            times.append(self._run(StepPlan(self._step, new, tuple(plans))))
             new = ()
             plans = [self._next(plan, case) for plan in plans]
+            if sum(times) > limit_s:
+                break
+        first = min(WARM, len(times) - 1)  # a step so long that it is run once needs no warming up
+        self._times[case] += list(enumerate(times))[first:]
         self._gone = tuple(seq.seq_id for seq in seqs)
 
     def measured(self) -> list[MeasuredStep]:
-        """Return the median of each case."""
-        grown = (REPEATS + WARM - 1) / 2  # a decode's context grows while it is measured
+        """Return the median of each case; a decode's context has grown while it was measured."""
         steps = []
-        for case, times in self.times.items():
-            f = case.features
-            extra = round(case.num_decodes * grown)
-            step = f._replace(decode_kv_tokens=f.decode_kv_tokens + extra)
-            steps.append(MeasuredStep(step, statistics.median(times)))
+        for case, times in self._times.items():
+            grown = statistics.fmean(repeat for repeat, _ in times)
+            keys = case.features.decode_kv_tokens + round(case.num_decodes * grown)
+            step = case.features._replace(decode_kv_tokens=keys)
+            steps.append(MeasuredStep(step, statistics.median(seconds for _, seconds in times)))
         return steps
 
     def _next(self, plan: SeqPlan, case: Case) -> SeqPlan:
