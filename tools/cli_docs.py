@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import Field, fields
 from typing import Any
 
-from quire.args import EngineArgs, ServerArgs, flag_name
+from quire.args import RARE, EngineArgs, ServerArgs, flag_name
 from quire.bench.offline_args import BatchingArgs, LatencyArgs, StartupArgs, ThroughputArgs
 from quire.bench.profile_args import ProfileArgs
 from quire.bench.serve_args import ServeBenchArgs
@@ -44,12 +44,14 @@ a hub id. Every setting can also stand in a TOML file given with `--config`; tab
     [scheduling]
     max_num_seqs = 64
 
+¹ Of those few people need: shown by `--help-all` instead of `--help`.
+
 The keys of the file, the keywords of `quire.LLM` and the flags are the same names (`max_num_seqs`, `--max-num-seqs`).
 """
 
 
 def row(spec: Field[Any]) -> str:
-    flag = f"`{flag_name(spec.name)}`"
+    flag = f"`{flag_name(spec.name)}`" + (" ¹" if spec.name in RARE else "")
     shown = (
         {None: "", True: "on", False: "off"} if spec.default is None or isinstance(spec.default, bool) else {}
     )

@@ -30,7 +30,15 @@ TOOL_FORMATS = (
 )  # fmt: skip
 
 
-def _flag(
+# Shown by --help-all and docs/cli.md, not by --help: what few people ever set. The others are 40 at most.
+RARE = frozenset({
+    "load_format", "quantize_head", "max_loras", "max_lora_rank", "num_kv_blocks", "block_size", "max_queue",
+    "dynamic_max_wait_ms", "gpu_memory_utilization", "admin_host", "admin_socket", "admin_key", "max_body_mib",
+    "response_store_mib", "batch_concurrency", "max_file_mib", "drain_timeout_s", "max_restarts",
+})  # fmt: skip
+
+
+def flag(
     default: Any,
     help: str,
     *,
@@ -39,6 +47,7 @@ def _flag(
     low: float | None = None,
     high: float | None = None,
 ) -> Any:
+    """One setting. Square brackets in ``help`` hold what None stands for."""
     return field(
         default=default,
         metadata={"help": help, "group": group, "choices": choices, "low": low, "high": high},
@@ -49,56 +58,54 @@ def _flag(
 class EngineArgs:
     """The engine's settings as a person gives them; None means "choose for me"."""
 
-    model: str = _flag("quill", "Model: 'quill', a local folder, a .gguf file, or a hub id.", group="Model")
-    revision: str | None = _flag(None, "Branch, tag or commit of a hub id.", group="Model")
-    tokenizer: str | None = _flag(None, "Folder of the tokenizer, if it is not the model's.", group="Model")
-    dtype: str = _flag("auto", "Compute type; auto is the checkpoint's (float16 runs as bfloat16 on a CPU).",
+    model: str = flag("quill", "Model: 'quill', a local folder, a .gguf file, or a hub id.", group="Model")
+    revision: str | None = flag(None, "Branch, tag or commit of a hub id.", group="Model")
+    tokenizer: str | None = flag(None, "Folder of the tokenizer, if it is not the model's.", group="Model")
+    dtype: str = flag("auto", "Compute type; auto is the checkpoint's (float16 runs as bfloat16 on a CPU).",
                        group="Model", choices=DTYPES)  # fmt: skip
-    quantize: str | None = _flag(None, "Weights: int8, int4, int4-g64 …, or none to expand a quantized checkpoint [as "
+    quantize: str | None = flag(None, "Weights: int8, int4, int4-g64 …, or none to expand a quantized checkpoint [as "
                                  "stored].", group="Model")  # fmt: skip
-    quantize_head: str | None = _flag(None, "The same for the output matrix [int8 with --quantize].",
+    quantize_head: str | None = flag(None, "The same for the output matrix [int8 with --quantize].",
                                       group="Model")  # fmt: skip
-    load_format: str = _flag("auto", "Format of the weights; random needs only a config.json.",
+    load_format: str = flag("auto", "Format of the weights; random needs only a config.json.",
                              group="Model", choices=LOAD_FORMATS)  # fmt: skip
-    seed: int = _flag(0, "Seed of random weights.", group="Model", low=0)
-    lora: tuple[str, ...] = _flag((), "LoRA adapter as name=path, a PEFT folder or a hub id; requests name it as their "
+    seed: int = flag(0, "Seed of random weights.", group="Model", low=0)
+    lora: tuple[str, ...] = flag((), "LoRA adapter as name=path, a PEFT folder or a hub id; requests name it as their "
                                   "model. May be given more than once.", group="Adapters")  # fmt: skip
-    max_loras: int | None = _flag(None, "Different adapters that a step can have; above 0, more may be loaded at run "
+    max_loras: int | None = flag(None, "Different adapters that a step can have; above 0, more may be loaded at run "
                                   "time [as many as --lora].", group="Adapters", low=0, high=1024)  # fmt: skip
-    max_lora_rank: int | None = _flag(None, "Largest rank of an adapter [of those of --lora; else 16].",
+    max_lora_rank: int | None = flag(None, "Largest rank of an adapter [of those of --lora; else 16].",
                                       group="Adapters", low=1, high=1024)  # fmt: skip
-    max_model_len: int | None = _flag(None, "Context, prompt + output, in tokens [the model's, if the KV cache "
+    max_model_len: int | None = flag(None, "Context, prompt + output, in tokens [the model's, if the KV cache "
                                       "can hold it].", group="Memory", low=1)  # fmt: skip
-    kv_memory: str | int | None = _flag(None, "Memory for the KV cache, e.g. 4GiB [half of what the weights leave "
+    kv_memory: str | int | None = flag(None, "Memory for the KV cache, e.g. 4GiB [half of what the weights leave "
                                         "available].", group="Memory")  # fmt: skip
-    kv_dtype: str = _flag("auto", "Type of the KV cache; auto is the compute type, int8 and (on a GPU) fp8 take half "
+    kv_dtype: str = flag("auto", "Type of the KV cache; auto is the compute type, int8 and (on a GPU) fp8 take half "
                           "of bfloat16.", group="Memory", choices=("auto", "int8", "fp8"))  # fmt: skip
-    num_kv_blocks: int | None = _flag(
+    num_kv_blocks: int | None = flag(
         None, "KV cache in blocks, instead of --kv-memory.", group="Memory", low=2
     )
-    gpu_memory_utilization: float | None = _flag(
+    gpu_memory_utilization: float | None = flag(
         None, "Share (0…1) of the available memory for weights and KV cache together.", group="Memory",
         low=0.01, high=1.0)  # fmt: skip
-    gpu_memory: str | int | None = _flag(None, "Memory of the GPU for everything, e.g. 60GiB [90 % of what is free].",
+    gpu_memory: str | int | None = flag(None, "Memory of the GPU for everything, e.g. 60GiB [90 % of what is free].",
                                          group="Memory")  # fmt: skip
-    block_size: int = _flag(16, "Tokens in a KV block.", group="Memory", low=1, high=256)
-    enable_prefix_caching: bool = _flag(True, "Reuse the KV blocks of equal prefixes.", group="Memory")
-    max_num_seqs: int = _flag(256, "Sequences running at once.", group="Scheduling", low=1, high=65536)
-    max_num_batched_tokens: int = _flag(2048, "Tokens computed in a step.", group="Scheduling", low=1)
-    max_queue: int = _flag(1024, "Requests that may wait; one more is refused.", group="Scheduling", low=0)
-    gate: str = _flag("continuous", "When sequences may join the batch.", group="Scheduling", choices=GATES)
-    order: str = _flag("fcfs", "Who is admitted first.", group="Scheduling", choices=ORDERS)
-    enable_chunked_prefill: bool = _flag(True, "Split long prompts over steps.", group="Scheduling")
-    dynamic_max_wait_ms: float = _flag(50.0, "Dynamic gate: a batch starts when full, or after this many "
+    block_size: int = flag(16, "Tokens in a KV block.", group="Memory", low=1, high=256)
+    enable_prefix_caching: bool = flag(True, "Reuse the KV blocks of equal prefixes.", group="Memory")
+    max_num_seqs: int = flag(256, "Sequences running at once.", group="Scheduling", low=1, high=65536)
+    max_num_batched_tokens: int = flag(2048, "Tokens computed in a step.", group="Scheduling", low=1)
+    max_queue: int = flag(1024, "Requests that may wait; one more is refused.", group="Scheduling", low=0)
+    gate: str = flag("continuous", "When sequences may join the batch.", group="Scheduling", choices=GATES)
+    order: str = flag("fcfs", "Who is admitted first.", group="Scheduling", choices=ORDERS)
+    enable_chunked_prefill: bool = flag(True, "Split long prompts over steps.", group="Scheduling")
+    dynamic_max_wait_ms: float = flag(50.0, "Dynamic gate: a batch starts when full, or after this many "
                                        "milliseconds.", group="Scheduling", low=0.0)  # fmt: skip
-    device: str = _flag("auto", "Where the model runs; auto is a GPU that can, else the CPU. interpret: a GPU's "
+    device: str = flag("auto", "Where the model runs; auto is a GPU that can, else the CPU. interpret: a GPU's "
                         "kernels in Triton's interpreter, for tests.", group="Execution", choices=DEVICES)  # fmt: skip
-    batch_invariant: bool = _flag(False, "On a GPU: tokens do not depend on the batch, as on a CPU; slower.",
+    batch_invariant: bool = flag(False, "On a GPU: tokens do not depend on the batch, as on a CPU; slower.",
                                   group="Execution")  # fmt: skip
-    threads: int | None = _flag(
-        None, "Compute threads [physical cores].", group="Execution", low=1, high=1024
-    )
-    cpu_isa: str = _flag("auto", "Level of the native kernels; reference: torch alone.", group="Execution",
+    threads: int | None = flag(None, "Compute threads [physical cores].", group="Execution", low=1, high=1024)
+    cpu_isa: str = flag("auto", "Level of the native kernels; reference: torch alone.", group="Execution",
                          choices=ISAS)  # fmt: skip
 
 
@@ -106,56 +113,55 @@ class EngineArgs:
 class ServerArgs:
     """Settings of the HTTP server."""
 
-    host: str = _flag("127.0.0.1", "Address to listen on.", group="Server")
-    port: int = _flag(8000, "Port to listen on; 0 takes a free one.", group="Server", low=0, high=65535)
-    api_key: str | None = _flag(None, "Key that clients must send as a bearer token.", group="Server")
-    served_model_name: str | None = _flag(None, "Names of the model in the API, comma-separated [as given].",
+    host: str = flag("127.0.0.1", "Address to listen on.", group="Server")
+    port: int = flag(8000, "Port to listen on; 0 takes a free one.", group="Server", low=0, high=65535)
+    api_key: str | None = flag(None, "Key that clients must send as a bearer token.", group="Server")
+    served_model_name: str | None = flag(None, "Names of the model in the API, comma-separated [as given].",
                                           group="Server")  # fmt: skip
-    chat_template: str | None = _flag(
+    chat_template: str | None = flag(
         None, "File of a Jinja chat template, instead of the model's.", group="Server"
     )
-    tool_format: str = _flag("auto", "How the model writes tool calls and reasoning: a name of docs/tools.md; "
+    tool_format: str = flag("auto", "How the model writes tool calls and reasoning: a name of docs/tools.md; "
                              "auto reads it from the chat template.", group="Server", choices=TOOL_FORMATS)  # fmt: skip
-    admin_port: int | None = _flag(None, "Port of the admin surface, see docs/admin.md; 0 takes a free one [closed].",
+    admin_port: int | None = flag(None, "Port of the admin surface, see docs/admin.md; 0 takes a free one [closed].",
                                    group="Admin", low=0, high=65535)  # fmt: skip
-    admin_host: str = _flag("127.0.0.1", "Address of --admin-port; another than this machine's own needs --admin-key.",
+    admin_host: str = flag("127.0.0.1", "Address of --admin-port; another than this machine's own needs --admin-key.",
                             group="Admin")  # fmt: skip
-    admin_socket: str | None = _flag(None, "Path of a unix socket for the admin surface, instead of a port [closed].",
+    admin_socket: str | None = flag(None, "Path of a unix socket for the admin surface, instead of a port [closed].",
                                      group="Admin")  # fmt: skip
-    admin_key: str | None = _flag(None, "Key for the admin surface, as a bearer token.", group="Admin")
-    lenient: bool = _flag(False, "Accept unknown request fields and list them in a response header.",
+    admin_key: str | None = flag(None, "Key for the admin surface, as a bearer token.", group="Admin")
+    lenient: bool = flag(False, "Accept unknown request fields and list them in a response header.",
                           group="Server")  # fmt: skip
-    cors_origins: str | None = _flag(None, "Origins that browsers may call from, comma-separated; * for all.",
+    cors_origins: str | None = flag(None, "Origins that browsers may call from, comma-separated; * for all.",
                                      group="Server")  # fmt: skip
-    max_body_mib: int = _flag(32, "Largest request body in MiB.", group="Server", low=1, high=4096)
-    response_store_mib: int = _flag(64, "Memory in MiB for stored answers of /v1/responses, the least recently used "
+    max_body_mib: int = flag(32, "Largest request body in MiB.", group="Server", low=1, high=4096)
+    response_store_mib: int = flag(64, "Memory in MiB for stored answers of /v1/responses, the least recently used "
                                     "going first; 0 stores none.", group="Server", low=0, high=65536)  # fmt: skip
-    slo: str | None = _flag(None, "Latencies to hold, as ttft=500ms,tpot=50ms: chunks and the running limit follow.",
+    slo: str | None = flag(None, "Latencies to hold, as ttft=500ms,tpot=50ms: chunks and the running limit follow.",
                             group="Server")  # fmt: skip
-    profile: str | None = _flag(None, "File of `quire profile` for --slo [this machine, measured in a second].",
+    profile: str | None = flag(None, "File of `quire profile` for --slo [this machine, measured in a second].",
                                 group="Server")  # fmt: skip
-    batch_dir: str | None = _flag(None, "Folder for /v1/files and /v1/batches, which a restart goes on from [none].",
+    batch_dir: str | None = flag(None, "Folder for /v1/files and /v1/batches, which a restart goes on from [none].",
                                   group="Server")  # fmt: skip
-    batch_concurrency: int = _flag(
+    batch_concurrency: int = flag(
         8, "Requests of batches that run at once.", group="Server", low=1, high=4096
     )
-    max_file_mib: int = _flag(100, "Largest uploaded file in MiB.", group="Server", low=1, high=4096)
-    drain_timeout_s: float = _flag(
+    max_file_mib: int = flag(100, "Largest uploaded file in MiB.", group="Server", low=1, high=4096)
+    drain_timeout_s: float = flag(
         30.0, "Seconds that running requests get after SIGTERM.", group="Server", low=0.0
     )
-    max_restarts: int = _flag(
+    max_restarts: int = flag(
         3, "Restarts of a crashed engine before the server gives up.", group="Server", low=0
     )
-    log_level: str = _flag("info", "How much is logged.", group="Server",
+    log_level: str = flag("info", "How much is logged.", group="Server",
                            choices=("debug", "info", "warning", "error"))  # fmt: skip
-    log_format: str = _flag("human", "Log lines for people, or one JSON object a line.", group="Server",
+    log_format: str = flag("human", "Log lines for people, or one JSON object a line.", group="Server",
                             choices=("human", "json"))  # fmt: skip
-    otlp_traces_endpoint: str | None = _flag(None, "OTLP/HTTP URL that gets the spans of each request, as "
+    otlp_traces_endpoint: str | None = flag(None, "OTLP/HTTP URL that gets the spans of each request, as "
                                              "http://localhost:4318/v1/traces (extra otel) [none].",
                                              group="Server")  # fmt: skip
 
 
-flag = _flag  # for the tables of commands that have their own: bench, simulate …
 Args = TypeVar("Args", bound="DataclassInstance")
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
-from quire.args import EngineArgs, ServerArgs, flag_name
+from quire.args import RARE, EngineArgs, ServerArgs, flag_name
 from quire.cli import app, with_model
 from quire.cli.flags import pick, read_toml
 from quire.errors import ConfigError
@@ -37,13 +37,17 @@ def test_docs_are_what_the_flags_say() -> None:
 @pytest.mark.parametrize(
     ("command", "kinds"), [("serve", BOTH), ("run", (EngineArgs,)), ("chat", (EngineArgs,))]
 )
-def test_help_names_every_flag(command: str, kinds: tuple[type, ...]) -> None:
-    shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [command, "--help"])
-    assert shown.exit_code == 0
+def test_help_shows_what_many_need_and_help_all_the_rest(command: str, kinds: tuple[type, ...]) -> None:
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    plain, every = (runner.invoke(app, [command, option]) for option in ("--help", "--help-all"))
+    assert plain.exit_code == every.exit_code == 0
     for kind in kinds:
         for spec in fields(kind):
             if spec.name != "model":
-                assert flag_name(spec.name) in shown.output
+                assert f"{flag_name(spec.name)} " in every.output.replace("/", " ")
+                assert (f"{flag_name(spec.name)} " in plain.output.replace("/", " ")) == (
+                    spec.name not in RARE
+                )
 
 
 def test_toml_keys_are_the_flags_and_flags_win(tmp_path: Path) -> None:

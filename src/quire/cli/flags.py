@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from quire.args import Args, flag_name, make_args
+from quire.args import RARE, Args, flag_name, make_args
 from quire.errors import ConfigError, nearest
 
 CONFIG_HELP = "TOML file with the same names as the flags (max_model_len = 4096); flags win."
@@ -40,7 +40,26 @@ def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any
             ],
         )
 
+        rest = [o for o in options if o.name in RARE]
+        everything = inspect.Parameter(
+            "help_all",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False,
+            annotation=Annotated[
+                bool,
+                typer.Option(
+                    "--help-all",
+                    help=f"Show {len(rest)} more settings, which few people need, and exit.",
+                    rich_help_panel="Settings",
+                    is_eager=True,
+                    callback=_show_all,
+                    hidden=not rest,
+                ),
+            ],
+        )
+
         def wrapper(**values: Any) -> None:
+            values.pop("help_all")
             said = {o.name: v for o in options if (v := values.pop(o.name)) not in (None, [])}
             path = values.pop("config")
             from_file = read_toml(path, kinds) if path is not None else {}
@@ -49,12 +68,22 @@ def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any
         wrapper.__name__ = function.__name__
         wrapper.__doc__ = function.__doc__
         hints = get_type_hints(function, include_extras=True)
-        parameters = [p.replace(annotation=hints[p.name]) for p in own] + options + [config]
+        parameters = [p.replace(annotation=hints[p.name]) for p in own] + options + [config, everything]
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapper
 
     return decorate
+
+
+def _show_all(context: typer.Context, asked: bool) -> None:
+    """Print the help with every option, and end."""
+    if asked:
+        for parameter in context.command.params:
+            if parameter.name in RARE:
+                parameter.hidden = False  # type: ignore[attr-defined]
+        typer.echo(context.get_help())
+        raise typer.Exit
 
 
 def _option(kind: type[Any], spec: Field[Any]) -> inspect.Parameter:
@@ -78,6 +107,7 @@ def _option(kind: type[Any], spec: Field[Any]) -> inspect.Parameter:
                 help=_help(spec),
                 rich_help_panel=spec.metadata["group"],
                 metavar=_metavar(spec, python_type),
+                hidden=spec.name in RARE,
             ),
         ],
     )
