@@ -98,18 +98,19 @@ class GroupWorker {
   int64_t group_bytes() const { return shape_.group * kPanel; }  // of unpacked codes
   const uint8_t* panel(int64_t p) const { return a_.packed + p * a_.format.panel_bytes(a_.k); }
 
-  // A single block streams through the weights; more of them have the time to fetch the next panel.
+  // Blocks of a panel have the time to fetch the next one. A single one streams through the weights: see `unpack`.
   Ahead ahead_of(int64_t p) const {
-    const uint8_t* end = panel(panels_.end);
-    if (pass_.blocks() == 1) return {panel(p) + kAheadBytes, end, (a_.format.block_bytes(a_.k) + 63) / 64};
+    if (pass_.blocks() == 1) return {nullptr, nullptr, 0};
     const int64_t lines = a_.format.panel_bytes(a_.k) / 64 + 1, turns = pass_.blocks() * pass_.groups;
-    return {panel(p + 1), std::min(panel(p + 2), end), (lines + turns - 1) / turns};
+    return {panel(p + 1), std::min(panel(p + 2), panel(panels_.end)), (lines + turns - 1) / turns};
   }
 
-  // The codes of one group as signed bytes.
+  // The codes of one group as signed bytes. Where weights are used once, each line read fetches one further ahead.
   void unpack(const uint8_t* w, uint8_t* to) const {
+    const int64_t ahead = pass_.blocks() == 1 ? kAheadBytes : 0;
     const uint8_t* end = to + group_bytes();
     for (; to < end; w += 64) {
+      __builtin_prefetch(w + ahead, 0, 2);
       const __m512i codes = _mm512_loadu_si512(w);
       if constexpr (kBits == 8) {
         _mm512_store_si512(to, _mm512_xor_si512(codes, _mm512_set1_epi8(-128)));
@@ -122,6 +123,7 @@ class GroupWorker {
       // The other half of the columns, then the next two quads.
       to += reinterpret_cast<uintptr_t>(to) % kLineQuad == 0 ? 64 : kLineQuad + 64;
     }
+    for (int64_t i = 0; i < kPanel * 2 * (kOffset ? 2 : 1); i += 64) __builtin_prefetch(w + ahead + i, 0, 2);  // scales
   }
 
   // The codes of group g of the panel at w, if there is one.
@@ -129,60 +131,75 @@ class GroupWorker {
     if (g < pass_.groups) unpack(w + g * a_.format.block_bytes(a_.k), codes_ + g * group_bytes());
   }
 
-  // The upper (0) or lower (1) tile of rows of group g, or both (2), by both tiles of columns.
-  template <int kPart>
-  void multiply(int64_t b, int64_t g) const {
-    const int64_t width = shape_.width;
-    const uint8_t* x = pass_.x + (b * pass_.groups + g) * shape_.steps * 2 * shape_.tile();
-    const uint8_t* w = codes_ + g * group_bytes();
-    if constexpr (kPart != 1) clear_sums<false>();
-    if constexpr (kPart != 0) {
-      tile_zero<kC10>();
-      tile_zero<kC11>();
-    }
-    for (int64_t s = 0; s < shape_.steps; ++s, x += 2 * shape_.tile(), w += width * kPanel) {
-      if constexpr (kPart != 1) {  // in a lower part they are there
-        tile_load<kB0>(w, kLineQuad);
-        tile_load<kA0>(x, width);
-        tile_load<kB1>(w + kTileBytes, kLineQuad);
-        tile_dot_ss8<kC00, kA0, kB0>();
-        tile_dot_ss8<kC01, kA0, kB1>();
-      }
-      if constexpr (kPart != 0) {
-        tile_load<kA1>(x + shape_.tile(), width);
-        tile_dot_ss8<kC10, kA1, kB0>();
-        tile_dot_ss8<kC11, kA1, kB1>();
-      }
+  // Rows of one tile of a group by both tiles of columns: rows x and weights w, which may be there already.
+  template <int kLeft, int kRight, int kA, bool kLoad>
+  void multiply(const uint8_t* x, const uint8_t* w) const {
+    tile_zero<kLeft>();
+    tile_zero<kRight>();
+    for (int64_t s = 0; s < shape_.steps; ++s, x += 2 * shape_.tile(), w += shape_.width * kPanel) {
+      if constexpr (kLoad) tile_load<kB0>(w, kLineQuad);
+      tile_load<kA>(x, shape_.width);
+      if constexpr (kLoad) tile_load<kB1>(w + kTileBytes, kLineQuad);
+      tile_dot_ss8<kLeft, kA, kB0>();
+      tile_dot_ss8<kRight, kA, kB1>();
     }
   }
 
-  // What is left of the group before.
+  void multiply_both(const uint8_t* x, const uint8_t* w) const {
+    clear_sums<true>();
+    for (int64_t s = 0; s < shape_.steps; ++s, x += 2 * shape_.tile(), w += shape_.width * kPanel) {
+      tile_load<kB0>(w, kLineQuad);
+      tile_load<kA0>(x, shape_.width);
+      tile_load<kB1>(w + kTileBytes, kLineQuad);
+      tile_dot_ss8<kC00, kA0, kB0>();
+      tile_dot_ss8<kC01, kA0, kB1>();
+      tile_load<kA1>(x + shape_.tile(), shape_.width);
+      tile_dot_ss8<kC10, kA1, kB0>();
+      tile_dot_ss8<kC11, kA1, kB1>();
+    }
+  }
+
+  // What C10 and C11 still hold of a group before.
   void store_lower() {
     if (lower_ == nullptr) return;
-    tile_store<kC10>(lower_ + 2 * kTileSums, kTileBytes);
-    tile_store<kC11>(lower_ + 3 * kTileSums, kTileBytes);
+    tile_store<kC10>(lower_, kTileBytes);
+    tile_store<kC11>(lower_ + kTileSums, kTileBytes);
     lower_ = nullptr;
   }
 
   // Group g of block b, i of `count` that will become floats together; those of the groups before do so meanwhile.
   //
   // Tile registers are not renamed: a product waits until the sums that it overwrites are stored. So where a group is
-  // one product, one half of the rows multiplies while that of the other is stored (7 % at groups of 32). Floats are
-  // made before stores, which cover every offset within a page: a load behind a store of its offset waits for it.
+  // one product, one half of the rows multiplies while that of the other is stored (7 % at groups of 32), and of a
+  // single tile of rows every other group does. Floats are made before stores, which cover every offset within a page:
+  // a load behind a store of its offset waits for it.
   template <bool kLower>
   void add_group(int64_t b, int64_t g, int64_t i, int64_t count, int32_t* dots) {
-    if (kLower && shape_.steps == 1) {
-      multiply<0>(b, g);
+    const uint8_t* x = pass_.x + (b * pass_.groups + g) * shape_.steps * 2 * shape_.tile();
+    const uint8_t* w = codes_ + g * group_bytes();
+    if constexpr (!kLower) {
+      if (i == 0) {
+        multiply<kC00, kC01, kA0, true>(x, w);
+        store_lower();
+        finish(i, count);
+        store_sums<false>(dots);
+      } else {
+        multiply<kC10, kC11, kA1, true>(x, w);
+        finish(i, count);
+        lower_ = dots;
+      }
+    } else if (shape_.steps == 1) {
+      multiply<kC00, kC01, kA0, true>(x, w);
       finish(2 * i, 2 * count);
       store_lower();
-      multiply<1>(b, g);
+      multiply<kC10, kC11, kA1, false>(x + shape_.tile(), w);
       finish(2 * i + 1, 2 * count);
       store_sums<false>(dots);
-      lower_ = dots;
+      lower_ = dots + 2 * kTileSums;
     } else {
-      multiply<kLower ? 2 : 0>(b, g);
+      multiply_both(x, w);
       finish(i, count);
-      store_sums<kLower>(dots);
+      store_sums<true>(dots);
     }
   }
 

@@ -20,10 +20,10 @@ import torch
 
 from quire.kernels.linear import native, quantized_native, quantized_reference, reference  # noqa: F401  registers them
 from quire.kernels.linear.heads import HeadMatrices, empty_heads
-from quire.kernels.linear.packed import GROUPS, RANGE, PackedLinear, QuantizedWeight
+from quire.kernels.linear.packed import RANGE, PackedLinear, QuantizedWeight
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import NATIVE_LEVELS, Backend, find
-from quire.weight_format import PLAIN, WeightFormat
+from quire.weight_format import GROUPS, PLAIN, WeightFormat
 
 __all__ = [
     "HeadMatrices",
@@ -53,7 +53,8 @@ def pack_empty(
     """Return a matrix in the layout of ``backend``, to be filled with `write_rows`. ``dtype`` is the activations'."""
     packed: PackedLinear
     if format.quantized:
-        assert format.group in GROUPS[format.kind], (format, GROUPS)
+        whole_row = format.kind == "int8" and format.group is None
+        assert whole_row or format.group in GROUPS[format.kind], (format, GROUPS)
         packed = find("quantized_linear.pack_empty", backend)(out_features, in_features, format)
     else:
         packed = find("linear.pack_empty", backend)(out_features, in_features, dtype)

@@ -10,7 +10,6 @@ from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import GPU_KERNELS, Backend
 from quire.weight_format import PLAIN, WeightFormat
 
-GROUPS: dict[str, tuple[int | None, ...]] = {"int8": (None, 16, 32, 64, 128), "int4": (32, 64, 128)}
 RANGE = {"int8": (-128, 127), "int4": (-8, 7)}
 
 

@@ -1,0 +1,58 @@
+"""Each level's objects hold the instructions that the level is for, and none that it may not use.
+
+Looks at the objects of a build tree below ``build/`` (the installed extension has no names for its levels left).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OBJDUMP = shutil.which("objdump")
+
+
+@cache
+def disassembly(level: str, source: str) -> str:
+    """The instructions of one source at one level, as objdump prints them; skips where there are none to look at."""
+    if OBJDUMP is None:
+        pytest.skip("objdump is not installed")
+    objects = sorted(
+        ROOT.glob(f"build/**/kernels_{level}.dir/**/{source}.cpp.o"), key=lambda o: o.stat().st_mtime
+    )
+    if not objects:
+        pytest.skip(f"no object of {source} at level {level} below build/")
+    command = [OBJDUMP, "-d", "--no-show-raw-insn", str(objects[-1])]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("level", "source", "instruction"),
+    [
+        ("amx", "linear_amx", "tdpbf16ps"),
+        ("amx", "quantized_amx", "tdpbsud"),
+        ("amx", "quantized_amx", "tdpbssd"),
+        ("avx512", "linear_kernel", "vdpbf16ps"),
+        ("avx512", "quantized_kernel", "vpdpbusd"),
+        ("avx2", "linear_kernel", "vfmadd231ps"),
+        ("avx2", "quantized_kernel", "vpmaddubsw"),
+        ("avx2_vnni", "quantized_kernel", "vpdpbusd"),
+    ],
+)
+def test_a_level_has_its_instruction(level: str, source: str, instruction: str) -> None:
+    assert re.search(rf"\b{instruction}\b", disassembly(level, source)), f"{source} at level {level}"
+
+
+@pytest.mark.parametrize("source", ["linear_kernel", "quantized_kernel"])
+@pytest.mark.parametrize(
+    ("level", "forbidden"),
+    [("scalar", r"%[yz]mm"), ("avx2", r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])"), ("avx512", r"%tmm")],
+)
+def test_a_level_has_no_instruction_of_a_higher_one(level: str, forbidden: str, source: str) -> None:
+    found = re.search(rf".*({forbidden}).*", disassembly(level, source))
+    assert found is None, f"{source} at level {level}: {found and found.group()}"
