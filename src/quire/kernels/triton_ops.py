@@ -10,8 +10,19 @@ from quire.kernels.attention import triton as attention
 from quire.kernels.kvcopy import triton as kvcopy
 from quire.kernels.linear import quantized_triton
 from quire.kernels.linear import triton as linear
+from quire.kernels.moe import triton as moe
 from quire.kernels.norm import triton as norm
 from quire.kernels.rope import triton as rope
 from quire.kernels.sampling import triton as sampling
 
-__all__ = ["activation", "attention", "kvcopy", "linear", "norm", "quantized_triton", "rope", "sampling"]
+__all__ = [
+    "activation",
+    "attention",
+    "kvcopy",
+    "linear",
+    "moe",
+    "norm",
+    "quantized_triton",
+    "rope",
+    "sampling",
+]

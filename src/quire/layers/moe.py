@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from quire.kernels.linear import PackedLinear, pack_empty, write_bias
+from quire.kernels.linear import PackedLinear, pack_many, write_bias
 from quire.kernels.lora import AdapterRows
 from quire.kernels.moe import ExpertStack, experts, route
 from quire.kernels.pointwise import add_gated_rows, add_rows, widen_rows
@@ -52,12 +52,9 @@ class MoeBlock:
         def pack(name: str, out_features: int, in_features: int) -> list[PackedLinear]:
             held = formats.get(f"{name}.weight", PLAIN)
             backend = matrix_backend(kernels, held)
-            return [
-                pack_empty(
-                    out_features, in_features, dtype, bias=moe.expert_bias, backend=backend, format=held
-                )
-                for _ in range(moe.num_experts)
-            ]
+            return pack_many(
+                moe.num_experts, out_features, in_features, dtype, bias=moe.expert_bias, backend=backend, format=held
+            )  # fmt: skip
 
         self._gate_up = pack("gate", 2 * inter, hidden_size)
         self._down = pack("down", hidden_size, inter)

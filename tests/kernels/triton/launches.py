@@ -12,7 +12,8 @@ from quire.kernels import cases
 from quire.kernels.activation import gated
 from quire.kernels.attention import attention
 from quire.kernels.kv_view import KvView, view_layer
-from quire.kernels.linear import linear, pack_empty
+from quire.kernels.linear import linear, pack_empty, pack_many
+from quire.kernels.moe import ExpertStack, experts
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.registry import GPU_KERNELS
 from quire.kernels.rope import QkNorm, rope_store
@@ -81,13 +82,28 @@ def launch_rows(capability: int) -> None:
 FP8_CAPABILITY = 89
 
 
+def launch_experts(capability: int) -> None:
+    x, ids = torch.zeros(3, 512, dtype=BF16), torch.zeros(3, 2, dtype=torch.int64)
+    for format in (WeightFormat(), WeightFormat("int4", 128)):
+        for backend in GPU_KERNELS:
+            gate_up = pack_many(4, 1024, 512, BF16, bias=False, backend=backend, format=format)
+            down = pack_many(4, 512, 512, BF16, bias=True, backend=backend, format=format)
+            experts(x, torch.ones(3, 2), ids, ExpertStack(gate_up, down, "silu"), backend=backend)
+
+
 def launch_sampling(capability: int) -> None:
     columns = np.zeros(3, COLUMNS)
     columns["features"], columns["temperature"] = RANDOM, 1.0
     draw_rows(torch.zeros(3, 128_256), torch.from_numpy(facts_of(columns)), 0)
 
 
-ALL: tuple[Callable[[int], None], ...] = (launch_rows, launch_sampling, launch_attention, launch_linears)
+ALL: tuple[Callable[[int], None], ...] = (
+    launch_rows,
+    launch_experts,
+    launch_sampling,
+    launch_attention,
+    launch_linears,
+)
 
 
 def launch_all(capability: int) -> None:

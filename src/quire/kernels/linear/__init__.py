@@ -20,9 +20,9 @@ import torch
 
 from quire.kernels.linear import native, quantized_native, quantized_reference, reference  # noqa: F401  registers them
 from quire.kernels.linear.heads import HeadMatrices, empty_heads
-from quire.kernels.linear.packed import RANGE, PackedLinear, QuantizedWeight
+from quire.kernels.linear.packed import RANGE, PackedLinear, QuantizedWeight, stacked
 from quire.kernels.quantized_rows import QuantizedRows
-from quire.kernels.registry import NATIVE_LEVELS, Backend, find
+from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, Backend, find
 from quire.weight_format import GROUPS, PLAIN, WeightFormat
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "linear",
     "pack_empty",
     "pack_heads",
+    "pack_many",
     "quantize_rows",
     "read_rows",
     "write_bias",
@@ -63,6 +64,24 @@ def pack_empty(
         wide = format.quantized or backend in NATIVE_LEVELS  # these add it in fp32
         packed.bias = torch.zeros(out_features, dtype=torch.float32 if wide else dtype)
     return packed
+
+
+def pack_many(
+    count: int,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    *,
+    bias: bool,
+    backend: Backend,
+    format: WeightFormat = PLAIN,
+) -> list[PackedLinear]:
+    """Return ``count`` matrices alike, the experts of a block; on a GPU they lie one behind the other."""
+
+    def one() -> PackedLinear:
+        return pack_empty(out_features, in_features, dtype, bias=bias, backend=backend, format=format)
+
+    return stacked(one(), count) if backend in GPU_KERNELS else [one() for _ in range(count)]
 
 
 def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor | QuantizedWeight) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,6 +60,16 @@ class PackedLinear:
     def reads_int8(self) -> bool:
         """Whether it multiplies `QuantizedRows`; a GPU multiplies quantized weights with plain rows."""
         return self.format.quantized and self.backend not in GPU_KERNELS
+
+
+def stacked(one: PackedLinear, count: int) -> list[PackedLinear]:
+    """``count`` matrices like ``one``, each of their tensors one behind the other in memory."""
+    parts = {
+        name: tensor.unsqueeze(0).repeat(count, *(1 for _ in tensor.shape))
+        for name in ("data", "bias", "scale", "offset", "group_scale")
+        if (tensor := getattr(one, name)) is not None
+    }
+    return [replace(one, **{name: part[i] for name, part in parts.items()}) for i in range(count)]
 
 
 def storable_scales(
