@@ -6,9 +6,11 @@ PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 MODEL ?= quill
 PORT ?= 8000
 ARGS ?=
+PART ?= decode-attention
+GPU_PYTHON ?= python3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve test test-slow test-gpu exact fuzz mutants parity lint bench bench-peers clean
+.PHONY: help install dev serve test test-slow test-gpu exact fuzz mutants parity lint bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -72,6 +74,9 @@ bench: install  ## scheduler benchmark; the others: benchmarks/README.md
 
 bench-peers: dev  ## Quire beside its peers on CPU (ARGS="--models … --workloads …"); first run benchmarks/peers/{install,convert}.py
 	$(BIN)/python benchmarks/peers/bench.py run $(ARGS)
+
+bench-gpu:  ## one part of the GPU benchmark (PART=decode-attention …; see docs/gpu.md); needs a GPU, torch and Triton
+	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks.gpu.run $(PART) $(ARGS)
 
 clean:  ## remove what make made
 	rm -rf $(VENV) build

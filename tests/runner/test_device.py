@@ -167,6 +167,29 @@ def test_a_step_too_large_for_memory_is_computed_in_halves(monkeypatch: pytest.M
     assert max(failures) == 4
 
 
+def test_a_sequence_too_large_for_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = DeviceRunner.launch
+
+    def short_of_memory(self, step, seq_ids):  # type: ignore[no-untyped-def]
+        if step.num_tokens > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return real(self, step, seq_ids)
+
+    monkeypatch.setattr(DeviceRunner, "launch", short_of_memory)
+    config = device_config("llama", "triton")
+    run = DeviceExecutor(config, clock=VirtualClock(), weights=weights(config.model.spec))
+    core = EngineCore(Scheduler(config.scheduler, config.cache), run, VirtualClock())
+    for name, length in (("long", 40), ("short", 5)):
+        sampling = replace(GREEDY, max_tokens=2)
+        core.put(AddRequest(Request(name, tuple(range(length)), sampling, 0.0)))
+    ends: dict[str, TokenEvent] = {}
+    while core.has_work:
+        ends.update({event.request_id: event for event in core.step() if event.finish_reason is not None})
+    assert ends["short"].finish_reason is FinishReason.LENGTH
+    assert ends["long"].finish_reason is FinishReason.ERROR
+    assert "too little memory" in str(ends["long"].error)
+
+
 def test_nothing_is_made_on_a_device_by_default() -> None:
     """A factory call that forgets the device makes tensors of the CPU on a GPU; here they are of no device at all."""
     config = device_config("llama", "triton")

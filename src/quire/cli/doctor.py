@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.device import cpu_features, detect_device, slow_kernels
+from quire.gpu import FP8_CAPABILITY, find_gpu, gpu_problem
 
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2")
 SERVING = ("msgspec", "pyzmq", "fastapi", "uvicorn", "prometheus-client", "typer", "rich")
@@ -55,6 +56,23 @@ def kernels() -> str:
     return f"native ({device.isa}), exact"
 
 
+def gpu() -> str:
+    """Say which GPU there is and what runs on it, or why none does and what is used instead."""
+    found = find_gpu()
+    problem = found if isinstance(found, str) else gpu_problem(found)
+    if problem is not None or isinstance(found, str):
+        return f"{problem} The CPU is used."
+    free = f"{found.memory_available_bytes / 2**30:.1f} of {found.memory_total_bytes / 2**30:.1f} GiB free"
+    capability = ".".join(map(str, found.capability))
+    fp8 = (
+        ""
+        if found.capability >= FP8_CAPABILITY
+        else "; no fp8 KV cache (that needs 8.9), int8 takes the same bytes"
+    )
+    missing = "" if _version("triton") != "missing" else "; Triton is missing: install torch with CUDA"
+    return f"{found.name}, compute capability {capability}, {free}: used with --device auto{fp8}{missing}"
+
+
 def report() -> None:
     """Print the report."""
     console = Console()
@@ -69,7 +87,7 @@ def report() -> None:
     total, available = device.memory_total_bytes / 2**30, device.memory_available_bytes / 2**30
     table.add_row("Memory", f"{total:.1f} GiB, {available:.1f} GiB available (cgroup limits counted)")
     table.add_row("Kernels", kernels())
-    table.add_row("GPU", "not supported by this version")
+    table.add_row("GPU", gpu())
     console.print(table)
     console.print()
     rows = Table("package", "version", "for", box=None, pad_edge=False)

@@ -35,6 +35,7 @@ class Launched:
     start_s: float
     parts: list[tuple[list[int], Wait]]
     prompts: dict[int, PromptOutput]
+    refused: dict[int, str]  # sequences of the plan that were not computed, with the reason
 
 
 class Worker:
@@ -63,7 +64,7 @@ class Worker:
             self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_places())
         self.runner.record(self._inputs.buffers)
         self._prompts = PromptRows(self.runner.logits_of_rows, self.runner.score, self._vocab_size)
-        self._refused: dict[int, str] = {}  # sequences that the sampler would not take, with the reason
+        self._refused: dict[int, str] = {}  # sequences that cannot run or go on, with the reason
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises what the model raises; the state stays usable."""
@@ -85,7 +86,16 @@ class Worker:
         if self._refused:
             fine = tuple(seq for seq in fine if seq.seq_id not in self._refused)
         prompts: dict[int, PromptOutput] = {}
-        return Launched(plan, start_s, self._compute(fine, prompts), prompts)
+        try:
+            parts = self._compute(fine, prompts)
+        except Exception as error:
+            # Steps planned before this is known name them too: those rows fail, and not the steps.
+            self._refused.update(
+                dict.fromkeys((seq.seq_id for seq in fine), f"a step before failed: {error}")
+            )
+            raise
+        refused = {seq.seq_id: self._refused[seq.seq_id] for seq in plan.seqs if seq.seq_id in self._refused}
+        return Launched(plan, start_s, parts, prompts, refused)
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for the oldest step launched, and return its result."""
@@ -93,9 +103,7 @@ class Worker:
         for seq_ids, wait in launched.parts:
             samples.update(zip(seq_ids, wait(), strict=True))
         plan = launched.plan
-        results = tuple(
-            self._result(seq, samples.get(seq.seq_id), launched.prompts.get(seq.seq_id)) for seq in plan.seqs
-        )
+        results = tuple(self._result(seq, launched, samples.get(seq.seq_id)) for seq in plan.seqs)
         took_s = self._clock.now() - launched.start_s
         return StepResult(plan.step, results, moves_done=len(plan.kv_moves), device_s=took_s)
 
@@ -150,9 +158,11 @@ class Worker:
         try:
             return [self._launch(plans, prompts)]
         except torch.OutOfMemoryError as error:
+            reason = str(error).partition(".")[0]
             if len(plans) == 1:
-                raise
-            _log.warning("step too large for memory, computed in halves: %s", str(error).partition(".")[0])
+                self._refused[plans[0].seq_id] = f"there is too little memory for its rows: {reason}"
+                return []
+            _log.warning("step too large for memory, computed in halves: %s", reason)
         self.runner.free_memory()
         half = len(plans) // 2
         return [
@@ -178,9 +188,10 @@ class Worker:
             self._inputs.expect(seq_id)
         return seq_ids, wait
 
-    def _result(self, plan: SeqPlan, sample: SeqSample | None, prompt: PromptOutput | None) -> SeqResult:
-        if plan.seq_id in self._refused:
-            return SeqResult(plan.seq_id, plan.epoch, (), error=self._refused[plan.seq_id])
+    def _result(self, plan: SeqPlan, launched: Launched, sample: SeqSample | None) -> SeqResult:
+        if plan.seq_id in launched.refused:
+            return SeqResult(plan.seq_id, plan.epoch, (), error=launched.refused[plan.seq_id])
+        prompt = launched.prompts.get(plan.seq_id)
         error = (sample.error if sample is not None else None) or (
             prompt.error if prompt is not None else None
         )

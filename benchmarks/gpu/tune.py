@@ -1,0 +1,114 @@
+"""Try block sizes for the shapes of real models and write the table of this GPU (`quire.kernels.block_sizes`).
+
+    python -m benchmarks.gpu.tune --ops int_linear_small attention_decode
+
+Sizes that do not fit (shared memory) are passed over; a shape keeps what was fastest, the defaults among them.
+Versions of the invariant mode are not tuned: their sizes are part of the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+
+import torch
+from benchmarks.gpu.kernels import BF16, SHAPES, random_matrix
+from benchmarks.gpu.timing import DEVICE, seconds
+from triton.runtime.errors import OutOfResources
+
+import quire.kernels.triton_ops  # noqa: F401  registers
+from quire.kernels import block_sizes as table
+from quire.kernels import cases
+from quire.kernels.attention import attention
+from quire.kernels.linear import linear
+from quire.weight_format import WeightFormat
+
+Shape = tuple[str, Callable[[], object]]  # key as the op writes it, and a call at that shape
+CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
+    "attention_decode": {"keys": (32, 64, 128), "warps": (2, 4, 8)},
+    "attention_prefill": {"rows": (64, 128), "keys": (32, 64, 128), "warps": (4, 8)},
+    "int_linear_small": {
+        "rows": (16,), "columns": (32, 64, 128), "inner": (128,), "warps": (2, 4, 8), "stages": (2, 3, 4, 5),
+    },
+    "int_linear_large": {
+        "rows": (64, 128), "columns": (64, 128, 256), "inner": (64,), "warps": (4, 8), "stages": (2, 3, 4),
+    },
+}  # fmt: skip
+
+
+def attention_shapes(op: str, lengths: tuple[tuple[int, int], ...], *, tiny: bool) -> Iterator[Shape]:
+    """The cut of the step is made once for each choice of sizes: it is no part of the kernel."""
+    for dim, heads in ((16, 4),) if tiny else ((128, 32), (64, 32)):
+        case = cases.AttentionCase("tune", lengths, heads, heads // 4, dim, dim)
+        made = cases.attention_inputs(case, BF16, torch.Generator().manual_seed(1))
+        pieces = made.kv.pieces.clone().to(DEVICE)
+        kv = type(made.kv)(pieces, made.kv.block_size, dim, dim)
+        q = made.q.to(DEVICE)
+
+        def call(q=q, kv=kv, made=made) -> object:  # type: ignore[no-untyped-def]
+            sizes = table.block_sizes(op, "tune")
+            if made.batch.plans.get("sizes") != sizes:
+                made.batch.plans.clear()
+                made.batch.plans["sizes"] = sizes
+            return attention(q, kv, made.batch, made.shape, backend="triton")
+
+        yield f"d{dim}_g4_b2", call
+
+
+def linear_shapes(rows: int, *, tiny: bool) -> Iterator[Shape]:
+    for out, size in ((48, 64),) if tiny else SHAPES:
+        packed = random_matrix(out, size, WeightFormat("int4", 32 if tiny else 128), "triton")
+        x = torch.randn(rows, size, device=DEVICE).bfloat16()
+        yield f"int4_n{out}_k{size}", lambda x=x, packed=packed: linear(x, packed)  # type: ignore[misc]
+
+
+def shapes_of(op: str, *, tiny: bool) -> Iterator[Shape]:
+    if op == "attention_decode":
+        return attention_shapes(op, ((1, 40),) if tiny else ((1, 4096),) * 64, tiny=tiny)
+    if op == "attention_prefill":
+        return attention_shapes(op, ((30, 40),) if tiny else ((2048, 2048),) * 4, tiny=tiny)
+    return linear_shapes({"int_linear_small": 3, "int_linear_large": 40 if tiny else 512}[op], tiny=tiny)
+
+
+def fastest(op: str, call: Callable[[], object], *, tiny: bool) -> dict[str, int]:
+    """Return the sizes of ``op`` with which ``call`` is fastest; they are put into the table in memory one by one."""
+    names, options = list(CHOICES[op]), list(CHOICES[op].values())
+    tried = [dict(zip(names, sizes, strict=True)) for sizes in product(*options)][: 2 if tiny else None]
+    best, best_s = table.DEFAULTS[op], float("inf")
+    for sizes in (table.DEFAULTS[op], *tried):
+        table.table_of(table.gpu_name())[op] = {"all": sizes}
+        try:
+            taken_s = seconds([call])
+        except OutOfResources:
+            continue
+        if taken_s < best_s:
+            best, best_s = sizes, taken_s
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ops", nargs="+", choices=sorted(CHOICES), default=sorted(CHOICES))
+    parser.add_argument("--out", type=Path, default=table.FOLDER, help="folder of the tables")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, for the interpreter")
+    args = parser.parse_args()
+    if not args.tiny and DEVICE.type == "cpu":
+        parser.error("there is no GPU: nothing can be tuned")
+    path = args.out / f"{table.gpu_name()}.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    for op in args.ops:
+        for shape, call in shapes_of(op, tiny=args.tiny):
+            found.setdefault(op, {})[shape] = fastest(op, call, tiny=args.tiny)
+            print(op, shape, found[op][shape])
+    args.out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
