@@ -76,6 +76,10 @@ class InputBatch:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._rows
 
+    def has(self, seq_id: int, epoch: int) -> bool:
+        """Whether the sequence is here, in that epoch."""
+        return self._epochs.get(seq_id) == epoch
+
     def __len__(self) -> int:
         return len(self._rows)
 

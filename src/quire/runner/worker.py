@@ -90,9 +90,8 @@ class Worker:
             parts = self._compute(fine, prompts)
         except Exception as error:
             # Steps planned before this is known name them too: those rows fail, and not the steps.
-            self._refused.update(
-                dict.fromkeys((seq.seq_id for seq in fine), f"a step before failed: {error}")
-            )
+            here = [seq.seq_id for seq in fine if self._inputs.has(seq.seq_id, seq.epoch)]
+            self._refused.update(dict.fromkeys(here, f"a step before failed: {error}"))
             raise
         refused = {seq.seq_id: self._refused[seq.seq_id] for seq in plan.seqs if seq.seq_id in self._refused}
         return Launched(plan, start_s, parts, prompts, refused)
