@@ -16,7 +16,7 @@ from quire.kernels.activation import ActivationKind, gated
 from quire.kernels.kv_view import KvView, view_layer
 from quire.kernels.kvcopy import clear_pages, copy_pages
 from quire.kernels.norm import add_rms_norm, rms_norm
-from quire.kernels.registry import Backend
+from quire.kernels.registry import Backend, find
 from quire.kernels.rope import QkNorm, rope_store, store_kv
 
 pytestmark = WARNINGS
@@ -41,6 +41,21 @@ def test_norm(case: cases.RowCase, dtype: torch.dtype) -> None:
             there[0][row : row + 1], there[1][row : row + 1], there[2], EPS, backend="triton"
         )
         assert_same_bits(alone[0], normed[row : row + 1], "a row alone")
+
+
+def test_norm_as_fp8_rows() -> None:
+    """As the reference, by at most one step of fp8 where the norm rounds otherwise; a row of zeros has the scale 0."""
+    rng = generator()
+    x, residual, weight = (torch.randn(*shape, generator=rng) for shape in ((5, 172), (5, 172), (172,)))
+    x[2] = residual[2] = 0.0
+    for other in (residual.bfloat16(), None):
+        there = None if other is None else other.to(DEVICE)
+        made = find("add_rms_norm_to_fp8", "triton")(x.bfloat16().to(DEVICE), there, weight.to(DEVICE), EPS)
+        plain = find("add_rms_norm_to_fp8", "reference")(x.bfloat16(), other, weight, EPS)
+        assert_close("rms_norm", made[1].cpu().bfloat16(), plain[1].double())
+        assert_same_bits(made[2].cpu(), plain[2], "sum")
+        step = plain[0].float().abs().amax(-1, keepdim=True) / 14
+        assert ((made[0].cpu().float() - plain[0].float()).abs() <= step).all()
 
 
 def test_norm_of_heads_with_strides_and_weights_of_their_own() -> None:

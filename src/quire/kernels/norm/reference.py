@@ -46,3 +46,17 @@ def add_rms_norm_to_int8(
 ) -> tuple[QuantizedRows, torch.Tensor]:
     normed, total = add_rms_norm(x, residual, weight, eps)
     return quantize_rows(normed, group), total
+
+
+@register("add_rms_norm_to_fp8", "reference")
+def add_rms_norm_to_fp8(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The norm as fp8 rows with a scale each: (``[num_tokens, size]``, fp32 ``[num_tokens]``, residual + x)."""
+    total = x if residual is None else residual + x
+    normed = rms_norm(total, weight, eps).float()
+    largest = normed.abs().amax(-1)
+    limit = torch.full_like(largest, 448.0)  # of float8_e4m3fn
+    inverse = torch.where(largest > 0, limit / largest, 0.0)
+    rows = (normed * inverse.unsqueeze(-1)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return rows, largest / 448.0, total

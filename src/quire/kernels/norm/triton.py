@@ -12,8 +12,6 @@ import triton
 from quire.kernels.norm.triton_kernels import normalize
 from quire.kernels.registry import register
 
-FP8_MAX = 448.0  # of float8_e4m3fn
-
 
 @register("rms_norm", "triton")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
