@@ -1,4 +1,4 @@
-// Linears with int8 and int4 weights of the amx level, for rows enough to fill tiles; the rest is avx512's.
+// Linears with int8 and int4 weights of the amx level; one row by groups is avx512's, which streams them as fast.
 //
 // Integers have no order, and the floats after them keep the order of quantized_kernel.cpp, so results are those of
 // avx512, bit for bit.
@@ -15,7 +15,6 @@ namespace quire::cpu::amx {
 
 namespace {
 
-constexpr int64_t kFewRows = 8;  // fewer: avx512 streams the weights as fast as memory gives them
 constexpr int64_t kPassRows = 512;
 
 // One scale a column: integers over all of K. Weights are unsigned: q + 128.
@@ -54,8 +53,8 @@ void channel(const QuantizedLinearArgs& a, ThreadPool& pool) {
 
 void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const QuantizedFormat& f = a.format;
-  if (a.rows < kFewRows) return avx512::kQuantized.linear(a, pool);
   if (f.group == 0) return channel(a, pool);
+  if (a.rows == 1) return avx512::kQuantized.linear(a, pool);
   if (f.bits == 8) return (f.has_offset ? linear_of_groups<8, true> : linear_of_groups<8, false>)(a, pool);
   return (f.has_offset ? linear_of_groups<4, true> : linear_of_groups<4, false>)(a, pool);
 }

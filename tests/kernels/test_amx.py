@@ -91,7 +91,7 @@ def test_fp32_runs_on_avx512() -> None:
 @pytest.mark.parametrize("format", cases.FORMATS, ids=str)
 @pytest.mark.parametrize("in_features", [3, 65, 577, 1200])
 def test_quantized_weights_give_the_bits_of_avx512(in_features: int, format: WeightFormat) -> None:
-    """From few rows, which avx512 does itself, to tiles that overlap, and more rows than a pass takes."""
+    """From one row, which avx512 does itself by groups, to parts of tiles and more rows than a pass takes."""
     weight = random_weight(300, in_features, format)
     by_level = {}
     for level in LEVELS:
@@ -103,7 +103,7 @@ def test_quantized_weights_give_the_bits_of_avx512(in_features: int, format: Wei
     x = torch.randn(1100, in_features, generator=generator(8)).bfloat16()
     for count in (1, 2):
         with threads(count):
-            for rows in (1, 7, 8, 15, 16, 17, 31, 32, 33, 49, 511, 513, 1100):
+            for rows in (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 49, 511, 513, 1100):
                 quantized = quantize_rows(x[1100 - rows :], format.group, backend="avx512")
                 actual, expected = (linear(quantized, by_level[level]) for level in LEVELS)
                 assert_same_bits(actual, expected, f"{format}, {in_features} k, {rows} rows, {count} threads")
