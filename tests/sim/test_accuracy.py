@@ -39,12 +39,12 @@ from quire.workload.lengths import Uniform
 from quire.workload.prompts import PromptMaker
 from quire.workload.request import Workload
 
-SLOW = CostModel(fixed_s=0.030, rows=Curve((1.0, 1001.0), (0.0, 0.5)), per_decode_kv_s=2e-6)
+SLOW = CostModel(fixed_s=0.060, rows=Curve((1.0, 1001.0), (0.0, 0.8)), per_decode_kv_s=2e-6)
 AT_ONCE = Synthetic(14, Uniform(3, 90), Uniform(2, 24), prefix_length=40, num_prefixes=2).build(seed=11)
 # Beyond what the engine carries: the queue is long, and a median of few requests does not hang on one arrival that just
 # misses a step (below the knee it moves by several percent when arrivals shift by 3 ms).
-QUEUED = Synthetic(34, Uniform(100, 300), Uniform(12, 30), Arrivals(20.0)).build(seed=13)
-STEADY = Synthetic(300, Uniform(100, 300), Uniform(20, 40), Arrivals(3.5)).build(seed=12)
+QUEUED = Synthetic(28, Uniform(100, 300), Uniform(10, 24), Arrivals(14.0)).build(seed=13)
+STEADY = Synthetic(250, Uniform(100, 300), Uniform(20, 40), Arrivals(2.0)).build(seed=12)
 
 
 def config_of(**settings: int | bool | str) -> EngineConfig:
