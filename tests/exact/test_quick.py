@@ -9,7 +9,7 @@ from tests.exact.suite import Case, serve_and_check
 from quire.models import random_weights
 
 CASES = [
-    (Case("llama", "float32", 42, num_requests=24), Policy("continuous", "fcfs", 48)),
+    (Case("llama", "float32", 46, num_requests=24), Policy("continuous", "fcfs", 48)),
     (Case("sliding", "float32", 47, num_requests=24), Policy("continuous", "priority", 256)),
 ]
 
