@@ -79,7 +79,7 @@ def test_replays_equal_plain_steps(spec: str, level: str, dtype: str) -> None:
 def test_what_computes_in_torch_is_not_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(MoeBlock, "__call__", lambda self, x: x + 1.0)
+    monkeypatch.setattr(MoeBlock, "__call__", lambda self, x, *_: x + 1.0)
     with caplog.at_level(logging.INFO):
         driver = Driver(config_of("mixture", "float32", LEVELS[0]))
     assert driver.executor.worker.runner.tape is None
