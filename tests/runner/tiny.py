@@ -205,7 +205,8 @@ class Driver:
         known = self.seqs[seq_id]
         while len(known.output) < steps:
             left = len(known.prompt) + len(known.output) - known.computed
-            self.step((seq_id, min(left, chunk or left)))
+            (result,) = self.step((seq_id, min(left, chunk or left))).seqs
+            assert result.error is None, result.error
         return known.output
 
 

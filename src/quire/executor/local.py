@@ -33,10 +33,7 @@ class LocalExecutor:
         clock: Clock | None = None,
         weights: Iterable[tuple[str, Weight]] | None = None,
     ) -> None:
-        # The mixture of experts still multiplies in torch.
-        torch_is_heavy = config.runner.cpu_isa == "reference" or any(
-            layer.mlp.moe is not None for layer in config.model.spec.layers
-        )
+        torch_is_heavy = config.runner.cpu_isa == "reference"
         choose_threads(config.runner.num_threads, torch_is_heavy=torch_is_heavy)
         keep_freed_memory()
         stream = iter_weights(config.model, torch_dtype(config.model.dtype)) if weights is None else weights
