@@ -57,7 +57,7 @@ class ScriptedEngine:
             if last:
                 del self.open[request_id]
         self.step_times.append(time.monotonic())
-        return Events(events)
+        return Events(events, [])
 
 
 def main(life_fd: str, directory: str, core: str, tokens_per_s: str) -> None:
