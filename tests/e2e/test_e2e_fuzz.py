@@ -132,7 +132,8 @@ def test_whatever_comes(shared_data: Path, tmp_path: Path, request: pytest.Fixtu
     model = str(shared_data / "models" / "stories260K" / "hf")
     modes = schemathesis.GenerationMode
     with LiveServer(
-        ["-m", "tests.e2e.serve_fake_engine", model, str(template), "0"], tmp_path / "log"
+        ["-m", "tests.e2e.serve_fake_engine", model, str(template), "0", str(tmp_path / "batches")],
+        tmp_path / "log",
     ) as live:
         description = schemathesis.openapi.from_url(live.url + "/openapi.json")
         operations = [found.ok() for found in description.get_all_operations()]
