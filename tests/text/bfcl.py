@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
 from quire.errors import RequestError
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import SpecialTokens
@@ -29,6 +31,18 @@ class Case:
     @property
     def schemas(self) -> dict[str, Any]:
         return {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
+
+
+def contradicts_itself(case: Case) -> bool:
+    """Whether an expected argument is not of the type that the case's own schema gives it (a string True …).
+
+    Formats that write values without quotes can only be read by the schema.
+    """
+    return not all(
+        Draft202012Validator(case.schemas[name]).is_valid(arguments)
+        for name, arguments in case.calls
+        if name in case.schemas
+    )
 
 
 def cases(data: Path, name: str) -> Iterator[Case]:
