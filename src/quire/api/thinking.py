@@ -8,9 +8,8 @@ from quire.errors import RequestError
 from quire.request import ThinkingBudget
 from quire.text.output import OutputFormat, prompt_opening
 
-# Tokens of reasoning at most; what is not here has no limit but max_tokens.
+# Tokens of reasoning at most; "high" and "xhigh" have no limit but max_tokens.
 EFFORT_TOKENS = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192}
-EFFORTS_WITHOUT_LIMIT = ("high", "xhigh")
 
 
 def thinking_budget(

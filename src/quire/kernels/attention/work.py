@@ -24,13 +24,14 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 WHOLE = 1 << 30  # positions: a split that no context reaches
-ITEM_FIELDS = 4  # of an item: sequence, first row, first position, end position
-TILE_FIELDS = 4  # of a tile: sequence, first row, first item, number of items
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """``items [num_items, 4]``, ``tiles [num_tiles, 4]``, int32. A row may see nothing of an item."""
+    """``items [num_items, 4]``, ``tiles [num_tiles, 4]``, int32. A row may see nothing of an item.
+
+    An item: sequence, first row, first position, end position. A tile: sequence, first row, first item, items.
+    """
 
     items: npt.NDArray[np.int32]
     tiles: npt.NDArray[np.int32]
