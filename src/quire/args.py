@@ -137,8 +137,8 @@ class ServerArgs:
     max_body_mib: int = flag(32, "Largest request body in MiB.", group="Server", low=1, high=4096)
     response_store_mib: int = flag(64, "Memory in MiB for stored answers of /v1/responses, the least recently used "
                                     "going first; 0 stores none.", group="Server", low=0, high=65536)  # fmt: skip
-    slo: str | None = flag(None, "Latencies to hold, as ttft=500ms,tpot=50ms: chunks and the running limit follow.",
-                            group="Server")  # fmt: skip
+    slo: str | None = flag(None, "Latencies, as ttft=500ms,tpot=50ms: chunks and the running limit hold tpot; "
+                            "both are counted.", group="Server")  # fmt: skip
     profile: str | None = flag(None, "File of `quire profile` for --slo [this machine, measured in a second].",
                                 group="Server")  # fmt: skip
     batch_dir: str | None = flag(None, "Folder for /v1/files and /v1/batches, which a restart goes on from [none].",

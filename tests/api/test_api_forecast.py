@@ -10,18 +10,19 @@ from quire.api.forecast import TtftForecast
 from quire.api.settings import ApiSettings
 from quire.config import SchedulerConfig
 from quire.plan.cost_model import CostModel, Curve
+from quire.workload.slo import Slo
 
 MODEL = CostModel(0.01, Curve((0.0, 1.0), (0.0, 1e-4)))  # 10 ms a step, 0.1 ms a row
 CONFIG = SchedulerConfig(max_num_batched_tokens=500, max_num_seqs=8, max_model_len=8192)
 
 
 def test_alone_a_prompt_takes_its_steps() -> None:
-    ticket = TtftForecast(MODEL, CONFIG, None).enter(1000)
+    ticket = TtftForecast(MODEL, CONFIG, Slo()).enter(1000)
     assert ticket.predicted_s == pytest.approx(2 * 0.01 + 0.1)
 
 
 def test_who_is_ahead_counts_until_its_first_token() -> None:
-    forecast = TtftForecast(MODEL, CONFIG, None)
+    forecast = TtftForecast(MODEL, CONFIG, Slo())
     first = forecast.enter(1000)
     second = forecast.enter(1000)
     assert second.predicted_s == pytest.approx(4 * 0.01 + 0.2 + (0.01 + 0.05) / 2)
@@ -33,7 +34,7 @@ def test_who_is_ahead_counts_until_its_first_token() -> None:
 
 
 def test_an_slo_makes_chunks_beside_decodes_smaller_and_so_the_wait_longer() -> None:
-    free, held = TtftForecast(MODEL, CONFIG, None), TtftForecast(MODEL, CONFIG, 0.02)
+    free, held = TtftForecast(MODEL, CONFIG, Slo()), TtftForecast(MODEL, CONFIG, Slo(tpot_s=0.02))
     for forecast in (free, held):
         ticket = forecast.enter(10)
         ticket.first(ticket.predicted_s)
@@ -41,7 +42,7 @@ def test_an_slo_makes_chunks_beside_decodes_smaller_and_so_the_wait_longer() -> 
 
 
 def test_it_learns_from_what_came() -> None:
-    forecast = TtftForecast(MODEL, CONFIG, None)
+    forecast = TtftForecast(MODEL, CONFIG, Slo())
     before = forecast.enter(100)
     before.first(3 * before.predicted_s)
     before.leave()
@@ -55,7 +56,7 @@ def test_it_learns_from_what_came() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_answer_carries_the_prediction_and_the_histogram_its_error(stream: bool) -> None:
     api = Api()
-    forecast = TtftForecast(MODEL, CONFIG, 0.02)
+    forecast = TtftForecast(MODEL, CONFIG, Slo(tpot_s=0.02))
     api.app = create_app(api.frontend, ApiSettings(), forecast=forecast)  # type: ignore[arg-type]
     predicted_ms = float(api.complete(stream=stream).headers["x-quire-predicted-ttft-ms"])
     assert predicted_ms == pytest.approx(1e3 * (0.01 + len("hi") * 1e-4), abs=0.06)

@@ -10,6 +10,7 @@ from prometheus_client.registry import CollectorRegistry
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.histogram import Histogram
 from quire.metrics.prometheus import ServerMetrics
+from quire.workload.slo import Slo
 
 
 def test_histogram_equals_prometheus_clients_own() -> None:
@@ -67,3 +68,19 @@ def test_openmetrics_is_spoken_when_asked_for() -> None:
     body, kind = metrics.exposition("")
     assert kind.startswith("text/plain")
     assert b"vllm:generation_tokens_total" in body
+
+
+def test_sequences_within_and_beyond_an_slo() -> None:
+    metrics = ServerMetrics("m", EngineStats)
+    metrics.meets_slo = Slo(ttft_s=0.5, tpot_s=0.1).met
+    # (first token, last token, tokens, how it ended): good; late; slow; one token; failed; its client left
+    for first_s, last_s, tokens, reason in (
+        (0.4, 0.7, 4, "stop"), (0.6, 0.7, 4, "stop"), (0.4, 1.4, 4, "length"), (0.4, 0.4, 1, "length"),
+        (0.4, 0.5, 2, "error"), (0.1, 0.1, 1, "abort"),
+    ):  # fmt: skip
+        request = metrics.request(0.0, n=1, max_tokens=None, prompt_tokens=3)
+        request.chunk(0, 1, first_s)
+        request.chunk(0, tokens - 1, last_s)
+        request.finish(0, reason, last_s)
+    assert metrics.counters["quire:slo_met"] == 2
+    assert metrics.counters["quire:slo_missed"] == 3

@@ -53,6 +53,7 @@ def create_app(
 ) -> FastAPI:
     """Return the API over ``frontend``, which may still be starting (then /readyz and requests answer 503)."""
     metrics = ServerMetrics(frontend.model.names[0], frontend.stats, lambda: settings.cache_config)
+    metrics.meets_slo = forecast.slo.met if forecast is not None else None
     rng = Random(secrets.randbits(128))  # unique is enough for ids, and a system call for each is dear
     running = RunningRequests()
     state = ApiState(

@@ -12,6 +12,7 @@ import math
 from quire.config import SchedulerConfig
 from quire.plan.cost_model import StepTime
 from quire.scheduler.slo import MEMORY, SloController
+from quire.workload.slo import Slo
 
 
 class Ticket:
@@ -43,8 +44,9 @@ class Ticket:
 class TtftForecast:
     """Predicts, and learns from what came."""
 
-    def __init__(self, step_time: StepTime, config: SchedulerConfig, tpot_s: float | None) -> None:
-        self._controller = SloController(step_time, config, tpot_s or math.inf)
+    def __init__(self, step_time: StepTime, config: SchedulerConfig, slo: Slo) -> None:
+        self.slo = slo
+        self._controller = SloController(step_time, config, slo.tpot_s or math.inf)
         self._max_num_seqs = config.max_num_seqs
         self._tokens_ahead = 0  # prompt tokens of requests without a token
         self._num_decoding = 0

@@ -44,7 +44,7 @@ def forecast_of(config: EngineConfig) -> TtftForecast | None:
     if config.slo is None:
         return None
     model = CostModel.from_json(json.loads(config.slo.cost_model))
-    return TtftForecast(model, config.scheduler, config.slo.tpot_s)
+    return TtftForecast(model, config.scheduler, Slo(config.slo.ttft_s, config.slo.tpot_s))
 
 
 def _measured(config: EngineConfig) -> CostModel:

@@ -56,6 +56,8 @@ _COUNTERS = {
     "vllm:prompt_tokens_cached": "Of these, found in the prefix cache.",
     "vllm:generation_tokens": "Generated tokens.",
     "quire:http_disconnects": "Requests aborted because the client went away.",
+    "quire:slo_met": "Sequences that ended within every limit of --slo.",
+    "quire:slo_missed": "Sequences that ended beyond a limit of --slo, in an error or by a deadline.",
 }
 
 # Of `EngineStats`: name → (help, attribute)
@@ -85,6 +87,11 @@ _ENGINE_COUNTERS = {
 }
 
 
+MeetsSlo = Callable[
+    [float | None, float | None, float | None], bool
+]  # (TTFT, TPOT, E2EL in seconds; None: has none)
+
+
 class ServerMetrics:
     """All metrics of one app. ``engine`` is asked for the engine's numbers at each scrape."""
 
@@ -100,6 +107,7 @@ class ServerMetrics:
         self._cache_config = cache_config
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self.meets_slo: MeetsSlo | None = None  # with --slo
         self.finished: Counter[str] = Counter(
             dict.fromkeys(("stop", "length", "abort", "deadline", "error"), 0)
         )
@@ -258,9 +266,15 @@ class RequestMetrics:
         server.finished[reason] += 1
         self._reasons.append(reason)
         server.histograms["vllm:request_generation_tokens"].observe(tokens)
+        mean_s: float | None = None
         if tokens > 1:
             mean_s = (self._last_s[index] - self._first_s[index]) / (tokens - 1)
             server.histograms["vllm:request_time_per_output_token_seconds"].observe(mean_s)
+        if server.meets_slo is not None and reason != "abort":
+            ttft_s = self._first_s[index] - self._arrival_s if tokens else None
+            ended = reason in ("stop", "length")
+            met = ended and server.meets_slo(ttft_s, mean_s, now_s - self._arrival_s)
+            server.counters["quire:slo_met" if met else "quire:slo_missed"] += 1
         if not self._open:
             self._finish_request(now_s)
 
