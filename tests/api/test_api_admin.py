@@ -51,8 +51,8 @@ def test_settings_are_read_and_changed_with_the_old_value_in_the_answer() -> Non
 @pytest.mark.parametrize(
     ("body", "param", "allowed"),
     [
-        ({"order": "random"}, "order", "fcfs, priority"),
-        ({"gate": 3}, "gate", "static, dynamic"),
+        ({"order": "random"}, "order", "'fcfs', 'priority'"),
+        ({"gate": 3}, "gate", "'static', 'dynamic'"),
         ({"max_num_seqs": 0}, "max_num_seqs", "1…256"),
         ({"max_num_seqs": 257}, "max_num_seqs", "1…256"),
         ({"max_num_seqs": 2.5}, "max_num_seqs", "an integer"),

@@ -8,61 +8,71 @@ from pathlib import Path
 
 from tests.api.fake_frontend import FakeFrontend
 
-from quire.api import anthropic_fields, batch_fields, field_tables, pooling_fields, response_fields
+from quire.api import anthropic_protocol as anthropic
+from quire.api import protocol as wire
+from quire.api import response_protocol as responses
 from quire.api.app import create_app
-from quire.api.fields import Rule, Use
+from quire.api.batches import BatchRequest, ExpiresAfter
+from quire.api.deadline import DeadlineMs
+from quire.api.embeddings import EmbeddingRequest
+from quire.api.fields import Table, Use
+from quire.api.rerank import Document, RerankRequest, ScoreRequest
 from quire.api.settings import ApiSettings
+from quire.api.structured import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
+from quire.api.tools import FUNCTION, TOOL
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEGIN = "<!-- fields: written by `python -m tests.api.test_api_docs` -->\n"
 END = "<!-- end of fields -->\n"
-TABLES = {
-    "/v1/chat/completions": field_tables.CHAT,
-    "/v1/completions": field_tables.COMPLETIONS,
-    "/tokenize": field_tables.TOKENIZE,
-    "/detokenize": field_tables.DETOKENIZE,
-    "tools[i]": field_tables.TOOL,
-    "tools[i].function": field_tables.FUNCTION,
-    "messages[i]": field_tables.MESSAGE,
-    "/v1/batches": batch_fields.BATCH,
-    "output_expires_after": batch_fields.EXPIRES_AFTER,
-    "deadline_ms": field_tables.DEADLINE_MS,
-    "stream_options": field_tables.STREAM_OPTIONS,
-    "response_format": field_tables.RESPONSE_FORMAT,
-    "response_format.json_schema": field_tables.JSON_SCHEMA_FORMAT,
-    "structured_outputs": field_tables.STRUCTURED_OUTPUTS,
-    "/v1/embeddings": pooling_fields.EMBEDDINGS,
-    "/v1/rerank": pooling_fields.RERANK,
-    "/v1/rerank: documents[i]": pooling_fields.DOCUMENT,
-    "/v1/score": pooling_fields.SCORE,
-    "/v1/messages": anthropic_fields.MESSAGES,
-    "/v1/messages/count_tokens": anthropic_fields.COUNT_TOKENS,
-    "/v1/messages: messages[i]": anthropic_fields.TURN,
-    "/v1/messages: text": anthropic_fields.TEXT_BLOCK,
-    "/v1/messages: thinking (block)": anthropic_fields.THINKING_BLOCK,
-    "/v1/messages: tool_use": anthropic_fields.TOOL_USE_BLOCK,
-    "/v1/messages: tool_result": anthropic_fields.TOOL_RESULT_BLOCK,
-    "/v1/messages: tools[i]": anthropic_fields.TOOL,
-    "/v1/messages: tool_choice": anthropic_fields.TOOL_CHOICE,
-    "/v1/messages: thinking": anthropic_fields.THINKING,
-    "/v1/messages: output_config": anthropic_fields.OUTPUT_CONFIG,
-    "/v1/messages: output_config.format": anthropic_fields.OUTPUT_CONFIG_FORMAT,
-    "/v1/messages: metadata": anthropic_fields.METADATA,
-    "/v1/responses": response_fields.RESPONSES,
-    "/v1/responses: reasoning": response_fields.REASONING,
-    "/v1/responses: text": response_fields.TEXT,
-    "/v1/responses: text.format": response_fields.TEXT_FORMAT,
-    "/v1/responses: tools[i]": response_fields.TOOL,
-    "/v1/responses: tool_choice": response_fields.TOOL_CHOICE,
-    "/v1/responses: message": response_fields.MESSAGE_ITEM,
-    "/v1/responses: function_call": response_fields.CALL_ITEM,
-    "/v1/responses: function_call_output": response_fields.OUTPUT_ITEM,
-    "/v1/responses: reasoning (item)": response_fields.REASONING_ITEM,
-    "/v1/responses: parts of a content": response_fields.PART,
+MODELS: dict[str, type[wire.Wire] | Table] = {
+    "/v1/chat/completions": wire.ChatRequest,
+    "/v1/completions": wire.CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "tools[i]": TOOL,
+    "tools[i].function": FUNCTION,
+    "messages[i]": wire.Message,
+    "/v1/batches": BatchRequest,
+    "output_expires_after": ExpiresAfter,
+    "deadline_ms": DeadlineMs,
+    "stream_options": wire.StreamOptions,
+    "response_format": ResponseFormat,
+    "response_format.json_schema": JsonSchemaFormat,
+    "structured_outputs": StructuredOutputs,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/rerank": RerankRequest,
+    "/v1/rerank: documents[i]": Document,
+    "/v1/score": ScoreRequest,
+    "/v1/messages": anthropic.MessagesRequest,
+    "/v1/messages/count_tokens": anthropic.CountTokensRequest,
+    "/v1/messages: messages[i]": anthropic.Turn,
+    "/v1/messages: text": anthropic.TextBlock,
+    "/v1/messages: thinking (block)": anthropic.ThinkingBlock,
+    "/v1/messages: tool_use": anthropic.ToolUseBlock,
+    "/v1/messages: tool_result": anthropic.ToolResultBlock,
+    "/v1/messages: tools[i]": anthropic.Tool,
+    "/v1/messages: tool_choice": anthropic.ToolChoice,
+    "/v1/messages: thinking": anthropic.Thinking,
+    "/v1/messages: output_config": anthropic.OutputConfig,
+    "/v1/messages: output_config.format": anthropic.OutputConfigFormat,
+    "/v1/messages: metadata": anthropic.Metadata,
+    "/v1/responses": responses.ResponsesRequest,
+    "/v1/responses: reasoning": responses.Reasoning,
+    "/v1/responses: text": responses.TextSettings,
+    "/v1/responses: text.format": responses.TextFormat,
+    "/v1/responses: tools[i]": responses.FunctionTool,
+    "/v1/responses: tool_choice": responses.NamedChoice,
+    "/v1/responses: message": responses.MessageItem,
+    "/v1/responses: function_call": responses.CallItem,
+    "/v1/responses: function_call_output": responses.OutputItem,
+    "/v1/responses: reasoning (item)": responses.ReasoningItem,
+    "/v1/responses: parts of a content": wire.TextPart,
 }
+TABLES = {title: wire.table_of(m) if isinstance(m, type) else m for title, m in MODELS.items()}
 
 
-def render(tables: dict[str, dict[str, Rule]]) -> str:
+def render(tables: dict[str, Table]) -> str:
     """The section of docs/api.md between the markers."""
     lines = []
     for title, table in tables.items():

@@ -113,7 +113,7 @@ BAD: list[tuple[str, dict[str, Any], str, list[str]]] = [
     ("chat", {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
      "messages[0].content[0].text", ["string"]),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "size": 1}]}]},
-     "messages[0].content[0].size", ["type and text"]),
+     "messages[0].content[0].size", ["Unknown field"]),
     ("chat", {"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]},
      "messages[0].audio", ["text only"]),
     ("chat", {"messages": [{"role": "user", "content": "a", "tool_calls": [

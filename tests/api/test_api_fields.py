@@ -11,26 +11,15 @@ import pytest
 import yaml
 from tests.api.asgi_client import Api, error_of
 
-from quire.api import field_tables, pooling_fields
+import quire.api.app  # noqa: F401 - every wire model is there then
 from quire.api.embeddings import EmbeddingRequest
-from quire.api.fields import Rule, Use
-from quire.api.protocol import ChatRequest, CompletionRequest, Message, StreamOptions, Wire
-from quire.api.rerank import Document, RerankRequest, ScoreRequest
+from quire.api.fields import Table, Use, sections
+from quire.api.protocol import ChatRequest, CompletionRequest, Message, StreamOptions, Wire, table_of
 
 ENDPOINTS = [
-    ("CreateChatCompletionRequest", field_tables.CHAT, "chat"),
-    ("CreateCompletionRequest", field_tables.COMPLETIONS, "completions"),
-    ("CreateEmbeddingRequest", pooling_fields.EMBEDDINGS, "embeddings"),
-]
-WIRE: list[tuple[type[Wire], dict[str, Rule], set[str]]] = [
-    (ChatRequest, field_tables.CHAT, set()),
-    (CompletionRequest, field_tables.COMPLETIONS, set()),
-    (Message, field_tables.MESSAGE, set()),
-    (StreamOptions, field_tables.STREAM_OPTIONS, set()),
-    (EmbeddingRequest, pooling_fields.EMBEDDINGS, set()),
-    (RerankRequest, pooling_fields.RERANK, set()),
-    (ScoreRequest, pooling_fields.SCORE, set()),
-    (Document, pooling_fields.DOCUMENT, set()),
+    ("CreateChatCompletionRequest", table_of(ChatRequest), "chat"),
+    ("CreateCompletionRequest", table_of(CompletionRequest), "completions"),
+    ("CreateEmbeddingRequest", table_of(EmbeddingRequest), "embeddings"),
 ]
 
 
@@ -64,7 +53,7 @@ def properties(path: Path, name: str) -> set[str]:
 
 @pytest.mark.parametrize(("schema", "table", "_name"), ENDPOINTS)
 def test_every_property_of_openai_is_classified(
-    shared_data: Path, schema: str, table: dict[str, Rule], _name: str
+    shared_data: Path, schema: str, table: Table, _name: str
 ) -> None:
     names = properties(shared_data / "conformance" / "openai_openapi.yaml", schema)
     assert len(names) >= 5  # the walk found the properties
@@ -75,15 +64,22 @@ def test_message_and_stream_option_properties_are_classified(shared_data: Path) 
     path = shared_data / "conformance" / "openai_openapi.yaml"
     for role in ("System", "Developer", "User", "Assistant", "Tool"):
         names = properties(path, f"ChatCompletionRequest{role}Message")
-        assert names <= set(field_tables.MESSAGE), sorted(names - set(field_tables.MESSAGE))
-    assert properties(path, "ChatCompletionStreamOptions") <= set(field_tables.STREAM_OPTIONS)
+        assert names <= set(table_of(Message)), sorted(names - set(table_of(Message)))
+    assert properties(path, "ChatCompletionStreamOptions") <= set(table_of(StreamOptions))
 
 
-@pytest.mark.parametrize(("model", "table", "_none"), WIRE)
-def test_used_fields_are_those_of_the_wire_model(
-    model: type[Wire], table: dict[str, Rule], _none: set[str]
-) -> None:
-    assert {name for name, rule in table.items() if rule.use is Use.USED} == set(model.model_fields)
+def test_a_section_belongs_to_a_model_that_does_not_use_its_names() -> None:
+    def derived(model: type[Wire]) -> set[type[Wire]]:
+        return {model}.union(*[derived(child) for child in model.__subclasses__()])
+
+    models = {model.__name__: model for model in derived(Wire)}
+    for section, said in sections().items():
+        assert said.keys() <= {"no_effect", "refused"}, section
+        assert all(rule.keys() <= {"neutral", "hint"} for rule in said.get("refused", {}).values()), section
+        if section != "tools":
+            names = {*said.get("no_effect", ()), *said.get("refused", {})}
+            assert names.isdisjoint(models[section].model_fields), section
+            assert names <= set(table_of(models[section])), section
 
 
 def ask(api: Api, endpoint: str, fields: dict[str, Any]) -> Any:
@@ -93,9 +89,7 @@ def ask(api: Api, endpoint: str, fields: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("_schema", "table", "endpoint"), ENDPOINTS)
-def test_refused_fields_are_named_and_neutral_values_pass(
-    _schema: str, table: dict[str, Rule], endpoint: str
-) -> None:
+def test_refused_fields_are_named_and_neutral_values_pass(_schema: str, table: Table, endpoint: str) -> None:
     api = Api()
     for name, rule in table.items():
         if rule.use is Use.USED:

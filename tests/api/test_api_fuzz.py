@@ -12,7 +12,10 @@ import pytest
 from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
-from quire.api import anthropic_fields, field_tables, response_fields
+from quire.api.anthropic_protocol import CountTokensRequest, MessagesRequest
+from quire.api.fields import Table
+from quire.api.protocol import ChatRequest, CompletionRequest, table_of
+from quire.api.response_protocol import ResponsesRequest
 
 NUM_REQUESTS = 300
 STRINGS = ["", "a", "user", "system", "text", "tiny", "\u0000", "🙂", "0", "true", "json_object", "x" * 300]
@@ -43,7 +46,7 @@ def junk(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice(keys): junk(rng, depth + 1) for _ in range(rng.randrange(4))}
 
 
-def body_of(rng: random.Random, table: dict[str, Any], start: dict[str, Any]) -> Any:
+def body_of(rng: random.Random, table: Table, start: dict[str, Any]) -> Any:
     if rng.random() < 0.02:
         return junk(rng)
     body = dict(start) if rng.random() < 0.9 else {}
@@ -63,11 +66,11 @@ def test_junk(seed: int) -> None:
     api = Api(FakeFrontend(lambda *_: say("ok")))
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     ends = [
-        ("/v1/chat/completions", field_tables.CHAT, chat),
-        ("/v1/completions", field_tables.COMPLETIONS, {"prompt": "hi", "max_tokens": 3}),
-        ("/v1/messages", anthropic_fields.MESSAGES, chat),
-        ("/v1/messages/count_tokens", anthropic_fields.COUNT_TOKENS, {"messages": chat["messages"]}),
-        ("/v1/responses", response_fields.RESPONSES, {"input": "hi", "max_output_tokens": 3}),
+        ("/v1/chat/completions", ChatRequest, chat),
+        ("/v1/completions", CompletionRequest, {"prompt": "hi", "max_tokens": 3}),
+        ("/v1/messages", MessagesRequest, chat),
+        ("/v1/messages/count_tokens", CountTokensRequest, {"messages": chat["messages"]}),
+        ("/v1/responses", ResponsesRequest, {"input": "hi", "max_output_tokens": 3}),
     ]
 
     async def go() -> dict[int, int]:
@@ -75,8 +78,8 @@ def test_junk(seed: int) -> None:
         transport = httpx.ASGITransport(app=api.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for i in range(NUM_REQUESTS):
-                path, table, start = rng.choice(ends)
-                raw = json.dumps(body_of(rng, table, start)).encode()
+                path, model, start = rng.choice(ends)
+                raw = json.dumps(body_of(rng, table_of(model), start)).encode()
                 answer = await asyncio.wait_for(
                     client.post(path, content=raw, headers={"content-type": "application/json"}), 10
                 )

@@ -11,6 +11,7 @@ from tests.api.fake_frontend import FakeFrontend, say
 
 from quire.api.fields import Use
 from quire.api.openapi import BODIES, SUMMARIES
+from quire.api.protocol import table_of
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_every_used_field_is_described(path: str, described: dict[str, Any]) -> 
     content = described["paths"][path]["post"]["requestBody"]["content"]
     name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
     properties = schemas[name]["properties"]
-    for field, rule in BODIES[path].table.items():
+    for field, rule in table_of(BODIES[path].model).items():
         if rule.use is not Use.REFUSED:
             assert field in properties, f"{path}: {field}"
 

@@ -6,11 +6,10 @@ at can drive a server on their machine.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,13 +18,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.api.admin_lora import LoraAdmin
 from quire.api.body import header, read_json, send_json
 from quire.api.edge import Edge
-from quire.api.fields import Rule, clip, used
+from quire.api.fields import clip
 from quire.api.health import Handler, Probes
 from quire.api.protocol import Integer, Number, Wire, parse
 from quire.api.refusals import Refusal
 from quire.api.routing_errors import add_error_handlers
 from quire.api.state import ApiState
-from quire.config import GATES, ORDERS
 from quire.engine.inbox import ChangePolicy, ResetPrefixCache
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError
 from quire.metrics.log import Log
@@ -33,25 +31,19 @@ from quire.scheduler.policy import PolicyChange
 
 log = Log("admin")
 
-RUNTIME: dict[str, Rule] = used(
-    "gate", "order", "max_num_seqs", "max_num_batched_tokens", "max_queue", "dynamic_max_wait_ms"
-)
-
 
 class RuntimePatch(Wire):
     """Body of ``PATCH /runtime``: the names of the flags."""
 
-    gate: Annotated[
-        Literal["static", "dynamic", "continuous"] | None, Field(description=f"one of {', '.join(GATES)}")
-    ] = None
-    order: Annotated[
-        Literal["fcfs", "priority", "shortest-first", "longest-prefix"] | None,
-        Field(description=f"one of {', '.join(ORDERS)}"),
-    ] = None
+    gate: Literal["static", "dynamic", "continuous"] | None = None
+    order: Literal["fcfs", "priority", "shortest-first", "longest-prefix"] | None = None
     max_num_seqs: Integer | None = None
     max_num_batched_tokens: Integer | None = None
     max_queue: Integer | None = None
     dynamic_max_wait_ms: Number | None = None
+
+
+RUNTIME = tuple(RuntimePatch.model_fields)
 
 
 def create_admin_app(main: FastAPI, *, keys: tuple[str, ...] = ()) -> FastAPI:
@@ -120,7 +112,7 @@ class Admin:
             RequestError: names the setting, the value and what is allowed; nothing has changed then.
         """
         body = await self._body(request)
-        patch = parse(RuntimePatch, body, RUNTIME)
+        patch = parse(RuntimePatch, body)
         asked = patch.model_dump(exclude_none=True)
         if not asked:
             raise RequestError(f"The body changes nothing: send one or more of {', '.join(RUNTIME)}.")

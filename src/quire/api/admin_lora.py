@@ -11,7 +11,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from quire.api.body import read_json
-from quire.api.fields import Rule, used
 from quire.api.protocol import Boolean, Integer, Number, Text, Wire, parse
 from quire.api.state import ApiState
 from quire.engine.adapters import AdapterRegistry
@@ -22,8 +21,6 @@ from quire.request import Adapter
 log = Log("admin")
 
 UNLOAD_TIMEOUT_S = 30.0
-LOAD_FIELDS: dict[str, Rule] = used("lora_name", "lora_path", "load_inplace")
-UNLOAD_FIELDS: dict[str, Rule] = used("lora_name", "lora_int_id", "timeout_s")
 
 
 class LoadAdapter(Wire):
@@ -85,13 +82,13 @@ class LoraAdmin:
 
     async def unload_as_vllm(self, request: Request) -> Response:
         """As `unload`, with vLLM's answer."""
-        asked = parse(UnloadAdapter, await self._body(request), UNLOAD_FIELDS)
+        asked = parse(UnloadAdapter, await self._body(request))
         adapter, left = await self._unload(asked.lora_name, asked.timeout_s)
         still = f" {left} requests still run with it." if left else ""
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' removed successfully.{still}")
 
     async def _load(self, body: Any) -> Adapter:
-        asked = parse(LoadAdapter, body, LOAD_FIELDS)
+        asked = parse(LoadAdapter, body)
         registry = self._registry
         # Reads and hashes the file, or downloads it: not in the loop's thread.
         adapter = await asyncio.to_thread(registry.read, asked.lora_name, asked.lora_path)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.api import anthropic_fields as tables
 from quire.api.anthropic_protocol import (
+    AnthropicFields,
     OutputConfig,
     OutputConfigFormat,
-    PromptFields,
     TextBlock,
     Thinking,
     ThinkingBlock,
@@ -20,6 +19,7 @@ from quire.api.anthropic_protocol import (
 )
 from quire.api.fields import clip
 from quire.api.protocol import parse
+from quire.api.translated import EFFORTS
 from quire.errors import RequestError
 
 # Which blocks a message of each role may hold.
@@ -28,10 +28,9 @@ _ALLOWED = {
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
-_EFFORTS = {"max": "xhigh"}  # the highest that templates know
 
 
-def chat_fields(request: PromptFields, ignored: list[str] | None) -> dict[str, Any]:
+def chat_fields(request: AnthropicFields, ignored: list[str] | None) -> dict[str, Any]:
     """Return what the request says of the prompt and of the answer's form, as fields of a `ChatRequest`.
 
     Raises:
@@ -49,7 +48,7 @@ def chat_fields(request: PromptFields, ignored: list[str] | None) -> dict[str, A
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _messages(request: PromptFields, ignored: list[str] | None) -> list[dict[str, Any]]:
+def _messages(request: AnthropicFields, ignored: list[str] | None) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # id of each call so far → its tool
     if request.system is not None:
@@ -58,7 +57,7 @@ def _messages(request: PromptFields, ignored: list[str] | None) -> list[dict[str
             messages.append({"role": "system", "content": text})
     for i, raw in enumerate(request.messages):
         where = f"messages[{i}]"
-        turn = parse(Turn, raw, tables.TURN, prefix=where + ".", ignored=ignored)
+        turn = parse(Turn, raw, prefix=where + ".", ignored=ignored)
         if turn.role == "assistant":
             messages.append(_assistant(turn, where, names, ignored))
         elif turn.role == "user":
@@ -94,7 +93,7 @@ def _text(content: str | list[Any], where: str, ignored: list[str] | None) -> st
     for i, block in enumerate(content):
         place = f"{where}[{i}]"
         _kind(block, place, "system")
-        texts.append(parse(TextBlock, block, tables.TEXT_BLOCK, prefix=place + ".", ignored=ignored).text)
+        texts.append(parse(TextBlock, block, prefix=place + ".", ignored=ignored).text)
     return "\n".join(texts)
 
 
@@ -106,12 +105,12 @@ def _assistant(turn: Turn, where: str, names: dict[str, str], ignored: list[str]
         prefix = f"{where}.content[{i}]."
         kind = _kind(block, prefix[:-1], "assistant")
         if kind == "text":
-            texts.append(parse(TextBlock, block, tables.TEXT_BLOCK, prefix=prefix, ignored=ignored).text)
+            texts.append(parse(TextBlock, block, prefix=prefix, ignored=ignored).text)
         elif kind == "thinking":
-            thought = parse(ThinkingBlock, block, tables.THINKING_BLOCK, prefix=prefix, ignored=ignored)
+            thought = parse(ThinkingBlock, block, prefix=prefix, ignored=ignored)
             thoughts.append(thought.thinking)
         else:
-            call = parse(ToolUseBlock, block, tables.TOOL_USE_BLOCK, prefix=prefix, ignored=ignored)
+            call = parse(ToolUseBlock, block, prefix=prefix, ignored=ignored)
             names[call.id] = call.name
             function = {"name": call.name, "arguments": call.input}
             calls.append({"id": call.id, "type": "function", "function": function})
@@ -132,13 +131,13 @@ def _user(turn: Turn, where: str, names: dict[str, str], ignored: list[str] | No
     for i, block in enumerate(turn.content):
         place = f"{where}.content[{i}]"
         if _kind(block, place, "user") == "text":
-            text = parse(TextBlock, block, tables.TEXT_BLOCK, prefix=place + ".", ignored=ignored).text
+            text = parse(TextBlock, block, prefix=place + ".", ignored=ignored).text
             if messages and messages[-1]["role"] == "user":
                 messages[-1]["content"] += "\n" + text
             else:
                 messages.append({"role": "user", "content": text})
             continue
-        result = parse(ToolResultBlock, block, tables.TOOL_RESULT_BLOCK, prefix=place + ".", ignored=ignored)
+        result = parse(ToolResultBlock, block, prefix=place + ".", ignored=ignored)
         if result.tool_use_id not in names:
             raise RequestError(
                 f"{place}.tool_use_id = {clip(result.tool_use_id)} is the id of no tool_use block before it.",
@@ -156,7 +155,7 @@ def _user(turn: Turn, where: str, names: dict[str, str], ignored: list[str] | No
 
 
 def _tool(raw: Any, prefix: str, ignored: list[str] | None) -> dict[str, Any]:
-    tool = parse(Tool, raw, tables.TOOL, prefix=prefix, ignored=ignored)
+    tool = parse(Tool, raw, prefix=prefix, ignored=ignored)
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
@@ -165,13 +164,11 @@ def _tool(raw: Any, prefix: str, ignored: list[str] | None) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choose(fields: dict[str, Any], request: PromptFields, ignored: list[str] | None) -> None:
+def _choose(fields: dict[str, Any], request: AnthropicFields, ignored: list[str] | None) -> None:
     """``tool_choice``."""
     if request.tool_choice is None:
         return
-    choice = parse(
-        ToolChoice, request.tool_choice, tables.TOOL_CHOICE, prefix="tool_choice.", ignored=ignored
-    )
+    choice = parse(ToolChoice, request.tool_choice, prefix="tool_choice.", ignored=ignored)
     if (choice.name is not None) != (choice.type == "tool"):
         raise RequestError(
             f"tool_choice = {clip(request.tool_choice)} is not allowed: type 'tool' has a name, the others have none.",
@@ -186,11 +183,11 @@ def _choose(fields: dict[str, Any], request: PromptFields, ignored: list[str] | 
     fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
 
 
-def _think(fields: dict[str, Any], request: PromptFields, ignored: list[str] | None) -> None:
+def _think(fields: dict[str, Any], request: AnthropicFields, ignored: list[str] | None) -> None:
     """``thinking``: adaptive, like nothing, leaves it to the template."""
     if request.thinking is None:
         return
-    thinking = parse(Thinking, request.thinking, tables.THINKING, prefix="thinking.", ignored=ignored)
+    thinking = parse(Thinking, request.thinking, prefix="thinking.", ignored=ignored)
     if thinking.type != "adaptive":
         for name in ("enable_thinking", "thinking"):
             fields["chat_template_kwargs"].setdefault(name, thinking.type == "enabled")
@@ -205,29 +202,23 @@ def _think(fields: dict[str, Any], request: PromptFields, ignored: list[str] | N
         fields["thinking_token_budget"] = thinking.budget_tokens
 
 
-def effort_of(request: PromptFields) -> str | None:
+def effort_of(request: AnthropicFields) -> str | None:
     """Return OpenAI's name of ``output_config.effort``; None for "high", which is what happens without it."""
     effort = (request.output_config or {}).get("effort")
-    return None if effort in (None, "high") else _EFFORTS.get(effort, effort)
+    return None if effort in (None, "high") else EFFORTS.get(effort, effort)
 
 
-def _shape(fields: dict[str, Any], request: PromptFields, ignored: list[str] | None) -> None:
+def _shape(fields: dict[str, Any], request: AnthropicFields, ignored: list[str] | None) -> None:
     """``output_config``."""
     if request.output_config is None:
         return
     prefix = "output_config."
-    config = parse(OutputConfig, request.output_config, tables.OUTPUT_CONFIG, prefix=prefix, ignored=ignored)
+    config = parse(OutputConfig, request.output_config, prefix=prefix, ignored=ignored)
     if config.effort is not None:
         # Only the level: whether the model thinks at all is what `thinking` says.
-        effort = _EFFORTS.get(config.effort, config.effort)
+        effort = EFFORTS.get(config.effort, config.effort)
         fields["chat_template_kwargs"].setdefault("reasoning_effort", effort)
     if config.format is not None:
-        form = parse(
-            OutputConfigFormat,
-            config.format,
-            tables.OUTPUT_CONFIG_FORMAT,
-            prefix=prefix + "format.",
-            ignored=ignored,
-        )
+        form = parse(OutputConfigFormat, config.format, prefix=prefix + "format.", ignored=ignored)
         schema = {"name": "output", "schema": form.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -6,51 +6,48 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from quire.api.protocol import Boolean, DeadlineField, Integer, Number, Text, Wire
+from quire.api.protocol import (
+    AnyObject,
+    Boolean,
+    DrawingFields,
+    JsonSchema,
+    Text,
+    Texts,
+    Tools,
+    TypedObject,
+    Wire,
+)
 
-AnyObject = Annotated[dict[str, Any], Field(description="an object")]
 Content = Annotated[str | list[Any], Field(description="a string or a list of content blocks")]
 
 
-class PromptFields(Wire):
+class AnthropicFields(Wire):
     """What a message and a token count are asked with."""
 
     model: Text | None = None
     messages: Annotated[list[Any], Field(description="a list of at least one message", min_length=1)]
     system: Annotated[str | list[Any] | None, Field(description="a string or a list of text blocks")] = None
-    tools: Annotated[list[Any] | None, Field(description="a list of tools")] = None
-    tool_choice: Annotated[dict[str, Any] | None, Field(description="an object with a type")] = None
-    thinking: Annotated[dict[str, Any] | None, Field(description="an object with a type")] = None
-    output_config: Annotated[dict[str, Any] | None, Field(description="an object")] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    tools: Tools | None = None
+    tool_choice: TypedObject | None = None
+    thinking: TypedObject | None = None
+    output_config: AnyObject | None = None
+    chat_template_kwargs: AnyObject | None = None
 
 
-class CountTokensRequest(PromptFields):
+class CountTokensRequest(AnthropicFields):
     """Body of ``/v1/messages/count_tokens``."""
 
 
-class MessagesRequest(PromptFields):
+class MessagesRequest(AnthropicFields, DrawingFields):
     """Body of ``/v1/messages``."""
 
     max_tokens: Annotated[int, Field(description="an integer ≥ 1", ge=1)]
-    stop_sequences: Annotated[list[str] | None, Field(description="a list of strings")] = None
-    stream: Boolean = False
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Integer | None = None
-    metadata: Annotated[dict[str, Any] | None, Field(description="an object")] = None
-    seed: Integer | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    priority: Integer = 0
-    cache_salt: Text = ""
-    request_id: Text | None = None
-    deadline_ms: DeadlineField | None = None
-    timing: Boolean = False
+    stop_sequences: Texts | None = None
+    metadata: AnyObject | None = None
 
 
 class Metadata(Wire):
-    """``metadata``."""
+    """``metadata``. ``user_id`` names the tenant, as `user` does elsewhere."""
 
     user_id: Text = ""
 
@@ -58,9 +55,7 @@ class Metadata(Wire):
 class Turn(Wire):
     """One of ``messages``."""
 
-    role: Annotated[
-        Literal["user", "assistant", "system"], Field(description="'user', 'assistant' or 'system'")
-    ]
+    role: Literal["user", "assistant", "system"]
     content: Content
 
 
@@ -98,39 +93,29 @@ class ToolResultBlock(Wire):
 class Thinking(Wire):
     """``thinking``."""
 
-    type: Annotated[
-        Literal["enabled", "disabled", "adaptive"],
-        Field(description="'enabled', 'disabled' or 'adaptive'"),
-    ]
+    type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int | None, Strict(), Field(description="an integer ≥ 1", ge=1)] = None
-    display: Annotated[
-        Literal["summarized", "omitted"] | None, Field(description="'summarized' or 'omitted'")
-    ] = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputConfig(Wire):
     """``output_config``."""
 
-    effort: Annotated[
-        Literal["low", "medium", "high", "xhigh", "max"] | None,
-        Field(description="'low', 'medium', 'high', 'xhigh' or 'max'"),
-    ] = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: AnyObject | None = None
 
 
 class OutputConfigFormat(Wire):
     """``output_config.format``."""
 
-    type: Annotated[Literal["json_schema"], Field(description="'json_schema'")]
-    schema_: Annotated[dict[str, Any], Field(alias="schema", description="a JSON schema (an object)")]
+    type: Literal["json_schema"]
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
 
 
 class ToolChoice(Wire):
     """``tool_choice``."""
 
-    type: Annotated[
-        Literal["auto", "any", "tool", "none"], Field(description="'auto', 'any', 'tool' or 'none'")
-    ]
+    type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: Boolean = False
 
@@ -143,5 +128,5 @@ class Tool(Wire):
     ] = "custom"
     name: Text
     description: Text | None = None
-    input_schema: Annotated[dict[str, Any], Field(description="a JSON schema (an object)")]
+    input_schema: JsonSchema
     strict: Boolean | None = None

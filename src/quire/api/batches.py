@@ -11,7 +11,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from quire.api import batch_fields as tables
 from quire.api.batch_runner import OPEN, BatchRunner
 from quire.api.body import header, read_body, read_json
 from quire.api.fields import clip
@@ -152,7 +151,7 @@ class Batches:
     async def _create(self, request: Request) -> Response:
         runner, ignored = self._runner, self._ignored()
         body = await read_json(request.scope, request.receive, self._state.settings.max_body_bytes)
-        asked = parse(BatchRequest, body, tables.BATCH, ignored=ignored)
+        asked = parse(BatchRequest, body, ignored=ignored)
         if asked.endpoint not in runner.endpoints:
             raise RequestError(
                 f"endpoint = {clip(asked.endpoint)} is not allowed: it must be one of {', '.join(runner.endpoints)}.",
@@ -240,7 +239,7 @@ def _bracketed(values: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _expires_after(given: dict[str, Any], name: str, ignored: list[str] | None) -> int:
-    asked = parse(ExpiresAfter, given, tables.EXPIRES_AFTER, prefix=name + ".", ignored=ignored)
+    asked = parse(ExpiresAfter, given, prefix=name + ".", ignored=ignored)
     low, high = _EXPIRES_S
     if asked.anchor != "created_at":
         raise RequestError(

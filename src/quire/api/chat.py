@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.api import field_tables
 from quire.api.chat_choices import ChatChoices
 from quire.api.deadline import deadline_of
 from quire.api.generation import Answer, Job
@@ -63,7 +62,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    request = parse(ChatRequest, body, field_tables.CHAT, ignored=ignored)
+    request = parse(ChatRequest, body, ignored=ignored)
     options = stream_options(request, ignored)
     work = await chat_work(state, request, ignored)
     names = TokenNames(state.frontend.tokenizer, as_ids=request.return_tokens_as_token_ids)

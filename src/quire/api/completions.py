@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.api import field_tables
 from quire.api.deadline import deadline_of
 from quire.api.fields import clip
 from quire.api.generation import Job
@@ -25,7 +24,7 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    request = parse(CompletionRequest, body, field_tables.COMPLETIONS, ignored=ignored)
+    request = parse(CompletionRequest, body, ignored=ignored)
     model = state.check_model(request.model)
     options = stream_options(request, ignored)
     prompts = parse_prompts(request.prompt)

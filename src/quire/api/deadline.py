@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.api import field_tables
 from quire.api.fields import clip
 from quire.api.protocol import Number, Wire, parse
 from quire.errors import RequestError
@@ -29,7 +28,7 @@ def deadline_of(given: Any, ignored: list[str] | None) -> Deadline | None:
     if given is None:
         return None
     if isinstance(given, dict):
-        limits = parse(DeadlineMs, given, field_tables.DEADLINE_MS, prefix="deadline_ms.", ignored=ignored)
+        limits = parse(DeadlineMs, given, prefix="deadline_ms.", ignored=ignored)
     else:
         limits = DeadlineMs(total=given)
     for name, value in (("first_token", limits.first_token), ("total", limits.total)):

@@ -5,15 +5,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from quire.api import pooling_fields
 from quire.api.completions import parse_prompts
 from quire.api.generation import Job
 from quire.api.identity import new_head
-from quire.api.protocol import Boolean, Integer, Text, Wire, parse
+from quire.api.protocol import Boolean, Integer, RequestFields, Text, parse
 from quire.api.replies import Usage
 from quire.api.state import ApiState
 from quire.api.whole_answer import WholeAnswer
@@ -25,23 +22,19 @@ from quire.request import Pooling
 MAX_INPUTS = 2048  # OpenAI's
 
 
-class PromptFields(Wire):
+class PoolingFields(RequestFields):
     """What requests have in common that draw no tokens."""
 
-    model: Text | None = None
     user: Text = ""
-    priority: Integer = 0
-    cache_salt: Text = ""
-    request_id: Text | None = None
 
 
-class EmbeddingRequest(PromptFields):
+class EmbeddingRequest(PoolingFields):
     """Body of ``/v1/embeddings``. ``input`` is checked by `quire.api.completions.parse_prompts`."""
 
     input: Any = None
-    encoding_format: Annotated[Literal["float", "base64"], Field(description="'float' or 'base64'")] = "float"
+    encoding_format: Literal["float", "base64"] = "float"
     dimensions: Integer | None = None
-    pooling: Annotated[Literal["last", "mean"], Field(description="'last' or 'mean'")] = "last"
+    pooling: Literal["last", "mean"] = "last"
     normalize: Boolean = True
     truncate_prompt_tokens: Integer | None = None
     add_special_tokens: Boolean = True
@@ -53,7 +46,7 @@ async def embeddings_job(state: ApiState, body: Any, ignored: list[str] | None) 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    request = parse(EmbeddingRequest, body, pooling_fields.EMBEDDINGS, ignored=ignored)
+    request = parse(EmbeddingRequest, body, ignored=ignored)
     model = state.check_model(request.model)
     prompts = parse_prompts(request.input, "input")
     check_count("input", len(prompts))

@@ -1,14 +1,18 @@
 """What Quire does with each name that a request may carry: used, no effect here, or refused.
 
-`field_tables` has the tables; this file applies them. A field that would change the answer and is not supported is
-refused by name unless it is null or has its neutral value; a name in no table is refused with the nearest known one.
+``fields.toml`` names those that are not used; this file applies it. A field that would change the answer and is not
+supported is refused by name unless it is null or has its neutral value; an unknown name is refused with the nearest
+known one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from quire.errors import RequestError, nearest
@@ -34,19 +38,21 @@ class Rule:
 Table = Mapping[str, Rule]
 
 
-def used(*names: str) -> dict[str, Rule]:
-    """Fields that Quire honours."""
-    return {name: Rule(Use.USED) for name in names}
+def rules_of(names: Iterable[str], used: Iterable[str]) -> dict[str, Rule]:
+    """Return the rules in sections of ``fields.toml``, of which the last has its way, and those of ``used`` fields."""
+    rules: dict[str, Rule] = {}
+    for name in names:
+        said = sections().get(name, {})
+        rules |= {field: Rule(Use.NO_EFFECT) for field in said.get("no_effect", ())}
+        for field, refused in said.get("refused", {}).items():
+            rules[field] = Rule(Use.REFUSED, tuple(refused.get("neutral", ())), refused.get("hint", ""))
+    return rules | {field: Rule(Use.USED) for field in used}
 
 
-def no_effect(*names: str) -> dict[str, Rule]:
-    """Fields that cannot change an answer of this server."""
-    return {name: Rule(Use.NO_EFFECT) for name in names}
-
-
-def refused(*names: str, neutral: tuple[Any, ...] = (), hint: str = "") -> dict[str, Rule]:
-    """Fields that would change the answer and are not supported."""
-    return {name: Rule(Use.REFUSED, neutral, hint) for name in names}
+@cache
+def sections() -> Mapping[str, Any]:
+    """Return the contents of ``fields.toml``."""
+    return tomllib.loads((files("quire.api") / "fields.toml").read_text())
 
 
 def sift(

@@ -6,13 +6,10 @@ from typing import Any
 
 import msgspec
 
-from quire.api import field_tables
 from quire.api.fields import clip
-from quire.api.protocol import Message, ToolCall, parse
+from quire.api.protocol import Message, ToolCall, parse, text_of
 from quire.errors import RequestError
 
-SUPPORTED_PARTS = ("text",)
-_PART_FIELDS = {"type", "text", "cache_control", "annotations"}  # the last two have no effect
 # Fields that pass to the template as they are.
 _PASSED = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
@@ -29,7 +26,7 @@ def template_messages(messages: list[Any], ignored: list[str] | None = None) -> 
 
 
 def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
-    message = parse(Message, raw, field_tables.MESSAGE, prefix=where + ".", ignored=ignored)
+    message = parse(Message, raw, prefix=where + ".", ignored=ignored)
     if message.content is None and not (message.role == "assistant" and message.tool_calls):
         raise RequestError(
             f"{where}.content is required: only an assistant message with tool_calls may leave it out.",
@@ -41,7 +38,9 @@ def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
             f"{where}.tool_calls is only allowed in an assistant message, not in one of {message.role!r}.",
             param=where + ".tool_calls",
         )
-    result: dict[str, Any] = {"role": message.role, "content": _content(message.content, where + ".content")}
+    result: dict[str, Any] = {"role": message.role, "content": None}
+    if message.content is not None:
+        result["content"] = text_of(message.content, where + ".content", ignored=ignored)
     for name in _PASSED:
         value = getattr(message, name)
         if value is not None:
@@ -51,50 +50,6 @@ def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
             _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
         ]
     return result
-
-
-def _content(content: Any, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(
-            f"{where} = {clip(content)} is not allowed: it must be a string or a list of text parts.",
-            param=where,
-            code="invalid_type",
-        )
-    return "\n".join(_text_of_part(part, f"{where}[{i}]") for i, part in enumerate(content))
-
-
-def _text_of_part(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise RequestError(
-            f'{where} = {clip(part)} is not allowed: it must be an object like {{"type": "text", "text": "…"}}.',
-            param=where,
-            code="invalid_type",
-        )
-    kind = part["type"]
-    if kind not in SUPPORTED_PARTS:
-        raise RequestError(
-            f"{where} is a part of type {clip(kind)}, but the model is text only. Supported part types: "
-            f"{', '.join(SUPPORTED_PARTS)}.",
-            param=where,
-            code="unsupported_content",
-        )
-    for name in part:
-        if name not in _PART_FIELDS:
-            raise RequestError(
-                f"{where}.{name} is not allowed: a text part has the fields type and text.",
-                param=f"{where}.{name}",
-                code="unknown_parameter",
-            )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise RequestError(
-            f"{where}.text = {clip(text)} is not allowed: it must be a string.",
-            param=where + ".text",
-            code="invalid_type",
-        )
-    return text
 
 
 def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:

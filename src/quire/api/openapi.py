@@ -14,19 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.api import (
-    anthropic_fields,
-    anthropic_protocol,
-    batch_fields,
-    field_tables,
-    pooling_fields,
-    response_fields,
-    response_protocol,
-)
+from quire.api import anthropic_protocol, response_protocol
 from quire.api import protocol as wire
 from quire.api.batches import BatchRequest
 from quire.api.embeddings import EmbeddingRequest
-from quire.api.fields import Table, Use
+from quire.api.fields import Use
 from quire.api.rerank import RerankRequest, ScoreRequest
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
 
@@ -40,7 +32,6 @@ class Body:
 
     summary: str
     model: type[wire.Wire]
-    table: Table
     lists: Mapping[str, type[wire.Wire]] = field(default_factory=dict)
     objects: Mapping[str, type[wire.Wire]] = field(default_factory=dict)
 
@@ -48,43 +39,34 @@ class Body:
 _CHAT_PARTS = {"messages": wire.Message}
 _STREAM = {"stream_options": wire.StreamOptions}
 BODIES: dict[str, Body] = {
-    "/v1/chat/completions": Body(
-        "Answer a conversation", wire.ChatRequest, field_tables.CHAT, _CHAT_PARTS, _STREAM
-    ),
-    "/v1/completions": Body("Continue a text", wire.CompletionRequest, field_tables.COMPLETIONS, {}, _STREAM),
+    "/v1/chat/completions": Body("Answer a conversation", wire.ChatRequest, _CHAT_PARTS, _STREAM),
+    "/v1/completions": Body("Continue a text", wire.CompletionRequest, {}, _STREAM),
     "/v1/messages": Body(
         "Answer a conversation (Anthropic's form)",
         anthropic_protocol.MessagesRequest,
-        anthropic_fields.MESSAGES,
         {"messages": anthropic_protocol.Turn},
     ),
     "/v1/messages/count_tokens": Body(
         "Count the tokens of a conversation",
         anthropic_protocol.CountTokensRequest,
-        anthropic_fields.COUNT_TOKENS,
         {"messages": anthropic_protocol.Turn},
     ),
-    "/v1/responses": Body(
-        "Answer, and keep the answer", response_protocol.ResponsesRequest, response_fields.RESPONSES
-    ),
-    "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest, pooling_fields.EMBEDDINGS),
+    "/v1/responses": Body("Answer, and keep the answer", response_protocol.ResponsesRequest),
+    "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest),
     **dict.fromkeys(
         ("/v1/rerank", "/rerank", "/v2/rerank"),
-        Body("Documents by how well they answer a query", RerankRequest, pooling_fields.RERANK),
+        Body("Documents by how well they answer a query", RerankRequest),
     ),
-    **dict.fromkeys(
-        ("/v1/score", "/score"), Body("How well texts answer texts", ScoreRequest, pooling_fields.SCORE)
-    ),
+    **dict.fromkeys(("/v1/score", "/score"), Body("How well texts answer texts", ScoreRequest)),
     "/v1/chat/completions/render": Body(
         "The prompt of a conversation, as text and ids",
         wire.ChatRequest,
-        field_tables.CHAT,
         _CHAT_PARTS,
         _STREAM,
     ),
-    "/v1/batches": Body("Begin a batch of requests", BatchRequest, batch_fields.BATCH),
-    "/tokenize": Body("Text or messages to token ids", TokenizeRequest, field_tables.TOKENIZE, _CHAT_PARTS),
-    "/detokenize": Body("Token ids to text", DetokenizeRequest, field_tables.DETOKENIZE),
+    "/v1/batches": Body("Begin a batch of requests", BatchRequest),
+    "/tokenize": Body("Text or messages to token ids", TokenizeRequest, _CHAT_PARTS),
+    "/detokenize": Body("Token ids to text", DetokenizeRequest),
 }
 SUMMARIES: dict[str, str] = {
     "/livez": "200 while the process lives",
@@ -177,7 +159,7 @@ def _schema(body: Body, schemas: dict[str, Any]) -> dict[str, Any]:
         _only(properties[name], "array")
     for name, part in body.objects.items():
         properties[name] = {"anyOf": [_add(part, schemas), {"type": "null"}]}
-    for name, rule in body.table.items():
+    for name, rule in wire.table_of(body.model).items():
         if rule.use is Use.NO_EFFECT:
             properties.setdefault(name, {"description": "accepted; no effect here"})
     return reference

@@ -1,29 +1,33 @@
 """Wire requests: the only pydantic in Quire. Types are strict ("5" is not 5); ranges are `SamplingParams`'.
 
-The models hold used fields only: `fields.sift` has refused the others and dropped nulls, so an absent field and a null
-one are the same. Each field's description is what an error message says is allowed.
+The models hold used fields only; ``fields.toml`` has the other names that a request may carry. `fields.sift` has
+refused or dropped these, and nulls, so an absent field and a null one are the same. What an error message says is
+allowed is the field's description, or the values of its Literal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from quire.api import field_tables
-from quire.api.fields import Table, clip, sift
+from quire.api.fields import Table, clip, rules_of, sift
 from quire.errors import RequestError
 
 Number = Annotated[float, Strict(), Field(description="a number")]
 Integer = Annotated[int, Strict(), Field(description="an integer")]
 Boolean = Annotated[bool, Strict(), Field(description="true or false")]
 Text = Annotated[str, Strict(), Field(description="a string")]
+Texts = Annotated[list[str], Field(description="a list of strings")]
 TokenIds = Annotated[list[Annotated[int, Strict()]], Field(description="a list of token ids (integers)")]
-
+AnyObject = Annotated[dict[str, Any], Field(description="an object")]
+TypedObject = Annotated[dict[str, Any], Field(description="an object with a type")]
+Tools = Annotated[list[Any], Field(description="a list of tools")]
+TextContent = Annotated[str | list[Any], Field(description="a string or a list of text parts")]
+JsonSchema = Annotated[dict[str, Any], Field(description="a JSON schema (an object)")]
 AnySchema = Annotated[str | dict[str, Any], Field(description="a JSON schema: an object, or its text")]
-
-
 DeadlineField = Annotated[
     float | dict[str, Any],
     Field(description="a number of milliseconds, or an object with first_token, total or both"),
@@ -43,17 +47,39 @@ class StreamOptions(Wire):
     continuous_usage_stats: Boolean = False
 
 
-class GenerationFields(Wire):
-    """What chat and text completions have in common. None: not given."""
+class RequestFields(Wire):
+    """What every request to the engine may say. None: not given."""
 
     model: Text | None = None
+    priority: Integer = 0
+    cache_salt: Text = ""
+    request_id: Text | None = None
+
+
+class DrawingFields(RequestFields):
+    """What every endpoint that draws tokens has under the same name: OpenAI's, Anthropic's, and the responses."""
+
     stream: Boolean = False
-    stream_options: Annotated[dict[str, Any] | None, Field(description="an object")] = None
-    n: Integer | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: Integer | None = None
     min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    seed: Integer | None = None
+    deadline_ms: DeadlineField | None = None
+    timing: Boolean = False
+
+    def given(self) -> dict[str, Any]:
+        """Return these fields where the client set them."""
+        values = {name: getattr(self, name) for name in DrawingFields.model_fields}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class GenerationFields(DrawingFields):
+    """What chat and text completions have in common."""
+
+    stream_options: AnyObject | None = None
+    n: Integer | None = None
     typical_p: Number | None = None
     best_of: Integer | None = None
     use_beam_search: Boolean | None = None
@@ -63,41 +89,34 @@ class GenerationFields(Wire):
     )
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    repetition_penalty: Number | None = None
     logit_bias: Annotated[
         dict[str, float] | None, Field(description="an object of token ids to numbers in -100…100")
     ] = None
-    seed: Integer | None = None
     max_tokens: Integer | None = None
     min_tokens: Integer | None = None
     stop: Annotated[str | list[str] | None, Field(description="a string or a list of strings")] = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: Boolean | None = None
     ignore_eos: Boolean | None = None
-    bad_words: Annotated[list[str] | None, Field(description="a list of strings")] = None
+    bad_words: Texts | None = None
     allowed_token_ids: TokenIds | None = None
     skip_special_tokens: Boolean | None = None
-    response_format: Annotated[dict[str, Any] | None, Field(description="an object with a type")] = None
-    structured_outputs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    response_format: TypedObject | None = None
+    structured_outputs: AnyObject | None = None
     guided_json: AnySchema | None = None
     guided_regex: Text | None = None
-    guided_choice: Annotated[list[str] | None, Field(description="a list of strings")] = None
+    guided_choice: Texts | None = None
     guided_grammar: Text | None = None
     guided_whitespace_pattern: Text | None = None
     structural_tag: Annotated[str | dict[str, Any] | None, Field(description="an object, or its text")] = None
     json_schema: AnySchema | None = None
     regex: Text | None = None
     ebnf: Text | None = None
-    priority: Integer = 0
-    cache_salt: Text = ""
     user: Text = ""
-    request_id: Text | None = None
     rid: Text | None = None
     return_token_ids: Boolean = False
     return_tokens_as_token_ids: Boolean = False
     truncate_prompt_tokens: Integer | None = None
-    deadline_ms: DeadlineField | None = None
-    timing: Boolean = False
     prompt_logprobs: Integer | None = None
 
 
@@ -116,9 +135,9 @@ class ChatPrompt(Wire):
     messages: Annotated[list[Any], Field(description="a list of at least one message", min_length=1)]
     add_generation_prompt: Boolean | None = None
     continue_final_message: Boolean | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    chat_template_kwargs: AnyObject | None = None
     documents: Annotated[list[dict[str, Any]] | None, Field(description="a list of objects")] = None
-    tools: Annotated[list[Any] | None, Field(description="a list of tools")] = None
+    tools: Tools | None = None
 
 
 class ChatRequest(GenerationFields, ChatPrompt):
@@ -126,10 +145,7 @@ class ChatRequest(GenerationFields, ChatPrompt):
 
     tool_choice: Any = None
     parallel_tool_calls: Boolean | None = None
-    reasoning_effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
-        Field(description="'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'"),
-    ] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     thinking_token_budget: Annotated[int | None, Strict(), Field(description="an integer ≥ 0", ge=0)] = None
     include_reasoning: Boolean = True
     separate_reasoning: Boolean = True
@@ -149,18 +165,15 @@ class ToolCall(Wire):
     """A tool call of an assistant message in the history."""
 
     id: Text | None = None
-    type: Annotated[Literal["function"], Field(description="'function'")] = "function"
+    type: Literal["function"] = "function"
     function: Annotated[FunctionCall, Field(description="an object with a name and arguments")]
 
 
 class Message(Wire):
-    """One message of a conversation. ``content`` is checked by `quire.api.messages`."""
+    """One message of a conversation."""
 
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool"],
-        Field(description="'system', 'developer', 'user', 'assistant' or 'tool'"),
-    ]
-    content: Any = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: TextContent | None = None
     name: Text | None = None
     tool_calls: Annotated[list[ToolCall] | None, Field(description="a list of tool calls")] = None
     tool_call_id: Text | None = None
@@ -169,12 +182,24 @@ class Message(Wire):
     thinking: Text | None = None
 
 
+class TextPart(Wire):
+    """A part of a content."""
+
+    type: Text
+    text: Text
+
+
 Model = TypeVar("Model", bound=Wire)
 
 
-def parse(
-    model: type[Model], body: Any, table: Table, *, prefix: str = "", ignored: list[str] | None = None
-) -> Model:
+@cache
+def table_of(model: type[Wire]) -> Table:
+    """Return what becomes of each name: the model's fields are used, the others are in its and its bases' sections."""
+    names = [field.alias or name for name, field in model.model_fields.items()]
+    return rules_of([base.__name__ for base in reversed(model.__mro__)], names)
+
+
+def parse(model: type[Model], body: Any, *, prefix: str = "", ignored: list[str] | None = None) -> Model:
     """Return the wire value of ``body``. A list ``ignored`` lets unknown names pass and collects their paths.
 
     Raises:
@@ -183,7 +208,7 @@ def parse(
     if not isinstance(body, dict):
         what = f"{prefix.rstrip('.')} = {clip(body)}" if prefix else f"The body {clip(body)}"
         raise RequestError(f"{what} is not allowed: it must be an object.", param=prefix.rstrip(".") or None)
-    kept = sift(body, table, prefix=prefix, ignored=ignored)
+    kept = sift(body, table_of(model), prefix=prefix, ignored=ignored)
     try:
         return model.model_validate(kept)
     except ValidationError as error:
@@ -198,8 +223,39 @@ def stream_options(request: GenerationFields, ignored: list[str] | None = None) 
         raise RequestError(
             "stream_options is only allowed with stream = true.", param="stream_options", code="invalid_value"
         )
-    table = field_tables.STREAM_OPTIONS
-    return parse(StreamOptions, request.stream_options, table, prefix="stream_options.", ignored=ignored)
+    return parse(StreamOptions, request.stream_options, prefix="stream_options.", ignored=ignored)
+
+
+def text_of(
+    content: str | list[Any], where: str, kinds: tuple[str, ...] = ("text",), ignored: list[str] | None = None
+) -> str:
+    """Return the text of a string, or of text parts of the types ``kinds``, joined by line breaks.
+
+    Raises:
+        RequestError: names the part of ``where``, and what is allowed.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        place = f"{where}[{i}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise RequestError(
+                f"{place} = {clip(part)} is not allowed: it must be an object like "
+                f'{{"type": "{kinds[0]}", "text": "…"}}.',
+                param=place,
+                code="invalid_type",
+            )
+        if kind not in kinds:
+            raise RequestError(
+                f"{place} is a part of type {clip(kind)}, but the model is text only. Supported part types: "
+                f"{', '.join(kinds)}.",
+                param=place,
+                code="unsupported_content",
+            )
+        texts.append(parse(TextPart, part, prefix=place + ".", ignored=ignored).text)
+    return "\n".join(texts)
 
 
 def _type_error(
@@ -209,9 +265,10 @@ def _type_error(
     first = error.errors(include_url=False, include_context=False)[0]
     name = str(first["loc"][0])
     field = next(f for own, f in model.model_fields.items() if name in (own, f.alias))
+    allowed = field.description or _allowed(field.annotation)
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return RequestError(
-            f"{prefix}{name} is required: it must be {_allowed(field)}.",
+            f"{prefix}{name} is required: it must be {allowed}.",
             param=prefix + name,
             code="missing_required_parameter",
         )
@@ -220,16 +277,16 @@ def _type_error(
         where += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])
         message = f"{where} = {clip(first['input'])} is not allowed: {first['msg'].lower()}."
     else:
-        message = f"{where} = {clip(body.get(name))} is not allowed: it must be {_allowed(field)}."
+        message = f"{where} = {clip(body.get(name))} is not allowed: it must be {allowed}."
     return RequestError(message, param=where, code="invalid_type")
 
 
-def _allowed(field: Any) -> str:
-    """The field's description; for ``Annotated`` inside a union pydantic keeps it on the member."""
-    if field.description:
-        return str(field.description)
-    for member in getattr(field.annotation, "__args__", ()):
-        for note in getattr(member, "__metadata__", ()):
-            if getattr(note, "description", None):
-                return str(note.description)
-    return "of another type"
+def _allowed(annotation: Any) -> str:
+    """The values of a Literal, or a description; of a union, those of its first member that says so."""
+    if get_origin(annotation) is Literal:
+        *some, last = map(repr, get_args(annotation))
+        return f"{', '.join(some)} or {last}" if some else last
+    described = next(
+        (note.description for note in get_args(annotation)[1:] if hasattr(note, "description")), ""
+    )
+    return described or next(filter(None, map(_allowed, get_args(annotation))), "")

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api import pooling_fields
-from quire.api.embeddings import PromptFields, check_count
+from quire.api.embeddings import PoolingFields, check_count
 from quire.api.fields import clip
 from quire.api.generation import Job
 from quire.api.identity import new_head
@@ -48,12 +47,10 @@ class _Scores:
         return likelihood([entry.logprob for entry in of_query if entry is not None])
 
 
-class ScoringFields(PromptFields):
+class ScoringFields(PoolingFields):
     """What both endpoints have in common."""
 
-    scoring: Annotated[Literal["likelihood", "yes_no"], Field(description="'likelihood' or 'yes_no'")] = (
-        "likelihood"
-    )
+    scoring: Literal["likelihood", "yes_no"] = "likelihood"
     instruction: Text | None = None
     max_tokens_per_doc: Integer | None = None
 
@@ -86,7 +83,7 @@ async def rerank_job(state: ApiState, body: Any, ignored: list[str] | None) -> J
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    request = parse(RerankRequest, body, pooling_fields.RERANK, ignored=ignored)
+    request = parse(RerankRequest, body, ignored=ignored)
     check_count("documents", len(request.documents))
     if request.top_n is not None and request.top_n < 1:
         raise RequestError(
@@ -104,7 +101,7 @@ async def score_job(state: ApiState, body: Any, ignored: list[str] | None) -> Jo
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    request = parse(ScoreRequest, body, pooling_fields.SCORE, ignored=ignored)
+    request = parse(ScoreRequest, body, ignored=ignored)
     queries = [request.text_1] if isinstance(request.text_1, str) else request.text_1
     documents = [request.text_2] if isinstance(request.text_2, str) else request.text_2
     for param, texts in (("text_1", queries), ("text_2", documents)):
@@ -124,7 +121,7 @@ def _document(item: Any, index: int, ignored: list[str] | None) -> str:
         text = item
     elif isinstance(item, dict):
         prefix = f"documents[{index}]."
-        text = parse(Document, item, pooling_fields.DOCUMENT, prefix=prefix, ignored=ignored).text
+        text = parse(Document, item, prefix=prefix, ignored=ignored).text
     else:
         raise RequestError(
             f"documents[{index}] = {clip(item)} is not allowed: it must be a string, or an object with a text.",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.api import response_fields as tables
 from quire.api.anthropic_answer import arguments_of
 from quire.api.fields import clip
-from quire.api.protocol import parse
+from quire.api.protocol import parse, text_of
 from quire.api.response_protocol import (
     CallItem,
     FunctionTool,
@@ -18,38 +17,40 @@ from quire.api.response_protocol import (
     ReasoningItem,
     ResponsesRequest,
     TextFormat,
-    TextPart,
     TextSettings,
 )
+from quire.api.translated import EFFORTS
 from quire.errors import RequestError
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-_EFFORTS = {"max": "xhigh"}  # the highest that templates know
 
 
 def chat_fields(request: ResponsesRequest, ignored: list[str] | None) -> dict[str, Any]:
-    """Return what the request says beside its input and its sampling, as fields of a `ChatRequest`.
+    """Return what the request says beside its input and the `DrawingFields`, as fields of a `ChatRequest`.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    fields: dict[str, Any] = {"model": request.model, "parallel_tool_calls": request.parallel_tool_calls}
+    fields: dict[str, Any] = {
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "max_completion_tokens": request.max_output_tokens,
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "user": request.user,
+    }
     if request.tools is not None:
         fields["tools"] = [_tool(tool, f"tools[{i}].", ignored) for i, tool in enumerate(request.tools)]
     choice: Any = request.tool_choice
     if isinstance(choice, dict):
-        named = parse(NamedChoice, choice, tables.TOOL_CHOICE, prefix="tool_choice.", ignored=ignored)
+        named = parse(NamedChoice, choice, prefix="tool_choice.", ignored=ignored)
         choice = {"type": "function", "function": {"name": named.name}}
     fields["tool_choice"] = choice
     if request.reasoning is not None:
-        reasoning = parse(
-            Reasoning, request.reasoning, tables.REASONING, prefix="reasoning.", ignored=ignored
-        )
-        fields["reasoning_effort"] = _EFFORTS.get(reasoning.effort or "", reasoning.effort)
+        reasoning = parse(Reasoning, request.reasoning, prefix="reasoning.", ignored=ignored)
+        fields["reasoning_effort"] = EFFORTS.get(reasoning.effort or "", reasoning.effort)
     if request.text is not None:
-        text = parse(TextSettings, request.text, tables.TEXT, prefix="text.", ignored=ignored)
+        text = parse(TextSettings, request.text, prefix="text.", ignored=ignored)
         if text.format is not None:
             fields["response_format"] = _format(text.format, ignored)
     return {name: value for name, value in fields.items() if value is not None}
@@ -90,8 +91,8 @@ def add_input(
 
 
 def _add_message(messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None) -> None:
-    item = parse(MessageItem, raw, tables.MESSAGE_ITEM, prefix=where + ".", ignored=ignored)
-    text = _text(item.content, where + ".content", _TEXT_PARTS, ignored)
+    item = parse(MessageItem, raw, prefix=where + ".", ignored=ignored)
+    text = text_of(item.content, where + ".content", _TEXT_PARTS, ignored)
     if item.role == "assistant":
         _assistant(messages, "content")["content"] = text
     else:
@@ -102,7 +103,7 @@ def _add_call(
     messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None
 ) -> tuple[str, str]:
     """Return the call's id and the name of its tool."""
-    item = parse(CallItem, raw, tables.CALL_ITEM, prefix=where + ".", ignored=ignored)
+    item = parse(CallItem, raw, prefix=where + ".", ignored=ignored)
     function = {"name": item.name, "arguments": arguments_of(item.arguments)}
     calls = _assistant(messages).setdefault("tool_calls", [])
     calls.append({"id": item.call_id, "type": "function", "function": function})
@@ -112,22 +113,22 @@ def _add_call(
 def _add_output(
     messages: list[dict[str, Any]], raw: Any, where: str, names: dict[str, str], ignored: list[str] | None
 ) -> None:
-    item = parse(OutputItem, raw, tables.OUTPUT_ITEM, prefix=where + ".", ignored=ignored)
+    item = parse(OutputItem, raw, prefix=where + ".", ignored=ignored)
     if item.call_id not in names:
         raise RequestError(
             f"{where}.call_id = {clip(item.call_id)} is the id of no function_call before it.",
             param=where + ".call_id",
         )
-    text = _text(item.output, where + ".output", _TEXT_PARTS, ignored)
+    text = text_of(item.output, where + ".output", _TEXT_PARTS, ignored)
     messages.append(
         {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": text}
     )
 
 
 def _add_reasoning(messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None) -> None:
-    item = parse(ReasoningItem, raw, tables.REASONING_ITEM, prefix=where + ".", ignored=ignored)
-    text = _text(item.content, where + ".content", _THOUGHT_PARTS, ignored)
-    text = text or _text(item.summary, where + ".summary", _THOUGHT_PARTS, ignored)
+    item = parse(ReasoningItem, raw, prefix=where + ".", ignored=ignored)
+    text = text_of(item.content, where + ".content", _THOUGHT_PARTS, ignored)
+    text = text or text_of(item.summary, where + ".summary", _THOUGHT_PARTS, ignored)
     if text:
         _assistant(messages, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
 
@@ -140,32 +141,15 @@ def _assistant(messages: list[dict[str, Any]], *absent: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _text(content: str | list[Any], where: str, kinds: tuple[str, ...], ignored: list[str] | None) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for i, raw in enumerate(content):
-        part = parse(TextPart, raw, tables.PART, prefix=f"{where}[{i}].", ignored=ignored)
-        if part.type not in kinds:
-            raise RequestError(
-                f"{where}[{i}].type = {clip(part.type)} is not allowed: the model is text only, and parts here are "
-                f"{', '.join(kinds)}.",
-                param=f"{where}[{i}].type",
-                code="unsupported_content",
-            )
-        texts.append(part.text)
-    return "\n".join(texts)
-
-
 def _tool(raw: Any, prefix: str, ignored: list[str] | None) -> dict[str, Any]:
-    tool = parse(FunctionTool, raw, tables.TOOL, prefix=prefix, ignored=ignored)
+    tool = parse(FunctionTool, raw, prefix=prefix, ignored=ignored)
     function = tool.model_dump(exclude_none=True, exclude={"type"})
     return {"type": "function", "function": function}
 
 
 def _format(raw: Any, ignored: list[str] | None) -> dict[str, Any]:
     prefix = "text.format."
-    form = parse(TextFormat, raw, tables.TEXT_FORMAT, prefix=prefix, ignored=ignored)
+    form = parse(TextFormat, raw, prefix=prefix, ignored=ignored)
     schema = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
     if form.type != "json_schema":
         for name in schema:

@@ -6,55 +6,47 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.protocol import Boolean, DeadlineField, Integer, Number, Text, Wire
+from quire.api.protocol import (
+    AnyObject,
+    Boolean,
+    DrawingFields,
+    Integer,
+    JsonSchema,
+    Text,
+    TextContent,
+    Texts,
+    Tools,
+    Wire,
+)
 
-AnyObject = Annotated[dict[str, Any], Field(description="an object")]
-Content = Annotated[str | list[Any], Field(description="a string or a list of text parts")]
 
-
-class ResponsesRequest(Wire):
+class ResponsesRequest(DrawingFields):
     """Body of ``/v1/responses``."""
 
-    model: Text | None = None
     input: Annotated[str | list[Any], Field(description="a string or a list of items")]
     instructions: Text | None = None
     previous_response_id: Text | None = None
     store: Boolean = True
     metadata: Annotated[dict[str, str] | None, Field(description="an object of strings")] = None
-    stream: Boolean = False
     background: Boolean = False
-    include: Annotated[list[str] | None, Field(description="a list of strings")] = None
+    include: Texts | None = None
     top_logprobs: Integer | None = None
-    tools: Annotated[list[Any] | None, Field(description="a list of tools")] = None
+    tools: Tools | None = None
     tool_choice: Annotated[
         str | dict[str, Any] | None, Field(description="'none', 'auto', 'required' or an object with a type")
     ] = None
     parallel_tool_calls: Boolean = True
-    text: Annotated[dict[str, Any] | None, Field(description="an object")] = None
-    reasoning: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    text: AnyObject | None = None
+    reasoning: AnyObject | None = None
     max_output_tokens: Annotated[int | None, Field(description="an integer ≥ 1, or null", ge=1)] = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Integer | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    seed: Integer | None = None
     user: Text = ""
-    priority: Integer = 0
-    cache_salt: Text = ""
-    request_id: Text | None = None
-    deadline_ms: DeadlineField | None = None
-    timing: Boolean = False
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    chat_template_kwargs: AnyObject | None = None
 
 
 class Reasoning(Wire):
     """``reasoning``."""
 
-    effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
-        Field(description="'none', 'minimal', 'low', 'medium', 'high', 'xhigh' or 'max'"),
-    ] = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class TextSettings(Wire):
@@ -66,14 +58,9 @@ class TextSettings(Wire):
 class TextFormat(Wire):
     """``text.format``."""
 
-    type: Annotated[
-        Literal["text", "json_object", "json_schema"],
-        Field(description="'text', 'json_object' or 'json_schema'"),
-    ]
+    type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
-    schema_: Annotated[
-        dict[str, Any] | None, Field(alias="schema", description="a JSON schema (an object)")
-    ] = None
+    schema_: Annotated[JsonSchema | None, Field(alias="schema")] = None
     strict: Boolean | None = None
 
 
@@ -90,7 +77,7 @@ class FunctionTool(Wire):
 class NamedChoice(Wire):
     """``tool_choice`` as an object."""
 
-    type: Annotated[Literal["function"], Field(description="'function'")]
+    type: Literal["function"]
     name: Text
 
 
@@ -98,11 +85,8 @@ class MessageItem(Wire):
     """A message."""
 
     type: Literal["message"] = "message"
-    role: Annotated[
-        Literal["user", "assistant", "system", "developer"],
-        Field(description="'user', 'assistant', 'system' or 'developer'"),
-    ]
-    content: Content
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextContent
 
 
 class CallItem(Wire):
@@ -119,19 +103,12 @@ class OutputItem(Wire):
 
     type: Literal["function_call_output"]
     call_id: Text
-    output: Content
+    output: TextContent
 
 
 class ReasoningItem(Wire):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: Content = ""
-    content: Content = ""
-
-
-class TextPart(Wire):
-    """A part of a content."""
-
-    type: Text
-    text: Text
+    summary: TextContent = ""
+    content: TextContent = ""

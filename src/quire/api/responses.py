@@ -9,8 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api import response_fields as tables
-from quire.api.chat import ChatWork, chat_work
+from quire.api.chat import ChatWork
 from quire.api.fields import clip
 from quire.api.generation import Job
 from quire.api.identity import new_head
@@ -24,21 +23,18 @@ from quire.api.response_prompt import add_input, chat_fields
 from quire.api.response_protocol import ResponsesRequest
 from quire.api.response_store import Stored
 from quire.api.state import ApiState
+from quire.api.translated import Words
 from quire.errors import NotFoundError, RequestError
 
-# Fields that a chat completion has under the same name.
-_SAME_NAME = (
-    "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "user", "priority",
-    "cache_salt", "request_id", "chat_template_kwargs", "deadline_ms", "timing",
-)  # fmt: skip
 _LOGPROBS = "message.output_text.logprobs"
-# What a chat completion's errors call a field → what the client called it.
-_RENAMED = (
-    ("reasoning_effort", "reasoning.effort"),
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    (".function.", "."),
-    ("max_completion_tokens", "max_output_tokens"),
+_WORDS = Words(
+    (
+        ("reasoning_effort", "reasoning.effort"),
+        ("response_format.json_schema", "text.format"),
+        ("response_format", "text.format"),
+        (".function.", "."),
+        ("max_completion_tokens", "max_output_tokens"),
+    )
 )
 
 
@@ -48,14 +44,8 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    request = parse(ResponsesRequest, body, tables.RESPONSES, ignored=ignored)
-    fields = chat_fields(request, ignored)
-    for name in _SAME_NAME:
-        value = getattr(request, name)
-        if value is not None:
-            fields[name] = value
-    if request.max_output_tokens is not None:
-        fields["max_completion_tokens"] = request.max_output_tokens
+    request = parse(ResponsesRequest, body, ignored=ignored)
+    fields = chat_fields(request, ignored) | request.given()
     if request.background and (request.stream or not request.store):
         other = "stream = true" if request.stream else "store = false"
         raise RequestError(
@@ -72,15 +62,7 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""  # reasoning alone
     opening = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    try:
-        work = await chat_work(state, ChatRequest(**fields, messages=opening + messages), ignored)
-    except RequestError as error:
-        renamed = error.param and _rename(error.param)
-        raise type(error)(_rename(str(error)), param=renamed, code=error.code) from None
-    form = work.sampling.structured_outputs
-    if form is not None:  # the engine names it, too
-        named = replace(form, param=_rename(form.param))
-        work = replace(work, sampling=replace(work.sampling, structured_outputs=named))
+    work = await _WORDS.work(state, ChatRequest(**fields, messages=opening + messages), ignored)
     items = input_items(request.input, state.new_id)
     hooks = _hooks(state, request, messages, items)
     head = new_head(state, "resp_", work.model)
@@ -178,12 +160,6 @@ def _echoed(request: ResponsesRequest, work: ChatWork) -> dict[str, Any]:
         "top_p": work.sampling.top_p,
         "user": request.user or None,
     }
-
-
-def _rename(text: str) -> str:
-    for theirs, ours in _RENAMED:
-        text = text.replace(theirs, ours)
-    return text
 
 
 class StoredResponses:

@@ -6,12 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api import field_tables
-from quire.api.protocol import Boolean, GenerationFields, Text, Wire, parse
+from quire.api.protocol import AnyObject, Boolean, GenerationFields, JsonSchema, Text, Wire, parse
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
-
-AnyObject = Annotated[dict[str, Any], Field(description="an object")]
 
 # Names that say the same as one field of structured_outputs: vLLM's older ones, then SGLang's.
 ALIASES = {
@@ -30,17 +27,14 @@ class JsonSchemaFormat(Wire):
     """``response_format.json_schema``. The schema holds with and without ``strict``."""
 
     name: Text
-    schema_: Annotated[dict[str, Any], Field(alias="schema", description="a JSON schema (an object)")]
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
     strict: Boolean | None = None
 
 
 class ResponseFormat(Wire):
     """``response_format`` of OpenAI, and vLLM's type structural_tag."""
 
-    type: Annotated[
-        Literal["text", "json_object", "json_schema", "structural_tag"],
-        Field(description="'text', 'json_object', 'json_schema' or 'structural_tag'"),
-    ]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: AnyObject | None = None
     structures: Annotated[list[Any] | None, Field(description="a list of objects")] = None
     triggers: Annotated[list[Any] | None, Field(description="a list of strings")] = None
@@ -85,8 +79,7 @@ def structured_outputs(
     if name == "response_format":
         return _response_format(request, ignored)
     if name == "structured_outputs":
-        table = field_tables.STRUCTURED_OUTPUTS
-        said = parse(StructuredOutputs, request.structured_outputs, table, prefix=f"{name}.", ignored=ignored)
+        said = parse(StructuredOutputs, request.structured_outputs, prefix=f"{name}.", ignored=ignored)
         return StructuredOutputsParams(**said.model_dump(by_alias=True), param=name)
     return StructuredOutputsParams(
         **{ALIASES[name]: getattr(request, name)}, whitespace_pattern=pattern, param=name
@@ -101,13 +94,7 @@ def _says(request: GenerationFields, name: str) -> bool:
 
 def _response_format(request: GenerationFields, ignored: list[str] | None) -> StructuredOutputsParams | None:
     name = "response_format"
-    form = parse(
-        ResponseFormat,
-        request.response_format,
-        field_tables.RESPONSE_FORMAT,
-        prefix=f"{name}.",
-        ignored=ignored,
-    )
+    form = parse(ResponseFormat, request.response_format, prefix=f"{name}.", ignored=ignored)
     _check_belonging(form)
     if form.type == "text":
         return None
@@ -115,13 +102,7 @@ def _response_format(request: GenerationFields, ignored: list[str] | None) -> St
         return StructuredOutputsParams(json_object=True, param=name)
     if form.type == "structural_tag":
         return StructuredOutputsParams(structural_tag=form.model_dump(exclude_none=True), param=name)
-    schema = parse(
-        JsonSchemaFormat,
-        form.json_schema,
-        field_tables.JSON_SCHEMA_FORMAT,
-        prefix=f"{name}.json_schema.",
-        ignored=ignored,
-    )
+    schema = parse(JsonSchemaFormat, form.json_schema, prefix=f"{name}.json_schema.", ignored=ignored)
     return StructuredOutputsParams(json=schema.schema_, param=f"{name}.json_schema.schema")
 
 

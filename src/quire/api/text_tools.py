@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from quire.api import field_tables
 from quire.api.chat import chat_job, chat_prompt
 from quire.api.fields import clip
 from quire.api.protocol import Boolean, ChatPrompt, Text, TokenIds, Wire, parse
@@ -39,7 +38,7 @@ async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dic
     Raises:
         RequestError: neither or both of prompt and messages, or a field that belongs to the other.
     """
-    request = parse(TokenizeRequest, body, field_tables.TOKENIZE, ignored=ignored)
+    request = parse(TokenizeRequest, body, ignored=ignored)
     state.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("Send either prompt (a string) or messages (a list), one of them.", param="prompt")
@@ -74,7 +73,7 @@ async def detokenize(state: ApiState, body: Any, ignored: list[str] | None) -> d
     Raises:
         RequestError: an id outside the vocabulary, by its place.
     """
-    request = parse(DetokenizeRequest, body, field_tables.DETOKENIZE, ignored=ignored)
+    request = parse(DetokenizeRequest, body, ignored=ignored)
     state.check_model(request.model)
     size = state.model.vocab_size
     for i, token_id in enumerate(request.tokens):

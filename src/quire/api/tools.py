@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.api import field_tables
-from quire.api.fields import clip, sift
+from quire.api.fields import clip, rules_of, sift
 from quire.api.state import ApiState
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
@@ -16,6 +15,8 @@ from quire.text.output import OutputFormat, OutputParser, prompt_opening
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
 from quire.text.output.formats import without_tools
 
+TOOL = rules_of(["tools"], ["type", "function"])
+FUNCTION = rules_of([], ["name", "description", "parameters", "strict", "return", "response"])
 _NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
 
 
@@ -69,10 +70,10 @@ def _tool(tool: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
             param=where,
             code="invalid_type",
         )
-    sift(tool, field_tables.TOOL, prefix=where + ".", ignored=ignored)
+    sift(tool, TOOL, prefix=where + ".", ignored=ignored)
     function = tool["function"]
     prefix = where + ".function."
-    sift(function, field_tables.FUNCTION, prefix=prefix, ignored=ignored)
+    sift(function, FUNCTION, prefix=prefix, ignored=ignored)
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
