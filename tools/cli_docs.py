@@ -5,19 +5,19 @@ python tools/cli_docs.py > docs/cli.md
 
 from __future__ import annotations
 
-from dataclasses import Field, fields
 from typing import Any
 
-from quire.args import RARE, EngineArgs, ServerArgs, flag_name
-from quire.bench.offline_args import BatchingArgs, LatencyArgs, StartupArgs, ThroughputArgs
+from quire.args import EngineArgs, ServerArgs, Setting, defaults, flag_name, settings_of
+from quire.bench.offline_args import BatchingArgs, KernelArgs, LatencyArgs, StartupArgs, ThroughputArgs
 from quire.bench.profile_args import ProfileArgs
 from quire.bench.serve_args import ServeBenchArgs
+from quire.cli.command_args import PlanArgs
 from quire.sim.simulate_args import SimulateArgs
 
 HEAD = """\
 # The command line
 
-Written by `python tools/cli_docs.py` from `src/quire/args.py` and the tables of single commands; a test compares them.
+Written by `python tools/cli_docs.py` from the tables of settings and `src/quire/settings.toml`; a test compares them.
 
     quire serve [MODEL]            serve a model over an OpenAI-compatible API
     quire run [MODEL] "prompt"     continue one text and print it as it comes
@@ -50,17 +50,17 @@ The keys of the file, the keywords of `quire.LLM` and the flags are the same nam
 """
 
 
-def row(spec: Field[Any]) -> str:
-    flag = f"`{flag_name(spec.name)}`" + (" ¹" if spec.name in RARE else "")
-    shown = (
-        {None: "", True: "on", False: "off"} if spec.default is None or isinstance(spec.default, bool) else {}
-    )
-    default = shown.get(spec.default, f"`{spec.default}`")
-    allowed = ", ".join(spec.metadata["choices"])
-    low, high = spec.metadata["low"], spec.metadata["high"]
-    if low is not None or high is not None:
-        allowed = f"{'' if low is None else f'≥ {low:g}'}{'' if high is None else f' ≤ {high:g}'}".strip()
-    return f"| {flag} | {default} | {allowed} | {spec.metadata['help']} |"
+def row(spec: Setting, default: Any) -> str:
+    flag = f"`{flag_name(spec.name)}`" + (" ¹" if spec.rare else "")
+    shown = {None: "", True: "on", False: "off"} if default is None or isinstance(default, bool) else {}
+    default = shown.get(default, f"`{default}`")
+    allowed = ", ".join(spec.choices)
+    if spec.low is not None or spec.high is not None:
+        low, high = (
+            f"{sign} {n:g}" if n is not None else "" for sign, n in (("≥", spec.low), ("≤", spec.high))
+        )
+        allowed = f"{low} {high}".strip()
+    return f"| {flag} | {default} | {allowed} | {spec.help} |"
 
 
 def document() -> str:
@@ -73,12 +73,14 @@ def document() -> str:
         ("Offline: bench throughput", ThroughputArgs),
         ("Offline: bench batching", BatchingArgs),
         ("Starting: bench startup", StartupArgs),
+        ("Single ops: bench kernel", KernelArgs),
+        ("Formulas: plan", PlanArgs),
         ("Step times: profile", ProfileArgs),
         ("Virtual clock: simulate", SimulateArgs),
     ):
         groups: dict[str, list[str]] = {}
-        for spec in fields(kind):
-            groups.setdefault(spec.metadata["group"], []).append(row(spec))
+        for key, spec in settings_of(kind).items():
+            groups.setdefault(spec.group, []).append(row(spec, defaults(kind)[key]))
         parts.append(f"\n## {title}\n")
         for group, rows in groups.items():
             parts.append(

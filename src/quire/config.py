@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from quire.modelspec import KvLayout, ModelSpec
 from quire.request import Adapter
@@ -11,8 +11,8 @@ from quire.weight_format import WeightFormat
 
 GateKind = Literal["static", "dynamic", "continuous"]
 OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix"]
-GATES: tuple[GateKind, ...] = ("static", "dynamic", "continuous")
-ORDERS: tuple[OrderKind, ...] = ("fcfs", "priority", "shortest-first", "longest-prefix")
+GATES: tuple[GateKind, ...] = get_args(GateKind)
+ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ except ImportError:  # no compiler at install: the reference kernels run, and `q
 
 
 def detect_device(wanted: str = "cpu") -> DeviceInfo:
-    """Return where ``wanted`` (`quire.args.DEVICES`) runs. "auto" is a GPU that Quire can use, else the CPU.
+    """Return where ``wanted`` (`EngineArgs.device`) runs. "auto" is a GPU that Quire can use, else the CPU.
 
     Raises:
         ConfigError: "cuda" without a GPU that can be used, and why.

@@ -94,7 +94,7 @@ def resolve(
             dtype=dtype,
             kv_dtype=kv_dtype,
             max_model_len=max_model_len,
-            load_format=args.load_format,  # type: ignore[arg-type]
+            load_format=args.load_format,
             quantize=args.quantize,
             seed=args.seed,
             tokenizer=tokenizer,
@@ -214,8 +214,8 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
             "enable_chunked_prefill is off: a long prompt could never run. Raise it, or allow chunks"
         )
     return SchedulerConfig(
-        gate=args.gate,  # type: ignore[arg-type]
-        order=args.order,  # type: ignore[arg-type]
+        gate=args.gate,
+        order=args.order,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=max_model_len,

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.cli.plan import Asked, question_of, serve_command
+from quire.cli.command_args import PlanArgs
+from quire.cli.plan import question_of, serve_command
 from quire.errors import ConfigError, ModelLoadError
 from quire.plan.capacity import CapacityPlan, plan_capacity
 from quire.plan.explain import explain
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def answer(model: str, gpu: str = "h100", **more: object) -> CapacityPlan:
-    return plan_capacity(question_of(Asked(model, gpu, **more)))  # type: ignore[arg-type]
+    return plan_capacity(question_of(PlanArgs(model, gpu, **more)))  # type: ignore[arg-type]
 
 
 def test_a_small_model_is_replicated() -> None:
@@ -126,29 +127,29 @@ def test_search_prints_what_it_simulated_and_needs_a_load_and_an_slo() -> None:
 
 
 def test_trace_and_lengths() -> None:
-    assert question_of(Asked("quill", "h100", workload="512/64")).load.isl == 512
+    assert question_of(PlanArgs("quill", "h100", workload="512/64")).load.isl == 512
     with pytest.raises(ConfigError, match="--workload"):
-        question_of(Asked("quill", "h100", workload="many"))
+        question_of(PlanArgs("quill", "h100", workload="many"))
 
 
 @pytest.mark.parametrize(
     ("asked", "match"),
     [
-        (Asked("llama-3-8b"), "--gpu"),
-        (Asked("llama-3-8b", "h100", quantize="int5"), "--quantize"),
-        (Asked("llama-3-8b", "h100", kv_dtype="int4"), "--kv-dtype"),
-        (Asked("llama-3-8b", "h100", rate=0.0), "--rate"),
-        (Asked("llama-3-8b", "h100", engine="mine"), "--engine"),
+        (PlanArgs("llama-3-8b"), "--gpu"),
+        (PlanArgs("llama-3-8b", "h100", quantize="int5"), "--quantize"),
+        (PlanArgs("llama-3-8b", "h100", kv_dtype="int4"), "--kv-dtype"),
+        (PlanArgs("llama-3-8b", "h100", rate=0.0), "--rate"),
+        (PlanArgs("llama-3-8b", "h100", engine="mine"), "--engine"),
     ],
 )
-def test_wrong_flags_are_named(asked: Asked, match: str) -> None:
+def test_wrong_flags_are_named(asked: PlanArgs, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         question_of(asked)
 
 
 def test_an_unknown_model_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelLoadError, match="no preset"):
-        question_of(Asked("nothing-of-that-name", "h100"))
+        question_of(PlanArgs("nothing-of-that-name", "h100"))
 
 
 def accuracy() -> ModuleType:

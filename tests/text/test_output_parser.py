@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.text.test_output_round_trip import merged
 
-from quire.args import TOOL_FORMATS
+from quire.args import ServerArgs, settings_of
 from quire.text.output import (
     FORMATS,
     CallDelta,
@@ -201,7 +201,7 @@ def test_arguments_stream_while_they_are_written() -> None:
 
 
 def test_the_flag_knows_the_formats() -> None:
-    assert ("auto", *FORMATS) == TOOL_FORMATS
+    assert ("auto", *FORMATS) == settings_of(ServerArgs)["tool_format"].choices
 
 
 def test_every_template_has_a_format(shared_data: Path) -> None:

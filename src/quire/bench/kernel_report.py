@@ -9,19 +9,20 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.bench import kernel as bench
+from quire.bench.offline_args import KernelArgs
 from quire.device import detect_device
 
 
-def kernel(op: str | None, isa: str | None, threads: int | None, seconds: float, *, as_json: bool) -> None:
+def kernel(args: KernelArgs) -> None:
     """Time the kernels and print them.
 
     Raises:
         ConfigError: an op or a level that is not there, or no native kernels at all.
     """
     device = detect_device()
-    level, num_threads = isa or device.isa, threads or device.num_cores
-    bounds, rows = bench.run(op, level, num_threads, seconds)  # type: ignore[arg-type]
-    if as_json:
+    level, num_threads = args.isa or device.isa, args.threads or device.num_cores
+    bounds, rows = bench.run(args.op, level, num_threads, args.seconds)  # type: ignore[arg-type]
+    if args.json:
         print(json.dumps({"isa": level, "threads": num_threads, **bench.as_dict(bounds, rows)}))
         return
     console = Console(width=None if sys.stdout.isatty() else 120)

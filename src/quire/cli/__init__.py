@@ -9,7 +9,8 @@ import typer
 
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.bench import bench_app
-from quire.cli.flags import command_with
+from quire.cli.command_args import ChatArgs, PlanArgs, RunArgs
+from quire.cli.flags import ModelArgument, command_with, pick, with_model
 from quire.cli.simulation import profile, simulate
 from quire.errors import QuireError
 
@@ -26,16 +27,6 @@ app.add_typer(bench_app, name="bench")
 app.command()(profile)
 app.command()(simulate)
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(help="'quill' (default), a local folder, a .gguf file, or a hub id.", show_default=False),
-]
-
-
-def with_model(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """The model given as argument wins over the TOML file's."""
-    return settings | {"model": model} if model is not None else settings
-
 
 @app.command()
 @command_with(EngineArgs, ServerArgs, skip=("model",))
@@ -47,18 +38,11 @@ def serve(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
 
 
 @app.command()
-@command_with(EngineArgs, skip=("model",))
+@command_with(RunArgs, EngineArgs, skip=("model",))
 def run(
     model: ModelArgument = None,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue (default: standard input).")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to write at most.")] = 128,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 is greedy (the model's).")
-    ] = None,
-    sample_seed: Annotated[
-        int | None, typer.Option("--sample-seed", help="Seed of the sampling (random).")
     ] = None,
     *,
     settings: dict[str, Any],
@@ -68,88 +52,31 @@ def run(
 
     if prompt is None and model is not None and sys.stdin.isatty():
         model, prompt = None, model
-    given = {"max_tokens": max_tokens, "temperature": temperature, "seed": sample_seed}
-    raise typer.Exit(
-        run(with_model(model, settings), prompt, {k: v for k, v in given.items() if v is not None})
-    )
+    raise typer.Exit(run(with_model(model, settings), prompt, pick(RunArgs, settings)))
 
 
 @app.command()
-@command_with(EngineArgs, skip=("model",))
-def chat(
-    model: ModelArgument = None,
-    system: Annotated[str | None, typer.Option("--system", help="A system message.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 is greedy (the model's).")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Tokens of an answer at most (512).")
-    ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option("--chat-template", help="File of a Jinja chat template.")
-    ] = None,
-    *,
-    settings: dict[str, Any],
-) -> None:
+@command_with(ChatArgs, EngineArgs, skip=("model",))
+def chat(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     """Chat in the terminal: streaming, history, Ctrl-C stops an answer."""
     from quire.cli.terminal import chat
 
-    given = {"max_tokens": max_tokens or 512, "temperature": temperature}
-    sampling = {k: v for k, v in given.items() if v is not None}
-    raise typer.Exit(chat(with_model(model, settings), system, sampling, chat_template))
+    raise typer.Exit(chat(with_model(model, settings), pick(ChatArgs, settings)))
 
 
 @app.command()
+@command_with(PlanArgs, skip=("model",))
 def plan(
     model: Annotated[
         str, typer.Argument(help="A preset or hub id (docs/planner.md), a local folder, or 'quill'.")
     ],
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help="A device of the hardware table: h100, mi300x, epyc-9755 …")
-    ] = None,
-    count: Annotated[int, typer.Option("--count", help="How many of them.", min=1)] = 1,
-    cpu: Annotated[bool, typer.Option("--cpu", help="This machine instead, measured in a second.")] = False,
-    workload: Annotated[
-        str, typer.Option("--workload", help="PROMPT/OUTPUT tokens, or a trace file for its means.")
-    ] = "1024/256",
-    rate: Annotated[float | None, typer.Option("--rate", help="Requests a second, at random times.")] = None,
-    concurrency: Annotated[
-        int | None, typer.Option("--concurrency", help="Or so many clients (1).", min=1)
-    ] = None,
-    slo: Annotated[
-        str | None, typer.Option("--slo", help="As ttft=500ms,tpot=50ms: means, in the formulas.")
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option("--quantize", help="Weights: bf16, fp8, int8, int4, fp4, mxfp4 (the model's)."),
-    ] = None,
-    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16, fp8 or int8.")] = None,
-    context: Annotated[
-        int | None,
-        typer.Option("--context", help="Tokens of a request, for memory (prompt + output).", min=1),
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option("--engine", help="Fitted constants: default, vllm, sglang, trtllm or cpu.")
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option("--max-num-batched-tokens", help="Tokens of a step (8192; CPU: 2048).", min=1),
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences at once.", min=1)] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    search: Annotated[
-        bool, typer.Option("--search", help="Simulate settings for the cheapest that holds --slo at --rate.")
-    ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Each figure with its formula.")] = False,
+    *,
+    settings: dict[str, Any],
 ) -> None:
     """Does it fit, how fast would it be, what would it cost: from formulas, with the line to run."""
-    from quire.cli.plan import Asked, plan
+    from quire.cli.plan import plan
 
-    asked = Asked(
-        model, gpu, count, cpu, workload, rate, concurrency, slo, quantize, kv_dtype, context, engine,
-        max_num_batched_tokens, max_num_seqs, as_json, explain, search,
-    )  # fmt: skip
-    raise typer.Exit(plan(asked))
+    raise typer.Exit(plan(pick(PlanArgs, with_model(model, settings))))
 
 
 @app.command()

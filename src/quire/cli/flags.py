@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable
-from dataclasses import Field, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from quire.args import RARE, Args, flag_name, make_args
+from quire.args import Args, Setting, defaults, flag_name, make_args, rare_names, settings_of
 from quire.errors import ConfigError, nearest
 
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help="'quill' (default), a local folder, a .gguf file, or a hub id.", show_default=False),
+]
 CONFIG_HELP = "TOML file with the same names as the flags (max_model_len = 4096); flags win."
 
 
@@ -28,9 +32,10 @@ def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(function).parameters.values() if p.name != "settings"]
         shown = {
-            f.name: _option(kind, f) for kind in reversed(kinds) for f in fields(kind) if f.name not in skip
+            f.name: _option(f, d) for f, d in settings_with_defaults(reversed(kinds)) if f.name not in skip
         }
-        options = [shown.pop(f.name) for kind in kinds for f in fields(kind) if f.name in shown]
+        options = [shown.pop(f.name) for f, _ in settings_with_defaults(kinds) if f.name in shown]
+        rare = rare_names()
         config = inspect.Parameter(
             "config",
             inspect.Parameter.KEYWORD_ONLY,
@@ -40,7 +45,7 @@ def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any
             ],
         )
 
-        rest = [o for o in options if o.name in RARE]
+        rest = [o for o in options if o.name in rare]
         everything = inspect.Parameter(
             "help_all",
             inspect.Parameter.KEYWORD_ONLY,
@@ -80,51 +85,49 @@ def _show_all(context: typer.Context, asked: bool) -> None:
     """Print the help with every option, and end."""
     if asked:
         for parameter in context.command.params:
-            if parameter.name in RARE:
+            if parameter.name in rare_names():
                 parameter.hidden = False  # type: ignore[attr-defined]
         typer.echo(context.get_help())
         raise typer.Exit
 
 
-def _option(kind: type[Any], spec: Field[Any]) -> inspect.Parameter:
-    hint = get_type_hints(kind)[spec.name]
-    repeats = get_origin(hint) is tuple  # given more than once, one text each
-    types = [t for t in getattr(hint, "__args__", (hint,)) if t is not type(None)]
-    python_type = bool if bool in types else float if float in types else int if types == [int] else str
+def settings_with_defaults(kinds: Iterable[type[Any]]) -> Iterator[tuple[Setting, Any]]:
+    for kind in kinds:
+        spoken = settings_of(kind)  # type: ignore[arg-type]  # mypy: type[Any] is not hashable
+        for key, default in defaults(kind).items():
+            yield spoken[key], default
+
+
+def _option(spec: Setting, default: Any) -> inspect.Parameter:
+    kinds = [t for t in spec.types if t is not type(None)]
+    python_type = bool if bool in kinds else float if float in kinds else int if kinds == [int] else str
     name = flag_name(spec.name)
     if python_type is bool:
-        name = (
-            f"{name}/--no-{name[2:].removeprefix('enable-')}" if spec.default else f"{name}/--no-{name[2:]}"
-        )
+        name = f"{name}/--no-{name[2:].removeprefix('enable-')}" if default else f"{name}/--no-{name[2:]}"
+    metavar = {int: "N", float: "X", str: "TEXT", bool: None}[python_type]
     return inspect.Parameter(
         spec.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[
-            (list[str] if repeats else python_type) | None,
+            (list[str] if tuple in kinds else python_type) | None,
             typer.Option(
                 name,
-                help=_help(spec),
-                rich_help_panel=spec.metadata["group"],
-                metavar=_metavar(spec, python_type),
-                hidden=spec.name in RARE,
+                help=_help(spec, default),
+                rich_help_panel=spec.group,
+                metavar="|".join(spec.choices) or metavar,
+                hidden=spec.name in rare_names(),
             ),
         ],
     )
 
 
-def _help(spec: Field[Any]) -> str:
-    # Square brackets hold the default in `quire.args`; in Typer's help they would be markup.
-    text = str(spec.metadata["help"]).replace("[", "(").replace("]", ")")
-    if spec.default is None or spec.default == ():
+def _help(spec: Setting, default: Any) -> str:
+    # Square brackets hold the default in ``settings.toml``; in Typer's help they would be markup.
+    text = spec.help.replace("[", "(").replace("]", ")")
+    if default is None or default == ():
         return text
-    return f"{text} ({('off', 'on')[spec.default] if isinstance(spec.default, bool) else spec.default})"
-
-
-def _metavar(spec: Field[Any], python_type: type) -> str | None:
-    if spec.metadata["choices"]:
-        return "|".join(spec.metadata["choices"])
-    return {int: "N", float: "X", str: "TEXT", bool: None}[python_type]
+    return f"{text} ({('off', 'on')[default] if isinstance(default, bool) else default})"
 
 
 def read_toml(path: Path, kinds: tuple[type[Any], ...]) -> dict[str, Any]:
@@ -147,6 +150,11 @@ def read_toml(path: Path, kinds: tuple[type[Any], ...]) -> dict[str, Any]:
         if key not in known:
             raise ConfigError(f"--config {path}: unknown setting {key!r}{nearest(key, known)}")
     return flat
+
+
+def with_model(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The model given as argument wins over the TOML file's."""
+    return settings | {"model": model} if model is not None else settings
 
 
 def pick(kind: type[Args], settings: dict[str, Any]) -> Args:

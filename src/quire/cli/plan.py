@@ -7,7 +7,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.bench.bounds import measure
 from quire.cli import plan_search
+from quire.cli.command_args import PlanArgs
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.spec_only import spec_of
@@ -31,30 +32,7 @@ from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a person typed after ``quire plan``."""
-
-    model: str
-    gpu: str | None = None
-    count: int = 1
-    cpu: bool = False
-    workload: str = "1024/256"
-    rate: float | None = None
-    concurrency: int | None = None
-    slo: str | None = None
-    quantize: str | None = None
-    kv_dtype: str | None = None
-    context: int | None = None
-    engine: str | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int = 256
-    as_json: bool = False
-    explain: bool = False
-    search: bool = False
-
-
-def question_of(asked: Asked) -> Question:
+def question_of(asked: PlanArgs) -> Question:
     """Return the question that ``asked`` means.
 
     Raises:
@@ -95,7 +73,7 @@ def question_of(asked: Asked) -> Question:
     )
 
 
-def hardware_of(asked: Asked) -> Hardware:
+def hardware_of(asked: PlanArgs) -> Hardware:
     """Return the device asked for; ``--cpu`` is this machine, with its bandwidth and peak measured now."""
     if asked.cpu == (asked.gpu is not None):
         raise ConfigError("give either --gpu NAME (any name of the hardware table) or --cpu (this machine)")
@@ -167,13 +145,13 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     return " ".join(["quire serve", q.model, *flags]), lacking
 
 
-def plan(asked: Asked) -> int:
+def plan(asked: PlanArgs) -> int:
     """Print the plan; return 0, or 2 where nothing fits."""
     question = question_of(asked)
     found = plan_search.search(question, asked.workload) if asked.search else None
     answer = plan_capacity(question)
     command, lacking = serve_command(answer)
-    if asked.as_json:
+    if asked.json:
         said = answer.as_dict() | {"command": command, "remarks": lacking}
         if asked.explain:
             said["explain"] = [

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import gc
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from quire.args import EngineArgs, ServerArgs, flag_name
+from quire.args import EngineArgs, ServerArgs, flag_name, settings_of
 from quire.bench.profile_args import ProfileArgs
 from quire.bench.serve_args import ServeBenchArgs
-from quire.cli.flags import command_with, pick
+from quire.cli.flags import ModelArgument, command_with, pick, with_model
 from quire.sim.simulate_args import SimulateArgs
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(help="'quill' (default), a local folder, a .gguf file, or a hub id.", show_default=False),
-]
 # Settings of the engine that a simulation takes; the others belong to what its step times were measured with.
 SIMULATED = (
     "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
     "max_num_batched_tokens", "max_queue", "gate", "order", "enable_chunked_prefill", "dynamic_max_wait_ms",
 )  # fmt: skip
 LIVE = (
-    *(f.name for f in fields(ServeBenchArgs) if f.metadata["group"] == "Server"),
+    *(s.name for s in settings_of(ServeBenchArgs).values() if s.group == "Server"),
     "vocab_size",
     "concurrency",
 )
@@ -47,7 +43,7 @@ def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     """Measure this machine's step times for a model in two minutes, for simulate, plan and serve --slo."""
     from quire.bench.profile import profile
 
-    given = settings | ({"model": model} if model is not None else {})
+    given = with_model(model, settings)
     flags = as_flags({k: v for k, v in given.items() if k != "model"})
     raise typer.Exit(profile(pick(EngineArgs, given), pick(ProfileArgs, given), flags))
 

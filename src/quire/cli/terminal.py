@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from quire.args import EngineArgs
+from quire.cli.command_args import ChatArgs, RunArgs
 from quire.cli.flags import pick
 from quire.clock import WallClock
 from quire.device import detect_device, slow_kernels
@@ -92,9 +93,10 @@ async def print_stream(stream: RequestStream) -> tuple[str, bool]:
     return "".join(parts), False
 
 
-def run(settings: dict[str, Any], prompt: str | None, sampling: dict[str, Any]) -> int:
+def run(settings: dict[str, Any], prompt: str | None, args: RunArgs) -> int:
     """Continue ``prompt`` (standard input where there is none) and print it; return the exit status."""
     text = prompt if prompt is not None else sys.stdin.read()
+    sampling = _given(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.sample_seed)
 
     async def once(frontend: Frontend) -> bool:
         _, stopped = await print_stream(
@@ -133,12 +135,11 @@ class Conversation:
         return None
 
 
-def chat(
-    settings: dict[str, Any], system: str | None, sampling: dict[str, Any], chat_template: str | None
-) -> int:
+def chat(settings: dict[str, Any], args: ChatArgs) -> int:
     """Talk until the end of the input; return the exit status."""
-    conversation = Conversation(system)
-    with open_frontend(settings, chat_template) as (frontend, runner):
+    conversation = Conversation(args.system)
+    sampling = _given(max_tokens=args.max_tokens, temperature=args.temperature)
+    with open_frontend(settings, args.chat_template) as (frontend, runner):
         out.print(
             f"{frontend.model.names[0]}, context {frontend.model.max_model_len:,} tokens. /help, Ctrl-D leaves."
         )
@@ -158,6 +159,10 @@ def chat(
             out.print(" [dim](stopped)[/dim]" if stopped else "")
             conversation.turns.append({"role": "assistant", "content": answer})
     return 0
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 async def _answer(
