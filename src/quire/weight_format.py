@@ -1,7 +1,7 @@
 """How the matrix of a linear is held in memory, and how a quantized one is given to a kernel's packer.
 
 A quantized weight ``w [out, in]`` is integers with a scale, and maybe an offset, for every group of consecutive inputs
-of one output feature:
+of one output feature ("fp8" is e4m3 numbers in the place of integers, for GPUs):
 
     w[n, k] = scale[n, k // group] · q[n, k] + offset[n, k // group]
 
@@ -18,14 +18,14 @@ from typing import Literal
 
 from quire.errors import ConfigError
 
-Kind = Literal["plain", "int8", "int4"]
-BITS: Mapping[Kind, int] = {"int8": 8, "int4": 4}
-# Groups that the kernels multiply with, largest first. int8 may also have one scale a row (group None).
-GROUPS: Mapping[Kind, tuple[int, ...]] = {"int8": (128, 64, 32, 16), "int4": (128, 64, 32)}
+Kind = Literal["plain", "int8", "int4", "fp8"]
+BITS: Mapping[Kind, int] = {"int8": 8, "int4": 4, "fp8": 8}
+# Groups that the kernels multiply with, largest first. int8 and fp8 may also have one scale a row (group None).
+GROUPS: Mapping[Kind, tuple[int, ...]] = {"int8": (128, 64, 32, 16), "int4": (128, 64, 32), "fp8": (128,)}
 ROW_SCALE_BYTES, GROUP_SCALE_BYTES = (
     4,
     2,
-)  # in packed memory: fp32; fp16 times a power of two for the whole row
+)  # in packed memory: fp32; fp16 times a power of two for the whole row, but fp32 of fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class WeightFormat:
             scales, inputs = ROW_SCALE_BYTES * per_scale, in_features
         else:
             groups = -(-in_features // self.group)
-            scales, inputs = groups * GROUP_SCALE_BYTES * per_scale + ROW_SCALE_BYTES, groups * self.group
+            scale_bytes = ROW_SCALE_BYTES if self.kind == "fp8" else GROUP_SCALE_BYTES
+            scales, inputs = groups * scale_bytes * per_scale + ROW_SCALE_BYTES, groups * self.group
         return out_features * (-(-inputs * BITS[self.kind] // 8) + scales)
 
     def __str__(self) -> str:
@@ -70,8 +71,8 @@ def held_as(kind: Kind, group: int | None, in_features: int, *, has_offset: bool
     whole = in_features if group is None else group
     if in_features % whole:
         return None
-    if kind == "int8" and whole == in_features:
-        return WeightFormat("int8", None, has_offset)
+    if kind != "int4" and whole == in_features:
+        return WeightFormat(kind, None, has_offset)
     for size in GROUPS[kind]:
         if whole % size == 0:
             return WeightFormat(kind, size, has_offset)
@@ -79,18 +80,18 @@ def held_as(kind: Kind, group: int | None, in_features: int, *, has_offset: bool
 
 
 def parse_format(text: str, *, name: str) -> WeightFormat:
-    """Return the format of ``int8``, ``int4``, ``int8-g32``, ``int4-g128`` … or ``none``; int4 alone is groups of 32.
+    """Return the format of ``int8``, ``int4``, ``fp8``, ``int8-g32``, ``int4-g128`` … or ``none``; int4 alone is groups of 32.
 
     Raises:
         ConfigError: names the setting ``name``, the value and what is allowed.
     """
-    if text == "none":
-        return PLAIN
+    if text in ("none", "fp8"):
+        return PLAIN if text == "none" else WeightFormat("fp8")
     match = re.fullmatch(r"(int8|int4)(?:-g([0-9]+))?", text)
     if match is not None:
         kind: Kind = "int8" if match.group(1) == "int8" else "int4"
         group = int(match.group(2)) if match.group(2) else None if kind == "int8" else 32
         if group is None or group in GROUPS[kind]:
             return WeightFormat(kind, group)
-    allowed = [f"{kind}-g{size}" for kind, sizes in GROUPS.items() for size in sorted(sizes)]
-    raise ConfigError(f"{name} = {text!r} must be one of none, int8, int4, {', '.join(allowed)}")
+    allowed = [f"{kind}-g{size}" for kind, sizes in GROUPS.items() for size in sorted(sizes) if kind != "fp8"]
+    raise ConfigError(f"{name} = {text!r} must be one of none, int8, int4, fp8, {', '.join(allowed)}")

@@ -5,6 +5,8 @@
 in fp32, one rounding an operation, so every backend has the same bits. ``sums`` are there because weights are stored
 unsigned, or have offsets: Σ (q_w + c)·q_x = Σ q_w·q_x + c·Σ q_x.
 
+fp8 rows (`linear.fp8_reference`) come in the same form: e4m3 numbers, a scale a row and group, no sums.
+
 A row with |x| < `SMALLEST` everywhere becomes zeros with scale 0. A row with NaN or infinity becomes zeros with scale
 NaN, so that every output of it is NaN: a broken row stays visible.
 """
@@ -25,9 +27,9 @@ STRIDE_ALIGN = 64  # bytes: a cache line, and a row of an AMX tile
 class QuantizedRows:
     """``group`` is the weight's (None: one group); the last group may be short, its missing inputs are zeros."""
 
-    q: torch.Tensor  # int8 [num_tokens, row_stride]; zeros from in_features on
-    scale: torch.Tensor  # fp32 [num_tokens]
-    sums: torch.Tensor  # int32 [num_tokens, num_groups]
+    q: torch.Tensor  # int8 [num_tokens, row_stride]; zeros from in_features on; fp8 [num_tokens, in_features]
+    scale: torch.Tensor  # fp32 [num_tokens]; fp8: [num_tokens, num_groups]
+    sums: torch.Tensor  # int32 [num_tokens, num_groups]; fp8: [num_tokens, 0]
     in_features: int
     group: int | None
     dtype: torch.dtype  # of the rows that were quantized, and of what a linear makes of them

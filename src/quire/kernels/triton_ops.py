@@ -8,7 +8,7 @@ if triton_interpreter.interpreting():
 from quire.kernels.activation import triton as activation
 from quire.kernels.attention import triton as attention
 from quire.kernels.kvcopy import triton as kvcopy
-from quire.kernels.linear import quantized_triton
+from quire.kernels.linear import fp8_triton, quantized_triton
 from quire.kernels.linear import triton as linear
 from quire.kernels.moe import triton as moe
 from quire.kernels.norm import triton as norm
@@ -18,6 +18,7 @@ from quire.kernels.sampling import triton as sampling
 __all__ = [
     "activation",
     "attention",
+    "fp8_triton",
     "kvcopy",
     "linear",
     "moe",

@@ -50,7 +50,7 @@ class Mlp:
     def __call__(self, x: torch.Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> torch.Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
         gate_up = self._gate_up(x, adapters)
-        if self._down.reads.quantized:
+        if self._down.reads.kind in ("int8", "int4"):  # fp8 rows it makes itself
             group = self._down.reads.group
             return self._down(gated_to_int8(gate_up, self._activation, group, backend=self._to_int8_backend))
         return self._down(gated(gate_up, self._activation, backend=self._gated_backend), adapters)

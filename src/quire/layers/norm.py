@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.norm import add_rms_norm, add_rms_norm_to_int8, rms_norm, rms_norm_to_int8
+from quire.kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_to_fp8,
+    add_rms_norm_to_int8,
+    rms_norm,
+    rms_norm_to_int8,
+)
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.weights import Place, copy_into
@@ -15,7 +21,7 @@ from quire.weight_format import PLAIN, WeightFormat
 class RmsNorm:
     """The weight is held in fp32; with ``plus_one`` (Gemma) it holds 1 + w.
 
-    ``reader``: the format of the one linear that reads the result; if it is quantized, `enter` writes int8 rows.
+    ``reader``: the format of the one linear that reads the result; if it is quantized, `enter` writes int8 or fp8 rows.
     """
 
     def __init__(
@@ -33,6 +39,7 @@ class RmsNorm:
         self._norm_backend = kernels.backend("rms_norm")
         self._add_backend = kernels.backend("add_rms_norm")
         self._to_int8_backend = kernels.backend("add_rms_norm_to_int8")
+        self._to_fp8_backend = kernels.backend("add_rms_norm_to_fp8")
         self._reader = reader
 
     def place(self, weight: Weight) -> None:
@@ -56,6 +63,8 @@ class RmsNorm:
         self, x: torch.Tensor | None, residual: torch.Tensor
     ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
         """Return ``(norm(residual + x), residual + x)``, the norm as its reader takes it; None is nothing to add."""
+        if self._reader.kind == "fp8":
+            return add_rms_norm_to_fp8(x, residual, self.weight, self.eps, backend=self._to_fp8_backend)
         group, backend = self._reader.group, self._to_int8_backend
         if x is None:
             if self._reader.quantized:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from quire.kernels.linear import PackedLinear, write_rows
+from quire.kernels.linear import PackedLinear, op_of, write_rows
 from quire.kernels.registry import Backend, KernelChoice
 from quire.quant.rtn import quantize
 from quire.quant.stored import StoredMatrix, StoredStack, Weight, row_ranges
@@ -30,7 +30,7 @@ def under(prefix: str, formats: Formats) -> Formats:
 
 def matrix_backend(kernels: KernelChoice, held: WeightFormat) -> Backend:
     """Return the backend that multiplies with matrices of format ``held``."""
-    return kernels.backend("quantized_linear" if held.quantized else "linear")
+    return kernels.backend(op_of(held))
 
 
 def copy_into(target: torch.Tensor) -> Place:

@@ -24,6 +24,7 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "BF16": ("bfloat16", 2),
     "U8": ("uint8", 1),  # packed blocks, where a family's map says so
     "I8": ("int8", 1),  # quantized weights, where quantization_config says so; and their indices and shapes
+    "F8_E4M3": ("float8_e4m3fn", 1),
     "I32": ("int32", 4),
     "I64": ("int64", 8),
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels.linear.fp8_reference import scaled_to_fp8
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.kernels.registry import Backend, find, register
 from quire.quant import rtn_native  # noqa: F401  registers it
@@ -24,9 +25,12 @@ SMALLEST = 2.0**-100  # a group whose largest weight is no larger is all zeros
 
 
 def quantize(weight: torch.Tensor, held: WeightFormat, *, backend: Backend = "reference") -> QuantizedWeight:
-    """``weight [out, in]`` → ``held``, which has no offset; the last group of a row may be short."""
+    """``weight [out, in]`` → ``held``, which has no offset; the last group of a row may be short. fp8: a scale a row."""
     assert held.quantized
     assert not held.has_offset
+    if held.kind == "fp8":
+        assert held.group is None, held
+        return QuantizedWeight(held, *scaled_to_fp8(weight.float()))
     found: QuantizedWeight = find("round_to_nearest", backend)(weight, held)
     return found
 

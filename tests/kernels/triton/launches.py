@@ -44,9 +44,11 @@ def launch_attention(capability: int) -> None:
 def launch_linears(capability: int) -> None:
     formats = (
         WeightFormat(), WeightFormat("int8"), WeightFormat("int8", 128, True), WeightFormat("int4", 32),
-        WeightFormat("int4", 128, True),
+        WeightFormat("int4", 128, True), WeightFormat("fp8"), WeightFormat("fp8", 128),
     )  # fmt: skip
     for format in formats:
+        if format.kind == "fp8" and capability < FP8_CAPABILITY:
+            continue
         for backend in GPU_KERNELS:
             packed = pack_empty(1024, 4096, BF16, bias=format.has_offset, backend=backend, format=format)
             for rows in (1, 100):
@@ -84,7 +86,9 @@ FP8_CAPABILITY = 89
 
 def launch_experts(capability: int) -> None:
     x, ids = torch.zeros(3, 512, dtype=BF16), torch.zeros(3, 2, dtype=torch.int64)
-    for format in (WeightFormat(), WeightFormat("int4", 128)):
+    for format in (WeightFormat(), WeightFormat("int4", 128), WeightFormat("fp8", 128)):
+        if format.kind == "fp8" and capability < FP8_CAPABILITY:
+            continue
         for backend in GPU_KERNELS:
             gate_up = pack_many(4, 1024, 512, BF16, bias=False, backend=backend, format=format)
             down = pack_many(4, 512, 512, BF16, bias=True, backend=backend, format=format)

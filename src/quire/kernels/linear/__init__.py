@@ -9,7 +9,7 @@ Writing in ranges lets a loader build fused matrices tensor by tensor, without a
 
 A quantized matrix is written as `QuantizedWeight` and multiplies int8 activations (`kernels.quantized_rows`). `linear`
 quantizes plain rows itself; who has several uses for them, or an op that writes them at once, gives `QuantizedRows`.
-A GPU's quantized matrices multiply plain rows (`PackedLinear.reads_int8` is False).
+A GPU's integer matrices multiply plain rows (`PackedLinear.reads_quantized` is False); fp8 ones multiply fp8 rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from dataclasses import replace
 
 import torch
 
-from quire.kernels.linear import native, quantized_native, quantized_reference, reference  # noqa: F401  registers them
+from quire.kernels.linear import (  # noqa: F401  registers them
+    fp8_reference,
+    native,
+    quantized_native,
+    quantized_reference,
+    reference,
+)
 from quire.kernels.linear.heads import HeadMatrices, empty_heads
 from quire.kernels.linear.packed import RANGE, PackedLinear, QuantizedWeight, stacked
 from quire.kernels.quantized_rows import QuantizedRows
@@ -32,6 +38,7 @@ __all__ = [
     "QuantizedWeight",
     "head_linear",
     "linear",
+    "op_of",
     "pack_empty",
     "pack_heads",
     "pack_many",
@@ -54,9 +61,9 @@ def pack_empty(
     """Return a matrix in the layout of ``backend``, to be filled with `write_rows`. ``dtype`` is the activations'."""
     packed: PackedLinear
     if format.quantized:
-        whole_row = format.kind == "int8" and format.group is None
+        whole_row = format.kind != "int4" and format.group is None
         assert whole_row or format.group in GROUPS[format.kind], (format, GROUPS)
-        packed = find("quantized_linear.pack_empty", backend)(out_features, in_features, format)
+        packed = find(f"{op_of(format)}.pack_empty", backend)(out_features, in_features, format)
     else:
         packed = find("linear.pack_empty", backend)(out_features, in_features, dtype)
     packed.backend, packed.format, packed.dtype = backend, format, dtype
@@ -91,10 +98,10 @@ def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor | Quantize
     assert 0 <= start <= start + num_rows <= packed.out_features
     if isinstance(weight, QuantizedWeight):
         assert weight.format == packed.format, (weight.format, packed.format)
-        if num_rows and in_features:
+        if num_rows and in_features and packed.format.kind in RANGE:
             low, high = RANGE[packed.format.kind]
             assert low <= int(weight.q.min()) <= int(weight.q.max()) <= high, packed.format
-        find("quantized_linear.write_rows", packed.backend)(packed, start, weight)
+        find(f"{op_of(packed.format)}.write_rows", packed.backend)(packed, start, weight)
     else:
         assert not packed.format.quantized, packed.format
         find("linear.write_rows", packed.backend)(packed, start, weight)
@@ -108,14 +115,20 @@ def write_bias(packed: PackedLinear, start: int, bias: torch.Tensor) -> None:
 
 def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
     """Return rows of the matrix, ``[len(ids), in_features]``: the embedding look-up of a tied output matrix."""
-    op = "quantized_linear.read_rows" if packed.format.quantized else "linear.read_rows"
-    rows: torch.Tensor = find(op, packed.backend)(packed, ids)
+    rows: torch.Tensor = find(f"{op_of(packed.format)}.read_rows", packed.backend)(packed, ids)
     return rows
 
 
-def quantize_rows(x: torch.Tensor, group: int | None, *, backend: Backend = "reference") -> QuantizedRows:
-    """``x [num_tokens, in_features]`` as int8 for linears of that group (`WeightFormat.group`)."""
-    rows: QuantizedRows = find("quantize_rows", backend)(x, group)
+def op_of(format: WeightFormat) -> str:
+    """Return the op that multiplies with matrices of ``format``."""
+    return {"plain": "linear", "fp8": "fp8_linear"}.get(format.kind, "quantized_linear")
+
+
+def quantize_rows(
+    x: torch.Tensor, group: int | None, *, fp8: bool = False, backend: Backend = "reference"
+) -> QuantizedRows:
+    """``x [num_tokens, in_features]`` as int8, or fp8, for linears of that group (`WeightFormat.group`)."""
+    rows: QuantizedRows = find("quantize_rows_to_fp8" if fp8 else "quantize_rows", backend)(x, group)
     return rows
 
 
@@ -136,17 +149,20 @@ def linear(
         assert out.shape == (x.shape[0] if isinstance(x, torch.Tensor) else x.num_tokens, packed.out_features)
         assert out.dtype == (out_dtype or x.dtype), (out.dtype, out_dtype, x.dtype)
         assert out.stride(1) == 1, out.stride()
-    if not packed.reads_int8:
+    op = op_of(packed.format)
+    if not packed.reads_quantized:
         assert isinstance(x, torch.Tensor), "rows are quantized for weights that read them only"
-        op = "quantized_linear" if packed.format.quantized else "linear"
         y = find(op, packed.backend)(x, packed, out_dtype or x.dtype, out)
         return y
-    rows = quantize_rows(x, packed.format.group, backend=packed.backend) if isinstance(x, torch.Tensor) else x
+    rows = x
+    if isinstance(rows, torch.Tensor):
+        fp8 = packed.format.kind == "fp8"
+        rows = quantize_rows(rows, packed.format.group, fp8=fp8, backend=packed.backend)
     assert rows.in_features == packed.in_features, (rows.in_features, packed.in_features)
     assert rows.group == packed.format.group, (rows.group, packed.format)
     if out_dtype is not None:
         rows = replace(rows, dtype=out_dtype)
-    y = find("quantized_linear", packed.backend)(rows, packed, out)
+    y = find(op, packed.backend)(rows, packed, out)
     return y
 
 

@@ -35,7 +35,7 @@ def held(packed: PackedLinear, inner: int) -> Held:
         assert group is not None
         return Held(4, group, True, group, 2 * group)
     if group is None:
-        return Held(8, 1, False, inner, inner)
+        return Held(8, 1, False, inner, inner)  # int8, or fp8 with fp8 rows
     return Held(8, group, True, group, group)
 
 
@@ -46,11 +46,13 @@ def matmul(
     out: torch.Tensor | None,
     sizes: Sizes,
     *,
+    row_scale: torch.Tensor | None = None,
     programs: int = ENOUGH,
     fixed_splits: bool = False,
 ) -> torch.Tensor:
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``.
 
+    ``row_scale``: of fp8 rows, fp32 ``[num_tokens, groups]``.
     ``fixed_splits``: the number of splits depends on the matrix alone, as if there were one tile of rows.
     """
     if x.stride(1) != 1:
@@ -69,12 +71,13 @@ def matmul(
     target = y
     if splits > 1:
         target = torch.empty(splits, tokens, columns, dtype=torch.float32, device=x.device)
-    launch(x, x, packed, target, target.stride(-2), x, tokens, how, sizes, per_split, splits, None)
+    launch(x, x, packed, target, target.stride(-2), x, tokens, how, sizes, per_split, splits, None, row_scale)
     if splits > 1:
         block = min(1024, triton.next_power_of_2(columns))
         fold_splits[(tokens, triton.cdiv(columns, block))](
-            target, x if packed.scale is None else packed.scale, x if packed.bias is None else packed.bias, y,
-            y.stride(0), tokens, columns, splits, SCALED=how.kind < 16, BIAS=packed.bias is not None, COLUMNS=block,
+            target, x if packed.scale is None else packed.scale, x if packed.bias is None else packed.bias,
+            x if row_scale is None else row_scale, y, y.stride(0), tokens, columns, splits, SCALED=how.kind < 16,
+            ROW_SCALE=row_scale is not None and not how.per_group, BIAS=packed.bias is not None, COLUMNS=block,
             num_warps=4,
         )  # fmt: skip
     return y
@@ -93,6 +96,7 @@ def launch(
     steps_per_split: int,
     splits: int,
     experts: ExpertStrides | None,
+    row_scale: torch.Tensor | None = None,
 ) -> None:
     """One launch of the kernel; with ``experts``, ``tiles`` say which rows are whose and ``packed`` is expert 0."""
     column_tiles = triton.cdiv(packed.out_features, sizes["columns"])
@@ -103,8 +107,8 @@ def launch(
     matmul_tiles[(row_tiles * column_tiles, splits)](
         x, x.stride(0), row_index, packed.data, packed.data.stride(0), strides.data, scale, offset, strides.scale,
         x if packed.scale is None else packed.scale, strides.power, x if packed.bias is None else packed.bias,
-        strides.bias, out, out_stride, tiles, num_rows, packed.out_features, packed.in_features, steps_per_split,
-        KIND=how.kind, GROUP=how.group, PER_GROUP=how.per_group, OFFSET=packed.offset is not None,
+        strides.bias, x if row_scale is None else row_scale, out, out_stride, tiles, num_rows, packed.out_features, packed.in_features, steps_per_split,
+        KIND=how.kind, ROW_SCALE=row_scale is not None, GROUP=how.group, PER_GROUP=how.per_group, OFFSET=packed.offset is not None,
         BIAS=packed.bias is not None and splits == 1, GROUPED=experts is not None, SPLIT=splits > 1,
         ROWS=sizes["rows"], COLUMNS=sizes["columns"], INNER=how.inner, TOGETHER=8,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=sizes["warps"], num_stages=sizes["stages"],

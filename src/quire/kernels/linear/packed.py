@@ -10,7 +10,7 @@ from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import GPU_KERNELS, Backend
 from quire.weight_format import PLAIN, WeightFormat
 
-RANGE = {"int8": (-128, 127), "int4": (-8, 7)}
+RANGE = {"int8": (-128, 127), "int4": (-8, 7)}  # of integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class QuantizedWeight:
     """
 
     format: WeightFormat
-    q: torch.Tensor  # int8 [out, in]: −127 … 127, or −8 … 7 for int4
+    q: torch.Tensor  # int8 [out, in]: −127 … 127, or −8 … 7 for int4; fp8: float8_e4m3fn
     scale: torch.Tensor  # fp32 [out, in / group]
     offset: torch.Tensor | None = None  # fp32, the same shape; present where format.has_offset
 
     def __post_init__(self) -> None:
         assert self.format.quantized
-        assert self.q.dtype == torch.int8, self.q.dtype
+        assert self.q.dtype == (torch.float8_e4m3fn if self.format.kind == "fp8" else torch.int8), self.q.dtype
         expected = (self.q.shape[0], num_groups(self.q.shape[1], self.format.group))
         assert self.scale.shape == expected, (self.scale.shape, expected)
         assert (self.offset is not None) == self.format.has_offset
@@ -54,12 +54,12 @@ class PackedLinear:
     dtype: torch.dtype = torch.float32  # of what `read_rows` returns: the model's
     scale: torch.Tensor | None = None  # fp32
     offset: torch.Tensor | None = None  # fp32
-    group_scale: torch.Tensor | None = None  # fp16, of GPU kernels
+    group_scale: torch.Tensor | None = None  # fp16, of GPU kernels; fp32 with fp8
 
     @property
-    def reads_int8(self) -> bool:
-        """Whether it multiplies `QuantizedRows`; a GPU multiplies quantized weights with plain rows."""
-        return self.format.quantized and self.backend not in GPU_KERNELS
+    def reads_quantized(self) -> bool:
+        """Whether it multiplies `QuantizedRows`; a GPU multiplies integer weights with plain rows."""
+        return self.format.quantized and (self.format.kind == "fp8" or self.backend not in GPU_KERNELS)
 
 
 def stacked(one: PackedLinear, count: int) -> list[PackedLinear]:

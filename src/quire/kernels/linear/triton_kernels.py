@@ -1,4 +1,4 @@
-"""The matrix product of the GPU's own linears: plain, int8 or int4 weights, one matrix or one an expert.
+"""The matrix product of the GPU's own linears: plain, int8, int4 or fp8 weights, one matrix or one an expert.
 
     y[m, n] = Σ_k x[m, k] · w[n, k]        w = power[n] · (scale[g, n] · q[n, k] + offset[g, n]),  g = k // group
 
@@ -16,15 +16,16 @@ import triton.language as tl
 @triton.jit
 def matmul_tiles(
     x, x_stride, row_index, w, w_stride, w_expert_stride, scale, offset, scale_expert_stride,
-    power, power_expert_stride, bias, bias_expert_stride, out, out_stride, tiles, num_rows, num_columns, num_inner,
+    power, power_expert_stride, bias, bias_expert_stride, row_scale, out, out_stride, tiles, num_rows, num_columns, num_inner,
     steps_per_split,
-    KIND: tl.constexpr, GROUP: tl.constexpr, PER_GROUP: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, ROW_SCALE: tl.constexpr, GROUP: tl.constexpr, PER_GROUP: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
     GROUPED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     TOGETHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows and columns, split). KIND: bits of a weight; 16 is x's own type.
 
     GROUPED: ``tiles [num_tiles, 3]`` are (expert, first row, end row), rows of x are taken by ``row_index``.
+    ROW_SCALE: x and w are fp8, and ``row_scale [rows of x]`` (PER_GROUP: ``[rows of x, groups]``) multiplies the sums.
     SPLIT: fp32 ``[splits, num_rows, num_columns]`` goes out, without power and bias. int4 bytes hold input j of an even
     group in the low half and of the next group in the high half, so that nothing is shuffled.
     """
@@ -90,12 +91,20 @@ def matmul_tiles(
                 x_row[:, None] + k[None, :], mask=row_used[:, None] & (k < num_inner)[None, :], other=0.0
             )
             w_tile = tl.load(
-                w_column[None, :] + k[:, None], mask=column_used[None, :] & (k < num_inner)[:, None], other=0
+                w_column[None, :] + k[:, None], mask=column_used[None, :] & (k < num_inner)[:, None], other=0.0
             ).to(x_tile.dtype)
-            dot = tl.dot(x_tile, w_tile, input_precision=PRECISION)
+            if ROW_SCALE:  # Hopper adds fp8 products in 14 bits, so their sums go to fp32 every 64
+                dot = tl.dot(x_tile, w_tile, max_num_imprecise_acc=64)
+            else:
+                dot = tl.dot(x_tile, w_tile, input_precision=PRECISION)
             if PER_GROUP:
                 group = (step * INNER // GROUP) * num_columns + column
                 group_mask = column_used & (step * INNER < num_inner)
+                if ROW_SCALE:
+                    in_row = tl.cdiv(num_inner, GROUP)
+                    of_rows = row_scale + source.to(tl.int64) * in_row + step * INNER // GROUP
+                    there = row_used & (step * INNER < num_inner)
+                    dot *= tl.load(of_rows, mask=there, other=0.0)[:, None]
                 acc += dot * tl.load(scale + group, mask=group_mask, other=0.0).to(tl.float32)[None, :]
                 if OFFSET:
                     sums = tl.sum(x_tile.to(tl.float32), 1)
@@ -118,6 +127,8 @@ def matmul_tiles(
             acc += row_sums[:, None] * tl.load(offset + column, mask=column_used, other=0.0)[None, :]
         if KIND < 16:
             acc *= tl.load(power + column, mask=column_used, other=0.0)[None, :]
+        if ROW_SCALE and not PER_GROUP:
+            acc *= tl.load(row_scale + source, mask=row_used, other=0.0)[:, None]
         if BIAS:
             acc += tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)[None, :]
         target = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
@@ -126,8 +137,8 @@ def matmul_tiles(
 
 @triton.jit
 def fold_splits(
-    parts, power, bias, out, out_stride, num_rows, num_columns, splits,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr,
+    parts, power, bias, row_scale, out, out_stride, num_rows, num_columns, splits,
+    SCALED: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, columns): the splits of k in order, then power and bias."""
     row = tl.program_id(0).to(tl.int64)
@@ -138,6 +149,23 @@ def fold_splits(
         acc += tl.load(parts + (split * num_rows + row) * num_columns + column, mask=mask, other=0.0)
     if SCALED:
         acc *= tl.load(power + column, mask=mask, other=0.0)
+    if ROW_SCALE:
+        acc *= tl.load(row_scale + row)
     if BIAS:
         acc += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * out_stride + column, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rows_to_fp8(x, x_stride, q, scale, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, group): the largest magnitude of its inputs becomes 448. q is ``[rows, size]``."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    inner = tl.arange(0, BLOCK)
+    column = group * GROUP + inner
+    mask = (inner < GROUP) & (column < size)
+    values = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), 0)
+    used = largest >= 2.0**-100  # as `fp8_reference`; beyond, 448 / largest is no number
+    tl.store(scale + row * tl.num_programs(1) + group, tl.where(used, tl.div_rn(largest, 448.0), 0.0))
+    inverse = tl.where(used, tl.div_rn(448.0, tl.where(used, largest, 1.0)), 0.0)
+    tl.store(q + row * size + column, (values * inverse).to(q.dtype.element_ty), mask=mask)

@@ -13,6 +13,7 @@ import triton
 
 from quire.kernels.activation.triton import gated
 from quire.kernels.block_sizes import Sizes, block_sizes
+from quire.kernels.linear.fp8_triton import quantize_rows
 from quire.kernels.linear.matmul import ExpertStrides, held, launch
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.moe.stack import ExpertStack
@@ -92,9 +93,13 @@ def _grouped(
     """Row i is ``x[row_index[i]]`` times the matrix of its tile's expert: ``[pairs, out_features]``."""
     one = matrices[0]
     out = torch.empty(pairs, one.out_features, dtype=x.dtype, device=x.device)
+    row_scale = None
+    if one.format.kind == "fp8":
+        rows = quantize_rows(x, one.format.group)
+        x, row_scale = rows.q, rows.scale
     how = held(one, sizes["inner"])
     steps = triton.cdiv(one.in_features, how.step)
-    launch(x, row_index, one, out, out.stride(0), tiles, pairs, how, sizes, steps, 1, strides_of(matrices))
+    launch(x, row_index, one, out, out.stride(0), tiles, pairs, how, sizes, steps, 1, strides_of(matrices), row_scale)
     return out
 
 

@@ -11,7 +11,7 @@ from quire.kernels.norm import native, reference  # noqa: F401  registers both
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import Backend, find
 
-__all__ = ["add_rms_norm", "add_rms_norm_to_int8", "rms_norm", "rms_norm_to_int8"]
+__all__ = ["add_rms_norm", "add_rms_norm_to_fp8", "add_rms_norm_to_int8", "rms_norm", "rms_norm_to_int8"]
 
 
 def rms_norm(
@@ -60,3 +60,19 @@ def add_rms_norm_to_int8(
         x, residual, weight, eps, group
     )
     return y
+
+
+def add_rms_norm_to_fp8(
+    x: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    backend: Backend = "reference",
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """The norm of residual + x as fp8 rows with a scale each, and the sum; x None is nothing to add."""
+    rows, scale, total = find("add_rms_norm_to_fp8", backend)(
+        *((residual, None) if x is None else (x, residual)), weight, eps
+    )
+    no_sums = scale.new_empty(len(scale), 0, dtype=torch.int32)
+    return QuantizedRows(rows, scale.unsqueeze(1), no_sums, rows.shape[1], None, residual.dtype), total

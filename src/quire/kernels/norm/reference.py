@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels.linear.fp8_reference import quantize_rows as quantize_rows_to_fp8
 from quire.kernels.linear.quantized_reference import quantize_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import register
@@ -54,9 +55,5 @@ def add_rms_norm_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The norm as fp8 rows with a scale each: (``[num_tokens, size]``, fp32 ``[num_tokens]``, residual + x)."""
     total = x if residual is None else residual + x
-    normed = rms_norm(total, weight, eps).float()
-    largest = normed.abs().amax(-1)
-    limit = torch.full_like(largest, 448.0)  # of float8_e4m3fn
-    inverse = torch.where(largest > 0, limit / largest, 0.0)
-    rows = (normed * inverse.unsqueeze(-1)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return rows, largest / 448.0, total
+    rows = quantize_rows_to_fp8(rms_norm(total, weight, eps), None)
+    return rows.q, rows.scale.squeeze(1), total

@@ -31,7 +31,7 @@ def normalize(
     if FP8:
         values = values.to(x.dtype.element_ty).to(tl.float32)  # as the norm alone would write it
         largest = tl.max(tl.abs(values), 0)
-        tl.store(scales + token, tl.div_rn(largest, 448.0))
-        inverse = tl.where(largest > 0.0, tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0)), 0.0)
-        values = tl.minimum(tl.maximum(values * inverse, -448.0), 448.0)
+        used = largest >= 2.0**-100  # as `linear.fp8_reference`
+        tl.store(scales + token, tl.where(used, tl.div_rn(largest, 448.0), 0.0))
+        values *= tl.where(used, tl.div_rn(448.0, tl.where(used, largest, 1.0)), 0.0)
     tl.store(y + place, values.to(y.dtype.element_ty), mask=mask)
