@@ -14,6 +14,7 @@ from quire.config import DeviceInfo, EngineConfig
 from quire.errors import ConfigError
 from quire.gpu import GpuInfo, find_gpu, gpu_problem
 from quire.resolve import resolve
+from quire.weight_format import WeightFormat
 
 H200 = GpuInfo("NVIDIA H200", (9, 0), 12_080, 141 << 30, 140 << 30, 132)
 
@@ -132,6 +133,7 @@ def test_the_cache_takes_what_is_left() -> None:
         (GPU, {"gpu_memory": "9GiB"}, "gpu_memory = 9.00 GiB is more than the 8.00 GiB"),
         (CPU, {"gpu_memory": "1GiB"}, "gpu_memory = '1GiB' is for a GPU"),
         (GPU, {"cpu_isa": "avx2"}, "cpu_isa = 'avx2' is for a CPU"),
+        (CPU, {"quantize": "fp8"}, "need a GPU of compute capability 8.9"),
         (CPU, {"kv_dtype": "fp8"}, "needs a GPU of compute capability 8.9"),
         (replace(GPU, capability=(8, 0)), {"kv_dtype": "fp8"}, "needs a GPU of compute capability 8.9"),
     ],
@@ -139,3 +141,19 @@ def test_the_cache_takes_what_is_left() -> None:
 def test_settings_that_do_not_fit(device: DeviceInfo, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
         resolved(device, **settings)
+
+
+def test_fp8_weights_are_held_where_they_can_be_multiplied() -> None:
+    """Else expanded, and said so; int8 of them may be asked for instead."""
+    name = "layers.0.mlp.up.weight"
+    stored = {name: WeightFormat("fp8")}
+    on_gpu = resolve(EngineArgs(), llama(), GPU, stored=stored)
+    assert on_gpu.model.formats == stored
+    for device in (CPU, replace(GPU, capability=(8, 0))):
+        elsewhere = resolve(EngineArgs(), llama(), device, stored=stored)
+        assert elsewhere.model.formats == {}
+        assert "1 fp8 weights expanded to" in elsewhere.model.remarks[0]
+        asked = resolve(EngineArgs(quantize="int8"), llama(), device, stored=stored)
+        assert asked.model.formats[name] == WeightFormat("int8")
+    with pytest.raises(ConfigError, match="quantized already"):
+        resolve(EngineArgs(quantize="int8"), llama(), GPU, stored=stored)

@@ -76,7 +76,8 @@ def resolve(
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
     dtype = _dtype(args.dtype, spec)
-    plan = plan_weights(spec, stored or {}, args.quantize, args.quantize_head)
+    stored, remarks = _without_fp8(args, stored or {}, dtype, device)
+    plan = plan_weights(spec, stored, args.quantize, args.quantize_head)
     lora = _lora(args, tuple(adapters), device)
     weights = spec.weight_bytes(dtype, plan.formats) + _slot_bytes(lora, spec, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
@@ -99,7 +100,7 @@ def resolve(
             seed=args.seed,
             tokenizer=tokenizer,
             formats=plan.formats,
-            remarks=plan.remarks,
+            remarks=(*remarks, *plan.remarks),
         ),
         kv_layout=layout,
         cache=CacheConfig(
@@ -151,6 +152,23 @@ def _dtype(asked: str, spec: ModelSpec) -> str:
     return (
         "bfloat16" if dtype == "float16" else dtype
     )  # a CPU has no fast float16; the range of bfloat16 holds it
+
+
+def _without_fp8(
+    args: EngineArgs, stored: Mapping[str, WeightFormat], dtype: str, device: DeviceInfo
+) -> tuple[Mapping[str, WeightFormat], tuple[str, ...]]:
+    """What is ``stored``, less fp8 on a device that multiplies no fp8: such weights are expanded, and said so."""
+    needs = f"fp8 weights need a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more"
+    if device.capability >= FP8_CAPABILITY:
+        return stored, ()
+    for name in ("quantize", "quantize_head"):
+        if getattr(args, name) == "fp8":
+            raise ConfigError(f"{name} = 'fp8': {needs}, and {device.name} has none: 'int8' takes the same bytes")
+    kept = {name: held for name, held in stored.items() if held.kind != "fp8"}
+    if len(kept) == len(stored):
+        return stored, ()
+    count = len(stored) - len(kept)
+    return kept, (f"{count} fp8 weights expanded to {dtype}: {needs}; --quantize int8 takes the bytes of fp8",)
 
 
 def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo) -> str:

@@ -178,7 +178,7 @@ def test_granite_multipliers() -> None:
         ("Llama-3.1-8B", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ("gemma-3-1b-it", {"vision_config": {"hidden_size": 1}}, "vision_config"),
         ("Llama-3.1-8B", {"quantization_config": {"quant_method": "aqlm"}}, "aqlm"),
-        ("gpt-oss-20b", {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "fp6"}}, "fp6"),
         ("Mixtral-8x7B", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "mrope"),
         ("Llama-3.1-8B", {"hidden_act": "relu2"}, "relu2"),

@@ -121,6 +121,22 @@ def int8(drawn: Drawn) -> Written:
     return Written({"weight": (drawn.q - 128).astype(np.int8), "weight_scale": drawn.scale}, drawn.weight)
 
 
+def fp8(rng: np.random.Generator, shape: tuple[int, int], scale: tuple[int, ...], name: str) -> Written:
+    """e4m3 numbers as their bits (`as_fp8` gives them their type) and scales of shape ``scale``, one a block."""
+    q = torch.from_numpy(rng.standard_normal(shape) * 100).to(torch.float8_e4m3fn)
+    scales = rng.uniform(1e-3, 2e-3, scale).astype(np.float32)
+    blocks = scales.reshape(scales.shape if scales.ndim == 2 else (-1, 1))
+    if len(scale) == 2 and scale[1] > 1 or scale == (-(-shape[0] // 128), 1):
+        blocks = blocks.repeat(128, 0)[: shape[0]].repeat(128, 1)[:, : shape[1]]
+    return Written({"weight": q.view(torch.uint8).numpy(), name: scales}, q.float().numpy() * blocks)
+
+
+def as_fp8(stored: dict[str, torch.Tensor]) -> None:
+    for name, tensor in stored.items():
+        if tensor.dtype == torch.uint8:
+            stored[name] = tensor.view(torch.float8_e4m3fn)
+
+
 @dataclass
 class Made:
     """A quantized checkpoint and the plain one that means the same."""
@@ -140,18 +156,18 @@ def make(
     **config: Any,
 ) -> Made:
     """Write ``folder/quantized`` and ``folder/plain``; ``change`` may spoil the tensors of the quantized one."""
-    rng = np.random.default_rng(seed)
+    rng, hidden = np.random.default_rng(seed), CONFIG["hidden_size"]
     made = Made(folder / "quantized", folder / "plain")
     shared = {
-        "model.embed_tokens.weight": rng.standard_normal((96, 64)),
-        "lm_head.weight": rng.standard_normal((96, 64)) * 0.3,
-        "model.norm.weight": rng.uniform(0.5, 1.5, 64),
+        "model.embed_tokens.weight": rng.standard_normal((96, hidden)),
+        "lm_head.weight": rng.standard_normal((96, hidden)) * 0.3,
+        "model.norm.weight": rng.uniform(0.5, 1.5, hidden),
     }
     quantized: dict[str, np.ndarray] = {}
     for layer in range(CONFIG["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            shared[f"{prefix}{norm}.weight"] = rng.uniform(0.5, 1.5, 64)
+            shared[f"{prefix}{norm}.weight"] = rng.uniform(0.5, 1.5, hidden)
         for name, shape in LINEARS.items():
             written = write(rng, shape)
             made.weights[f"{prefix}{name}.weight"] = written.weight

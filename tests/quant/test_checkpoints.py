@@ -87,6 +87,50 @@ def test_weights_equal_the_plain_model(name: str, tmp_path: Path) -> None:
     assert matrices["layers.0.attn.k.weight"].format == expected_format
 
 
+def fp8_ct_config(strategy: str) -> dict[str, Any]:
+    config = ct_config("float-quantized", 8, None, type="float", strategy=strategy)
+    a = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+    config["config_groups"]["group_0"]["input_activations"] = a
+    return config
+
+
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8: dict[str, tuple[Callable[[tuple[int, int]], tuple[int, ...]], str, dict[str, Any], int | None]] = {
+    "ct-channel": (lambda s: (s[0], 1), "weight_scale", fp8_ct_config("channel"), None),
+    "ct-tensor": (lambda s: (1,), "weight_scale", fp8_ct_config("tensor"), None),
+    "tensor": (lambda s: (), "weight_scale", {"quant_method": "fp8", "activation_scheme": "dynamic"}, None),
+    "blocks": (lambda s: (-(-s[0] // 128), s[1] // 128), "weight_scale_inv", BLOCKS, 128),
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held as it is stored for a GPU; k has fewer rows than a block."""
+    scales, suffix, config, group = FP8[name]
+    for key, value in (("hidden_size", 256), ("intermediate_size", 384), ("num_key_value_heads", 1)):
+        monkeypatch.setitem(made_by.CONFIG, key, value)
+    for key, shape in made_by.LINEARS.items():
+        sizes = {64: 256, 160: 384, 32: 64}
+        monkeypatch.setitem(made_by.LINEARS, key, (sizes[shape[0]], sizes[shape[1]]))
+
+    def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
+        return made_by.fp8(rng, shape, scales(shape), suffix)
+
+    made = make(tmp_path, write, config, change=made_by.as_fp8)
+    plain, found = describe(made.plain), describe(made.quantized)
+    assert set(found.formats.values()) == {WeightFormat("fp8", group)}
+    expected = load_weights(model_config(plain.path, plain.spec), torch.float32)
+    expanded = load_weights(model_config(found.path, found.spec), torch.float32)
+    matrices = held(made)
+    assert len(matrices) == 2 * len(made_by.LINEARS)
+    for canonical, tensor in expected.items():
+        assert torch.equal(expanded[canonical], tensor), canonical  # type: ignore[arg-type]
+    for canonical, matrix in matrices.items():
+        assert torch.equal(matrix.expand(torch.float32), expanded[canonical]), canonical  # type: ignore[arg-type]
+        part = matrix.read(3, 40)
+        assert torch.equal(part.q.float(), matrix.read(0, matrix.shape[0]).q[3:40].float())
+
+
 def test_a_part_of_the_rows_is_decoded_alone(tmp_path: Path) -> None:
     """Ranges that begin and end within a word of eight outputs."""
     for name in ("awq-g32", "gptq-asym", "ct-int4-g32-asym"):
@@ -112,7 +156,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemv": (awq_config(32, version="gemv"), "version = 'gemv'"),
     "no zero points": (awq_config(32, zero_point=False), "zero_point = False"),
     "act order": (ct_config("pack-quantized", 4, 32, actorder="group"), "actorder = 'group'"),
-    "fp8": (ct_config("pack-quantized", 8, None, type="float"), "type = 'float'"),
+    "packed fp8": (ct_config("pack-quantized", 8, None, type="float"), "type = 'float'"),
+    "static activations": ({"quant_method": "fp8", "activation_scheme": "static"}, "activation_scheme = 'static'"),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
+    "other blocks": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size.*128, 128"),
     "a scale a tensor": (ct_config("int-quantized", 8, None, strategy="tensor"), "strategy = 'tensor'"),
     "marlin-24": (ct_config("marlin-24", 4, 32), "format = 'marlin-24'"),
     "frozen": (ct_config("pack-quantized", 4, 32) | {"quantization_status": "frozen"}, "'frozen'"),

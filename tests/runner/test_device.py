@@ -22,6 +22,7 @@ from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.runner import graphs
 from quire.runner.device_runner import DeviceRunner
 from quire.scheduler.scheduler import Scheduler
+from quire.weight_plan import plan_weights
 
 pytestmark = [WARNINGS, pytest.mark.gpu if DEVICE.type == "cuda" else pytest.mark.triton_interpret]
 SPECS = {**ALL_SPECS, "llama": llama(1)}  # one layer: a step of it takes a tenth of a second
@@ -88,6 +89,33 @@ def test_tokens_are_those_of_the_cpu(name: str, kernels: str, sampling: Sampling
     asked = requests(3, sampling, length=20)
     expected = generate(engine_config(SPECS[name]), asked, together=1, executor=LocalExecutor)
     assert generate(device_config(name, kernels), asked, together=3) == expected
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in SPECS]
+)
+def test_fp8_weights_give_the_logits_of_the_reference(name: str) -> None:
+    """Nearly: where sums round otherwise a number may become its neighbour in fp8, a sixteenth away."""
+    asked = requests(2, replace(GREEDY, max_tokens=1), length=20)
+    formats = plan_weights(SPECS[name], {}, "fp8", None).formats
+    seen: list[list[torch.Tensor]] = []
+    for executor, config in (
+        (LocalExecutor, engine_config(SPECS[name])),
+        (DeviceExecutor, device_config(name, "triton")),
+    ):
+        rows: list[torch.Tensor] = []
+
+        class Observed(executor):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: object, **named: object) -> None:
+                super().__init__(*args, **named)
+                self.worker.runner.observe_logits = lambda seq_id, position, row: rows.append(row.clone())  # noqa: B023
+
+        generate(
+            replace(config, model=replace(config.model, formats=formats)), asked, together=1, executor=Observed
+        )
+        seen.append(rows)
+    for expected, row in zip(*seen, strict=True):
+        assert (row - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 @pytest.mark.slow

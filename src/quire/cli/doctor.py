@@ -65,9 +65,9 @@ def gpu() -> str:
     free = f"{found.memory_available_bytes / 2**30:.1f} of {found.memory_total_bytes / 2**30:.1f} GiB free"
     capability = ".".join(map(str, found.capability))
     fp8 = (
-        ""
+        "; fp8 weights and KV cache"
         if found.capability >= FP8_CAPABILITY
-        else "; no fp8 KV cache (that needs 8.9), int8 takes the same bytes"
+        else "; no fp8 weights or KV cache (they need 8.9), int8 takes the same bytes"
     )
     missing = "" if _version("triton") != "missing" else "; Triton is missing: install torch with CUDA"
     return f"{found.name}, compute capability {capability}, {free}: used with --device auto{fp8}{missing}"

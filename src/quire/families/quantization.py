@@ -2,7 +2,9 @@
 
 Read strictly: every key is honoured, known to change no number (`_HARMLESS`), or refused by name. Torch-free.
 
-    compressed-tensors   pack-quantized (int4 or int8 in int32) and int-quantized (W8A8), by target and ignore list
+    compressed-tensors   pack-quantized (int4 or int8 in int32), int-quantized and float-quantized (W8A8), by target and
+                         ignore list
+    fp8                  e4m3 with a scale a tensor or a block of 128 x 128 (DeepSeek-V3, Qwen3), dynamic activations
     awq                  AutoAWQ's "gemm" layout, 4 bits
     gptq                 AutoGPTQ's and GPTQModel's layout, 4 or 8 bits
 """
@@ -16,8 +18,9 @@ from typing import Literal
 from quire.errors import UnsupportedModelError
 from quire.families.fields import Fields
 
-Encoding = Literal["packed", "int8", "awq", "gptq"]
-METHODS = ("compressed-tensors", "awq", "gptq")
+Encoding = Literal["packed", "int8", "awq", "gptq", "fp8", "fp8_inverse"]  # the last: weight_scale_inv
+METHODS = ("compressed-tensors", "awq", "gptq", "fp8")
+BLOCK = 128  # inputs and outputs of a block of fp8 numbers with one scale
 _HARMLESS = {  # how the weights were found, or hints for other engines' kernels
     "compressed-tensors": {"global_compression_ratio", "version", "quantization_status"},
     "awq": {"backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"},
@@ -28,6 +31,7 @@ _HARMLESS = {  # how the weights were found, or hints for other engines' kernels
         "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id", "disable_exllama", "mse",
         "backend", "act_group_aware", "lm_head", "desc_act",
     },
+    "fp8": {"scale_fmt"},  # what the scales may be; they are stored as numbers
 }  # fmt: skip
 _WEIGHT_KEYS = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder", "block_structure",
                 "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}  # fmt: skip
@@ -35,7 +39,7 @@ _WEIGHT_KEYS = {"num_bits", "type", "symmetric", "strategy", "group_size", "dyna
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one linear is stored. ``group`` None: one scale an output feature."""
+    """How one linear is stored. ``group`` None: one scale an output feature; fp8: or a matrix."""
 
     encoding: Encoding
     bits: int
@@ -82,7 +86,7 @@ def read_quantization(f: Fields, *, others: tuple[str, ...] = ()) -> Quantizatio
             f"{f.where}: weights quantized by {method!r} (quantization_config.quant_method) are not supported; "
             f"supported are {', '.join(METHODS)}, mxfp4 for gpt-oss, GGUF files, and plain weights with --quantize."
         )
-    read = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}[method]
+    read = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8}[method]
     known, result = read(q)
     _refuse_unknown(q, known | _HARMLESS[method] | {"quant_method"})
     return result
@@ -139,6 +143,19 @@ def _gptq(f: Fields) -> tuple[set[str], Quantization]:
     return known, Quantization((("Linear", scheme),))
 
 
+def _fp8(f: Fields) -> tuple[set[str], Quantization]:
+    f.refuse("fmt", unless=("e4m3",), why="float8_e4m3fn is read")
+    f.refuse("activation_scheme", unless=("dynamic",), why="activations are scaled as they come, by token")
+    block = f.items("weight_block_size")
+    if block and list(block) != [BLOCK, BLOCK]:
+        raise f.wrong("weight_block_size", f"[{BLOCK}, {BLOCK}]")
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        f.items(key)  # which modules are plain is seen in the checkpoint
+    known = {"fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"}
+    scheme = Scheme("fp8_inverse" if block else "fp8", 8, BLOCK if block else None, symmetric=True)
+    return known, Quantization((("Linear", scheme),))
+
+
 def _compressed_tensors(f: Fields) -> tuple[set[str], Quantization]:
     f.refuse("quantization_status", unless=("compressed",), why="the weights must be stored quantized")
     f.refuse("kv_cache_scheme", unless=(), why="the KV cache is not quantized")
@@ -173,9 +190,10 @@ def _compressed_tensors(f: Fields) -> tuple[set[str], Quantization]:
 
 def _group_scheme(f: Fields, top: str) -> Scheme:
     form = f.text("format", top)
-    if form not in ("pack-quantized", "int-quantized"):
+    forms = ("pack-quantized", "int-quantized", "float-quantized")
+    if form not in forms:
         raise UnsupportedModelError(
-            f"{f.where}: format = {form!r} is not supported; it must be 'pack-quantized' or 'int-quantized'."
+            f"{f.where}: format = {form!r} is not supported; it must be one of {', '.join(forms)}."
         )
     _refuse_unknown(f, {"targets", "weights", "input_activations", "output_activations", "format"})
     f.refuse("output_activations", unless=(), why="outputs of linears are not quantized")
@@ -183,8 +201,11 @@ def _group_scheme(f: Fields, top: str) -> Scheme:
     if w is None:
         raise f.wrong("weights", "an object")
     _refuse_unknown(w, _WEIGHT_KEYS)
-    w.refuse("type", unless=("int",), why="fp8 and fp4 are not read")
+    fp8 = form == "float-quantized"
+    w.refuse("type", unless=("float",) if fp8 else ("int",), why=f"the format is {form}; fp4 is not read")
     w.refuse("dynamic", unless=(False,), why="weights have stored scales")
+    if fp8:
+        return _float_scheme(f, w)
     w.refuse("block_structure", unless=(), why="scales are a row's or a group's")
     w.refuse("actorder", unless=(False, "weight", "static"), why="groups must be consecutive inputs")
     bits = _bits(w, "num_bits", (4, 8) if form == "pack-quantized" else (8,))
@@ -199,17 +220,32 @@ def _group_scheme(f: Fields, top: str) -> Scheme:
     return Scheme("packed" if form == "pack-quantized" else "int8", bits, group, w.flag("symmetric", True))
 
 
-def _activations(f: Fields) -> None:
-    """Absent, or what the kernels do: int8, a scale a token, found as it runs."""
+def _float_scheme(f: Fields, w: Fields) -> Scheme:
+    """8-bit floats with a scale a matrix, an output feature or a block."""
+    _bits(w, "num_bits", (8,))
+    strategy = w.text("strategy", "channel")
+    blocks = strategy == "block"
+    w.refuse("strategy", unless=("tensor", "channel", "block"), why="fp8 has a scale for each of these")
+    w.refuse("symmetric", unless=(True,), why="fp8 has no zero points")
+    if blocks and list(w.items("block_structure")) != [BLOCK, BLOCK]:
+        raise w.wrong("block_structure", f"[{BLOCK}, {BLOCK}]")
+    _activations(f, "float", ("group",) if blocks else ("token",))
+    return Scheme("fp8", 8, BLOCK if blocks else None, symmetric=True)
+
+
+def _activations(f: Fields, kind: str = "int", strategies: tuple[str, ...] = ("token",)) -> None:
+    """Absent, or what the kernels do: 8 bits, a scale a token (and group), found as it runs."""
     a = f.nested("input_activations")
     if a is None:
         return
-    why = "activations are int8 with a scale for each token, found as it runs"
+    why = "activations have 8 bits and a scale for each token, found as it runs"
     _refuse_unknown(a, _WEIGHT_KEYS)
     a.refuse("num_bits", unless=(8,), why=why)
-    a.refuse("type", unless=("int",), why=why)
+    a.refuse("type", unless=(kind,), why=why)
     a.refuse("symmetric", unless=(True,), why=why)
-    a.refuse("strategy", unless=("token",), why=why)
+    a.refuse("strategy", unless=strategies, why=why)
+    if strategies == ("group",):
+        a.refuse("group_size", unless=(BLOCK,), why="it is the block's")
     a.refuse("dynamic", unless=(True,), why=why)
     if a.values.get("dynamic") is not True:
         raise a.wrong("dynamic", "true")

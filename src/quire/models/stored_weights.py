@@ -13,7 +13,7 @@ from quire.families.gguf_types import BLOCK_TYPES
 from quire.families.quantization import Scheme
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor
-from quire.models.weight_sources import Parts, Source
+from quire.models.weight_sources import FP8, Parts, Source
 from quire.quant.gguf_blocks import decode_rows
 from quire.quant.int32_words import AWQ_ORDER, exchange, unpack
 from quire.quant.stored import StoredMatrix, StoredStack, regroup
@@ -25,6 +25,7 @@ _TORCH = {
     "bfloat16": torch.bfloat16,
     "uint8": torch.uint8,
     "int8": torch.int8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
     "int32": torch.int32,
     "int64": torch.int64,
 }
@@ -91,6 +92,8 @@ def _open_parts(
     if scheme.symmetric and "zero" in tensors:
         _check_zeros(tensors.pop("zero"), scheme, names["zero"])
     decode = _int8_rows if scheme.encoding == "int8" else partial(_word_rows, scheme)
+    if scheme.encoding in FP8:
+        decode = partial(_fp8_rows, scheme)
     first = take.start
     last = out if take.stop is None else take.stop
 
@@ -142,6 +145,23 @@ def _int8_rows(
     q, scale = tensors["q"][low:high], tensors["scale"][low:high].float()
     offset = -scale * tensors["zero"][low:high].float() if "zero" in tensors else None
     return regroup(QuantizedWeight(held, q, scale, offset), held)
+
+
+def _fp8_rows(
+    scheme: Scheme,
+    tensors: Mapping[str, torch.Tensor],
+    held: WeightFormat,
+    low: int,
+    high: int,
+    in_features: int,
+) -> QuantizedWeight:
+    """A block's scale becomes that of each of its rows, a matrix' scale too."""
+    scale = tensors["scale"].float()
+    rows = torch.arange(low, high)
+    if scheme.group is not None:
+        return QuantizedWeight(held, tensors["q"][low:high], scale[rows // scheme.group])
+    each = scale.expand(1) if scale.dim() == 0 else scale.flatten()
+    return QuantizedWeight(held, tensors["q"][low:high], each[rows % len(each)].unsqueeze(1))
 
 
 def _check_index(index: torch.Tensor, scheme: Scheme, name: str) -> None:

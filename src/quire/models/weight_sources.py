@@ -22,6 +22,8 @@ from quire.weight_plan import role_of
 
 Tensors = Mapping[str, StoredTensor]
 Parts = Mapping[str, str]  # part of a quantized matrix ("q", "scale", "zero", "index") → stored name
+FP8 = ("fp8", "fp8_inverse")  # encodings
+_TYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_inverse": "float8_e4m3fn"}  # of weights, where not in int32 words
 FLOATS = ("float32", "float16", "bfloat16")
 # What follows the module's name, by encoding; "index" and "shape" may be absent.
 _PARTS: Mapping[str, Parts] = {
@@ -29,6 +31,8 @@ _PARTS: Mapping[str, Parts] = {
     "awq": {"q": "qweight", "scale": "scales", "zero": "qzeros"},
     "packed": {"q": "weight_packed", "scale": "weight_scale", "zero": "weight_zero_point",
                "index": "weight_g_idx", "shape": "weight_shape"},
+    "fp8": {"q": "weight", "scale": "weight_scale"},
+    "fp8_inverse": {"q": "weight", "scale": "weight_scale_inv"},
     "int8": {"q": "weight", "scale": "weight_scale", "zero": "weight_zero_point"},
 }  # fmt: skip
 
@@ -111,11 +115,12 @@ def _scheme(take: Take, stored: Tensors, quantization: Quantization | None) -> S
     scheme = quantization.scheme_of(module)
     if scheme is None or f"{module}.{_PARTS[scheme.encoding]['q']}" not in stored:
         return None
-    if scheme.encoding == "int8" and f"{module}.weight_scale" not in stored:
+    dtype = _TYPES.get(scheme.encoding, "int32")
+    if dtype != "int32" and f"{module}.{_PARTS[scheme.encoding]['scale']}" not in stored:
         return None
-    if scheme.encoding == "int8" and stored[name].dtype != "int8":
+    if dtype != "int32" and stored[name].dtype != dtype:
         raise ModelLoadError(
-            f"{stored[name].file}: {name} is of type {stored[name].dtype}, and quantization_config says int8; "
+            f"{stored[name].file}: {name} is of type {stored[name].dtype}, and quantization_config says {dtype}; "
             "config.json and weights do not belong together."
         )
     if take.transpose or take.step != 1 or take.dim != 0:
@@ -138,7 +143,7 @@ def _parts(name: str, scheme: Scheme, stored: Tensors) -> Parts:
 
 
 def _held(take: Take, scheme: Scheme) -> WeightFormat:
-    kind: Kind = "int4" if scheme.bits == 4 else "int8"
+    kind: Kind = "fp8" if scheme.encoding in FP8 else "int4" if scheme.bits == 4 else "int8"
     held = held_as(kind, scheme.group, take.shape[1], has_offset=not scheme.symmetric)
     if held is None:
         raise UnsupportedModelError(
@@ -181,7 +186,11 @@ def _check_parts(take: Take, scheme: Scheme, parts: Parts, stored: Tensors) -> N
         shapes["zero"] = (-(-out // per_word), groups)
     else:
         shapes = {"q": (out, in_), "scale": (out, groups), "zero": (out, groups)}
-    integers = ("int8",) if scheme.encoding == "int8" else ("int32",)
+    if scheme.encoding in FP8:
+        found = stored[parts["scale"]].shape
+        whole = found if found in ((), (1,), (out,)) else (out, 1)  # of the matrix, or of its rows
+        shapes["scale"] = whole if scheme.group is None else (-(-out // scheme.group), -(-in_ // scheme.group))
+    integers = (_TYPES.get(scheme.encoding, "int32"),)
     types = {"scale": FLOATS, "bias": FLOATS, "index": ("int32", "int64"), "shape": ("int32", "int64")}
     for part, name in parts.items():
         _check(stored[name], name, shapes[part], types.get(part, integers))
