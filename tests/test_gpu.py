@@ -152,7 +152,7 @@ def test_fp8_weights_are_held_where_they_can_be_multiplied() -> None:
     for device in (CPU, replace(GPU, capability=(8, 0))):
         elsewhere = resolve(EngineArgs(), llama(), device, stored=stored)
         assert elsewhere.model.formats == {}
-        assert "1 fp8 weights expanded to" in elsewhere.model.remarks[0]
+        assert "1 fp8 weights read as" in elsewhere.model.remarks[0]
         asked = resolve(EngineArgs(quantize="int8"), llama(), device, stored=stored)
         assert asked.model.formats[name] == WeightFormat("int8")
     with pytest.raises(ConfigError, match="quantized already"):

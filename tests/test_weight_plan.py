@@ -66,7 +66,9 @@ def test_a_quantized_checkpoint_is_kept_or_expanded() -> None:
 
 @pytest.mark.parametrize("text", ["int3", "int4-g48", "int4-g16", "fp8-g64", "", "int8-32", "INT8"])
 def test_values_that_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"quantize = {text!r} must be one of none, int8, int4, fp8.*int4-g128"):
+    with pytest.raises(
+        ConfigError, match=f"quantize = {text!r} must be one of none, int8, int4, fp8.*int4-g128"
+    ):
         parse_format(text, name="quantize")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 
 from quire.adaptable import adapter_bytes
@@ -25,7 +26,7 @@ from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, row_bytes
 from quire.plan.split import Split
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
-from quire.weight_plan import plan_weights
+from quire.weight_plan import WeightPlan, plan_weights
 
 DEFAULT_LORA_RANK = 16
 KV_SHARE = 0.5  # of the available memory that the weights leave, when nothing is said
@@ -76,8 +77,7 @@ def resolve(
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
     dtype = _dtype(args.dtype, spec)
-    stored, remarks = _without_fp8(args, stored or {}, dtype, device)
-    plan = plan_weights(spec, stored, args.quantize, args.quantize_head)
+    plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters), device)
     weights = spec.weight_bytes(dtype, plan.formats) + _slot_bytes(lora, spec, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
@@ -100,7 +100,7 @@ def resolve(
             seed=args.seed,
             tokenizer=tokenizer,
             formats=plan.formats,
-            remarks=(*remarks, *plan.remarks),
+            remarks=plan.remarks,
         ),
         kv_layout=layout,
         cache=CacheConfig(
@@ -154,21 +154,24 @@ def _dtype(asked: str, spec: ModelSpec) -> str:
     )  # a CPU has no fast float16; the range of bfloat16 holds it
 
 
-def _without_fp8(
-    args: EngineArgs, stored: Mapping[str, WeightFormat], dtype: str, device: DeviceInfo
-) -> tuple[Mapping[str, WeightFormat], tuple[str, ...]]:
-    """What is ``stored``, less fp8 on a device that multiplies no fp8: such weights are expanded, and said so."""
+def _weights(
+    args: EngineArgs, spec: ModelSpec, stored: Mapping[str, WeightFormat], dtype: str, device: DeviceInfo
+) -> WeightPlan:
+    """How weights are held; stored fp8 is expanded, and said so, on a device that multiplies no fp8."""
     needs = f"fp8 weights need a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more"
-    if device.capability >= FP8_CAPABILITY:
-        return stored, ()
-    for name in ("quantize", "quantize_head"):
-        if getattr(args, name) == "fp8":
-            raise ConfigError(f"{name} = 'fp8': {needs}, and {device.name} has none: 'int8' takes the same bytes")
-    kept = {name: held for name, held in stored.items() if held.kind != "fp8"}
+    kept = stored
+    if device.capability < FP8_CAPABILITY:
+        for name in ("quantize", "quantize_head"):
+            if getattr(args, name) == "fp8":
+                raise ConfigError(
+                    f"{name} = 'fp8': {needs}, and {device.name} has none: 'int8' takes the same bytes"
+                )
+        kept = {name: held for name, held in stored.items() if held.kind != "fp8"}
+    plan = plan_weights(spec, kept, args.quantize, args.quantize_head)
     if len(kept) == len(stored):
-        return stored, ()
-    count = len(stored) - len(kept)
-    return kept, (f"{count} fp8 weights expanded to {dtype}: {needs}; --quantize int8 takes the bytes of fp8",)
+        return plan
+    remark = f"{len(stored) - len(kept)} fp8 weights read as {dtype}: {needs}; --quantize int8 takes the bytes of fp8"
+    return replace(plan, remarks=(remark, *plan.remarks))
 
 
 def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo) -> str:

@@ -80,7 +80,7 @@ def held_as(kind: Kind, group: int | None, in_features: int, *, has_offset: bool
 
 
 def parse_format(text: str, *, name: str) -> WeightFormat:
-    """Return the format of ``int8``, ``int4``, ``fp8``, ``int8-g32``, ``int4-g128`` … or ``none``; int4 alone is groups of 32.
+    """Return the format of ``int8``, ``int4``, ``fp8``, ``int4-g128`` … or ``none``; int4 alone has groups of 32.
 
     Raises:
         ConfigError: names the setting ``name``, the value and what is allowed.

@@ -126,7 +126,7 @@ def fp8(rng: np.random.Generator, shape: tuple[int, int], scale: tuple[int, ...]
     q = torch.from_numpy(rng.standard_normal(shape) * 100).to(torch.float8_e4m3fn)
     scales = rng.uniform(1e-3, 2e-3, scale).astype(np.float32)
     blocks = scales.reshape(scales.shape if scales.ndim == 2 else (-1, 1))
-    if len(scale) == 2 and scale[1] > 1 or scale == (-(-shape[0] // 128), 1):
+    if (len(scale) == 2 and scale[1] > 1) or scale == (-(-shape[0] // 128), 1):
         blocks = blocks.repeat(128, 0)[: shape[0]].repeat(128, 1)[:, : shape[1]]
     return Written({"weight": q.view(torch.uint8).numpy(), name: scales}, q.float().numpy() * blocks)
 

@@ -94,7 +94,12 @@ def fp8_ct_config(strategy: str) -> dict[str, Any]:
     return config
 
 
-BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 FP8: dict[str, tuple[Callable[[tuple[int, int]], tuple[int, ...]], str, dict[str, Any], int | None]] = {
     "ct-channel": (lambda s: (s[0], 1), "weight_scale", fp8_ct_config("channel"), None),
     "ct-tensor": (lambda s: (1,), "weight_scale", fp8_ct_config("tensor"), None),
@@ -157,7 +162,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no zero points": (awq_config(32, zero_point=False), "zero_point = False"),
     "act order": (ct_config("pack-quantized", 4, 32, actorder="group"), "actorder = 'group'"),
     "packed fp8": (ct_config("pack-quantized", 8, None, type="float"), "type = 'float'"),
-    "static activations": ({"quant_method": "fp8", "activation_scheme": "static"}, "activation_scheme = 'static'"),
+    "static activations": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        "activation_scheme = 'static'",
+    ),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
     "other blocks": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size.*128, 128"),
     "a scale a tensor": (ct_config("int-quantized", 8, None, strategy="tensor"), "strategy = 'tensor'"),

@@ -111,7 +111,10 @@ def test_fp8_weights_give_the_logits_of_the_reference(name: str) -> None:
                 self.worker.runner.observe_logits = lambda seq_id, position, row: rows.append(row.clone())  # noqa: B023
 
         generate(
-            replace(config, model=replace(config.model, formats=formats)), asked, together=1, executor=Observed
+            replace(config, model=replace(config.model, formats=formats)),
+            asked,
+            together=1,
+            executor=Observed,
         )
         seen.append(rows)
     for expected, row in zip(*seen, strict=True):

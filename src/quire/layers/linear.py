@@ -62,7 +62,9 @@ class Linear:
         """The format whose `QuantizedRows` it takes; PLAIN where it wants plain rows, as adapters do."""
         one = len(self.segments) == 1 and self.segments[0].reads_quantized and self.lora is None
         held = self.segments[0].format if one else PLAIN
-        return PLAIN if held.kind == "fp8" and held.group else held  # who writes fp8 rows knows one scale a row
+        return (
+            PLAIN if held.kind == "fp8" and held.group else held
+        )  # who writes fp8 rows knows one scale a row
 
     def add_slots(self, num_slots: int, max_rank: int) -> None:
         """Make room for adapters beside the weights. Before anybody asks what it `reads`."""

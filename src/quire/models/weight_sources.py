@@ -23,7 +23,11 @@ from quire.weight_plan import role_of
 Tensors = Mapping[str, StoredTensor]
 Parts = Mapping[str, str]  # part of a quantized matrix ("q", "scale", "zero", "index") → stored name
 FP8 = ("fp8", "fp8_inverse")  # encodings
-_TYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_inverse": "float8_e4m3fn"}  # of weights, where not in int32 words
+_TYPES = {
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "fp8_inverse": "float8_e4m3fn",
+}  # of weights, where not in int32 words
 FLOATS = ("float32", "float16", "bfloat16")
 # What follows the module's name, by encoding; "index" and "shape" may be absent.
 _PARTS: Mapping[str, Parts] = {
@@ -189,7 +193,9 @@ def _check_parts(take: Take, scheme: Scheme, parts: Parts, stored: Tensors) -> N
     if scheme.encoding in FP8:
         found = stored[parts["scale"]].shape
         whole = found if found in ((), (1,), (out,)) else (out, 1)  # of the matrix, or of its rows
-        shapes["scale"] = whole if scheme.group is None else (-(-out // scheme.group), -(-in_ // scheme.group))
+        shapes["scale"] = (
+            whole if scheme.group is None else (-(-out // scheme.group), -(-in_ // scheme.group))
+        )
     integers = (_TYPES.get(scheme.encoding, "int32"),)
     types = {"scale": FLOATS, "bias": FLOATS, "index": ("int32", "int64"), "shape": ("int32", "int64")}
     for part, name in parts.items():

@@ -25,7 +25,7 @@ SMALLEST = 2.0**-100  # a group whose largest weight is no larger is all zeros
 
 
 def quantize(weight: torch.Tensor, held: WeightFormat, *, backend: Backend = "reference") -> QuantizedWeight:
-    """``weight [out, in]`` → ``held``, which has no offset; the last group of a row may be short. fp8: a scale a row."""
+    """``weight [out, in]`` → ``held``, which has no offset; the last group may be short. fp8: a scale a row."""
     assert held.quantized
     assert not held.has_offset
     if held.kind == "fp8":

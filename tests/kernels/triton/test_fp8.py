@@ -30,7 +30,11 @@ from quire.weight_format import WeightFormat
 
 pytestmark = WARNINGS
 ROW, BLOCK = WeightFormat("fp8"), WeightFormat("fp8", 128)
-CASES = [cases.LinearCase(1, 48, 33, bias=True), cases.LinearCase(17, 384, 130), cases.LinearCase(70, 256, 64)]
+CASES = [
+    cases.LinearCase(1, 48, 33, bias=True),
+    cases.LinearCase(17, 384, 130),
+    cases.LinearCase(70, 256, 64),
+]
 SPLIT = cases.LinearCase(3, 2304, 40, bias=True)
 
 
@@ -149,5 +153,7 @@ def test_experts(format: WeightFormat, backend: Backend) -> None:
             up, down = (each[int(ids[row, j])] for each in plain)
             part = linear(gated(linear(x[row : row + 1], up), "silu"), down, out_dtype=torch.float32)
             oracle[row] += weights[row, j].double() * part[0].double()
-    y = experts(x.to(DEVICE), weights.to(DEVICE), ids.to(DEVICE), ExpertStack(*stacks, "silu"), backend=backend)
+    y = experts(
+        x.to(DEVICE), weights.to(DEVICE), ids.to(DEVICE), ExpertStack(*stacks, "silu"), backend=backend
+    )
     assert_close("experts", y.cpu(), oracle)

@@ -2,9 +2,9 @@
 
     y = Σ_g D[g] · s_x[g] · s_w[g] (+ bias), rounded once        D[g] = Σ q_x · q_w over the inputs of group g
 
-Rows are quantized as they come, a scale for each row, or for each row and group where weights have groups: the largest
-magnitude becomes 448 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; groups of 128 as in DeepSeek-V3). All is
-summed in fp64: a product of two e4m3 numbers has at most 8 bits, so every D is exact, in any order.
+Rows are quantized as they come, a scale for each row, or for each row and group where weights have groups: the
+largest magnitude becomes 448 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; groups of 128 as in
+DeepSeek-V3). Sums are in fp64: a product of two e4m3 numbers has at most 8 bits, so every D is exact, in any order.
 """
 
 from __future__ import annotations

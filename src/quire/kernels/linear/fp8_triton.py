@@ -1,8 +1,8 @@
 """Linears with fp8 weights of a GPU: rows become fp8 as they come, and fp8 is multiplied with fp8 (W8A8).
 
-Data is ``[out, in]``. With a scale a feature the product is `torch._scaled_mm` (cuBLAS, CUTLASS) where the GPU has it for
-scales by row and column, else the tiles of `triton_kernels`; with groups, the blocks of 128 x 128 of DeepSeek-V3, always the
-tiles: sums of 128 inputs times both scales are added in fp32. A block's scale is held for each of its rows.
+Data is ``[out, in]``. With a scale a feature the product is `torch._scaled_mm` (cuBLAS, CUTLASS) where the GPU has it
+for scales by row and column, else the tiles of `triton_kernels`; with groups, the blocks of 128 x 128 of DeepSeek-V3,
+always the tiles: sums of 128 inputs times both scales are added in fp32. A block's scale is held for each of its rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ def quantize_rows(x: torch.Tensor, group: int | None) -> QuantizedRows:
     if tokens:
         block = triton.next_power_of_2(group or size)
         rows_to_fp8[(tokens, groups)](
-            x, x.stride(0), q, scale, size, GROUP=group or size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+            x,
+            x.stride(0),
+            q,
+            scale,
+            size,
+            GROUP=group or size,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
         )
     return QuantizedRows(q, scale, scale.new_empty(tokens, 0, dtype=torch.int32), size, group, x.dtype)
 

@@ -107,10 +107,11 @@ def launch(
     matmul_tiles[(row_tiles * column_tiles, splits)](
         x, x.stride(0), row_index, packed.data, packed.data.stride(0), strides.data, scale, offset, strides.scale,
         x if packed.scale is None else packed.scale, strides.power, x if packed.bias is None else packed.bias,
-        strides.bias, x if row_scale is None else row_scale, out, out_stride, tiles, num_rows, packed.out_features, packed.in_features, steps_per_split,
-        KIND=how.kind, ROW_SCALE=row_scale is not None, GROUP=how.group, PER_GROUP=how.per_group, OFFSET=packed.offset is not None,
-        BIAS=packed.bias is not None and splits == 1, GROUPED=experts is not None, SPLIT=splits > 1,
-        ROWS=sizes["rows"], COLUMNS=sizes["columns"], INNER=how.inner, TOGETHER=8,
+        strides.bias, x if row_scale is None else row_scale, out, out_stride, tiles, num_rows, packed.out_features,
+        packed.in_features, steps_per_split,
+        KIND=how.kind, ROW_SCALE=row_scale is not None, GROUP=how.group, PER_GROUP=how.per_group,
+        OFFSET=packed.offset is not None, BIAS=packed.bias is not None and splits == 1, GROUPED=experts is not None,
+        SPLIT=splits > 1, ROWS=sizes["rows"], COLUMNS=sizes["columns"], INNER=how.inner, TOGETHER=8,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=sizes["warps"], num_stages=sizes["stages"],
     )  # fmt: skip
 

@@ -27,7 +27,9 @@ class QuantizedWeight:
 
     def __post_init__(self) -> None:
         assert self.format.quantized
-        assert self.q.dtype == (torch.float8_e4m3fn if self.format.kind == "fp8" else torch.int8), self.q.dtype
+        assert self.q.dtype == (torch.float8_e4m3fn if self.format.kind == "fp8" else torch.int8), (
+            self.q.dtype
+        )
         expected = (self.q.shape[0], num_groups(self.q.shape[1], self.format.group))
         assert self.scale.shape == expected, (self.scale.shape, expected)
         assert (self.offset is not None) == self.format.has_offset

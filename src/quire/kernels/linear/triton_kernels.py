@@ -16,9 +16,10 @@ import triton.language as tl
 @triton.jit
 def matmul_tiles(
     x, x_stride, row_index, w, w_stride, w_expert_stride, scale, offset, scale_expert_stride,
-    power, power_expert_stride, bias, bias_expert_stride, row_scale, out, out_stride, tiles, num_rows, num_columns, num_inner,
-    steps_per_split,
-    KIND: tl.constexpr, ROW_SCALE: tl.constexpr, GROUP: tl.constexpr, PER_GROUP: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    power, power_expert_stride, bias, bias_expert_stride, row_scale, out, out_stride, tiles, num_rows,
+    num_columns, num_inner, steps_per_split,
+    KIND: tl.constexpr, ROW_SCALE: tl.constexpr, GROUP: tl.constexpr, PER_GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    BIAS: tl.constexpr,
     GROUPED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     TOGETHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +92,9 @@ def matmul_tiles(
                 x_row[:, None] + k[None, :], mask=row_used[:, None] & (k < num_inner)[None, :], other=0.0
             )
             w_tile = tl.load(
-                w_column[None, :] + k[:, None], mask=column_used[None, :] & (k < num_inner)[:, None], other=0.0
+                w_column[None, :] + k[:, None],
+                mask=column_used[None, :] & (k < num_inner)[:, None],
+                other=0.0,
             ).to(x_tile.dtype)
             if ROW_SCALE:  # Hopper adds fp8 products in 14 bits, so their sums go to fp32 every 64
                 dot = tl.dot(x_tile, w_tile, max_num_imprecise_acc=64)
