@@ -62,9 +62,8 @@ class SchedulerConfig:
     max_model_len: int = 4096  # prompt + output of one sequence
     max_queue: int = 1024  # waiting requests; one more is refused
     enable_chunked_prefill: bool = True  # off: a prompt is computed in one step or waits
-    dynamic_max_wait_s: float = (
-        0.05  # dynamic gate: a batch starts when full or when its oldest waited this long
-    )
+    # Dynamic gate: a batch starts when full or when its oldest waited this long.
+    dynamic_max_wait_s: float = 0.05
     max_loras: int = 0  # adapters in running sequences at once; 0: the base model alone
 
 

@@ -62,9 +62,8 @@ class SamplingParams:
     """
 
     n: int = 1
-    best_of: int | None = (
-        None  # draw so many, return the n of the largest mean log-probability; the beams' width
-    )
+    # Draw so many, return the n of the largest mean log-probability; the beams' width.
+    best_of: int | None = None
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
@@ -90,9 +89,8 @@ class SamplingParams:
     use_beam_search: bool = False  # of width best_of, or n
     length_penalty: float = 1.0  # of beams: their scores are divided by length ** length_penalty
     early_stopping: bool | str = False  # of beams: true, false or "never"
-    structured_outputs: StructuredOutputsParams | None = (
-        None  # taken out by the frontend: it goes as `Request.grammar`
-    )
+    # Taken out by the frontend: it goes as `Request.grammar`.
+    structured_outputs: StructuredOutputsParams | None = None
     # Filled by the frontend:
     eos_token_ids: Sequence[int] = ()  # empty with ignore_eos
     bad_words_token_ids: Sequence[Sequence[int]] = ()
@@ -330,9 +328,8 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the EOS or stop id that ended it; it is also the last of token_ids
     error: str | None = None  # with FinishReason.ERROR (a refusal too) and FinishReason.DEADLINE
-    error_kind: str | None = (
-        None  # "capacity", "hopeless" (both retryable), "never_fits", "step", "internal", "deadline"
-    )
+    # "capacity", "hopeless" (both retryable), "never_fits", "step", "internal", "deadline".
+    error_kind: str | None = None
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache at first admission
     num_preemptions: int = 0
     queued_s: float = 0.0  # arrival to first admission

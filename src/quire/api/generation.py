@@ -70,9 +70,8 @@ class Job:
     continues: bool = False  # the output goes on from the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
     prompt_text: str | None = None  # of a chat: what its template made
-    truncate_to: int | None = (
-        None  # keep this many tokens at the end of each prompt; -1: what the context holds
-    )
+    # Keep this many tokens at the end of each prompt; -1: what the context holds.
+    truncate_to: int | None = None
     deadline: Deadline | None = None
     timing: bool = False  # the answer says where its time went
     in_background: bool = False  # answered with the id at once; for responses alone

@@ -39,13 +39,11 @@ class OutputChunk:
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     pooled: tuple[float, ...] | None = None  # of a `Pooling`: with its only chunk
-    stop_reason: int | str | None = (
-        None  # the stop token id, the stop string, or which deadline; None for EOS
-    )
+    # The stop token id, the stop string, or which deadline; None for EOS.
+    stop_reason: int | str | None = None
     error: str | None = None  # with FinishReason.ERROR and FinishReason.DEADLINE
-    error_kind: str | None = (
-        None  # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline"
-    )
+    # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline".
+    error_kind: str | None = None
     retry_after_s: float = 0.0  # with "hopeless"
 
 

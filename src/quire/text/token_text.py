@@ -49,9 +49,8 @@ class TokenText:
     byte_level: bool = False  # GPT-2's printable alphabet
     byte_fallback: bool = False  # "<0x0A>" is the byte 10
     replacements: tuple[tuple[str, str], ...] = ()  # applied in order to the token string, as "▁" -> " "
-    drops_leading_space: bool = (
-        False  # one space at the very start of a text belongs to the encoding, not to it
-    )
+    # One space at the very start of a text belongs to the encoding, not to it.
+    drops_leading_space: bool = False
     clean_up: bool = False  # " ." -> "." and its kin (`quire.text.clean_up`)
 
     def to_bytes(self, token: str) -> bytes:

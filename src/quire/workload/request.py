@@ -15,9 +15,8 @@ class WorkloadRequest:
     num_output_tokens: int
     index: int = 0  # place in the workload
     hash_ids: tuple[int | str, ...] = ()  # equal ids at the front: an equal prefix, a block of tokens each
-    hash_block_size: int = (
-        0  # tokens that one of them stands for; the last block may be cut by the prompt's end
-    )
+    # Tokens that one of them stands for; the last block may be cut by the prompt's end.
+    hash_block_size: int = 0
     session: str | None = None
     turn: int = 0  # of its session; it is sent no earlier than the answer to the turn before
     think_s: float = 0.0  # seconds between that answer's last token and this turn

@@ -13,12 +13,6 @@ from quire.text.output.format import JsonCalls, NamedCalls, OutputFormat, Tagged
 from quire.text.output.typed import is_text
 
 Form = dict[str, Any]
-# Headers of the formats whose name stands among other things.
-_HEADERS = {
-    "deepseek-v3": "function<｜tool▁sep｜>{name}",
-    "kimi-k2": "functions.{name}:{index}",
-    "solar": "call{index}<|tool_call:name|>{name}",
-}
 
 
 def required_calls(
@@ -31,11 +25,12 @@ def required_calls(
         open_mark = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
         return _either([_tag(open_mark.format(name=name), _schema(tools[name]), "") for name in names])
     if isinstance(calls, NamedCalls):
-        header = _HEADERS.get(format.name, "{name}")
-        many = parallel and "{index}" not in header
+        many = parallel and "{index}" not in calls.written
         each = [
             _tag(
-                calls.open + header.format(name=name, index=0) + calls.args, _schema(tools[name]), calls.close
+                calls.open + calls.written.format(name=name, index=0) + calls.args,
+                _schema(tools[name]),
+                calls.close,
             )
             for name in names
         ]
@@ -72,15 +67,13 @@ def form_of(kind: str, value: Any) -> Form | None:
 def _in_section(format: OutputFormat, each: Sequence[Form], *, many: bool, separator: str) -> Form:
     """Calls between the section's marks. Where each call has a section of its own, several are several sections."""
     opening, close = (format.opens or ("",))[0], (format.closes or ("",))[0]
-    in_list = format.name in ("mistral-json", "granite", "apriel", "apertus", "functools", "command-r")
     one = _either(each)
-    if in_list:
+    if format.listed:
         inner = {"type": "tags_with_separator", "tags": list(each), "separator": ", ", "at_least_one": True}
         return _tag(opening + "[", inner if many else one, "]" + close)
     if many and isinstance(format.calls, JsonCalls | TaggedCalls) and close:
         wrapped = [
-            _tag(opening + "\n" if _spaced(format) else opening, form, _closing(format, close))
-            for form in each
+            _tag(opening + "\n" if format.spaced else opening, form, _closing(format, close)) for form in each
         ]
         return {"type": "tags_with_separator", "tags": wrapped, "separator": "\n", "at_least_one": True}
     if many and isinstance(format.calls, NamedCalls):
@@ -91,16 +84,12 @@ def _in_section(format: OutputFormat, each: Sequence[Form], *, many: bool, separ
             "at_least_one": True,
         }
         return _tag(opening, inner, close)
-    spaced = "\n" if _spaced(format) else ""
+    spaced = "\n" if format.spaced else ""
     return _tag(opening + spaced, one, _closing(format, close))
 
 
-def _spaced(format: OutputFormat) -> bool:
-    return format.name in ("hermes", "qwen3-coder", "seed", "minimax")
-
-
 def _closing(format: OutputFormat, close: str) -> str:
-    return "\n" + close if close and _spaced(format) else close
+    return "\n" + close if close and format.spaced else close
 
 
 def _object(calls: JsonCalls, name: str, schema: Mapping[str, Any]) -> Form:

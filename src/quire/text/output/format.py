@@ -46,13 +46,15 @@ class JsonCalls:
 class NamedCalls:
     """A header with the name, then the arguments as JSON: ``open header args JSON close``.
 
-    ``header``: a regular expression with the groups ``name`` and, where there is one, ``id``.
+    ``header``: a regular expression with the groups ``name`` and, where there is one, ``id``. ``written``: how the header
+    of a required call is written, with ``{name}`` and, where calls are numbered, ``{index}``.
     """
 
     open: str  # empty: the section's opening opens the call
     args: str
     close: str  # empty: the call ends with its JSON
     header: str = r"\s*(?P<name>[^\s]+?)\s*"
+    written: str = "{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +85,18 @@ class OutputFormat:
     """How a family of models writes reasoning and tool calls."""
 
     name: str
-    opens: tuple[
-        str, ...
-    ] = ()  # each begins a section of calls; the earliest in the text counts, then the longest
+    # What chat templates of it hold: all of one of these.
+    signs: tuple[tuple[str, ...], ...] = ()
+    # Each begins a section of calls; the earliest in the text counts, then the longest.
+    opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()  # the end of a section; none: it ends with the calls
     calls: JsonCalls | NamedCalls | TaggedCalls | PythonCalls | GemmaCalls | None = None
-    bare: Literal["", "{", "["] = (
-        ""  # calls may also begin the answer with this character, without an opening
-    )
+    # Calls may also begin the answer with this character, without an opening.
+    bare: Literal["", "{", "["] = ""
+    listed: bool = False  # calls that are required are one list
+    spaced: bool = False  # a line break stands between the marks of a section and what is in it
     reasoning: tuple[str, str] | None = None  # its begin and end
+    keeps_reasoning: bool = False  # whatever marks the template shows
     drops: tuple[str, ...] = ()  # marks that belong to nothing
     harmony: bool = False  # gpt-oss: messages with a header that says what they are
 
