@@ -186,15 +186,6 @@ class ModelSpec:
             total += size
         return total
 
-    def flops_per_token(self, context: int) -> int:
-        """Multiply-adds × 2 of one token that attends to ``context`` positions (windows respected)."""
-        attention = 0
-        for layer in self.layers:
-            a = layer.attention
-            seen = context if a.window is None else min(context, a.window)
-            attention += 2 * a.num_heads * (a.head_dim + a.v_head_dim) * seen
-        return 2 * self.num_active_params + attention
-
     def kv_layout(self, max_model_len: int) -> KvLayout:
         """Partition the layers into groups of equal page bytes with one keep rule each.
 

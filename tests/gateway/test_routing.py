@@ -118,10 +118,10 @@ def test_predicted_index_forgets_the_least_recently_used_end_first() -> None:
     index = PredictedIndex(4)
     index.sent(0, chain(1, 2, 3))
     index.sent(0, chain(7, 8))  # five blocks: the deepest of the older chain goes
-    assert index.depths(chain(1, 2, 3), 1) == [2]
-    assert index.depths(chain(7, 8), 1) == [2]
+    assert index.holders.depths(chain(1, 2, 3), 1) == [2]
+    assert index.holders.depths(chain(7, 8), 1) == [2]
     index.forget(0)
-    assert index.depths(chain(7, 8), 1) == [0]
+    assert index.holders.depths(chain(7, 8), 1) == [0]
 
 
 def test_pending_index_counts() -> None:
@@ -129,9 +129,9 @@ def test_pending_index_counts() -> None:
     index.sent(1, chain(1, 2))
     index.sent(1, chain(1, 3))
     index.arrived(1, chain(1, 2))
-    assert index.depths(chain(1, 2), 2) == [0, 1]
+    assert index.holders.depths(chain(1, 2), 2) == [0, 1]
     index.arrived(1, chain(1, 3))
-    assert index.depths(chain(1), 2) == [0, 0]
+    assert index.holders.depths(chain(1), 2) == [0, 0]
 
 
 def test_reported_index_follows_groups_losses_and_snapshots() -> None:
@@ -139,12 +139,12 @@ def test_reported_index_follows_groups_losses_and_snapshots() -> None:
     a, b = chain(1, 2)
     assert index.apply(0, [BlockStored(a, b"", (), (0, 1)), BlockStored(b, a, (), (0, 1))])
     assert index.apply(0, [BlockRemoved(b, (1,))])
-    assert index.depths([a, b], 1) == [2]
+    assert index.holders.depths([a, b], 1) == [2]
     assert index.apply(0, [BlockRemoved(b, (0,))])
-    assert index.depths([a, b], 1) == [1]
+    assert index.holders.depths([a, b], 1) == [1]
     assert not index.apply(0, [EventsLost(3), BlockStored(b, a, (), (0,))])
     index.replace(0, [BlockStored(b, a, (), (0,))])
-    assert index.depths([a, b], 1) == [0]
+    assert index.holders.depths([a, b], 1) == [0]
 
 
 def test_reports_of_a_real_cache_agree_with_what_it_matches() -> None:
@@ -164,7 +164,7 @@ def test_reports_of_a_real_cache_agree_with_what_it_matches() -> None:
         links: list[bytes] = []
         extend_chain(links, root, [rng.randrange(2) for _ in range(20)], 4)
         nodes = scheduler.cache.prefix.nodes
-        assert index.depths(links, 1)[0] == next(
+        assert index.holders.depths(links, 1)[0] == next(
             (d for d, h in enumerate(links) if h not in nodes), len(links)
         )
     assert scheduler.cache.prefix.num_evicted

@@ -46,7 +46,7 @@ def test_random_ids_in_random_pieces(name: str, load: Load, data: st.DataObject)
     text, at = "", 0
     while at < len(ids):
         size = data.draw(st.integers(1, len(ids) - at))
-        text += detokenizer.feed_all(ids[at : at + size])
+        text += "".join([detokenizer.feed(i) for i in ids[at : at + size]])
         assert expected.startswith(text), "what streamed is never contradicted"
         at += size
     assert text + detokenizer.finish() == expected
@@ -114,7 +114,8 @@ def test_where_a_text_was_completed(load: Load, golden: list[dict[str, Any]]) ->
 def test_the_last_incomplete_character_belongs_to_the_last_token(load: Load) -> None:
     llama2 = load("llama2/tokenizer.model")
     detokenizer = IncrementalDetokenizer(llama2)
-    detokenizer.feed_all([3 + 0x41, 3 + 0xE4])
+    for token_id in (3 + 0x41, 3 + 0xE4):
+        detokenizer.feed(token_id)
     assert detokenizer.finish() == REPLACEMENT
     assert detokenizer.finish() == ""
     assert (detokenizer.num_tokens_to(1), detokenizer.num_tokens_to(2)) == (1, 2)
@@ -134,6 +135,6 @@ def test_rebuilding_equals_having_continued(load: Load, golden: list[dict[str, A
         rebuilt = IncrementalDetokenizer(tokenizer)
         for token_id in ids[:cut]:
             lived.feed(token_id)
-        rebuilt.feed_all(ids[:cut])
+            rebuilt.feed(token_id)
         assert [lived.feed(i) for i in ids[cut:]] == [rebuilt.feed(i) for i in ids[cut:]]
         assert lived.finish() == rebuilt.finish()

@@ -11,7 +11,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.workload.arrivals import Arrivals, mean_rate, replay
 from quire.workload.build import Synthetic, with_cancellations
-from quire.workload.lengths import Empirical, Fixed, LogNormal, Uniform, parse_lengths
+from quire.workload.lengths import Fixed, LogNormal, Uniform, parse_lengths
 from quire.workload.prompts import PromptMaker
 from quire.workload.request import WorkloadRequest
 from quire.workload.slo import Slo
@@ -84,7 +84,6 @@ def test_lengths() -> None:
     assert statistics.median(drawn) == pytest.approx(100, rel=0.05)
     assert max(drawn) == 1000
     assert min(LogNormal(1, 3.0).draw(500, rng)) == 1
-    assert set(Empirical((5, 8)).draw(50, rng)) == {5, 8}
     for spec in (Fixed(3), Uniform(1, 9), LogNormal(7, 0.5), LogNormal(7, 0.5, 9)):
         assert parse_lengths(str(spec), "x") == spec
     for bad in (

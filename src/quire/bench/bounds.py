@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.config import DeviceInfo
+from quire.plan.hardware import Hardware
+
 try:
     from quire import _native as native
 except ImportError:  # no compiler at install
@@ -46,6 +49,21 @@ def measure(num_threads: int) -> Bounds:
     return Bounds(
         READ_BYTES / native.probe_read(num_threads, READ_BYTES, 3),
         {name: native.probe_dot(num_threads, name, 3) for name in native.dot_probes()},
+    )
+
+
+def this_machine(device: DeviceInfo, num_threads: int) -> Hardware:
+    """Return the CPU as a device of the planner, measured now. Needs the native extension."""
+    bounds = measure(num_threads)
+    peaks = {"bf16": bounds.peak(device.isa, "float"), "int8": bounds.peak(device.isa, "int8")}
+    return Hardware(
+        name="this machine",
+        title=f"{device.name}, {num_threads} cores",
+        source=f"measured now: {bounds}",
+        memory_bytes=device.memory_total_bytes,
+        bandwidth=bounds.read,
+        flops={unit: rate for unit, rate in peaks.items() if rate is not None},
+        kind="cpu",
     )
 
 

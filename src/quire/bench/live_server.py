@@ -22,12 +22,21 @@ class LiveServer:
     """Starts on entry, waits until the server says that it is ready, and is ended by its own pid on exit."""
 
     def __init__(
-        self, arguments: Sequence[str], *, command: Sequence[str] = ("-m", "quire.cli", "serve")
+        self,
+        arguments: Sequence[str],
+        *,
+        command: Sequence[str] = ("-m", "quire.cli", "serve"),
+        poll_s: float = 0.05,
     ) -> None:
         """``arguments``: model and flags of ``quire serve``; ``command`` replaces it (a test's server)."""
+        self._poll_s = poll_s
         self._command = [sys.executable, *command, *arguments]
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (closed on exit)
         self.url = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -59,7 +68,7 @@ class LiveServer:
             if self._process.poll() is not None:
                 last = said.strip().splitlines()[-1:] or ["without a word"]
                 raise ConfigError(f"the server ended while it started: {last[0]}")
-            time.sleep(0.05)
+            time.sleep(self._poll_s)
         raise ConfigError(f"the server was not ready after {START_TIMEOUT_S:.0f} s: {self._said()[-500:]}")
 
     def _said(self) -> str:

@@ -56,29 +56,25 @@ def sweep_report(
     return page.html()
 
 
-def sweep_charts(
-    points: Sequence[Mapping[str, Any]], knee: float | None = None, label: str = ""
-) -> list[str]:
+def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float) -> list[str]:
     """Goodput, latency and tokens against the offered load."""
     ordered = sorted(points, key=lambda p: p["offered_per_s"])
     load = [p["offered_per_s"] for p in ordered]
-    marks = [] if knee is None else [(knee, "knee")]
+    marks = [(knee, "knee")]
     goodput = [
         Series("goodput", load, [p["goodput_per_s"] for p in ordered], "points"),
         Series("completed", load, [p["requests_per_s"] for p in ordered], "points"),
         Series("offered", load, load, "dashed"),
     ]
-    charts = [chart(goodput, title=f"Goodput{label}", x="offered requests/s", y="requests/s", marks=marks)]
+    charts = [chart(goodput, title="Goodput", x="offered requests/s", y="requests/s", marks=marks)]
     for key, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT")):
         lines = []
         for part in ("p50", "p95", "p99"):
             known = [(p["offered_per_s"], p[key][part]) for p in ordered if p[key][part] is not None]
             lines.append(Series(part, [x for x, _ in known], [y for _, y in known], "points"))
-        charts.append(
-            chart(lines, title=f"{name}{label}", x="offered requests/s", y="ms", marks=marks, log_y=True)
-        )
+        charts.append(chart(lines, title=name, x="offered requests/s", y="ms", marks=marks, log_y=True))
     tokens = [Series("", load, [p["output_tokens_per_s"] for p in ordered], "points")]
-    charts.append(chart(tokens, title=f"Output{label}", x="offered requests/s", y="tokens/s", marks=marks))
+    charts.append(chart(tokens, title="Output", x="offered requests/s", y="tokens/s", marks=marks))
     return charts
 
 

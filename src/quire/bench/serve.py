@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,27 +13,17 @@ from quire.bench import figures
 from quire.bench.client import RequestFailed, StreamingClient, Target, api_url, settle
 from quire.bench.conversation import Conversation
 from quire.bench.load import Load, Runner
-from quire.bench.page import finite, show, write
+from quire.bench.measured import Measured, Outcome
+from quire.bench.page import show
 from quire.bench.progress import LiveProgress
-from quire.bench.report import run_report, sweep_report
 from quire.bench.serve_args import ServeBenchArgs
 from quire.bench.summary import RequestRecord, summarize
-from quire.bench.sweep import knee, sweep
-from quire.bench.table import console, print_summary
+from quire.bench.table import console
 from quire.bench.workload import make_workload
 from quire.errors import ConfigError
-from quire.workload.build import at_rate
 from quire.workload.prompts import PromptMaker
 from quire.workload.request import Workload, WorkloadRequest
 from quire.workload.slo import Slo
-
-
-@dataclass(slots=True)
-class Outcome:
-    """One run: the offered load, its summary and its records."""
-
-    summary: dict[str, Any]
-    records: list[RequestRecord] = field(default_factory=list)
 
 
 def run(flags: ServeBenchArgs) -> int:
@@ -50,9 +40,8 @@ def run(flags: ServeBenchArgs) -> int:
         flags = replace(flags, max_model_len=context)
     workload = make_workload(flags)
     bench = _Bench(flags, workload, slo, asyncio.run(_settled(flags, target)))
-    if flags.sweep:
-        return bench.sweep()
-    return bench.single()
+    title = f"quire bench serve: {bench.target.model}"
+    return Measured(title, flags, bench.measure, bench.facts()).run(workload)
 
 
 def make_load(flags: ServeBenchArgs, workload: Workload) -> Load:
@@ -119,60 +108,22 @@ def _prompts(flags: ServeBenchArgs, run_number: int) -> PromptMaker:
 
 
 class _Bench:
-    """Runs, tables and files of one command."""
+    """Runs of one command against a server."""
 
     def __init__(self, flags: ServeBenchArgs, workload: Workload, slo: Slo | None, target: Target) -> None:
+        self.target = target
         self._flags = flags
         self._workload = workload
         self._slo = slo
-        self._target = target
         self._runs = 0
-        self._console = console()
 
-    def single(self) -> int:
-        outcome = self._measure(self._workload, "")
-        summary = outcome.summary | {"run": self._facts()}
-        print_summary(self._console, summary)
-        self._files(summary, outcome.records)
-        if self._flags.html:
-            title = f"quire bench serve: {self._target.model}"
-            write(self._flags.html, run_report(title, self._facts(), summary, outcome.records))
-        return 0 if summary["num_completed"] else 1
-
-    def sweep(self) -> int:
-        outcomes: dict[float, Outcome] = {}
-
-        def at(rate: float) -> Mapping[str, Any]:
-            outcome = self._measure(at_rate(self._workload, rate), f"{rate:.3g}/s")
-            outcome.summary["offered_per_s"] = rate
-            outcomes[rate] = outcome
-            self._console.print(
-                f"offered {rate:8.3g}/s  goodput {outcome.summary['goodput_per_s']:8.3g}/s  "
-                f"TTFT p95 {show(outcome.summary['ttft_ms']['p95'])} ms  "
-                f"TPOT p95 {show(outcome.summary['tpot_ms']['p95'])} ms",
-                highlight=False,
-            )
-            return outcome.summary
-
-        points = sweep(at, self._flags.rate or 1.0)
-        best = knee(points)
-        at_knee = outcomes[best["offered_per_s"]]
-        summary = {**best, "run": self._facts(), "knee_per_s": best["offered_per_s"], "sweep": points}
-        self._console.print(f"\nknee at {best['offered_per_s']:.4g} requests/s", highlight=False)
-        print_summary(self._console, summary)
-        self._files(summary, at_knee.records)
-        if self._flags.html:
-            title = f"quire bench serve --sweep: {self._target.model}"
-            text = sweep_report(title, self._facts(), points, best, at_knee.records)
-            write(self._flags.html, text)
-        return 0 if summary["num_completed"] else 1
-
-    def _measure(self, workload: Workload, what: str) -> Outcome:
+    def measure(self, workload: Workload, what: str) -> Outcome:
+        """Send the workload. ``what``: the load of a sweep's run."""
         prompts, load = _prompts(self._flags, self._runs), make_load(self._flags, workload)
         self._runs += 1
 
         async def go() -> list[RequestRecord]:
-            client = StreamingClient(self._target)
+            client = StreamingClient(self.target)
             try:
                 with LiveProgress(len(workload.requests), what) as live:
                     return await Runner(client, prompts, load, live.observe).run(workload.requests)
@@ -180,25 +131,27 @@ class _Bench:
                 await client.close()
 
         records = asyncio.run(go())
-        return Outcome(summarize(records, slo=self._slo, refused_rows=workload.refused), records)
+        summary = summarize(records, slo=self._slo, refused_rows=workload.refused)
+        if what:
+            console().print(
+                f"offered {what:>10}  goodput {summary['goodput_per_s']:8.3g}/s  "
+                f"TTFT p95 {show(summary['ttft_ms']['p95'])} ms  TPOT p95 {show(summary['tpot_ms']['p95'])} ms",
+                highlight=False,
+            )
+        return Outcome(summary, records)
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """What was measured, for the report."""
         flags, load = self._flags, make_load(self._flags, self._workload)
         limit = "" if load.concurrency is None else f" of {load.concurrency}"
         return {
-            "url": self._target.request_url,
-            "model": self._target.model,
+            "url": self.target.request_url,
+            "model": self.target.model,
             "workload": self._workload.source,
             "loop": ("closed" if load.closed else "open") + limit,
             "context": flags.max_model_len or "not told",
             "cancelled share": flags.cancel,
             "seed": flags.seed,
             "slo": str(self._slo) if self._slo else "none",
-            "tokens counted by": "ids" if "return_token_ids" in self._target.optional else "chunks",
+            "tokens counted by": "ids" if "return_token_ids" in self.target.optional else "chunks",
         }
-
-    def _files(self, summary: Mapping[str, Any], records: Sequence[RequestRecord]) -> None:
-        if self._flags.json:
-            write(self._flags.json, json.dumps(finite(summary), indent=2) + "\n")
-        if self._flags.jsonl:
-            write(self._flags.jsonl, "".join(json.dumps(r.as_dict()) + "\n" for r in records))

@@ -1,6 +1,6 @@
 """`quire bench startup`: `quire serve` from its exec to the first token, CPU at rest, and memory.
 
-Ready is 200 on /readyz. Memory is PSS of /proc/PID/smaps_rollup, which counts shared pages once.
+Ready is when the server says so. Memory is PSS of /proc/PID/smaps_rollup, which counts shared pages once.
 """
 
 from __future__ import annotations
@@ -8,18 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from quire.bench.live_server import LiveServer
 from quire.bench.offline_args import StartupArgs
 from quire.bench.page import write
 from quire.bench.table import console, print_table
@@ -27,7 +23,6 @@ from quire.errors import ConfigError
 
 MIB = 2**20
 TIMEOUT_S = 600.0
-_POLL_S = 0.01
 
 
 def startup(model: str, serve_flags: Sequence[str], args: StartupArgs) -> int:
@@ -49,15 +44,10 @@ def startup(model: str, serve_flags: Sequence[str], args: StartupArgs) -> int:
 
 def one_start(model: str, serve_flags: Sequence[str], idle_s: float) -> dict[str, float]:
     """Start the server once and return its figures; it is stopped again whatever happens."""
-    port = _free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "quire.cli", "serve", model, "--port", str(port), *serve_flags]
     begin_s = time.monotonic()
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        _wait_ready(url, server)
+    with LiveServer([model, "--port", "0", *serve_flags], poll_s=0.01) as server:
         ready_s = time.monotonic() - begin_s
-        _one_token(url)
+        _one_token(server.url)
         first_token_s = time.monotonic() - begin_s
         pids = [server.pid, *_children(server.pid)]
         before_s = sum(map(_cpu_s, pids))
@@ -69,32 +59,6 @@ def one_start(model: str, serve_flags: Sequence[str], idle_s: float) -> dict[str
             "api_pss_mib": _pss_bytes(pids[0]) / MIB,
             "engine_pss_mib": sum(map(_pss_bytes, pids[1:])) / MIB,
         }
-    finally:
-        if server.poll() is None:
-            server.send_signal(signal.SIGTERM)
-        server.communicate()
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        try:
-            with urllib.request.urlopen(f"{url}/readyz", timeout=1) as answer:
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            if server.poll() is not None:
-                assert server.stderr is not None
-                said = server.stderr.read().decode(errors="replace").strip().splitlines()
-                raise ConfigError(f"quire serve ended: {said[-1] if said else 'without a word'}") from None
-        time.sleep(_POLL_S)
-    raise ConfigError(f"quire serve was not ready after {TIMEOUT_S:.0f} s")
 
 
 def _one_token(url: str) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.args import EngineArgs, ServerArgs, flag_name
-from quire.bench.bounds import measure
+from quire.bench.bounds import this_machine
 from quire.cli import plan_search
 from quire.cli.command_args import PlanArgs
 from quire.device import detect_device
@@ -84,17 +84,7 @@ def hardware_of(asked: PlanArgs) -> Hardware:
         raise ConfigError(
             "--cpu measures this machine with the native extension, which is not built: see `quire doctor`"
         )
-    bounds = measure(device.num_cores)
-    peaks = {"bf16": bounds.peak(device.isa, "float"), "int8": bounds.peak(device.isa, "int8")}
-    return Hardware(
-        name="this machine",
-        title=f"{device.name}, {device.num_cores} cores",
-        source=f"measured now: {bounds}",
-        memory_bytes=device.memory_total_bytes,
-        bandwidth=bounds.read,
-        flops={unit: rate for unit, rate in peaks.items() if rate is not None},
-        kind="cpu",
-    )
+    return this_machine(device, device.num_cores)
 
 
 def lengths_of(workload: str) -> tuple[int, int]:

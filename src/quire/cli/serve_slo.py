@@ -8,12 +8,11 @@ from pathlib import Path
 
 from quire.api.forecast import TtftForecast
 from quire.args import ServerArgs
-from quire.bench.bounds import measure
+from quire.bench.bounds import this_machine
 from quire.config import EngineConfig, SloConfig
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel
 from quire.plan.efficiency import efficiencies
-from quire.plan.hardware import Hardware
 from quire.plan.profile import load_profile
 from quire.plan.roofline import Roofline, work_of
 from quire.plan.sampled import sampled
@@ -53,21 +52,11 @@ def _measured(config: EngineConfig) -> CostModel:
         raise ConfigError(
             "--slo without --profile measures this machine with the native extension, which is not built"
         )
-    bounds = measure(config.runner.num_threads)
-    peaks = {"bf16": bounds.peak(config.device.isa, "float"), "int8": bounds.peak(config.device.isa, "int8")}
-    hardware = Hardware(
-        name="this machine",
-        title=config.device.name,
-        source=f"measured: {bounds}",
-        memory_bytes=config.device.memory_total_bytes,
-        bandwidth=bounds.read,
-        flops={unit: rate for unit, rate in peaks.items() if rate is not None},
-        kind="cpu",
-    )
     precision = (config.model.quantize or "bf16").partition("-")[0]
     precision = (
         precision if precision in ("int8", "int4") else "fp32" if config.model.dtype == "float32" else "bf16"
     )
     kv_dtype = "int8" if config.model.kv_dtype == "int8" else "bf16"
+    hardware = this_machine(config.device, config.runner.num_threads)
     roofline = Roofline(work_of(config.model.spec, precision, kv_dtype), hardware, efficiencies()["cpu"])
     return sampled(roofline, config.scheduler.max_num_batched_tokens)

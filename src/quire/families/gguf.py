@@ -13,6 +13,7 @@ from typing import Any
 from quire.errors import UnsupportedModelError
 from quire.families import spec_from_config
 from quire.families.fields import Fields
+from quire.families.phi3 import fused_takes
 from quire.families.weights import Take, WeightMap, build_map
 from quire.modelspec import ModelSpec
 
@@ -171,18 +172,4 @@ def _llama_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Ta
 
 
 def _phi3_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
-    a, inter, hidden = (
-        spec.layers[index].attention,
-        spec.layers[index].mlp.intermediate_size,
-        spec.hidden_size,
-    )
-    q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    qkv, gate_up = (f"{prefix}attn_qkv.weight",), (f"{prefix}ffn_up.weight",)
-    shape = (q_rows + 2 * kv_rows, hidden)
-    return {
-        "attn.q.weight": (Take(qkv, shape, stop=q_rows),),
-        "attn.k.weight": (Take(qkv, shape, start=q_rows, stop=q_rows + kv_rows),),
-        "attn.v.weight": (Take(qkv, shape, start=q_rows + kv_rows, stop=shape[0]),),
-        "mlp.gate.weight": (Take(gate_up, (2 * inter, hidden), stop=inter),),
-        "mlp.up.weight": (Take(gate_up, (2 * inter, hidden), start=inter, stop=2 * inter),),
-    }
+    return fused_takes(spec, index, f"{prefix}attn_qkv.weight", f"{prefix}ffn_up.weight")

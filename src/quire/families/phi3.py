@@ -29,15 +29,12 @@ def _longrope_by_its_old_name(f: Fields) -> Fields:
     return Fields(values, f.where)
 
 
-def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
-    """Rows of ``qkv_proj``: q, k, v; rows of ``gate_up_proj``: gate, up."""
-    a, inter, hidden = (
-        spec.layers[index].attention,
-        spec.layers[index].mlp.intermediate_size,
-        spec.hidden_size,
-    )
+def fused_takes(spec: ModelSpec, index: int, qkv_name: str, gate_up_name: str) -> dict[str, tuple[Take, ...]]:
+    """Takes out of fused projections: the rows of one are q, k, v, those of the other gate, up."""
+    layer, hidden = spec.layers[index], spec.hidden_size
+    a, inter = layer.attention, layer.mlp.intermediate_size
     q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    qkv, gate_up = (f"{prefix}self_attn.qkv_proj.weight",), (f"{prefix}mlp.gate_up_proj.weight",)
+    qkv, gate_up = (qkv_name,), (gate_up_name,)
     shape = (q_rows + 2 * kv_rows, hidden)
     return {
         "attn.q.weight": (Take(qkv, shape, stop=q_rows),),
@@ -46,6 +43,10 @@ def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ..
         "mlp.gate.weight": (Take(gate_up, (2 * inter, hidden), stop=inter),),
         "mlp.up.weight": (Take(gate_up, (2 * inter, hidden), start=inter, stop=2 * inter),),
     }
+
+
+def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
+    return fused_takes(spec, index, f"{prefix}self_attn.qkv_proj.weight", f"{prefix}mlp.gate_up_proj.weight")
 
 
 def weights(spec: ModelSpec) -> WeightMap:

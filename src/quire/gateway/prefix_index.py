@@ -60,12 +60,8 @@ class PredictedIndex:
     def __init__(self, capacity: int) -> None:
         assert capacity > 0
         self._capacity = capacity
-        self._holders = Holders()
+        self.holders = Holders()
         self._blocks: dict[int, OrderedDict[bytes, None]] = {}
-
-    def depths(self, chain: Sequence[bytes], num_replicas: int) -> list[int]:
-        """As `Holders.depths`."""
-        return self._holders.depths(chain, num_replicas)
 
     def sent(self, replica: int, chain: Sequence[bytes]) -> None:
         """A request with this chain went to ``replica``."""
@@ -75,27 +71,23 @@ class PredictedIndex:
                 blocks.move_to_end(block_hash)
             else:
                 blocks[block_hash] = None
-                self._holders.add(block_hash, replica)
+                self.holders.add(block_hash, replica)
         while len(blocks) > self._capacity:
             oldest, _ = blocks.popitem(last=False)
-            self._holders.remove(oldest, replica)
+            self.holders.remove(oldest, replica)
 
     def forget(self, replica: int) -> None:
         """The replica lost its cache."""
         for block_hash in self._blocks.pop(replica, ()):
-            self._holders.remove(block_hash, replica)
+            self.holders.remove(block_hash, replica)
 
 
 class ReportedIndex:
     """What the replicas reported. Blocks count while any cache group holds them."""
 
     def __init__(self) -> None:
-        self._holders = Holders()
+        self.holders = Holders()
         self._groups: dict[int, dict[bytes, set[int]]] = {}
-
-    def depths(self, chain: Sequence[bytes], num_replicas: int) -> list[int]:
-        """As `Holders.depths`."""
-        return self._holders.depths(chain, num_replicas)
 
     def apply(self, replica: int, events: Iterable[CacheEvent]) -> bool:
         """Take in a replica's events, oldest first. False: some were lost, and a snapshot has to come (`replace`)."""
@@ -118,11 +110,11 @@ class ReportedIndex:
     def forget(self, replica: int) -> None:
         """The replica lost its cache."""
         for block_hash in self._groups.pop(replica, {}):
-            self._holders.remove(block_hash, replica)
+            self.holders.remove(block_hash, replica)
 
     def _store(self, replica: int, event: BlockStored) -> None:
         self._groups.setdefault(replica, {}).setdefault(event.block_hash, set()).update(event.groups)
-        self._holders.add(event.block_hash, replica)
+        self.holders.add(event.block_hash, replica)
 
     def _remove(self, replica: int, event: BlockRemoved) -> None:
         blocks = self._groups.get(replica, {})
@@ -132,25 +124,21 @@ class ReportedIndex:
         groups.difference_update(event.groups)
         if not groups:
             del blocks[event.block_hash]
-            self._holders.remove(event.block_hash, replica)
+            self.holders.remove(event.block_hash, replica)
 
 
 class PendingIndex:
     """The chains of requests that are on their way to a replica and have no first token yet."""
 
     def __init__(self) -> None:
-        self._holders = Holders()
+        self.holders = Holders()
         self._counts: Counter[tuple[int, bytes]] = Counter()
-
-    def depths(self, chain: Sequence[bytes], num_replicas: int) -> list[int]:
-        """As `Holders.depths`."""
-        return self._holders.depths(chain, num_replicas)
 
     def sent(self, replica: int, chain: Sequence[bytes]) -> None:
         """A request with this chain went to ``replica``."""
         for block_hash in chain:
             self._counts[replica, block_hash] += 1
-            self._holders.add(block_hash, replica)
+            self.holders.add(block_hash, replica)
 
     def arrived(self, replica: int, chain: Sequence[bytes]) -> None:
         """That request has its first token, or is over: from here on the replica's report says what is there."""
@@ -158,4 +146,4 @@ class PendingIndex:
             self._counts[replica, block_hash] -= 1
             if not self._counts[replica, block_hash]:
                 del self._counts[replica, block_hash]
-                self._holders.remove(block_hash, replica)
+                self.holders.remove(block_hash, replica)

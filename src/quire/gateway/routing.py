@@ -155,11 +155,11 @@ class Router:
     def _depths(self, chain: Sequence[bytes]) -> list[int]:
         num = len(self._loads)
         if self.policy == "prefix-predicted":
-            return self._predicted.depths(chain, num)
-        reported = self._reported.depths(chain, num)
+            return self._predicted.holders.depths(chain, num)
+        reported = self._reported.holders.depths(chain, num)
         if self.policy == "prefix-reported":
             return reported
-        return [max(pair) for pair in zip(reported, self._pending.depths(chain, num), strict=True)]
+        return [max(pair) for pair in zip(reported, self._pending.holders.depths(chain, num), strict=True)]
 
     def _least_loaded(self, replicas: Sequence[int]) -> int:
         return min(replicas, key=lambda r: (self._loads[r], self._in_turn(r)))

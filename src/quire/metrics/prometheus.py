@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -198,45 +199,30 @@ class ServerMetrics:
         yield answers
 
 
+@dataclass(slots=True, eq=False)
 class RequestMetrics:
     """The numbers of one request's stream; one call a chunk."""
 
-    __slots__ = (
-        "_admitted_s",
-        "_arrival_s",
-        "_first_s",
-        "_last_s",
-        "_num_cached",
-        "_num_preemptions",
-        "_on_end",
-        "_open",
-        "_prompt_tokens",
-        "_reasons",
-        "_server",
-        "_tokens",
-        "is_admitted",
-    )
+    _server: ServerMetrics
+    _arrival_s: float
+    n: InitVar[int]
+    _prompt_tokens: int
+    _on_end: Callable[[RequestPhases], None] | None
+    is_admitted: bool = False
+    _admitted_s: float = 0.0
+    _num_cached: int = 0
+    _num_preemptions: int = 0
+    _reasons: list[str] = field(default_factory=list)
+    # By sequence.
+    _first_s: list[float] = field(init=False)
+    _last_s: list[float] = field(init=False)
+    _tokens: list[int] = field(init=False)
+    _open: set[int] = field(init=False)
 
-    def __init__(
-        self,
-        server: ServerMetrics,
-        arrival_s: float,
-        n: int,
-        prompt_tokens: int,
-        on_end: Callable[[RequestPhases], None] | None,
-    ) -> None:
-        self._server = server
-        self._prompt_tokens = prompt_tokens
-        self._num_cached = self._num_preemptions = 0
-        self._on_end = on_end
-        self._reasons: list[str] = []
-        self._arrival_s = arrival_s
-        self._first_s = [0.0] * n
-        self._last_s = [0.0] * n
-        self._tokens = [0] * n
+    def __post_init__(self, n: int) -> None:
+        self._admitted_s = self._arrival_s
+        self._first_s, self._last_s, self._tokens = [0.0] * n, [0.0] * n, [0] * n
         self._open = set(range(n))
-        self.is_admitted = False
-        self._admitted_s = arrival_s
 
     def chunk(self, index: int, num_tokens: int, now_s: float) -> None:
         """Count ``num_tokens`` that sequence ``index`` got at ``now_s``; their gap is shared among them."""

@@ -14,11 +14,6 @@ from quire.errors import ModelLoadError, nearest
 QUILL_NAMES = ("quill", "quill-draft")
 
 
-def is_quill(name: str) -> bool:
-    """True when ``name`` is one of the shipped models."""
-    return name in QUILL_NAMES
-
-
 def quill_path(name: str) -> Path:
     """Folder of the shipped model ``name``. Raises `ModelLoadError` for another name or when its data is missing."""
     if name not in QUILL_NAMES:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left
-from collections.abc import Iterable
 
 from quire.text.clean_up import CleanUpStream
 from quire.text.tokenizer import Tokenizer
@@ -36,10 +35,6 @@ class IncrementalDetokenizer:
         text = self._emit(self._utf8.decode(data)) if data else ""
         self._ends.append(self.num_chars + len(text))
         return text
-
-    def feed_all(self, ids: Iterable[int]) -> str:
-        """Take several ids, return the text that they completed."""
-        return "".join([self.feed(token_id) for token_id in ids])
 
     def finish(self) -> str:
         """Return what was still held back: an incomplete character as U+FFFD. It counts to the last token."""

@@ -120,11 +120,6 @@ class Tokenizer:
         ids = [self.token_to_id(name) for name in names if name is not None]
         return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
-    @property
-    def is_byte_level(self) -> bool:
-        """Whether the vocabulary is byte-level BPE (every byte string can be encoded)."""
-        return self.text_rule.byte_level
-
     def _id_of_role(self, role: str) -> int | None:
         name = self.special.roles.get(role)
         return None if name is None else self.token_to_id(name)

@@ -68,11 +68,6 @@ def constant(num: int, rate: float) -> list[float]:
     return [i / rate for i in range(num)]
 
 
-def poisson(num: int, rate: float, rng: Random) -> list[float]:
-    """A Poisson process: exponential gaps of mean 1/rate."""
-    return gamma(num, rate, 1.0, rng)
-
-
 def gamma(num: int, rate: float, burstiness: float, rng: Random) -> list[float]:
     """Gaps of mean 1/rate from a gamma distribution of shape ``burstiness``: their variance is 1/(rate² burstiness)."""
     if burstiness == 1.0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -62,19 +61,6 @@ class LogNormal:
 
     def __str__(self) -> str:
         return f"lognormal:{self.median:g},{self.sigma:g}" + ("" if self.high is None else f",{self.high}")
-
-
-@dataclass(frozen=True, slots=True)
-class Empirical:
-    """Drawn with replacement from given lengths, as a trace's."""
-
-    values: Sequence[int]
-
-    def draw(self, num: int, rng: Random) -> list[int]:
-        return rng.choices(self.values, k=num)
-
-    def __str__(self) -> str:
-        return f"empirical:{len(self.values)}"
 
 
 def parse_lengths(text: str, name: str) -> Lengths:

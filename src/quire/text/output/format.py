@@ -46,8 +46,8 @@ class JsonCalls:
 class NamedCalls:
     """A header with the name, then the arguments as JSON: ``open header args JSON close``.
 
-    ``header``: a regular expression with the groups ``name`` and, where there is one, ``id``. ``written``: how the header
-    of a required call is written, with ``{name}`` and, where calls are numbered, ``{index}``.
+    ``header``: a regular expression with the groups ``name`` and, where there is one, ``id``. ``written``: how a
+    required call's is written, with ``{name}`` and, where calls are numbered, ``{index}``.
     """
 
     open: str  # empty: the section's opening opens the call
