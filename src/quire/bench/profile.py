@@ -150,11 +150,18 @@ def report(made: Profile) -> str:
         f"rows     {rows} ms\n"
         f"logits   {m.logits.values[-1] * 1e3:.3f} ms at {m.logits.knots[-1]:.0f}; "
         f"a sequence {m.per_seq_s * 1e6:.1f} µs\n"
-        f"KV       {m.per_decode_kv_s * 1e9:.2f} ns a key of a decode, {m.per_chunk_kv_s * 1e9:.2f} of a chunk, "
-        f"{m.per_pair_s * 1e9:.3f} a pair\n"
+        f"KV       {m.per_decode_kv_s * 1e9:.2f} ns a key of a decode ({_with_spill(m):.2f} among many), "
+        f"{m.per_chunk_kv_s * 1e9:.2f} of a chunk, {m.per_pair_s * 1e9:.3f} a pair\n"
         f"host     {host.fixed_s * 1e3:.2f} ms a step, {host.per_seq_s * 1e6:.0f} µs a sequence, "
+        f"{host.per_row_s * 1e6:.2f} µs a row, "
         f"{host.request_s * 1e3:.2f} ms a request, {host.per_prompt_token_s * 1e6:.2f} µs a prompt token"
     )
+
+
+def _with_spill(m: CostModel) -> float:
+    """ns of a key of a decode among the most keys that were measured."""
+    most = m.spill.knots[-1]
+    return (m.per_decode_kv_s + m.spill.at(most) / most) * 1e9
 
 
 def _say(text: str) -> None:

@@ -2,7 +2,8 @@
 
 At ``c`` users with equal requests all decode together, so the gap between two tokens is one step of ``c`` rows. What it
 takes beyond the model is the host's: plan, apply, events, and the cores that API process and load generator take from
-the compute threads. The first token of a single user tells what a request costs on its way.
+the compute threads. A prompt that a single user sends again is in the prefix cache: its first token tells what a
+request costs on its way, and the one before what a prompt's rows cost beyond the model.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quire.bench.load import Load, Runner
 from quire.bench.summary import OK, RequestRecord
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, StepFeatures, chunk_pairs
-from quire.plan.fit import nnls
+from quire.plan.fit import cut_mean, nnls
 from quire.plan.profile import HostCost
 from quire.workload.prompts import PromptMaker
 from quire.workload.request import WorkloadRequest
@@ -28,13 +29,23 @@ PROMPT, OUTPUT = 32, 96  # tokens of a request of the closed loops
 USERS = (1, 2, 4, 8, 16, 32)
 PROMPTS = (32, 256, 1024)  # tokens of the requests that are sent one by one
 ONE_BY_ONE = 6  # of each length
+MANY_ROWS = 100  # a prompt whose time to the first token is mostly that of its rows
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The median gap between tokens with so many users."""
+    """The mean gap between tokens with so many users."""
 
     num_users: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """The time to the first token of a single user's prompts."""
+
+    num_prompt: int
+    num_cached: int  # tokens of the prompt that were in the prefix cache
     seconds: float
 
 
@@ -50,26 +61,42 @@ def measure_host(
     prompts = PromptMaker(vocab_size, seed=77, first_id=min(256, vocab_size // 2))
     users = [c for c in USERS if c <= max_num_seqs]
     lengths = [p for p in PROMPTS if 2 * p <= max_model_len]
-    gaps, first = asyncio.run(_measure(target, prompts, users, lengths))
-    beyond = [(gap.num_users, gap.seconds - _decode_s(executor, gap.num_users), gap.seconds) for gap in gaps]
-    fixed_s, per_seq_s = _line(beyond)
+    gaps, first, again = asyncio.run(_measure(target, prompts, users, lengths))
+    fixed_s, per_seq_s = _line(
+        [(gap.num_users, gap.seconds - _decode_s(executor, gap.num_users), gap.seconds) for gap in gaps]
+    )
     step = executor.plus(fixed_s=fixed_s, per_seq_s=per_seq_s)
-    way = [(p, s - step.seconds(StepFeatures(p, 1, 1, 0, p, chunk_pairs(0, p))), s) for p, s in first]
-    request_s, per_prompt_token_s = _line(way)
-    return HostCost(fixed_s, per_seq_s, request_s, per_prompt_token_s)
+
+    def way(firsts: Sequence[First]) -> tuple[float, float]:
+        return _line([(t.num_prompt, t.seconds - _first_s(step, t), t.seconds) for t in firsts])
+
+    cached = [t for t in again if t.num_cached]
+    if len(cached) < 2:  # prefix caching is off: what a token of the prompt costs is taken for its row's
+        request_s, per_row_s = way(first)
+        return HostCost(fixed_s, max(0.0, per_seq_s - per_row_s), per_row_s, request_s)
+    request_s, per_prompt_token_s = way(cached)
+    rows = [
+        (t.seconds - _first_s(step, t) - request_s) / t.num_prompt - per_prompt_token_s
+        for t in first
+        if t.num_prompt >= MANY_ROWS
+    ]
+    per_row_s = max(0.0, statistics.fmean(rows or [0.0]))
+    return HostCost(fixed_s, max(0.0, per_seq_s - per_row_s), per_row_s, request_s, per_prompt_token_s)
 
 
 async def _measure(
     target: Target, prompts: PromptMaker, users: Sequence[int], lengths: Sequence[int]
-) -> tuple[list[Gap], list[tuple[int, float]]]:
-    """Return the gaps by users, and (prompt tokens, seconds to the first token) of a single one."""
+) -> tuple[list[Gap], list[First], list[First]]:
+    """Return the gaps by users, and the first tokens of a single one: prompts that are new, and the same again."""
     client = StreamingClient(target)
     index = 0
 
-    async def loop(num_users: int, count: int, num_prompt: int, num_output: int) -> list[RequestRecord]:
+    async def loop(
+        num_users: int, count: int, num_prompt: int, num_output: int, *, again: bool = False
+    ) -> list[RequestRecord]:
         nonlocal index
+        index += 0 if again else count
         made = [WorkloadRequest(0.0, num_prompt, num_output, index=index + i) for i in range(count)]
-        index += count
         records = await Runner(client, prompts, Load(num_users, closed=True)).run(made)
         bad = next((r for r in records if r.status != OK), None)
         if bad is not None:
@@ -83,14 +110,25 @@ async def _measure(
         gaps = []
         for num in users:
             records = await loop(num, max(3, 2 * num), PROMPT, OUTPUT)
-            gaps.append(Gap(num, statistics.median(gap for r in records for gap in r.itl_s)))
-        first = []
+            gaps.append(Gap(num, cut_mean([gap for r in records for gap in r.itl_s])))
+        first, again = [], []
         for length in lengths:
-            records = await loop(1, ONE_BY_ONE, length, 2)
-            first.append((length, statistics.median(r.ttft_s for r in records if r.ttft_s is not None)))
+            first.append(_first(await loop(1, ONE_BY_ONE, length, 2)))
+            again.append(_first(await loop(1, ONE_BY_ONE, length, 2, again=True)))
     finally:
         await client.close()
-    return gaps, first
+    return gaps, first, again
+
+
+def _first(records: Sequence[RequestRecord]) -> First:
+    seconds = cut_mean([r.ttft_s for r in records if r.ttft_s is not None])
+    return First(records[0].num_prompt_tokens, min(r.num_cached_tokens for r in records), seconds)
+
+
+def _first_s(executor: CostModel, first: First) -> float:
+    """The step of the first token: the rows of the prompt that the cache has not."""
+    start, rows = first.num_cached, first.num_prompt - first.num_cached
+    return executor.seconds(StepFeatures(rows, 1, 1, 0, first.num_prompt, chunk_pairs(start, rows)))
 
 
 def _decode_s(executor: CostModel, num: int) -> float:

@@ -17,11 +17,11 @@ from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.errors import StepError
 from quire.executor.base import Executor
-from quire.plan.fit import MeasuredStep
+from quire.plan.fit import MeasuredStep, cut_mean
 from quire.request import SamplingParams
 from quire.step import KvMove, NewSeq, SeqPlan, StepPlan
 
-REPEATS = 12  # of a case in one visit, of which the first ones warm it up
+REPEATS = 8  # of a case in one visit, of which the first ones warm it up
 WARM = 2
 FIRST_TOKEN_ID = 2
 
@@ -84,13 +84,13 @@ class StepProfiler:
         self._gone = tuple(seq.seq_id for seq in seqs)
 
     def measured(self) -> list[MeasuredStep]:
-        """Return the median of each case; a decode's context has grown while it was measured."""
+        """Return the mean of each case; a decode's context has grown while it was measured."""
         steps = []
         for case, times in self._times.items():
             grown = statistics.fmean(repeat for repeat, _ in times)
             keys = case.features.decode_kv_tokens + round(case.num_decodes * grown)
             step = case.features._replace(decode_kv_tokens=keys)
-            steps.append(MeasuredStep(step, statistics.median(seconds for _, seconds in times)))
+            steps.append(MeasuredStep(step, cut_mean([seconds for _, seconds in times])))
         return steps
 
     def _next(self, plan: SeqPlan, case: Case) -> SeqPlan:

@@ -1,7 +1,8 @@
 """The step-time model: what a step has to do → seconds. One form for profiles, the simulator and ``serve --slo``.
 
     seconds = fixed_s + rows(num_tokens) + logits(num_logits) + per_seq_s · num_seqs
-              + per_decode_kv_s · decode_kv_tokens + per_chunk_kv_s · chunk_kv_tokens + per_pair_s · chunk_pairs
+              + per_decode_kv_s · decode_kv_tokens + spill(decode_kv_tokens)
+              + per_chunk_kv_s · chunk_kv_tokens + per_pair_s · chunk_pairs
 
 What each term stands for, in bytes and operations:
 
@@ -11,6 +12,8 @@ What each term stands for, in bytes and operations:
     logits       the same for the output matrix, and the sampler
     per_seq_s    what is done once a sequence: block tables, results
     decode_kv    K and V of a sequence with one row are read once: bytes
+    spill        what they take more where they are more than the caches hold: a key from memory costs twice to four
+                 times one from the last level (Quill on an Emerald Rapids)
     chunk_kv     K and V of a longer chunk are read once a tile of rows: bytes
     pairs        each (query, key) pair of a longer chunk is multiplied: operations
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -112,6 +115,7 @@ class CostModel:
     per_decode_kv_s: float = 0.0
     per_chunk_kv_s: float = 0.0
     per_pair_s: float = 0.0
+    spill: Curve = FLAT
 
     def __post_init__(self) -> None:
         for name in _RATES:
@@ -129,6 +133,7 @@ class CostModel:
             + self.rows.at(num_tokens)
             + self.per_seq_s * num_seqs
             + self.per_decode_kv_s * decode_kv
+            + self.spill.at(decode_kv)
             + self.per_chunk_kv_s * chunk_kv
             + self.per_pair_s * pairs
         )
@@ -141,22 +146,18 @@ class CostModel:
             "rows": self.rows.at(step.num_tokens),
             "logits": self.logits.at(step.num_logits) if step.num_logits else 0.0,
             "seqs": self.per_seq_s * step.num_seqs,
-            "decode_kv": self.per_decode_kv_s * step.decode_kv_tokens,
+            "decode_kv": self.per_decode_kv_s * step.decode_kv_tokens + self.spill.at(step.decode_kv_tokens),
             "chunk_kv": self.per_chunk_kv_s * step.chunk_kv_tokens,
             "pairs": self.per_pair_s * step.chunk_pairs,
         }
 
-    def plus(self, *, fixed_s: float = 0.0, per_seq_s: float = 0.0) -> CostModel:
-        """Return the model with more time a step and a sequence: what the host adds to the worker's."""
-        return CostModel(
-            self.fixed_s + fixed_s,
-            self.rows,
-            self.logits,
-            self.per_seq_s + per_seq_s,
-            self.per_decode_kv_s,
-            self.per_chunk_kv_s,
-            self.per_pair_s,
-        )
+    def plus(self, *, fixed_s: float = 0.0, per_seq_s: float = 0.0, per_row_s: float = 0.0) -> CostModel:
+        """Return the model with more time a step, a sequence and a row: what the host adds to the worker's."""
+        rows = self.rows
+        if per_row_s:
+            knots = rows.knots if len(rows.knots) > 1 else (rows.knots[0], rows.knots[0] + 1.0)
+            rows = Curve(knots, tuple(rows.at(k) + per_row_s * k for k in knots))
+        return replace(self, fixed_s=self.fixed_s + fixed_s, per_seq_s=self.per_seq_s + per_seq_s, rows=rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers and lists; `from_json` gives the same model bit for bit."""
@@ -186,7 +187,7 @@ class CostModel:
 
 
 _RATES = ("fixed_s", "per_seq_s", "per_decode_kv_s", "per_chunk_kv_s", "per_pair_s")
-_CURVES = ("rows", "logits")
+_CURVES = ("rows", "logits", "spill")
 
 
 def _curve(name: str, data: Any) -> Curve:

@@ -28,6 +28,9 @@ class HostCost:
 
     fixed_s: float = 0.0  # a step
     per_seq_s: float = 0.0  # a sequence of a step
+    per_row_s: float = (
+        0.0  # a row of a step: pages of K and V touched for the first time, caches that others used
+    )
     request_s: float = 0.0  # a request
     per_prompt_token_s: float = 0.0  # a token of its prompt
 
@@ -49,7 +52,8 @@ class Profile:
     )  # executor + host: what a step takes in the engine's loop
 
     def __post_init__(self) -> None:
-        whole = self.executor.plus(fixed_s=self.host.fixed_s, per_seq_s=self.host.per_seq_s)
+        host = self.host
+        whole = self.executor.plus(fixed_s=host.fixed_s, per_seq_s=host.per_seq_s, per_row_s=host.per_row_s)
         object.__setattr__(self, "step_time", whole)
 
     def to_json(self) -> dict[str, Any]:
