@@ -28,8 +28,10 @@ from quire.plan.profile import HostCost, Profile
 from quire.request import SamplingParams
 
 MAX_KV_BYTES = 1 << 30  # that the measurement writes to
-FIRST_REPEATS = 4  # of each case before anything is measured at length
-SHARE = 1 / 60  # of the time, that one visit to a case may take before it is cut short
+FIRST_REPEATS = 3  # of each case before anything is measured at length
+SHARE = (
+    1 / 400
+)  # of the time, that one visit may take before it is cut short: many short visits see more of the weather
 
 
 def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[str]) -> int:

@@ -73,7 +73,7 @@ def measure_host(
     cached = [t for t in again if t.num_cached]
     if len(cached) < 2:  # prefix caching is off: what a token of the prompt costs is taken for its row's
         request_s, per_row_s = way(first)
-        return HostCost(fixed_s, max(0.0, per_seq_s - per_row_s), per_row_s, request_s)
+        return HostCost(fixed_s, max(0.0, per_seq_s - per_row_s), request_s, per_row_s=per_row_s)
     request_s, per_prompt_token_s = way(cached)
     rows = [
         (t.seconds - _first_s(step, t) - request_s) / t.num_prompt - per_prompt_token_s
@@ -81,7 +81,7 @@ def measure_host(
         if t.num_prompt >= MANY_ROWS
     ]
     per_row_s = max(0.0, statistics.fmean(rows or [0.0]))
-    return HostCost(fixed_s, max(0.0, per_seq_s - per_row_s), per_row_s, request_s, per_prompt_token_s)
+    return HostCost(fixed_s, max(0.0, per_seq_s - per_row_s), request_s, per_prompt_token_s, per_row_s)
 
 
 async def _measure(

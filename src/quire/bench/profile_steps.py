@@ -21,8 +21,8 @@ from quire.plan.fit import MeasuredStep, cut_mean
 from quire.request import SamplingParams
 from quire.step import KvMove, NewSeq, SeqPlan, StepPlan
 
-REPEATS = 8  # of a case in one visit, of which the first ones warm it up
-WARM = 2
+REPEATS = 5  # of a case in one visit, of which the first ones warm it up
+WARM = 1
 FIRST_TOKEN_ID = 2
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from quire.errors import ConfigError
 from quire.plan.cost_model import FLAT, CostModel, Curve, StepFeatures
 
-ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096, 16384)  # beyond 512 the dot units are the bound
 LOGIT_KNOTS = (0, 1, 4, 16, 64, 256, 1024)  # the first row drawn from reads the output matrix
 SPILL_KNOTS = (1 << 14, 1 << 15, 1 << 16, 1 << 17)  # keys of all decodes
 FOLDS = 8

@@ -28,11 +28,9 @@ class HostCost:
 
     fixed_s: float = 0.0  # a step
     per_seq_s: float = 0.0  # a sequence of a step
-    per_row_s: float = (
-        0.0  # a row of a step: pages of K and V touched for the first time, caches that others used
-    )
     request_s: float = 0.0  # a request
     per_prompt_token_s: float = 0.0  # a token of its prompt
+    per_row_s: float = 0.0  # a row of a step: pages of K and V touched for the first time
 
 
 @dataclass(frozen=True, slots=True)
