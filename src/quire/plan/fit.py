@@ -82,11 +82,15 @@ def fit(
         x = _scaled_nnls(columns / weights[:, None], seconds / weights)
         weights = np.maximum(columns @ x, seconds / MOST_TOO_FAST)
     parts = np.split(x[5:], np.cumsum([len(rows) - 1, len(logits) - 1]))
+    fixed_s, per_seq_s, per_decode_kv_s, per_chunk_kv_s, per_pair_s = map(float, x[:5])
     return CostModel(
-        float(x[0]),
+        fixed_s,
         _sum_of_ramps(rows, parts[0]),
         _sum_of_ramps(logits, parts[1]),
-        *map(float, x[1:5]),
+        per_seq_s,
+        per_decode_kv_s,
+        per_chunk_kv_s,
+        per_pair_s,
         spill=_sum_of_hinges([*spill, most_keys], parts[2]) if spill else FLAT,
     )
 
