@@ -13,7 +13,6 @@ from tests.scheduler.harness import Engine, make_scheduler, oracle, request
 from quire.args import EngineArgs, ServerArgs
 from quire.bench import bounds
 from quire.bench.bounds import Bounds
-from quire.cli import serve_slo
 from quire.cli.serve_slo import forecast_of, with_slo
 from quire.clock import VirtualClock
 from quire.config import SloConfig
@@ -73,7 +72,7 @@ def test_a_profile_is_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_without_a_profile_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_slo, "measure", lambda threads: Bounds(2e10, {"fma_avx512": 1e12}))
+    monkeypatch.setattr(bounds, "measure", lambda threads: Bounds(2e10, {"fma_avx512": 1e12}))
     config = engine_config()
     native = replace(config, device=replace(config.device, native=True, isa="avx512"))
     assert bounds.FLOAT_DOTS["avx512"][-1] == "fma_avx512"
