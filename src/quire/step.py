@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from quire.request import Adapter, Pooling, SamplingParams, TokenLogprobs
 
+LEAST_ROWS = 16  # of a step: where these find no memory, fewer would not either, and the sequence fails
+
 
 class KvMove(NamedTuple):
     """Copy the whole page ``src_block_id`` to ``dst_block_id`` (all layers of the page's group)."""
@@ -99,6 +101,9 @@ class SeqResult(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     pooled: tuple[float, ...] | None = None  # with the prompt's last row
     error: str | None = None  # this sequence failed; the others of the step did not
+    out_of_memory: bool = (
+        False  # the error was that fewer of its rows might fit: it is computed again, not ended
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +114,5 @@ class StepResult:
     seqs: tuple[SeqResult, ...] = ()
     moves_done: int = 0  # how many of kv_moves took effect
     device_s: float = 0.0  # seconds the device (or the compute threads) worked
+    max_rows: int | None = None  # found on the way: a step of more rows runs out of memory
     error: str | None = None

@@ -20,7 +20,6 @@ from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.runner import graphs
-from quire.runner.device_runner import DeviceRunner
 from quire.scheduler.scheduler import Scheduler
 from quire.weight_plan import plan_weights
 
@@ -178,47 +177,6 @@ def test_rows_that_need_the_host_are_drawn_alike() -> None:
     ]
     expected = generate(engine_config(SPECS["llama"]), asked, together=1, executor=LocalExecutor)
     assert generate(device_config("llama", "triton"), asked, together=4) == expected
-
-
-@pytest.mark.slow
-def test_a_step_too_large_for_memory_is_computed_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, asked = device_config("llama", "triton"), requests(4, SHORT)
-    expected = generate(config, asked, together=4)
-    failures: list[int] = []
-    real = DeviceRunner.launch
-
-    def short_of_memory(self, step, seq_ids):  # type: ignore[no-untyped-def]
-        if step.num_seqs > 1:
-            failures.append(step.num_seqs)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return real(self, step, seq_ids)
-
-    monkeypatch.setattr(DeviceRunner, "launch", short_of_memory)
-    assert generate(config, asked, together=4) == expected
-    assert max(failures) == 4
-
-
-def test_a_sequence_too_large_for_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = DeviceRunner.launch
-
-    def short_of_memory(self, step, seq_ids):  # type: ignore[no-untyped-def]
-        if step.num_tokens > 20:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return real(self, step, seq_ids)
-
-    monkeypatch.setattr(DeviceRunner, "launch", short_of_memory)
-    config = device_config("llama", "triton")
-    run = DeviceExecutor(config, clock=VirtualClock(), weights=weights(config.model.spec))
-    core = EngineCore(Scheduler(config.scheduler, config.cache), run, VirtualClock())
-    for name, length in (("long", 40), ("short", 5)):
-        sampling = replace(GREEDY, max_tokens=2)
-        core.put(AddRequest(Request(name, tuple(range(length)), sampling, 0.0)))
-    ends: dict[str, TokenEvent] = {}
-    while core.has_work:
-        ends.update({event.request_id: event for event in core.step() if event.finish_reason is not None})
-    assert ends["short"].finish_reason is FinishReason.LENGTH
-    assert ends["long"].finish_reason is FinishReason.ERROR
-    assert "too little memory" in str(ends["long"].error)
 
 
 def test_nothing_is_made_on_a_device_by_default() -> None:

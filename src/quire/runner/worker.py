@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,9 +22,17 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.prompt_rows import PromptOutput, PromptRows, rows_of
 from quire.runner.runner import Runner, Wait
 from quire.sampling.sampler import SeqSample
-from quire.step import NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
+from quire.step import LEAST_ROWS, NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Shortage:
+    """Memory that a step lacked. ``max_rows``: half of the fewest that were too many; None where all fitted."""
+
+    max_rows: int | None = None
+    seq_ids: set[int] = field(default_factory=set)  # refused, and worth another try with fewer rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,7 @@ class Launched:
     parts: list[tuple[list[int], Wait]]
     prompts: dict[int, PromptOutput]
     refused: dict[int, str]  # sequences of the plan that were not computed, with the reason
+    shortage: Shortage
 
 
 class Worker:
@@ -65,6 +74,7 @@ class Worker:
         self.runner.record(self._inputs.buffers)
         self._prompts = PromptRows(self.runner.logits_of_rows, self.runner.score, self._vocab_size)
         self._refused: dict[int, str] = {}  # sequences that cannot run or go on, with the reason
+        self._shortage = Shortage()  # of the step that is being launched
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises what the model raises; the state stays usable."""
@@ -86,6 +96,7 @@ class Worker:
         if self._refused:
             fine = tuple(seq for seq in fine if seq.seq_id not in self._refused)
         prompts: dict[int, PromptOutput] = {}
+        self._shortage = Shortage()
         try:
             parts = self._compute(fine, prompts)
         except Exception as error:
@@ -94,7 +105,7 @@ class Worker:
             self._refused.update(dict.fromkeys(here, f"a step before failed: {error}"))
             raise
         refused = {seq.seq_id: self._refused[seq.seq_id] for seq in plan.seqs if seq.seq_id in self._refused}
-        return Launched(plan, start_s, parts, prompts, refused)
+        return Launched(plan, start_s, parts, prompts, refused, self._shortage)
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for the oldest step launched, and return its result."""
@@ -104,7 +115,13 @@ class Worker:
         plan = launched.plan
         results = tuple(self._result(seq, launched, samples.get(seq.seq_id)) for seq in plan.seqs)
         took_s = self._clock.now() - launched.start_s
-        return StepResult(plan.step, results, moves_done=len(plan.kv_moves), device_s=took_s)
+        return StepResult(
+            plan.step,
+            results,
+            moves_done=len(plan.kv_moves),
+            device_s=took_s,
+            max_rows=launched.shortage.max_rows,
+        )
 
     def _drop(self, seq_id: int) -> None:
         if seq_id in self._inputs:
@@ -145,7 +162,11 @@ class Worker:
     def _compute(
         self, plans: tuple[SeqPlan, ...], prompts: dict[int, PromptOutput]
     ) -> list[tuple[list[int], Wait]]:
-        """Compute the rows of ``plans``: in one go, or where memory does not suffice in halves, in their order."""
+        """Compute the rows of ``plans``: in one go, or where memory does not suffice in halves, in their order.
+
+        The scheduler is told how many rows were too many. A sequence that does not fit alone is refused, and planned
+        again with fewer rows if it had many.
+        """
         if not plans:
             return []
         self.runner.kv.clear(self._inputs.update_tables(plans))
@@ -158,11 +179,17 @@ class Worker:
             return [self._launch(plans, prompts)]
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(".")[0]
-            if len(plans) == 1:
-                self._refused[plans[0].seq_id] = f"there is too little memory for its rows: {reason}"
-                return []
-            _log.warning("step too large for memory, computed in halves: %s", reason)
         self.runner.free_memory()
+        num_rows = sum(plan.num_scheduled_tokens for plan in plans)
+        self._shortage.max_rows = num_rows // 2
+        _log.warning(
+            "%d rows are too many for the memory, steps have half of them from now on: %s", num_rows, reason
+        )
+        if len(plans) == 1:
+            self._refused[plans[0].seq_id] = f"there is too little memory for its {num_rows} rows: {reason}"
+            if num_rows > LEAST_ROWS:
+                self._shortage.seq_ids.add(plans[0].seq_id)
+            return []
         half = len(plans) // 2
         return [
             *self._compute_in_memory(plans[:half], prompts),
@@ -189,7 +216,9 @@ class Worker:
 
     def _result(self, plan: SeqPlan, launched: Launched, sample: SeqSample | None) -> SeqResult:
         if plan.seq_id in launched.refused:
-            return SeqResult(plan.seq_id, plan.epoch, (), error=launched.refused[plan.seq_id])
+            error = launched.refused[plan.seq_id]
+            again = plan.seq_id in launched.shortage.seq_ids
+            return SeqResult(plan.seq_id, plan.epoch, (), error=error, out_of_memory=again)
         prompt = launched.prompts.get(plan.seq_id)
         error = (sample.error if sample is not None else None) or (
             prompt.error if prompt is not None else None

@@ -8,6 +8,7 @@ from operator import eq, itemgetter
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.beam_steps import end_all, take_continuations
 from quire.scheduler.deadline import end_late, is_late
+from quire.scheduler.policy import shrink_budget
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import Entry, SchedulerState, StepRecord
 from quire.step import SeqResult, StepResult
@@ -29,6 +30,8 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     """Apply the result of the oldest step in flight."""
     record = state.in_flight.popleft()
     assert record.step == result.step, "results come in order of submission"
+    if result.max_rows is not None:
+        shrink_budget(state, result.max_rows)
     if result.error is not None:
         return _fail_step(state, record, result.error)
     results = result.seqs
@@ -173,7 +176,9 @@ def _fail_sequences(
     events = []
     for i in failed:
         seq, epoch, _ = record.entries[i]
-        if seq.epoch == epoch:
+        if seq.epoch == epoch and results[i].out_of_memory:
+            state.preempt(seq)
+        elif seq.epoch == epoch:
             events += _end_failed(state, seq, results[i].error)
     _restart_readers(state, distrusted)
     return events

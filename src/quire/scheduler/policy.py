@@ -11,6 +11,7 @@ from quire.errors import ConfigError
 from quire.scheduler.gate import Gate
 from quire.scheduler.order import sort_key
 from quire.scheduler.state import SchedulerState
+from quire.step import LEAST_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,12 @@ def change_policy(state: SchedulerState, change: PolicyChange) -> None:
         for seq in state.sequences.values():
             seq.key = sort_key(state.config.order, seq)
         state.waiting.reorder()
+
+
+def shrink_budget(state: SchedulerState, max_rows: int) -> None:
+    """Plan steps of at most ``max_rows`` rows, and no fewer than `LEAST_ROWS`, until somebody raises the setting."""
+    rows = min(state.config.max_num_batched_tokens, max(max_rows, LEAST_ROWS))
+    state.config = replace(state.config, max_num_batched_tokens=rows)
 
 
 def changed(config: SchedulerConfig, change: PolicyChange, start: SchedulerConfig) -> SchedulerConfig:
