@@ -216,9 +216,10 @@ class Worker:
 
     def _result(self, plan: SeqPlan, launched: Launched, sample: SeqSample | None) -> SeqResult:
         if plan.seq_id in launched.refused:
-            error = launched.refused[plan.seq_id]
             again = plan.seq_id in launched.shortage.seq_ids
-            return SeqResult(plan.seq_id, plan.epoch, (), error=error, out_of_memory=again)
+            return SeqResult(
+                plan.seq_id, plan.epoch, (), error=launched.refused[plan.seq_id], out_of_memory=again
+            )
         prompt = launched.prompts.get(plan.seq_id)
         error = (sample.error if sample is not None else None) or (
             prompt.error if prompt is not None else None
