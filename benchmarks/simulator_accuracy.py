@@ -9,9 +9,9 @@ The engine has one thread, in the profile and live: API process and load generat
 has none besides. With two threads of the engine they would take turns with it, as they do with a client on the same
 machine only. Nothing is pinned.
 
-A cell is a model, a trace and a load (0.5, 0.8 or 1.0 of the knee). One round of it is: the round's profile (measured
-once a model and round, so that profiles and live runs interleave), the trace's first ``--limit`` rows that fit against
-a fresh `quire serve`, and the simulation of the same requests. Lengths are the trace's; only time is stretched. The
+A cell is a model, a trace and a load (0.5, 0.8 or 1.0 of the knee). One round of it is: a profile (one a model,
+trace and round, so that profiles and live runs interleave), the trace's first ``--limit`` rows that fit against a fresh
+`quire serve`, and the simulation of the same requests. Lengths are the trace's; only time is stretched. The
 knee of (model, trace) is the simulator's, from the first profile: the smallest load with 95 % of the best goodput under
 ``--slo``, which is lax because the traces come in bursts: their first 300 rows at a load that meets a strict one take
 20 minutes of azure_code on one thread. All results are appended to ``--results``; an invocation that is killed loses
@@ -114,7 +114,7 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
     """One round of one cell: profile if the round has none, live, simulated."""
     model, trace, load = cell.split("/")
     number = len(results.rounds(cell))
-    profile = args.results.parent / f"{args.results.stem}-{model}-{number}.json"
+    profile = args.results.parent / f"{args.results.stem}-{model}-{trace}-{number}.json"
     if not profile.exists():
         measure_profile(args, model, profile)
     setup = set_up(SimulateArgs(profile=str(profile)), {}, 0)
@@ -135,6 +135,7 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
         {
             "round": number,
             "rate": rate,
+            "num_requests": len(workload.requests),
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "refused_rows": dict(workload.refused),
             "profile_error": json.loads(profile.read_text())["error"],
@@ -242,9 +243,11 @@ def tables(results: Results) -> str:
                 )
             text.append("| " + " | ".join(row) + " |")
     refused = {cell: r[0]["refused_rows"] for cell, r in done.items() if r[0]["refused_rows"]}
+    limits = sorted({r["num_requests"] for rounds in done.values() for r in rounds})
     last = max(r["at"] for rounds in done.values() for r in rounds)
     text.append(
-        f"\n{held} of {total} figures are within their gates. Last round {last} on {platform.processor() or 'CPU'}."
+        f"\n{held} of {total} figures are within their gates. {' or '.join(map(str, limits))} requests a run, the "
+        f"engine on one thread. Last round {last} on {platform.processor() or 'CPU'}."
     )
     for cell, rows in refused.items():
         if cell.endswith(f"/{LOADS[0]:g}"):
@@ -279,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--load", action="append", type=float, help="only this load (repeatable)")
     parser.add_argument("--limit", type=int, default=300, help="requests of a run")
     parser.add_argument("--slo", default="ttft=4s,tpot=200ms", help="that the knee is found under")
-    parser.add_argument("--profile-seconds", type=float, default=40.0)
+    parser.add_argument("--profile-seconds", type=float, default=25.0)
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "data" / "traces")
     parser.add_argument(
         "--results", type=Path, default=ROOT / "benchmarks" / "results" / "simulator-accuracy.json"
