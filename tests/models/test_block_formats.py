@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quire.models.block_formats import expand_mxfp4
+from quire.models.loader import expand_mxfp4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.api.admin_lora import LoraAdmin
-from quire.api.body import header, read_json, send_json
+from quire.api.body import header, json_response, read_json, send_json
 from quire.api.edge import Edge
 from quire.api.fields import clip
 from quire.api.health import Handler, Probes
@@ -103,7 +102,7 @@ class Admin:
     async def runtime(self, request: Request) -> Response:
         """The settings in force."""
         reply = await self._state.frontend.call(lambda call_id: ChangePolicy(call_id, PolicyChange()))
-        return _json({"object": "runtime", "runtime": _as_flags(reply.values)})
+        return json_response({"object": "runtime", "runtime": _as_flags(reply.values)})
 
     async def change_runtime(self, request: Request) -> Response:
         """Change settings at the next step boundary; the answer has old and new values of what was asked for.
@@ -125,17 +124,17 @@ class Admin:
         old, new = _as_flags(reply.before), _as_flags(reply.values)
         changes = {name: {"old": old[name], "new": new[name]} for name in RUNTIME if name in body}
         log.info("runtime_changed", **{name: f"{c['old']} -> {c['new']}" for name, c in changes.items()})
-        return _json({"object": "runtime", "changed": changes, "runtime": new})
+        return json_response({"object": "runtime", "changed": changes, "runtime": new})
 
     async def progress(self, request: Request) -> Response:
         """How far a drain is; also says so where there is none."""
-        return _json(self._progress())
+        return json_response(self._progress())
 
     async def drain(self, request: Request) -> Response:
         """Refuse new requests from now on; those in flight, queued ones included, go on to their end."""
         self._state.frontend.stop_admitting()
         log.info("drain", requests=len(self._state.running))
-        return _json(self._progress())
+        return json_response(self._progress())
 
     async def undrain(self, request: Request) -> Response:
         """Take requests again.
@@ -149,16 +148,16 @@ class Admin:
                 retryable=True,
             )
         log.info("undrain")
-        return _json(self._progress())
+        return json_response(self._progress())
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget cached prefixes; what runs keeps its blocks."""
         reply = await self._state.frontend.call(ResetPrefixCache)
-        return _json({"object": "prefix_cache.reset", **reply.values})
+        return json_response({"object": "prefix_cache.reset", **reply.values})
 
     async def requests(self, request: Request) -> Response:
         """The requests at work, in order of arrival."""
-        return _json({"object": "list", "data": self._state.running.describe(self._state.now())})
+        return json_response({"object": "list", "data": self._state.running.describe(self._state.now())})
 
     async def cancel(self, request: Request) -> Response:
         """End every request of this id; its client gets an error that says so.
@@ -177,7 +176,7 @@ class Admin:
             )
         for one in found:
             await one.cancel()
-        return _json({"id": request_id, "object": "request.cancelled", "cancelled": len(found)})
+        return json_response({"id": request_id, "object": "request.cancelled", "cancelled": len(found)})
 
     def _progress(self) -> dict[str, Any]:
         frontend = self._state.frontend
@@ -206,7 +205,3 @@ def _as_request_error(error: ConfigError, wait_ms: float | None) -> RequestError
         text = f"dynamic_max_wait_ms = {wait_ms} is not allowed: it must be a number ≥ 0."
         return RequestError(text, param="dynamic_max_wait_ms")
     return RequestError(str(error), param=error.param)
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

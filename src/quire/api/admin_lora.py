@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from quire.api.body import read_json
+from quire.api.body import json_response, read_json
 from quire.api.protocol import Boolean, Integer, Number, Text, Wire, parse
 from quire.api.state import ApiState
 from quire.engine.adapters import AdapterRegistry
@@ -56,7 +55,9 @@ class LoraAdmin:
 
     async def listed(self, request: Request) -> Response:
         """The adapters that requests may name."""
-        return _json({"object": "list", "data": [_card(each) for each in self._registry.adapters.values()]})
+        return json_response(
+            {"object": "list", "data": [_card(each) for each in self._registry.adapters.values()]}
+        )
 
     async def load(self, request: Request) -> Response:
         """Serve one more adapter.
@@ -64,7 +65,7 @@ class LoraAdmin:
         Raises:
             RequestError: names the field, and the file and tensor where the adapter is at fault.
         """
-        return _json(_card(await self._load(await self._body(request))))
+        return json_response(_card(await self._load(await self._body(request))))
 
     async def load_as_vllm(self, request: Request) -> Response:
         """As `load`, with vLLM's answer."""
@@ -78,7 +79,9 @@ class LoraAdmin:
             NotFoundError: there is no such adapter; lists those that are loaded.
         """
         adapter, left = await self._unload(request.path_params["lora_name"], _seconds(request))
-        return _json({**_card(adapter), "status": "draining" if left else "unloaded", "num_requests": left})
+        return json_response(
+            {**_card(adapter), "status": "draining" if left else "unloaded", "num_requests": left}
+        )
 
     async def unload_as_vllm(self, request: Request) -> Response:
         """As `unload`, with vLLM's answer."""
@@ -134,7 +137,3 @@ def _card(adapter: Adapter) -> dict[str, Any]:
         "rank": adapter.rank,
         "content": adapter.key,
     }
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

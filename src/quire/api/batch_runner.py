@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp
 
-from quire.api.batch_folder import BatchFolder
 from quire.api.batch_lines import (
     Line,
     LineError,
@@ -24,7 +25,7 @@ from quire.api.batch_lines import (
     read_lines,
     unanswered_line,
 )
-from quire.api.file_store import FileStore
+from quire.api.file_store import FileStore, write_json
 from quire.api.internal_call import call_endpoint
 from quire.metrics.log import Log
 
@@ -33,6 +34,7 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _PAUSE_S = 0.05  # between looks at the load
 _RETRY_S = 1.0  # before a line that was refused for now is tried again
 _EXPIRED = "The batch expired before this request was run."
+_ID = re.compile(r"batch_[0-9a-f]{32}")
 log = Log("batch")
 
 
@@ -211,3 +213,39 @@ class BatchRunner:
             batch[field] = None if made is None else made["id"]
         self._disk.set_status(batch, how)
         log.info("batch_ended", batch=batch_id, status=how, **counts)
+
+
+class BatchFolder:
+    """What batches leave on disk, in ``root/batches``.
+
+    ID.json           the batch object: written whole at each change of its state
+    ID.output.jsonl   answered lines, appended as they come; what is in here, or in
+    ID.errors.jsonl   … is not run again
+    """
+
+    def __init__(self, root: Path, unix_time: Callable[[], float]) -> None:
+        self._folder = root / "batches"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._unix_time = unix_time
+
+    def load(self) -> dict[str, dict[str, Any]]:
+        """Return the batches that are there, by id."""
+        paths = [path for path in self._folder.glob("*.json") if _ID.fullmatch(path.stem)]
+        return {path.stem: msgspec.json.decode(path.read_bytes()) for path in paths}
+
+    def lines(self, batch: dict[str, Any], kind: str) -> Path:
+        """Where lines of a batch are; ``kind``: output or errors."""
+        return self._folder / f"{batch['id']}.{kind}.jsonl"
+
+    def append(self, batch: dict[str, Any], kind: str, line: bytes) -> None:
+        with self.lines(batch, kind).open("ab") as file:
+            file.write(line)
+
+    def set_status(self, batch: dict[str, Any], status: str) -> None:
+        """Change the state of a batch, with its time, and write it down."""
+        batch["status"] = status
+        batch[f"{status}_at"] = int(self._unix_time())
+        self.save(batch)
+
+    def save(self, batch: dict[str, Any]) -> None:
+        write_json(self._folder / f"{batch['id']}.json", batch)

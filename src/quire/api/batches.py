@@ -6,13 +6,12 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-import msgspec
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from quire.api.batch_runner import OPEN, BatchRunner
-from quire.api.body import header, read_body, read_json
+from quire.api.body import header, json_response, read_body, read_json
 from quire.api.fields import clip
 from quire.api.multipart import parse_multipart
 from quire.api.pages import page_of
@@ -79,7 +78,7 @@ class Batches:
         """The object of one file, or forget the file."""
         found = self._file(request)
         if request.method != "DELETE":
-            return _json(found)
+            return json_response(found)
         if self._runner.uses(found["id"]):
             raise RequestError(
                 f"{found['id']} is the input of a batch that is not over: cancel the batch first.",
@@ -87,7 +86,7 @@ class Batches:
                 code="file_in_use",
             )
         self._runner.files.delete(found["id"])
-        return _json({"id": found["id"], "object": "file", "deleted": True})
+        return json_response({"id": found["id"], "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
         """The bytes of a file."""
@@ -101,7 +100,7 @@ class Batches:
         return page_of(request, [_shown(batch) for batch in self._runner.all()], default=20, most=100)
 
     async def batch(self, request: Request) -> Response:
-        return _json(_shown(self._batch(request)))
+        return json_response(_shown(self._batch(request)))
 
     async def cancel(self, request: Request) -> Response:
         """End an open batch.
@@ -116,7 +115,7 @@ class Batches:
             )
         if batch["status"] != "cancelling":
             batch = self._runner.cancel(batch["id"])
-        return _json(_shown(batch))
+        return json_response(_shown(batch))
 
     async def _upload(self, request: Request) -> Response:
         runner = self._runner
@@ -146,7 +145,7 @@ class Batches:
                 param="purpose",
             )
         after_s = None if expires is None else _expires_after(expires, "expires_after", self._ignored())
-        return _json(runner.files.add(upload.data, upload.filename or "file", "batch", after_s))
+        return json_response(runner.files.add(upload.data, upload.filename or "file", "batch", after_s))
 
     async def _create(self, request: Request) -> Response:
         runner, ignored = self._runner, self._ignored()
@@ -183,7 +182,7 @@ class Batches:
                 "output_expires_after_s": after_s,
             }
         )
-        return _json(_shown(batch))
+        return json_response(_shown(batch))
 
     def _ignored(self) -> list[str] | None:
         return [] if self._state.settings.lenient else None
@@ -250,7 +249,3 @@ def _expires_after(given: dict[str, Any], name: str, ignored: list[str] | None) 
             f"{name}.seconds = {asked.seconds} must be in {low}…{high}.", param=name + ".seconds"
         )
     return asked.seconds
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.api.refusals import HttpError, Refusal
@@ -71,6 +72,11 @@ def decode(raw: bytes) -> Any:
         f"{shown}: {reason}. Send a JSON object in UTF-8 (NaN and Infinity are not JSON).",
         code="invalid_json",
     )
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Return a JSON answer of a handler."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 from quire.api.chat_choices import ChatChoices
 from quire.api.deadline import deadline_of
 from quire.api.generation import Answer, Job
-from quire.api.identity import new_head
 from quire.api.logprobs import TokenNames
 from quire.api.messages import template_messages
 from quire.api.protocol import ChatPrompt, ChatRequest, parse, stream_options
-from quire.api.replies import ChoicesAnswer
+from quire.api.replies import ChoicesAnswer, new_head
 from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
 from quire.api.thinking import thinking_budget

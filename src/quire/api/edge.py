@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.api.body import header, send_json
-from quire.api.identity import usable_request_id
 from quire.api.refusals import Refusal
 
 # Probes and scrapers come without a key, as with vLLM.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"})
+MAX_REQUEST_ID_CHARS = 128
 _SCOPE_KEY = "quire.request_id"
 _OWN_KEY = "quire.request_id_is_own"
 
@@ -77,3 +78,12 @@ def adopt_request_id(scope: Scope, given: str | None) -> None:
     usable = usable_request_id(given)
     if usable is not None and scope.get(_OWN_KEY, True):
         scope[_SCOPE_KEY] = usable
+
+
+def usable_request_id(value: Any) -> str | None:
+    """Return a client's own request id if it can stand in a header and a log line, else None."""
+    if isinstance(value, bytes):
+        value = value.decode("latin-1")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_REQUEST_ID_CHARS:
+        return None
+    return value if value.isascii() and value.isprintable() else None

@@ -9,11 +9,9 @@ from typing import Any, Literal
 
 from quire.api.completions import parse_prompts
 from quire.api.generation import Job
-from quire.api.identity import new_head
 from quire.api.protocol import Boolean, Integer, RequestFields, Text, parse
-from quire.api.replies import Usage
+from quire.api.replies import Usage, WholeAnswer, new_head
 from quire.api.state import ApiState
-from quire.api.whole_answer import WholeAnswer
 from quire.engine.embedding import NOTHING_DRAWN, embedding
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError

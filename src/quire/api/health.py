@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.body import json_response
 from quire.api.state import ApiState
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -39,14 +39,14 @@ class Probes:
         return self._status(self._state.frontend.state in ("ready", "draining"))
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": self._state.settings.version})
+        return json_response({"version": self._state.settings.version})
 
     async def metrics(self, request: Request) -> Response:
         body, content_type = self._state.metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     def _status(self, good: bool) -> Response:
-        return _json({"status": self._state.frontend.state}, 200 if good else 503)
+        return json_response({"status": self._state.frontend.state}, 200 if good else 503)
 
 
 class Models:
@@ -57,11 +57,11 @@ class Models:
 
     async def listed(self, request: Request) -> Response:
         data = [self._card(name) for name in (*self._state.model.names, *self._state.adapter_names)]
-        return _json({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
 
     async def one(self, request: Request) -> Response:
         """Raises NotFoundError for a name that is not served."""
-        return _json(self._card(self._state.check_model(request.path_params["model_id"])))
+        return json_response(self._card(self._state.check_model(request.path_params["model_id"])))
 
     def _card(self, name: str) -> dict[str, object]:
         """As vLLM: an adapter's root is where it lies, its parent the model."""
@@ -75,7 +75,3 @@ class Models:
             "parent": None if adapter is None else base,
             "max_model_len": self._state.model.max_model_len,
         }
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

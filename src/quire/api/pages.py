@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.body import json_response
 from quire.api.fields import clip
 from quire.errors import RequestError
 
@@ -15,11 +15,8 @@ from quire.errors import RequestError
 def page_of(request: Request, items: list[dict[str, Any]], *, default: int, most: int) -> Response:
     """A page of a list, the newest first: ``limit``, ``after`` (the last id of the page before), ``order``."""
     query = request.query_params
-    order, after, limit_text = (
-        query.get("order", "desc"),
-        query.get("after"),
-        query.get("limit", str(default)),
-    )
+    order, after = query.get("order", "desc"), query.get("after")
+    limit_text = query.get("limit", str(default))
     if not limit_text.isascii() or not limit_text.isdigit() or not 1 <= int(limit_text) <= most:
         raise RequestError(
             f"limit = {clip(limit_text)} is not allowed: it must be an integer in 1…{most}.", param="limit"
@@ -35,7 +32,7 @@ def page_of(request: Request, items: list[dict[str, Any]], *, default: int, most
             raise RequestError(f"after = {clip(after)} is no id of this list.", param="after")
         ordered = ordered[ids.index(after) + 1 :]
     page = ordered[: int(limit_text)]
-    body = msgspec.json.encode(
+    return json_response(
         {
             "object": "list",
             "data": page,
@@ -44,4 +41,3 @@ def page_of(request: Request, items: list[dict[str, Any]], *, default: int, most
             "has_more": len(page) < len(ordered),
         }
     )
-    return Response(body, media_type="application/json")

@@ -6,7 +6,7 @@ costs one string encoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from quire.api.chat_choices import ChatChoices
 from quire.api.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from quire.api.protocol import StreamOptions
 from quire.api.refusals import Refusal
+from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 
 _encode = msgspec.json.Encoder().encode
@@ -67,6 +68,18 @@ class Head:
             "system_fingerprint": self.fingerprint,
             "determinism": self.determinism,
         }
+
+
+def new_head(state: ApiState, prefix: str, model: str) -> Head:
+    """Return the head of an answer, under an id that no other request has."""
+    info = state.frontend.info
+    return Head(
+        id=prefix + state.new_id(),
+        created=int(state.unix_time()),
+        model=model,
+        fingerprint=state.settings.system_fingerprint,
+        determinism=info.determinism if info is not None else state.model.determinism,
+    )
 
 
 class Envelope:
@@ -243,3 +256,31 @@ class ChoicesAnswer:
 
     def error(self, refusal: Refusal) -> bytes:
         return b"data: " + refusal.body() + b"\n\n" + DONE
+
+
+class WholeAnswer:
+    """An `Answer` whose JSON is the head, what ``write(chunks, usage)`` makes of a chunk a prompt, and the usage."""
+
+    streamed = False
+
+    def __init__(self, head: Head, write: Callable[[Sequence[OutputChunk], Usage], dict[str, Any]]) -> None:
+        self.head = head
+        self._write = write
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        written = self._write(chunks, usage)
+        counts = usage.to_json()
+        del counts["completion_tokens"]
+        return _encode({**self.head.to_json("list"), **written, "usage": counts})
+
+    def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
+        raise AssertionError("this answer is never streamed")
+
+    def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
+        raise AssertionError("this answer is never streamed")
+
+    def closing(self, usage: Usage) -> bytes:
+        raise AssertionError("this answer is never streamed")
+
+    def error(self, refusal: Refusal) -> bytes:
+        raise AssertionError("this answer is never streamed")

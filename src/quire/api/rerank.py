@@ -12,11 +12,9 @@ from pydantic import Field
 from quire.api.embeddings import PoolingFields, check_count
 from quire.api.fields import clip
 from quire.api.generation import Job
-from quire.api.identity import new_head
 from quire.api.protocol import Boolean, Integer, Text, Wire, parse
-from quire.api.replies import Usage
+from quire.api.replies import Usage, WholeAnswer, new_head
 from quire.api.state import ApiState
-from quire.api.whole_answer import WholeAnswer
 from quire.engine.output import OutputChunk
 from quire.engine.scoring import likelihood, scoring_prompts, yes_no
 from quire.errors import RequestError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from quire.api.anthropic_answer import arguments_of
@@ -24,7 +25,7 @@ from quire.errors import RequestError
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_ID_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 
 
 def chat_fields(request: ResponsesRequest, ignored: list[str] | None) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def add_input(
             _add_reasoning(messages, item, where, ignored)
         else:
             raise RequestError(
-                f"{where} = {clip(item)} is not allowed: it must be an item of the types {', '.join(_ITEMS)}.",
+                f"{where} = {clip(item)} is not allowed: it must be an item of the types {', '.join(_ID_PREFIXES)}.",
                 param=where,
                 code="invalid_type" if not isinstance(kind, str) else "unsupported_content",
             )
@@ -159,3 +160,22 @@ def _format(raw: Any, ignored: list[str] | None) -> dict[str, Any]:
             )
         return {"type": form.type}
     return {"type": form.type, "json_schema": schema}
+
+
+def input_items(given: str | list[Any], new_id: Callable[[], str]) -> list[dict[str, Any]]:
+    """Return the checked ``input`` of a request (not what came before it) as items, texts as parts."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_with_id(item, new_id) for item in given]
+
+
+def _with_id(item: dict[str, Any], new_id: Callable[[], str]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    named = {"type": kind, **item}
+    if not named.get("id"):
+        named["id"] = _ID_PREFIXES[kind] + new_id()
+    named.setdefault("status", "completed")
+    if kind == "message" and isinstance(named["content"], str):
+        part = "output_text" if named["role"] == "assistant" else "input_text"
+        named["content"] = [{"type": part, "text": named["content"]}]
+    return named

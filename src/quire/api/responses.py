@@ -9,17 +9,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.body import json_response
 from quire.api.chat import ChatWork
 from quire.api.fields import clip
 from quire.api.generation import Job
-from quire.api.identity import new_head
 from quire.api.logprobs import TokenNames
 from quire.api.pages import page_of
 from quire.api.protocol import ChatRequest, parse
+from quire.api.replies import new_head
 from quire.api.response_answer import ResponseAnswer, ResponseHooks
-from quire.api.response_items import input_items
 from quire.api.response_logprobs import TextLogprobs
-from quire.api.response_prompt import add_input, chat_fields
+from quire.api.response_prompt import add_input, chat_fields, input_items
 from quire.api.response_protocol import ResponsesRequest
 from quire.api.response_store import Stored
 from quire.api.state import ApiState
@@ -182,7 +182,7 @@ class StoredResponses:
             if not self._state.responses.delete(response_id) and not cancelled:
                 raise _not_found(response_id)
             deleted = {"id": response_id, "object": "response", "deleted": True}
-            return Response(msgspec.json.encode(deleted), media_type="application/json")
+            return json_response(deleted)
         if request.query_params.get("stream", "false") != "false":
             raise RequestError(
                 "stream is not supported here: send stream = true with the request itself.", param="stream"

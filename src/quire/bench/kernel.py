@@ -7,7 +7,9 @@ before and after. Weights rotate over copies that no cache holds. Times are medi
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,8 +17,12 @@ from itertools import cycle
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from quire.bench.bounds import Bounds, mean, measure
+from quire.bench.offline_args import KernelArgs
+from quire.device import detect_device
 from quire.errors import ConfigError, nearest
 from quire.kernels import cases, registry
 from quire.kernels.attention import attention
@@ -253,3 +259,34 @@ def run(op: str | None, isa: Backend, num_threads: int, budget_s: float) -> tupl
 
 def as_dict(bounds: Bounds, rows: list[Row]) -> dict[str, Any]:
     return {"bounds": asdict(bounds), "rows": [asdict(row) for row in rows]}
+
+
+def kernel(args: KernelArgs) -> None:
+    """Time the kernels and print them.
+
+    Raises:
+        ConfigError: an op or a level that is not there, or no native kernels at all.
+    """
+    device = detect_device()
+    level, num_threads = args.isa or device.isa, args.threads or device.num_cores
+    bounds, rows = run(args.op, level, num_threads, args.seconds)  # type: ignore[arg-type]
+    if args.json:
+        print(json.dumps({"isa": level, "threads": num_threads, **as_dict(bounds, rows)}))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(f"{level}, {num_threads} threads. Bounds now: {bounds}")
+    table = Table("op", "case", "level", box=None, pad_edge=False)
+    for heading in ("µs", "GB/s", "Gop/s", "bound µs", "of bound"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.op,
+            row.case,
+            row.isa,
+            f"{row.microseconds:.1f}",
+            f"{row.gb_s:.1f}",
+            f"{row.gop_s:.0f}",
+            "" if row.bound_us is None else f"{row.bound_us:.1f}",
+            "" if row.share is None else f"{row.share:.0%}",
+        )
+    console.print(table)

@@ -67,6 +67,6 @@ def bench_startup(context: typer.Context, model: ModelArgument = None, *, settin
 @command_with(KernelArgs)
 def bench_kernel(*, settings: dict[str, Any]) -> None:
     """Time single ops beside the read bandwidth and the dot peak that this machine gives now."""
-    from quire.bench.kernel_report import kernel
+    from quire.bench.kernel import kernel
 
     kernel(pick(KernelArgs, settings))

@@ -7,7 +7,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from rich.table import Table
 
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.bench.bounds import this_machine
-from quire.cli import plan_search
 from quire.cli.command_args import PlanArgs
 from quire.device import detect_device
 from quire.errors import ConfigError
@@ -27,9 +26,14 @@ from quire.plan.estimate import Load
 from quire.plan.explain import explain
 from quire.plan.hardware import GIB, Hardware, find_hardware
 from quire.plan.split import PRECISIONS
-from quire.sim.search import Found
+from quire.sim.search import SHARE, Found, Search
+from quire.workload.arrivals import Arrivals
+from quire.workload.build import Synthetic, at_rate, from_trace
+from quire.workload.lengths import Fixed
 from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
+
+NUM_REQUESTS = 300  # that --search simulates
 
 
 def question_of(asked: PlanArgs) -> Question:
@@ -138,7 +142,7 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
 def plan(asked: PlanArgs) -> int:
     """Print the plan; return 0, or 2 where nothing fits."""
     question = question_of(asked)
-    found = plan_search.search(question, asked.workload) if asked.search else None
+    found = search(question, asked.workload) if asked.search else None
     answer = plan_capacity(question)
     command, lacking = serve_command(answer)
     if asked.json:
@@ -148,7 +152,7 @@ def plan(asked: PlanArgs) -> int:
                 {"name": x.name, "value": x.value, "formula": x.formula} for x in explain(answer)
             ]
         if found is not None:
-            said["search"] = plan_search.as_dict(found)
+            said["search"] = search_as_dict(found)
         print(json.dumps(said, indent=1))
     else:
         _print(answer, command, lacking, explained=asked.explain)
@@ -161,7 +165,7 @@ def _print_search(found: Found) -> None:
     console = _console()
     held = "the cheapest in bold" if found.best else "[red]none holds the SLO[/red]"
     console.print(f"\n{len(found.tried)} of {found.grid_size} settings simulated, {held}\n")
-    console.print(plan_search.table_of(found))
+    console.print(_search_table(found))
 
 
 def _console() -> Console:
@@ -243,4 +247,47 @@ def _speed_table(data: Mapping[str, Any]) -> Table:
         )
     else:
         table.add_row("cost", "unknown: the table has no price")
+    return table
+
+
+def search(question: Question, workload: str) -> Found:
+    """Simulate settings of at most ``question.count`` devices under ``workload`` (a trace file, or fixed lengths).
+
+    Raises:
+        ConfigError: no rate or no SLO is given.
+    """
+    rate = question.load.rate
+    if rate is None:
+        raise ConfigError("--search needs --rate: requests a second that the service has to take")
+    if Path(workload).is_file():
+        trace = from_trace(
+            read_trace(workload), limit=NUM_REQUESTS, max_model_len=question.spec.max_position_embeddings
+        )
+        return Search(question, at_rate(trace, rate)).find()
+    load = question.load
+    synthetic = Synthetic(NUM_REQUESTS, Fixed(load.isl), Fixed(load.osl), Arrivals(rate))
+    return Search(question, synthetic.build(seed=0)).find()
+
+
+def search_as_dict(found: Found) -> dict[str, Any]:
+    """For ``--json``."""
+    return {
+        "best": asdict(found.best) if found.best else None,
+        "tried": [asdict(tried) for tried in found.tried],
+        "grid_size": found.grid_size,
+        "share": SHARE,
+    }
+
+
+def _search_table(found: Found) -> Table:
+    """What was simulated, the cheapest first."""
+    table = Table(
+        "TP", "replicas", "chunk", "USD/h", "within SLO", "TTFT p95", "TPOT p95", box=None, pad_edge=False
+    )
+    for tried in sorted(found.tried, key=lambda t: (t.cost, -t.share)):
+        s, style = tried.setting, "bold" if tried is found.best else ""
+        usd = "unknown" if tried.usd_per_hour is None else f"{tried.usd_per_hour:.2f}"
+        late = [f"{ms:.0f} ms" if ms is not None else "" for ms in (tried.ttft_p95_ms, tried.tpot_p95_ms)]
+        cells = (str(s.tp), str(s.replicas), str(s.max_num_batched_tokens), usd, f"{tried.share:.1%}", *late)
+        table.add_row(*cells, style=style)
     return table

@@ -22,7 +22,6 @@ from quire.engine.grammar_check import GrammarChecker
 from quire.engine.inbox import AbortRequest, AddRequest
 from quire.engine.inproc import InProcessClient
 from quire.engine.llm_args import llm_args
-from quire.engine.llm_scores import embedded, scored
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.prepare import SEED_BITS, prepare_request
 from quire.engine.progress import ProgressBar
@@ -30,7 +29,9 @@ from quire.engine.results import (
     EmbeddingRequestOutput,
     RequestOutput,
     ScoringRequestOutput,
+    embedded,
     request_output,
+    scored,
 )
 from quire.engine.scoring import Scoring, pairs_of, scoring_prompts
 from quire.errors import RequestError

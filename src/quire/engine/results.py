@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.engine.embedding import embedding
 from quire.engine.output import OutputChunk, RequestOutputState, choose_best
+from quire.engine.scoring import likelihood, yes_no
+from quire.errors import StepError
 from quire.request import FinishReason, TokenLogprobs
 from quire.text.tokenizer import Tokenizer
 
@@ -132,3 +135,40 @@ def _table(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
     ):
         table.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
     return table
+
+
+def embedded(output: RequestOutput, *, dimensions: int | None, normalize: bool) -> EmbeddingRequestOutput:
+    """Return the vector of a prompt.
+
+    Raises:
+        RequestError, StepError: as `LLM.embed`.
+    """
+    _raise_failure(output)
+    assert output.pooled is not None
+    vector = embedding(output.pooled, dimensions=dimensions, normalize=normalize)
+    return EmbeddingRequestOutput(
+        output.request_id, EmbeddingOutput(vector.tolist()), output.prompt_token_ids
+    )
+
+
+def scored(output: RequestOutput, num_query_tokens: int) -> ScoringRequestOutput:
+    """Return the score of a pair.
+
+    Raises:
+        StepError: as `LLM.score`.
+    """
+    _raise_failure(output)
+    if output.pooled is not None:
+        score = yes_no(output.pooled)
+    else:
+        assert output.prompt_logprobs is not None
+        query_ids = output.prompt_token_ids[-num_query_tokens:]
+        tables = output.prompt_logprobs[-num_query_tokens:]
+        score = likelihood([t[i].logprob for t, i in zip(tables, query_ids, strict=True) if t is not None])
+    return ScoringRequestOutput(output.request_id, ScoringOutput(score), output.prompt_token_ids)
+
+
+def _raise_failure(output: RequestOutput) -> None:
+    error = output.outputs[0].error
+    if error is not None:
+        raise StepError(error)

@@ -7,9 +7,12 @@ families when somebody scrapes.
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
+from importlib.resources import files
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,75 +22,13 @@ from quire.metrics.engine_stats import STEP_TOKENS, EngineStats
 from quire.metrics.histogram import Histogram, cumulative
 from quire.metrics.trace import RequestPhases
 
-_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-           40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
-_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
-          7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
-_LATENCY_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-              120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
-_RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-_PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50, 100)
-_N = (1, 2, 5, 10, 20, 50, 100)
-
-# name → (help, bounds)
-_HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
-    "vllm:time_to_first_token_seconds": ("Arrival to first token, a sequence.", _TTFT_S),
-    "vllm:inter_token_latency_seconds": ("Gap between two tokens of a sequence.", _ITL_S),
-    "vllm:request_time_per_output_token_seconds": ("(E2EL - TTFT) / (tokens - 1), a sequence.", _ITL_S),
-    "vllm:e2e_request_latency_seconds": ("Arrival to the last token, a request.", _LATENCY_S),
-    "vllm:request_queue_time_seconds": ("Arrival to first admission, a request.", _LATENCY_S),
-    "vllm:request_prefill_time_seconds": ("First admission to first token, a request.", _LATENCY_S),
-    "vllm:request_decode_time_seconds": ("First token to last token, a request.", _LATENCY_S),
-    "vllm:request_inference_time_seconds": ("First admission to last token, a request.", _LATENCY_S),
-    "quire:ttft_prediction_ratio": ("Measured TTFT over the predicted one, a prompt (with --slo).", _RATIO),
-    "vllm:request_prompt_tokens": ("Prompt tokens, a request.", _TOKENS),
-    "vllm:request_generation_tokens": ("Generated tokens, a sequence.", _TOKENS),
-    "vllm:request_params_n": ("n, a request.", _N),
-    "vllm:request_max_num_generation_tokens": (
-        "Generated tokens of the longest sequence, a request.",
-        _TOKENS,
-    ),
-    "vllm:request_prefill_kv_computed_tokens": ("Prompt tokens not found in the cache, a request.", _TOKENS),
-    "vllm:request_num_preemptions": ("Preemptions, a request.", _PREEMPTIONS),
-    "vllm:request_params_max_tokens": ("max_tokens, a request that gives it.", _TOKENS),
-}
-_COUNTERS = {
-    "vllm:prompt_tokens": "Prompt tokens of accepted requests.",
-    "vllm:prompt_tokens_cached": "Of these, found in the prefix cache.",
-    "vllm:generation_tokens": "Generated tokens.",
-    "quire:http_disconnects": "Requests aborted because the client went away.",
-    "quire:slo_met": "Sequences that ended within every limit of --slo.",
-    "quire:slo_missed": "Sequences that ended beyond a limit of --slo, in an error or by a deadline.",
-}
-
-# Of `EngineStats`: name → (help, attribute)
-_ENGINE_GAUGES = {
-    "vllm:num_requests_running": ("Sequences running.", "num_running"),
-    "vllm:num_requests_waiting": ("Sequences waiting.", "num_waiting"),
-    "vllm:kv_cache_usage_perc": ("Share of the KV blocks in use, 0…1.", "kv_usage"),
-    "quire:steps_in_flight": ("Steps submitted and not applied.", "num_in_flight"),
-    "quire:kv_blocks": ("KV blocks in the pool.", "num_blocks"),
-    "quire:kv_blocks_free": ("KV blocks that nobody holds.", "num_free_blocks"),
-    "quire:kv_blocks_cached": ("KV blocks in the prefix tree.", "num_cached_blocks"),
-    "quire:kv_blocks_peak": ("KV blocks that sequences and steps held at most.", "num_peak_blocks"),
-    "quire:kv_blocks_idle": ("KV blocks that only the prefix tree holds.", "num_idle_blocks"),
-}
-_ENGINE_COUNTERS = {
-    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "num_prompt_tokens"),
-    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "num_cached_tokens"),
-    "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
-    "quire:steps": ("Steps applied.", "num_steps"),
-    "quire:steps_failed": ("Steps that failed.", "num_failed_steps"),
-    "quire:requests_refused": ("Requests the engine refused.", "num_refused"),
-    "quire:deadlines_missed": ("Sequences that a deadline ended.", "num_expired"),
-    "quire:computed_tokens": ("Rows computed, again after preemption too.", "num_computed_tokens"),
-    "quire:prompt_chunks": ("Prompt chunks that were not the last of their prompt.", "num_chunks"),
-    "quire:forks": ("Forks of a sequence for n > 1.", "num_forks"),
-    "quire:kv_blocks_evicted": ("KV blocks evicted from the prefix tree.", "num_evicted_blocks"),
-}
-
-
+_TABLE: dict[str, Any] = tomllib.loads((files("quire.metrics") / "metrics.toml").read_text())
+_BOUNDS: dict[str, Sequence[float]] = _TABLE["bounds"]
+_HISTOGRAMS: dict[str, tuple[str, str]] = _TABLE["histograms"]  # name → (help, of `_BOUNDS`)
+_COUNTERS: dict[str, str] = _TABLE["counters"]
+# name → (help, attribute of `EngineStats`)
+_ENGINE_GAUGES: dict[str, tuple[str, str]] = _TABLE["engine_gauges"]
+_ENGINE_COUNTERS: dict[str, tuple[str, str]] = _TABLE["engine_counters"]
 MeetsSlo = Callable[
     [float | None, float | None, float | None], bool
 ]  # (TTFT, TPOT, E2EL in seconds; None: has none)
@@ -106,7 +47,7 @@ class ServerMetrics:
         self._values = [model_name, "0"]
         self._engine = engine
         self._cache_config = cache_config
-        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self.histograms = {name: Histogram(_BOUNDS[bounds]) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self.meets_slo: MeetsSlo | None = None  # with --slo
         self.finished: Counter[str] = Counter(
