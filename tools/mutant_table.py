@@ -47,8 +47,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "hash-without-parent",
         "a block's hash forgets what came before it",
         "src/quire/cache/block_hash.py",
-        "state.update(parent + body)",
-        "state.update(body)",
+        "state.update(parent + data[start : start + width])",
+        "state.update(data[start : start + width])",
         FUZZ,
     ),
     Mutant(
@@ -127,8 +127,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "failed-step-stays-published",
         "the blocks of a failed step stay in the prefix tree",
         "src/quire/cache/publisher.py",
-        "                    self._prefix.withdraw(node)\n",
-        "                    pass\n",
+        "        self._prefix.withdraw(withdrawn)\n",
+        "        pass\n",
         FUZZ,
     ),
     Mutant(

@@ -33,7 +33,9 @@ def root_hash(model_key: str, block_size: int, *, adapter: str = "", cache_salt:
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the hash of a full block whose predecessor (or root) has the hash ``parent``."""
     assert len(parent) == HASH_BYTES
-    return _chained(parent, _token_bytes(token_ids))
+    chain: list[bytes] = []
+    extend_chain(chain, parent, token_ids, len(token_ids))
+    return chain[0]
 
 
 def page_hash(block: bytes, group: int) -> bytes:
@@ -49,15 +51,12 @@ def extend_chain(chain: list[bytes], root: bytes, token_ids: Sequence[int], bloc
     parent = chain[-1] if chain else root
     data = _token_bytes(token_ids[len(chain) * block_size : num_blocks * block_size])
     width = block_size * _TOKEN_BYTES
+    begin, add = _BLOCK.copy, chain.append
     for start in range(0, len(data), width):
-        parent = _chained(parent, data[start : start + width])
-        chain.append(parent)
-
-
-def _chained(parent: bytes, body: bytes) -> bytes:
-    state = _BLOCK.copy()
-    state.update(parent + body)
-    return state.digest()
+        state = begin()
+        state.update(parent + data[start : start + width])
+        parent = state.digest()
+        add(parent)
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:

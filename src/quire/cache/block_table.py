@@ -68,10 +68,6 @@ class BlockTable:
     def num_rows(self) -> int:
         return len(self.rows[0])
 
-    def parent_hash(self, row: int) -> bytes:
-        """Return the hash that the block of ``row`` is chained to."""
-        return self.chain[row - 1] if row else self.root
-
     def take_unsent(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         """Return ``block_start`` and ``new_block_ids`` of a `SeqPlan`, and count them as sent."""
         if not self.unsent:
@@ -84,6 +80,8 @@ class BlockTable:
 
     def block_ids(self) -> list[int]:
         """Return every block that the table refers to, last rows first (the order in which they should idle)."""
+        if len(self.rows) == 1:
+            return [block_id for block_id in reversed(self.rows[0]) if block_id != NO_BLOCK]
         return [
             rows[r] for r in range(self.num_rows - 1, -1, -1) for rows in self.rows if rows[r] != NO_BLOCK
         ]

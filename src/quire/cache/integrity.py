@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from quire.cache.block_table import BlockTable
@@ -85,14 +86,13 @@ def _check_path(cache: CacheManager, table: BlockTable) -> None:
 def _check_tree(cache: CacheManager) -> None:
     prefix = cache.prefix
     num_blocks = num_idle = 0
+    num_children = Counter(node.parent for node in prefix.nodes.values())
     for block_hash, node in prefix.nodes.items():
         assert node.alive
         assert node.block_hash == block_hash
-        assert node.parent is None or (node.parent.alive and node in node.parent.children)
-        for child in node.children:
-            assert child.alive
-            assert child.parent is node
-        assert node.children or node.groups, "a node without blocks and children is of no use"
+        assert node.parent is None or node.parent.alive
+        assert node.num_children == num_children[node]
+        assert node.num_children or node.groups, "a node without blocks and children is of no use"
         used = 0
         for group, block_id in enumerate(node.block_ids):
             if block_id == NO_BLOCK:

@@ -14,8 +14,8 @@ class Node:
         "alive",
         "block_hash",
         "block_ids",
-        "children",
         "last_used",
+        "num_children",
         "num_used",
         "parent",
         "parent_hash",
@@ -29,7 +29,7 @@ class Node:
         self.block_hash = block_hash
         self.parent = parent
         self.parent_hash = parent_hash  # the root's hash where there is no parent
-        self.children: dict[Node, None] = {}  # in order of insertion, so that runs replay
+        self.num_children = 0  # nodes whose parent it is
         self.block_ids = block_ids  # per cache group, or NO_BLOCK
         self.num_used = 0  # how many of block_ids somebody beside the tree refers to
         self.last_used = 0
@@ -39,7 +39,7 @@ class Node:
 
     @property
     def evictable(self) -> bool:
-        return self.alive and not self.children and not self.num_used
+        return self.alive and not (self.num_children or self.num_used)
 
     @property
     def has_blocks(self) -> bool:
@@ -66,7 +66,9 @@ class LeafQueue:
 
     def offer(self, node: Node, num_nodes: int) -> None:
         """Queue ``node`` if it is evictable. ``num_nodes`` (in the tree) tells when a sweep pays."""
-        if not node.alive or node.children or node.num_used:  # `evictable`, spelled out: this is called often
+        if (
+            not node.alive or node.num_children or node.num_used
+        ):  # `evictable`, spelled out: this is called often
             return
         heap, front = self._heap, self._front
         if len(heap) > 2 * num_nodes + 64:
@@ -88,6 +90,6 @@ class LeafQueue:
             entry = self._front or heapq.heappop(self._heap)
             self._front = None
             used, _, node = entry
-            if used == node.last_used and node.evictable:
+            if used == node.last_used and node.alive and not (node.num_children or node.num_used):
                 return node
         return None

@@ -14,7 +14,7 @@ and an idle block of a sliding group can be taken out of its node at any time. H
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
@@ -76,17 +76,20 @@ class PrefixCache:
         block_hash: bytes,
         parent: Node | None,
         parent_hash: bytes,
-        block_ids: Sequence[int],
+        block_ids: list[int],
         step: int,
         token_ids: Sequence[int],
     ) -> Node:
-        """Publish a block that a sequence holds (`NO_BLOCK` where it does not) and take references for the tree."""
+        """Publish a block that a sequence holds (`NO_BLOCK` where it does not) and take references for the tree.
+
+        ``block_ids`` become the node's own.
+        """
         assert block_hash not in self.nodes
         assert parent is None or parent.alive
-        node = Node(block_hash, parent, parent_hash, list(block_ids), step)
+        node = Node(block_hash, parent, parent_hash, block_ids, step)
         self.nodes[block_hash] = node
         if parent is not None:
-            parent.children[node] = None
+            parent.num_children += 1
         for block_id in block_ids:
             if block_id != NO_BLOCK:
                 self._adopt(node, block_id)
@@ -122,7 +125,8 @@ class PrefixCache:
         node.last_used = self._clock
         if self.windows.sliding and self.windows.windows[node.block_ids.index(block_id)] is not None:
             self._strippable[block_id] = None
-        self._leaves.offer(node, len(self.nodes))
+        if not (node.num_children or node.num_used):
+            self._leaves.offer(node, len(self.nodes))
 
     def evict(self, num_blocks: int) -> None:
         """Free at least ``num_blocks`` idle blocks: leaves, least recently used first, then sliding blocks inside."""
@@ -137,31 +141,31 @@ class PrefixCache:
                 self._strip(next(iter(self._strippable)))
         self.num_evicted += before - self.num_blocks
 
-    def withdraw(self, node: Node) -> None:
-        """Remove a node and everything below it; blocks in use stay with their users."""
-        if not node.alive:
-            return
-        subtree = [node]
-        for inner in subtree:  # grows while it is walked: parents before children
-            subtree.extend(inner.children)
-        for inner in reversed(subtree):
-            if inner.alive:  # a parent left without blocks went with its last child
-                self._remove(inner)
+    def withdraw(self, nodes: Iterable[Node]) -> None:
+        """Remove nodes and everything below them; blocks in use stay with their users.
+
+        It looks at every node of the tree: steps fail rarely, and so no node has to know its children.
+        """
+        going = {node for node in nodes if node.alive}
+        subtrees = []
+        for node in self.nodes.values():  # in order of insertion: parents before children
+            if node in going or node.parent in going:
+                going.add(node)
+                subtrees.append(node)
+        for node in reversed(subtrees):
+            if node.alive:  # a parent left without blocks went with its last child
+                self._remove(node)
 
     def clear(self) -> int:
         """Forget every published block and return how many came free: those in use stay with their users."""
         num_free = self.pool.num_free
-        for node in [n for n in self.nodes.values() if n.parent is None]:
-            self.withdraw(node)
+        self.withdraw(list(self.nodes.values()))
         return self.pool.num_free - num_free
 
     def snapshot(self) -> Iterator[BlockStored]:
         """Yield every block as a `BlockStored`, parents first, for a reader that lost events."""
-        stack = [n for n in self.nodes.values() if n.parent is None]
-        while stack:
-            node = stack.pop()
+        for node in self.nodes.values():  # in order of insertion
             yield BlockStored(node.block_hash, node.parent_hash, node.token_ids, node.groups)
-            stack.extend(node.children)
 
     def _adopt(self, node: Node, block_id: int) -> None:
         assert self.node_of[block_id] is None
@@ -173,7 +177,8 @@ class PrefixCache:
     def _disown(self, node: Node, block_id: int) -> None:
         """Give up the tree's reference to a block of ``node``."""
         self.node_of[block_id] = None
-        self._strippable.pop(block_id, None)
+        if self._strippable:
+            self._strippable.pop(block_id, None)
         self.num_blocks -= 1
         if self.pool.drop(block_id) == 0:
             self.num_idle -= 1
@@ -189,12 +194,12 @@ class PrefixCache:
         self._disown(node, block_id)
         if self.events is not None:
             self.events.add(BlockRemoved(node.block_hash, (group,)))
-        if not node.children and not node.has_blocks:
+        if not node.num_children and not node.has_blocks:
             self._remove(node)
 
     def _remove(self, node: Node) -> None:
         """Take a leaf out of the tree, and its ancestors that are left with neither blocks nor children."""
-        assert not node.children
+        assert not node.num_children
         node.alive = False
         del self.nodes[node.block_hash]
         for block_id in node.block_ids:
@@ -205,8 +210,10 @@ class PrefixCache:
         parent = node.parent
         if parent is None:
             return
-        del parent.children[node]
-        if self.windows.sliding and not parent.children and not parent.has_blocks:
+        parent.num_children -= 1
+        if parent.num_children:
+            return
+        if self.windows.sliding and not parent.has_blocks:
             self._remove(parent)
         else:
             self._leaves.offer(parent, len(self.nodes))

@@ -32,13 +32,15 @@ class Publisher:
         num_rows = end // self._block_size
         if num_rows <= table.num_published or not table.publishable:
             return
-        extend_chain(table.chain, table.root, token_ids, self._block_size)
+        chain, find = table.chain, self._prefix.nodes.get
+        if len(chain) < num_rows:
+            extend_chain(chain, table.root, token_ids, self._block_size)
+        if table.tip is not None and not table.tip.alive:
+            # Only whoever holds all blocks above may add below, or idle blocks could not be evicted.
+            table.publishable = False
+            return
         for row in range(table.num_published, num_rows):
-            if table.tip is not None and not table.tip.alive:
-                # Only whoever holds all blocks above may add below, or idle blocks could not be evicted.
-                table.publishable = False
-                return
-            node = self._prefix.nodes.get(table.chain[row])
+            node = find(chain[row])
             if node is None:
                 node = self._insert(table, row, token_ids, planned=planned)
             elif planned:
@@ -55,28 +57,31 @@ class Publisher:
         """
         tables = set(failed)
         distrusted = {step}
+        withdrawn = []
         for record in self._references.steps.values():
             if record.step < step:
                 continue
             for table, node in record.published:
                 if table in tables:
-                    self._prefix.withdraw(node)
+                    withdrawn.append(node)
                     distrusted.add(record.step)
+        self._prefix.withdraw(withdrawn)
         return distrusted
 
     def _insert(self, table: BlockTable, row: int, token_ids: Sequence[int], *, planned: bool) -> Node:
-        start = row * self._block_size
-        references = self._references
-        node = self._prefix.insert(
-            table.chain[row],
-            table.tip,
-            table.parent_hash(row),
-            [rows[row] for rows in table.rows],
-            references.planning.step if planned else references.applied_step,
-            token_ids[start : start + self._block_size] if self._prefix.events is not None else (),
-        )
-        if planned:
-            references.planning.published.append((table, node))
+        references, prefix, tip = self._references, self._prefix, table.tip
+        shown: Sequence[int] = ()
+        if prefix.events is not None:
+            shown = token_ids[row * self._block_size : (row + 1) * self._block_size]
+        parent_hash = table.root if tip is None else tip.block_hash
+        block_ids = [rows[row] for rows in table.rows]
+        if not planned:
+            return prefix.insert(
+                table.chain[row], tip, parent_hash, block_ids, references.applied_step, shown
+            )
+        planning = references.planning
+        node = prefix.insert(table.chain[row], tip, parent_hash, block_ids, planning.step, shown)
+        planning.published.append((table, node))
         return node
 
     def _merge(self, table: BlockTable, row: int, node: Node) -> None:

@@ -74,8 +74,7 @@ class References:
         record = self.steps.pop(step)
         assert step > self.applied_step
         self.applied_step = step
-        for block_id in record.held:
-            self.drop(block_id)
+        self.drop_all(record.held)
 
     def in_flight(self, table: BlockTable) -> bool:
         """Tell whether a step that is not applied yet uses ``table``."""
@@ -92,7 +91,8 @@ class References:
         missing = count - self.pool.num_free
         if missing > 0:
             self.prefix.evict(missing)
-        return [self.pool.take() for _ in range(count)]
+        take = self.pool.take
+        return [take() for _ in range(count)]
 
     def share(self, block_id: int) -> None:
         """Add a reference to a block in use or in the tree."""
@@ -104,13 +104,19 @@ class References:
         if self.pool.drop(block_id) == 1 and self.prefix.node_of[block_id] is not None:
             self.prefix.mark_idle(block_id)
 
+    def drop_all(self, block_ids: Iterable[int]) -> None:
+        """`drop` each, in this order."""
+        drop, node_of, mark_idle = self.pool.drop, self.prefix.node_of, self.prefix.mark_idle
+        for block_id in block_ids:
+            if drop(block_id) == 1 and node_of[block_id] is not None:
+                mark_idle(block_id)
+
     def give_up(self, table: BlockTable, block_ids: Iterable[int]) -> None:
         """Take over ``table``'s references; they go when the last step in flight that uses the table is applied."""
         if self.in_flight(table):
             self.steps[table.last_step].held.extend(block_ids)
         else:
-            for block_id in block_ids:
-                self.drop(block_id)
+            self.drop_all(block_ids)
 
     def copy(self, table: BlockTable, source: int) -> int:
         """Take a block for ``table`` and plan the move that fills it from ``source``; the step holds both ends."""

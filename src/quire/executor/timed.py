@@ -18,7 +18,7 @@ from quire.step import NewSeq, SeqResult, StepPlan, StepResult
 
 FIRST_TOKEN_ID = 25  # below it are the special ids of most vocabularies, Quill's among them
 NUM_TOKEN_IDS = 80
-_start_of, _count_of = itemgetter(2), itemgetter(3)  # of a SeqPlan
+_start_of = itemgetter(2)  # of a SeqPlan
 
 
 def drawn_token(sampling: SamplingParams, sample_index: int) -> int:
@@ -85,14 +85,16 @@ class StepLedger:
         """`take` where some sequences are still in their prompt: as if none were, then what these change."""
         seqs, drawn, chunking = plan.seqs, self._drawn, self._chunking
         results = [drawn[seq[0]] for seq in seqs]
-        num_rows, num_seqs = sum(map(_count_of, seqs)), len(seqs)
-        num_logits = num_decodes = num_seqs
+        num_rows = num_logits = num_decodes = num_seqs = len(seqs)
         decode_kv = sum(map(_start_of, seqs)) + num_seqs
         chunk_kv = pairs = num_restored = 0
-        for index in [i for i, seq in enumerate(seqs) if seq[0] in chunking]:
-            seq_id, _, start, count = seqs[index][:4]
+        left = len(chunking)  # to be found; a plan has the chunks first
+        for index, (seq_id, _, start, count, *_) in enumerate(seqs):
+            if seq_id not in chunking:
+                continue
             known, _, undrawn = self._seqs[seq_id]
             if count > 1:
+                num_rows += count - 1
                 num_decodes -= 1
                 decode_kv -= start + 1
                 restored = min(count, max(0, self._restorable.get(seq_id, 0) - start))
@@ -102,12 +104,15 @@ class StepLedger:
                 if restored < count:
                     chunk_kv += start + count
                     pairs += chunk_pairs(start + restored, count - restored)
+            left -= 1
             if start + count >= known:
                 chunking.discard(seq_id)
-                continue
-            results[index] = undrawn
-            num_logits -= 1
-            num_decodes -= count == 1
+            else:
+                results[index] = undrawn
+                num_logits -= 1
+                num_decodes -= count == 1
+            if not left:
+                break
         step = StepFeatures(num_rows, num_seqs, num_logits, decode_kv, chunk_kv, pairs)
         return Taken(_result(plan, tuple(results)), step, num_decodes, num_restored)
 

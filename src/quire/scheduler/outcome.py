@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
-from operator import eq, itemgetter
+from operator import itemgetter
 
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.beam_steps import end_all, take_continuations
@@ -35,9 +35,7 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     if result.error is not None:
         return _fail_step(state, record, result.error)
     results = result.seqs
-    if len(results) != len(record.seqs) or not all(
-        map(eq, map(_seq_id_of, results), map(_seq_id_of, record.seqs))
-    ):
+    if [*map(_seq_id_of, results)] != [*map(_seq_id_of, record.seqs)]:
         results = _in_order(record, results)
     num_finished = state.counters.num_finished
     events: list[TokenEvent] = []
@@ -71,46 +69,65 @@ def _apply_sequences(
         if seq.epoch != epoch:  # a zombie: it ended or was preempted while this step was in flight
             num_zombies += 1
             continue
-        token_ids = result[2]
-        if result[5]:  # prompt_logprobs
-            events.append(_scored(seq, end, result[5]))
-        known = seq.token_ids
-        if token_ids:
-            (token_id,) = token_ids  # drafts are not planned yet
-            if not seq.is_beam:  # else it is not known yet what comes next
-                known.append(token_id)
-        if end >= seq.table.due_at:
-            state.cache.settle(seq.table, known, end)
-        if not token_ids:
-            num_undrawn += 1
-            seq.num_steps += 1
-            seq.num_chunks += 1
-            if seq.prompt_only and end == seq.row_limit:
-                events.append(_end_prompt(state, seq, result.pooled))
-            continue
-        logprobs = result[4]
-        if seq.is_beam:
-            num_undrawn += 1  # what it draws is counted when it is answered
-            events += take_continuations(state, seq, end, logprobs, now)
-            continue
-        tail = seq.event_tail
-        if tail is None:
-            tail = _new_tail(seq, now)
-            if is_late(seq):
-                events.append(end_late(state, seq, "first_token"))
+        if end < seq.quiet_until:
+            if result is seq.last_result:  # as in the step before (the simulator's are): so is its event
+                seq.token_ids.append(result[2][0])
+                add_event(seq.last_event)
                 continue
-        if end >= seq.row_limit or token_id in seq.stop_ids:
-            reason = finish_reason(seq, token_id)
-            if reason is not None:
-                stop_id = token_id if reason is FinishReason.STOP else None
-                events.append(
-                    state.end(seq, reason, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_id)
-                )
+            token_ids = result[2]
+            if len(token_ids) == 1 and token_ids[0] not in seq.stop_ids and not result[5]:
+                seq.token_ids.append(token_ids[0])
+                head = (seq.request_id, seq.sample_index, token_ids, result[4])
+                event = _new_event(TokenEvent, head + seq.event_tail)
+                seq.last_result, seq.last_event = result, event
+                add_event(event)
                 continue
-        head = (seq.request_id, seq.sample_index, token_ids, logprobs)
-        add_event(_new_event(TokenEvent, head + tail))
+        num_undrawn += not _apply_one(state, seq, end, result, now, events)
     state.counters.num_zombie_results += num_zombies
     state.counters.num_generated_tokens += len(entries) - num_zombies - num_undrawn
+
+
+def _apply_one(
+    state: SchedulerState, seq: Sequence, end: int, result: SeqResult, now: float, events: list[TokenEvent]
+) -> bool:
+    """Apply one result, whatever there is to do; tell whether it is a token that counts as generated now."""
+    token_ids = result.token_ids
+    if result.prompt_logprobs:
+        events.append(_scored(seq, end, result.prompt_logprobs))
+    known = seq.token_ids
+    if token_ids:
+        (token_id,) = token_ids  # drafts are not planned yet
+        if not seq.is_beam:  # else it is not known yet what comes next
+            known.append(token_id)
+    if end >= seq.table.due_at:
+        state.cache.settle(seq.table, known, end)
+    if not token_ids:
+        seq.num_steps += 1
+        seq.num_chunks += 1
+        if seq.prompt_only and end == seq.row_limit:
+            events.append(_end_prompt(state, seq, result.pooled))
+        return False
+    logprobs = result.logprobs
+    if seq.is_beam:
+        events += take_continuations(state, seq, end, logprobs, now)
+        return False  # what it draws is counted when it is answered
+    tail = seq.event_tail
+    if tail is None:
+        tail = _new_tail(seq, now)
+        if is_late(seq):
+            events.append(end_late(state, seq, "first_token"))
+            return True
+    if end >= seq.row_limit or token_id in seq.stop_ids:
+        reason = finish_reason(seq, token_id)
+        if reason is not None:
+            stop_id = token_id if reason is FinishReason.STOP else None
+            events.append(
+                state.end(seq, reason, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_id)
+            )
+            return True
+    seq.quiet_until = min(seq.table.due_at, seq.row_limit)
+    events.append(_new_event(TokenEvent, (seq.request_id, seq.sample_index, token_ids, logprobs, *tail)))
+    return True
 
 
 def _end_prompt(state: SchedulerState, seq: Sequence, pooled: tuple[float, ...] | None) -> TokenEvent:

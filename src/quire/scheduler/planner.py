@@ -16,7 +16,6 @@ _new_plan = tuple.__new__  # see `outcome`
 # So many in each step: longest-prefix looks up their prefixes, adapters without a slot are passed over; more would cost
 # more than a step may.
 _LOOKAHEAD = 128
-_NO_BLOCKS: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
 
 class Planner:
@@ -42,8 +41,8 @@ class Planner:
         num_preemptions = state.counters.num_preemptions
         if state.forks:
             fork_beams(state)
-        decodes, prefills = self._sort_running()
-        decodes = self._choose_decodes(decodes)
+        decodes, prefills, crossing = self._sort_running()
+        decodes = self._choose_decodes(decodes, crossing)
         self._budget.left -= len(decodes)
         for seq in sorted(prefills, key=lambda s: s.key):
             if self._budget.left == 0:
@@ -67,10 +66,15 @@ class Planner:
         state.next_step += 1
         return StepPlan(self._step, tuple(self._new_seqs), seqs, gone, tuple(record.moves), loads)
 
-    def _sort_running(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Return those with one row to compute, and those with more. Leaders that are ready fork first."""
+    def _sort_running(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """Return those with one row to compute, those with more, and of the former those without a block for it.
+
+        Leaders that are ready fork first.
+        """
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
+        crossing: list[Sequence] = []
+        add = decodes.append
         for seq in self._state.running:  # forks append to it while it is walked
             planned = seq.num_planned
             if seq.siblings:
@@ -81,16 +85,17 @@ class Planner:
             left = seq.num_total - planned
             if left == 1:
                 if planned < seq.row_limit:  # else its last token is on its way
-                    decodes.append(seq)
+                    add(seq)
+                    if planned >= seq.table.capacity:
+                        crossing.append(seq)
             elif left > 1:
                 prefills.append(seq)
-        return decodes, prefills
+        return decodes, prefills, crossing
 
-    def _choose_decodes(self, decodes: list[Sequence]) -> list[Sequence]:
+    def _choose_decodes(self, decodes: list[Sequence], crossing: list[Sequence]) -> list[Sequence]:
         """Return the decodes of this step, with room for a row each: all that find a block, as far as rows go."""
         if len(decodes) > self._budget.left:
             return self._choose_in_turn(decodes)
-        crossing = [seq for seq in decodes if seq.num_planned >= seq.table.capacity]
         if not crossing:
             return decodes
         crossing.sort(key=lambda seq: seq.key)
@@ -232,22 +237,27 @@ class Planner:
             start = seq.num_planned
             end = start + 1
             table = seq.table
-            if not seq.registered:
-                self._register(seq)
             epoch = seq.epoch
-            block_start, new_block_ids = table.take_unsent() if table.unsent else _NO_BLOCKS
-            forced = seq.forced
-            if forced:
-                seq.forced = ()
-            plan = (seq.seq_id, epoch, start, 1, block_start, new_block_ids, 0, 0, forced)
+            if seq.event_tail is not None and not table.unsent:  # it has its first token, and no news: most
+                plan = (seq.seq_id, epoch, start, 1, (), (), 0, 0, ())
+            else:
+                plan = self._first_decode(seq)
             add_plan(_new_plan(SeqPlan, plan))
             add_entry((seq, epoch, end))
             table.last_step = step
             seq.num_planned = end
-            seq.num_total += 1
-            if end <= seq.num_prompt:
-                self._state.cache.publisher.publish(table, seq.token_ids, end, planned=True)
+            seq.num_total = end + 1
         self._state.counters.num_computed_tokens += len(decodes)
+
+    def _first_decode(self, seq: Sequence) -> tuple[object, ...]:
+        """Return the fields of one row's `SeqPlan`, with what a decode need not have: a `NewSeq`, blocks, a beam's id."""
+        self._register(seq)
+        start, table = seq.num_planned, seq.table
+        block_start, new_block_ids = table.take_unsent()
+        forced, seq.forced = seq.forced, ()
+        if start < seq.num_prompt:
+            self._state.cache.publisher.publish(table, seq.token_ids, start + 1, planned=True)
+        return (seq.seq_id, seq.epoch, start, 1, block_start, new_block_ids, 0, 0, forced)
 
     def _register(self, seq: Sequence) -> None:
         """Tell the worker of a sequence, once per admission."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 from enum import Enum
 
 from quire.cache.block_table import BlockTable
-from quire.request import Request, SamplingParams
+from quire.request import Request, SamplingParams, TokenEvent
 from quire.scheduler.beam import BeamSearch
+from quire.step import SeqResult
 
 SortKey = tuple[float, ...]
 ENDED_EPOCH = -1
@@ -38,6 +39,8 @@ class Sequence:
         "group",
         "is_beam",
         "key",
+        "last_event",
+        "last_result",
         "max_total",
         "min_total",
         "num_chunks",
@@ -48,6 +51,7 @@ class Sequence:
         "num_tokens_then",
         "num_total",
         "prompt_only",
+        "quiet_until",
         "registered",
         "request_id",
         "row_limit",
@@ -108,6 +112,10 @@ class Sequence:
         )
         self.ttft_s: float | None = None  # arrival to first token
         self.event_tail: tuple[object, ...] | None = None  # see `outcome`
+        # Results below this token count are tokens and no more, but for stop ids: no block is full, nothing ends.
+        self.quiet_until = 0
+        self.last_result: SeqResult | None = None  # of those; and its event
+        self.last_event: TokenEvent | None = None
 
     @property
     def target(self) -> int:

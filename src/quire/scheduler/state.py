@@ -120,6 +120,7 @@ class SchedulerState:
         seq.num_preemptions += 1
         seq.num_steps = seq.num_steps_now
         seq.event_tail = None
+        seq.quiet_until = 0
         seq.forced = ()
         self.counters.num_preemptions += 1
         self.gate.return_seat()

@@ -211,7 +211,11 @@ class Cluster:
             return
         now = self.clock.now()
         sent, watched = self.client.sent, self._hybrid or self._cancels
+        marks = {} if watched else self.client.marks
         for event in events:
+            if event[4] is None and event[2] and (mark := marks.get(event[0])) is not None:
+                mark(now)
+                continue
             request = sent.get(event[0])
             if request is None:  # the client has left
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -49,6 +49,7 @@ class Client:
         for turns in self._later.values():
             turns.sort(key=lambda r: -r.turn)
         self.sent: dict[str, Sent] = {}
+        self.marks: dict[str, Callable[[float], None]] = {}  # of those sent: notes the time of a token
         self.records: list[RequestRecord] = []
 
     def send(self, source: WorkloadRequest, now: float) -> Sent:
@@ -61,6 +62,7 @@ class Client:
             extend_chain(chain, self._root, prompt, self._block_size)
         sent = Sent(source, request, now, chain)
         self.sent[request.request_id] = sent
+        self.marks[request.request_id] = sent.token_times.append
         return sent
 
     def resumed(self, sent: Sent) -> Request:
@@ -70,14 +72,18 @@ class Client:
 
     def ended(self, event: TokenEvent, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
         """Note the end of a request; give the turn that follows and when it is due."""
-        sent = self.sent.pop(event.request_id)
+        sent = self._take_out(event.request_id)
         sent.num_cached_tokens = event.num_cached_tokens
         failed = event.error is not None
         yield from self._note(sent, ERROR if failed else OK, now, event.error_kind, event.error)
 
     def left(self, request_id: str, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
         """The client leaves, as the workload says."""
-        yield from self._note(self.sent.pop(request_id), CANCELLED, now)
+        yield from self._note(self._take_out(request_id), CANCELLED, now)
+
+    def _take_out(self, request_id: str) -> Sent:
+        del self.marks[request_id]
+        return self.sent.pop(request_id)
 
     def _note(
         self, sent: Sent, status: str, now: float, error: str | None = None, detail: str | None = None

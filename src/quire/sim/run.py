@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quire.bench.summary import RequestRecord
@@ -62,7 +64,8 @@ def simulate(
     cluster = Cluster(config, step_time, workload, watch=watch)
     for fault in config.faults:
         schedule(fault, cluster)
-    cluster.run()
+    with _no_collector():
+        cluster.run()
     replicas = [*cluster.retired, *cluster.replicas]
     return Simulated(
         records=tuple(sorted(cluster.client.records, key=lambda record: record.index)),
@@ -72,3 +75,15 @@ def simulate(
         ),
         end_s=cluster.clock.now(),
     )
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Leave cycles to after the run: a run makes none but its own, and looking for them takes a fifth of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
