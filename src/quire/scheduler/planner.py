@@ -250,7 +250,7 @@ class Planner:
         self._state.counters.num_computed_tokens += len(decodes)
 
     def _first_decode(self, seq: Sequence) -> tuple[object, ...]:
-        """Return the fields of one row's `SeqPlan`, with what a decode need not have: a `NewSeq`, blocks, a beam's id."""
+        """Return the fields of a row's `SeqPlan`, and do what a decode need not: a `NewSeq`, blocks, a beam's id."""
         self._register(seq)
         start, table = seq.num_planned, seq.table
         block_start, new_block_ids = table.take_unsent()
