@@ -112,7 +112,7 @@ def _apply_one(
         events += take_continuations(state, seq, end, logprobs, now)
         return False  # what it draws is counted when it is answered
     tail = seq.event_tail
-    if tail is None:
+    if not tail:
         tail = _new_tail(seq, now)
         if is_late(seq):
             events.append(end_late(state, seq, "first_token"))

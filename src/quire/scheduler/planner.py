@@ -238,8 +238,8 @@ class Planner:
             end = start + 1
             table = seq.table
             epoch = seq.epoch
-            if seq.event_tail is not None and not table.unsent:  # it has its first token, and no news: most
-                plan = (seq.seq_id, epoch, start, 1, (), (), 0, 0, ())
+            if seq.event_tail and not table.unsent:  # it has its first token, and no news: most
+                plan: tuple[object, ...] = (seq.seq_id, epoch, start, 1, (), (), 0, 0, ())
             else:
                 plan = self._first_decode(seq)
             add_plan(_new_plan(SeqPlan, plan))

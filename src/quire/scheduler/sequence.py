@@ -111,11 +111,11 @@ class Sequence:
             0  # orders decodes where they do not all fit a step: the longest without a row comes first
         )
         self.ttft_s: float | None = None  # arrival to first token
-        self.event_tail: tuple[object, ...] | None = None  # see `outcome`
+        self.event_tail: tuple[object, ...] = ()  # empty before its first token; see `outcome`
         # Results below this token count are tokens and no more, but for stop ids: no block is full, nothing ends.
         self.quiet_until = 0
         self.last_result: SeqResult | None = None  # of those; and its event
-        self.last_event: TokenEvent | None = None
+        self.last_event: TokenEvent
 
     @property
     def target(self) -> int:
@@ -126,7 +126,7 @@ class Sequence:
     def num_steps_now(self) -> int:
         """Steps that gave it something; counted here, not in the loop that every token passes."""
         return self.num_steps + (
-            len(self.token_ids) - self.num_tokens_then if self.event_tail is not None else 0
+            len(self.token_ids) - self.num_tokens_then if self.event_tail else 0
         )
 
     @property

@@ -119,7 +119,7 @@ class SchedulerState:
         seq.num_total = len(seq.token_ids)
         seq.num_preemptions += 1
         seq.num_steps = seq.num_steps_now
-        seq.event_tail = None
+        seq.event_tail = ()
         seq.quiet_until = 0
         seq.forced = ()
         self.counters.num_preemptions += 1
