@@ -125,9 +125,7 @@ class Sequence:
     @property
     def num_steps_now(self) -> int:
         """Steps that gave it something; counted here, not in the loop that every token passes."""
-        return self.num_steps + (
-            len(self.token_ids) - self.num_tokens_then if self.event_tail else 0
-        )
+        return self.num_steps + (len(self.token_ids) - self.num_tokens_then if self.event_tail else 0)
 
     @property
     def output_token_ids(self) -> tuple[int, ...]:
