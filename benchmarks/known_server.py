@@ -39,7 +39,9 @@ async def _until(when_s: float) -> None:
 
 def _event(index: int, finish: str | None) -> bytes:
     choice = {"index": 0, "text": f" w{index}", "finish_reason": finish, "token_ids": [index % 80 + 25]}
-    return b"data: %b\n\n" % json.dumps({"id": "x", "object": "text_completion", "choices": [choice]}).encode()
+    return (
+        b"data: %b\n\n" % json.dumps({"id": "x", "object": "text_completion", "choices": [choice]}).encode()
+    )
 
 
 class Server:
@@ -60,8 +62,12 @@ class Server:
                 if path.endswith("/completions"):
                     await self._complete(path.split("/")[1], json.loads(body), writer)
                 else:
-                    text = json.dumps({"object": "list", "data": [{"id": "tiny", "object": "model"}]}).encode()
-                    writer.write(HEAD % b"application/json" + b"content-length: %d\r\n\r\n" % len(text) + text)
+                    text = json.dumps(
+                        {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
+                    ).encode()
+                    writer.write(
+                        HEAD % b"application/json" + b"content-length: %d\r\n\r\n" % len(text) + text
+                    )
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -83,14 +89,18 @@ class Server:
             writer.write(CHUNK % (len(event), event))
         last_s = time.monotonic()
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": num_prompt + num}
-        event = b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"id": "x", "choices": [], "usage": usage}).encode()
+        event = (
+            b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"id": "x", "choices": [], "usage": usage}).encode()
+        )
         writer.write(CHUNK % (len(event), event) + CHUNK % (0, b""))
         note = {"client": client, "tokens": num, "read_s": read_s, "first_s": first_s, "last_s": last_s}
         print(json.dumps(note), file=self._log, flush=True)
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("log")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--free", action="store_true")
