@@ -181,7 +181,7 @@ class Planner:
         state.waiting.remove(seq)
         state.gate.enter()
         state.start(seq, admitted.num_cached)
-        self._note_admission(seq, admitted.num_cached)
+        _note_admission(state, seq, admitted.num_cached, self._now)
         if admitted.num_scheduled:
             self._emit(seq, admitted.num_cached + admitted.num_scheduled)
             return True
@@ -193,17 +193,6 @@ class Planner:
             if self._budget.left and state.cache.allocate(member.table, end):
                 self._emit(member, end)
         return True
-
-    def _note_admission(self, seq: Sequence, num_cached: int) -> None:
-        group = seq.group
-        if group.admitted:
-            return
-        group.admitted = True
-        group.num_cached_tokens = min(num_cached, seq.num_prompt)
-        group.cache_miss = cache_miss(self._state.cache, seq, num_cached)
-        group.queued_s = self._now - group.request.arrival_s
-        self._state.counters.num_prompt_tokens += seq.num_prompt
-        self._state.counters.num_cached_tokens += group.num_cached_tokens
 
     def _emit(self, seq: Sequence, end: int) -> None:
         """Plan the rows of ``seq`` up to ``end``; its blocks are there."""
@@ -279,6 +268,19 @@ class Planner:
                 pooling=request.pooling,
             )
         )
+
+
+def _note_admission(state: SchedulerState, seq: Sequence, num_cached: int, now: float) -> None:
+    """Note of a request what its first admission says."""
+    group = seq.group
+    if group.admitted:
+        return
+    group.admitted = True
+    group.num_cached_tokens = min(num_cached, seq.num_prompt)
+    group.cache_miss = cache_miss(state.cache, seq, num_cached)
+    group.queued_s = now - group.request.arrival_s
+    state.counters.num_prompt_tokens += seq.num_prompt
+    state.counters.num_cached_tokens += group.num_cached_tokens
 
 
 def cache_miss(cache: CacheManager, seq: Sequence, num_cached: int) -> str:
