@@ -170,7 +170,7 @@ class FakeFrontend:
 
     @property
     def num_requests(self) -> int:
-        return sum(not s.stream.finished for s in self.submitted)
+        return sum(not s.stream.output.finished for s in self.submitted)
 
     async def call(self, make: Callable[[str], Call]) -> Reply:
         """The core's answers, from a scheduler with nothing in it."""

@@ -32,7 +32,7 @@ def test_a_client_that_leaves_aborts_its_request(stream: bool, n: int) -> None:
         await asyncio.wait_for(call.task, 5)
         (submitted,) = api.frontend.submitted
         assert submitted.aborted
-        assert submitted.stream.finished
+        assert submitted.stream.output.finished
         metrics = api.app.state.quire.metrics
         assert metrics.counters["quire:http_disconnects"] == 1
         assert metrics.finished["abort"] == n

@@ -85,7 +85,7 @@ def test_streams_equal_non_streams() -> None:
             assert tuple(merge(p) for p in parts) == whole[i]
             for chunks in parts:
                 assert [c.finish_reason is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
-            assert stream.num_output_tokens == sum(len(c.token_ids) for c in whole[i])
+            assert stream.output.num_output_tokens == sum(len(c.token_ids) for c in whole[i])
 
     with_frontend(body)
 
@@ -140,7 +140,7 @@ def test_leaving_a_stream_frees_its_blocks_within_two_steps(how: str) -> None:
         async with aclosing(stream):
             async for chunk in stream:
                 assert chunk.finish_reason is None or how == "abort"
-                if stream.num_output_tokens >= 6:
+                if stream.output.num_output_tokens >= 6:
                     if how == "break":
                         break
                     if how == "cancel":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI
 
-from quire.api.listen import bind
+from quire.api.listen import UVICORN, bind
 from quire.errors import ConfigError
 
 
@@ -105,15 +105,4 @@ class AdminServer(uvicorn.Server):
 
 
 def admin_server(listener: AdminListener) -> AdminServer:
-    return AdminServer(
-        uvicorn.Config(
-            listener.app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
-    )
+    return AdminServer(uvicorn.Config(listener.app, **UVICORN, timeout_graceful_shutdown=1))

@@ -100,6 +100,7 @@ class Batches:
         return page_of(request, [_shown(batch) for batch in self._runner.all()], default=20, most=100)
 
     async def batch(self, request: Request) -> Response:
+        """One batch: its state and its files."""
         return json_response(_shown(self._batch(request)))
 
     async def cancel(self, request: Request) -> Response:

@@ -287,16 +287,16 @@ class Generation:
         metrics, num_tokens = self._metrics[prompt], len(chunk.token_ids)
         if not metrics.is_admitted and (num_tokens or chunk.finish_reason in _COMPLETE):
             stream = self._streams[prompt]
-            metrics.admitted(stream.queued_s, stream.num_cached_tokens)
+            metrics.admitted(stream.output.queued_s, stream.output.num_cached_tokens)
             if self._tickets:
                 ratio = self._tickets[prompt].first(self._state.now() - self._arrival_s)
                 self._state.metrics.histograms["quire:ttft_prediction_ratio"].observe(ratio)
-            self.usage.cached_tokens += stream.num_cached_tokens
+            self.usage.cached_tokens += stream.output.num_cached_tokens
         if num_tokens:
             self.usage.completion_tokens += num_tokens
             metrics.chunk(chunk.index, num_tokens, self._state.now())
         if chunk.finish_reason is not None:
-            preemptions = self._streams[prompt].num_preemptions
+            preemptions = self._streams[prompt].output.num_preemptions
             metrics.finish(chunk.index, chunk.finish_reason.value, self._state.now(), preemptions)
             self._check_end(chunk)
 

@@ -39,9 +39,11 @@ class Probes:
         return self._status(self._state.frontend.state in ("ready", "draining"))
 
     async def version(self, request: Request) -> Response:
+        """The version of Quire."""
         return json_response({"version": self._state.settings.version})
 
     async def metrics(self, request: Request) -> Response:
+        """Metrics in Prometheus's text form, or OpenMetrics."""
         body, content_type = self._state.metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
@@ -56,11 +58,12 @@ class Models:
         self._state = state
 
     async def listed(self, request: Request) -> Response:
+        """The models and adapters served."""
         data = [self._card(name) for name in (*self._state.model.names, *self._state.adapter_names)]
         return json_response({"object": "list", "data": data})
 
     async def one(self, request: Request) -> Response:
-        """Raises NotFoundError for a name that is not served."""
+        """One of them, or 404."""
         return json_response(self._card(self._state.check_model(request.path_params["model_id"])))
 
     def _card(self, name: str) -> dict[str, object]:

@@ -1,10 +1,20 @@
-"""Binding the sockets of the API."""
+"""Binding the sockets of the API, and how uvicorn serves them."""
 
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from quire.errors import ConfigError
+
+UVICORN: dict[str, Any] = {
+    "http": "httptools",
+    "ws": "none",
+    "lifespan": "off",
+    "log_config": None,
+    "access_log": False,
+    "server_header": False,
+}
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@ A name of a table that the model lacks has no effect here, and says so; a refuse
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,26 +69,6 @@ BODIES: dict[str, Body] = {
     "/tokenize": Body("Text or messages to token ids", TokenizeRequest, _CHAT_PARTS),
     "/detokenize": Body("Token ids to text", DetokenizeRequest),
 }
-SUMMARIES: dict[str, str] = {
-    "/livez": "200 while the process lives",
-    "/readyz": "200 while requests are taken",
-    "/startupz": "200 once the model is loaded",
-    "/health": "as /readyz",
-    "/version": "the version",
-    "/openapi.json": "this description",
-    "/metrics": "metrics in Prometheus's text form",
-    "/v1/models": "the models served",
-    "/v1/models/{model_id}": "one model",
-    "/v1/files": "the files that are kept; upload one (multipart/form-data: purpose, file)",
-    "/v1/files/{file_id}": "a file: its description, or forget it",
-    "/v1/files/{file_id}/content": "the bytes of a file",
-    "/v1/batches": "the batches, the newest first",
-    "/v1/batches/{batch_id}": "a batch: its state and its files",
-    "/v1/batches/{batch_id}/cancel": "end a batch; what is answered is kept",
-    "/v1/responses/{response_id}": "a kept response: read it, or forget it",
-    "/v1/responses/{response_id}/cancel": "end a background response",
-    "/v1/responses/{response_id}/input_items": "the input of a response",
-}
 
 
 class Description:
@@ -99,24 +80,21 @@ class Description:
         self._body: bytes | None = None
 
     async def show(self, request: Request) -> Response:
+        """This description."""
         if self._body is None:
             self._body = msgspec.json.encode(openapi_of(self._routes, self._version))
         return Response(self._body, media_type="application/json")
 
 
 def openapi_of(routes: Iterable[Route], version: str) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 description of ``routes``.
-
-    Raises:
-        KeyError: a route that neither `BODIES` nor `SUMMARIES` knows.
-    """
+    """Return the OpenAPI 3.1 description of ``routes``; what is no POST of `BODIES` is described by its handler."""
     schemas: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
         operations = paths.setdefault(path, {})
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operations[method.lower()] = _operation(path, method, schemas)
+            operations[method.lower()] = _operation(route, path, method, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": version},
@@ -125,11 +103,12 @@ def openapi_of(routes: Iterable[Route], version: str) -> dict[str, Any]:
     }
 
 
-def _operation(path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(route: Route, path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
     body = BODIES.get(path) if method == "POST" else None
     error = "AnthropicError" if path in _ANTHROPIC else "Error"
+    said = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
     operation: dict[str, Any] = {
-        "summary": SUMMARIES[path] if body is None else body.summary,
+        "summary": said if body is None else body.summary,
         "operationId": f"{method.lower()}{path}".replace("/", "_").replace("{", "").replace("}", ""),
         "responses": {
             "200": {"description": "the answer"},

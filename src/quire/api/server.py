@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from quire.api.admin_server import AdminListener, admin_server
 from quire.api.batch_runner import BatchRunner
-from quire.api.listen import bind, url_of
+from quire.api.listen import UVICORN, bind, url_of
 from quire.api.state import ApiState
 from quire.engine.client import EngineInfo
 from quire.engine.frontend import Frontend
@@ -66,12 +66,7 @@ async def _serve(
     frontend = state.frontend
     config = uvicorn.Config(
         app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
+        **UVICORN,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,

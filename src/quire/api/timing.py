@@ -15,19 +15,20 @@ def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float
 
 
 def _block(stream: RequestStream, determinism: str, total_s: float) -> dict[str, Any]:
-    has_token = stream.ttft_s > 0.0
+    output = stream.output
+    has_token = output.ttft_s > 0.0
     return {
-        "queued_ms": _ms(stream.queued_s),
-        "prefill_ms": _ms(stream.ttft_s - stream.queued_s) if has_token else None,
-        "first_token_ms": _ms(stream.ttft_s) if has_token else None,
+        "queued_ms": _ms(output.queued_s),
+        "prefill_ms": _ms(output.ttft_s - output.queued_s) if has_token else None,
+        "first_token_ms": _ms(output.ttft_s) if has_token else None,
         "total_ms": _ms(total_s),
         "prompt_tokens": len(stream.prompt_token_ids),
-        "cached_tokens": stream.num_cached_tokens,
-        "cache_miss": stream.output.cache_miss or None,
-        "completion_tokens": stream.num_output_tokens,
-        "preemptions": stream.num_preemptions,
-        "chunks": stream.output.num_chunks,
-        "steps": stream.output.num_steps,
+        "cached_tokens": output.num_cached_tokens,
+        "cache_miss": output.cache_miss or None,
+        "completion_tokens": output.num_output_tokens,
+        "preemptions": output.num_preemptions,
+        "chunks": output.num_chunks,
+        "steps": output.num_steps,
         "seed": stream.seed,
         "determinism": determinism,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from quire.args import EngineArgs
 from quire.bench.offline import OfflineEngine
@@ -35,12 +36,8 @@ def latency(engine_args: EngineArgs, args: LatencyArgs) -> int:
     engine.close()
     summary = summarize(records, duration_s=duration_s, refused_rows=batch.refused)
     summary["run"] = {"kernels": engine.info.kernels, "workload": batch.source, "batches": args.iterations}
-    out = console()
-    out.print(f"{engine_args.model}: {args.iterations} batches of {args.batch_size}, {engine.info.kernels}")
-    print_summary(out, summary)
-    if args.json:
-        write(args.json, json.dumps(summary, indent=2) + "\n")
-    return 0 if summary["num_completed"] else 1
+    title = f"{engine_args.model}: {args.iterations} batches of {args.batch_size}, {engine.info.kernels}"
+    return _told(title, summary, args.json)
 
 
 def throughput(engine_args: EngineArgs, args: ThroughputArgs) -> int:
@@ -58,9 +55,15 @@ def throughput(engine_args: EngineArgs, args: ThroughputArgs) -> int:
     engine.close()
     summary = summarize(done.records, slo=slo, duration_s=done.duration_s, refused_rows=workload.refused)
     summary["run"] = {"kernels": engine.info.kernels, "workload": workload.source, "steps": done.num_steps}
+    title = f"{engine_args.model}: {workload.source}, {done.num_steps} steps, {engine.info.kernels}"
+    return _told(title, summary, args.json)
+
+
+def _told(title: str, summary: dict[str, Any], path: str | None) -> int:
+    """Print the summary, and write it; return the exit status."""
     out = console()
-    out.print(f"{engine_args.model}: {workload.source}, {done.num_steps} steps, {engine.info.kernels}")
+    out.print(title)
     print_summary(out, summary)
-    if args.json:
-        write(args.json, json.dumps(summary, indent=2) + "\n")
+    if path:
+        write(path, json.dumps(summary, indent=2) + "\n")
     return 0 if summary["num_completed"] else 1

@@ -40,7 +40,7 @@ class OpenStreams:
             if stream is None:  # aborted or ended by a stop string; the core did not know yet
                 continue
             stream.feed(event)
-            if stream.finished:
+            if stream.output.finished:
                 self._forget(event.request_id)
 
     async def end(self, grace_s: float) -> None:

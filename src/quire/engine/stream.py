@@ -34,39 +34,10 @@ class RequestStream:
         seed = state.request.sampling.seed
         assert seed is not None
         self.seed = seed  # the request's own, or the one drawn for it
-        self.output = state  # for its numbers; only this class changes it
+        self.output = state  # its numbers, and whether it is over; only this class changes it
         self._give_up = give_up
         self._chunks: deque[OutputChunk] = deque()
         self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens that came from the prefix cache at first admission (0 before it)."""
-        return self.output.num_cached_tokens
-
-    @property
-    def num_preemptions(self) -> int:
-        return self.output.num_preemptions
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens of all samples together that were put into chunks so far (usage.completion_tokens)."""
-        return self.output.num_output_tokens
-
-    @property
-    def queued_s(self) -> float:
-        """Seconds from arrival to first admission (0 before the first token)."""
-        return self.output.queued_s
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds from arrival to the first token (0 before it)."""
-        return self.output.ttft_s
-
-    @property
-    def finished(self) -> bool:
-        """Whether every sample has its terminal chunk (it may still have to be read)."""
-        return self.output.finished
 
     async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
         try:
@@ -135,7 +106,7 @@ class RequestStream:
 
 async def ended(stream: RequestStream) -> None:
     """Wait until every sample has its terminal chunk, before anybody reads; the chunks stay."""
-    while not stream.finished:
+    while not stream.output.finished:
         assert stream._waiter is None, "one reader at a time"
         stream._waiter = asyncio.get_running_loop().create_future()
         await stream._waiter

@@ -8,7 +8,7 @@ from quire.families.family import Family
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config, yarn_mscale
 from quire.families.shape import activation, assemble
-from quire.families.weights import LLAMA_NAMES, Take, WeightMap, build_map, expert_takes
+from quire.families.weights import LLAMA_NAMES, WeightMap, build_map, expert_rules
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _NAMES = {
@@ -107,17 +107,10 @@ def _latent_attention(f: Fields) -> AttentionSpec:
     )
 
 
-def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
-    if spec.layers[index].mlp.moe is None:
-        return {}
-    folder = f"{prefix}mlp.experts."
-    return expert_takes(spec, index, folder, ("gate_proj", "up_proj", "down_proj"), folder)
-
-
 def weights(spec: ModelSpec) -> WeightMap:
     """Layers from ``num_hidden_layers`` on are heads for multi-token prediction; the decoder does without."""
     extra = rf"model\.layers\.{spec.num_layers}\..*"
-    return build_map(spec, _NAMES, _rules, ignore=(extra,))
+    return build_map(spec, _NAMES, expert_rules, ignore=(extra,))
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", read_v2, weights)

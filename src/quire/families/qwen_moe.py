@@ -8,7 +8,7 @@ from quire.families.family import Family
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config
 from quire.families.shape import activation, assemble, attention, head_dim_of
-from quire.families.weights import LLAMA_NAMES, Take, WeightMap, build_map, expert_takes
+from quire.families.weights import LLAMA_NAMES, WeightMap, build_map, expert_rules
 from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _NAMES = {
@@ -60,15 +60,8 @@ def _read(
     return assemble(f, family, layers)
 
 
-def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
-    if spec.layers[index].mlp.moe is None:
-        return {}
-    folder = f"{prefix}mlp.experts."
-    return expert_takes(spec, index, folder, ("gate_proj", "up_proj", "down_proj"), folder)
-
-
 def weights(spec: ModelSpec) -> WeightMap:
-    return build_map(spec, _NAMES, _rules)
+    return build_map(spec, _NAMES, expert_rules)
 
 
 QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, weights)

@@ -151,3 +151,11 @@ def expert_takes(
             )
         takes[f"moe.{part}.weight"] = (each, whole)
     return takes
+
+
+def expert_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
+    """`LayerRules` for experts under Llama's names for the three matrices, in the layers that have any."""
+    if spec.layers[index].mlp.moe is None:
+        return {}
+    folder = f"{prefix}mlp.experts."
+    return expert_takes(spec, index, folder, ("gate_proj", "up_proj", "down_proj"), folder)
