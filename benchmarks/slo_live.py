@@ -1,6 +1,6 @@
 """``quire serve --slo`` live on Quill against eight static chunk budgets: long prompts mixed with decodes, two servers.
 
-    python benchmarks/slo_live.py [--slo ttft=3s,tpot=15ms] [--rate X] [--seconds 10] [--rounds 3] [--profile FILE]
+    python benchmarks/slo_live.py [--slo ttft=3s,tpot=15ms] [--rate X] [--seconds 12] [--rounds 2] [--profile FILE]
 
 The rate is 0.9 of the knee: the highest at which one of three middling budgets serves 95 % of the requests within the
 SLO, by the simulator and a profile made at the start (``--rate`` says another one). Static budgets are set live through
@@ -33,6 +33,9 @@ QUIRE = [sys.executable, "-m", "quire.cli"]
 DEFAULT_BUDGET = 2048
 BUDGETS = (32, 64, 96, 128, 256, 512, 1024, DEFAULT_BUDGET)
 MIDDLING = (128, 256, 512)
+KNEE_S = (
+    40.0  # simulated at each rate: a queue that grows without end takes that long to miss a TTFT of seconds
+)
 ENGINE = ("quill", "--threads", "1", "--no-prefix-caching")
 
 
@@ -72,7 +75,7 @@ def load(port: int, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "summary.json"
         command = [
-            *QUIRE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", *work(args, args.rate), "--seed", str(seed),
+            *QUIRE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", *work(args, args.rate, args.seconds), "--seed", str(seed),
             "--json", str(out),
         ]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -80,11 +83,11 @@ def load(port: int, args: argparse.Namespace, seed: int) -> dict[str, Any]:
         return found
 
 
-def work(args: argparse.Namespace, rate: float) -> list[str]:
+def work(args: argparse.Namespace, rate: float, seconds: float) -> list[str]:
     """The flags that say what is asked, of the load generator and of the simulator."""
     return [
         "--input-len", args.input_len, "--output-len", args.output_len, "--rate", f"{rate:.4g}",
-        "--limit", str(round(rate * args.seconds)), "--slo", args.slo, "--max-model-len", "8192",
+        "--limit", str(round(rate * seconds)), "--slo", args.slo, "--max-model-len", "8192",
     ]  # fmt: skip
 
 
@@ -94,7 +97,7 @@ def knee(args: argparse.Namespace, profile: Path) -> float:
     def share(rate: float, budget: int) -> float:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "summary.json"
-            command = [*QUIRE, "simulate", "--profile", str(profile), *work(args, rate), "--no-prefix-caching",
+            command = [*QUIRE, "simulate", "--profile", str(profile), *work(args, rate, KNEE_S), "--no-prefix-caching",
                        "--max-num-batched-tokens", str(budget), "--json", str(out)]  # fmt: skip
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             found = json.loads(out.read_text())
@@ -137,8 +140,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="requests/s; else 0.9 of the knee")
     parser.add_argument("--slo", default="ttft=3s,tpot=15ms")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
         "--profile", type=Path, help="of this engine with one thread; made if it does not exist"
     )
