@@ -75,8 +75,8 @@ def load(port: int, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "summary.json"
         command = [
-            *QUIRE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", *work(args, args.rate, args.seconds), "--seed", str(seed),
-            "--json", str(out),
+            *QUIRE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", *work(args, args.rate, args.seconds),
+            "--seed", str(seed), "--json", str(out),
         ]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         found: dict[str, Any] = json.loads(out.read_text())
