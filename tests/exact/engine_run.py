@@ -21,7 +21,7 @@ from quire.config import (
 )
 from quire.engine.core import EngineCore
 from quire.engine.inbox import AbortRequest, AddRequest
-from quire.executor.local import LocalExecutor
+from quire.executor.base import Executor
 from quire.modelspec import ModelSpec
 from quire.request import FinishReason, TokenEvent
 from quire.scheduler.scheduler import Scheduler
@@ -132,11 +132,12 @@ INJECTED = "injected"
 
 
 class WatchedExecutor:
-    """The local executor, with a look at the plans that pass; every ``fail_every``-th of them fails."""
+    """An executor, with a look at the plans that pass; every ``fail_every``-th of them fails (one in flight only)."""
 
-    def __init__(self, executor: LocalExecutor, tally: Tally, fail_every: int | None) -> None:
+    def __init__(self, executor: Executor, tally: Tally, fail_every: int | None) -> None:
         self.max_in_flight = executor.max_in_flight
         self._fail_every = fail_every
+        assert fail_every is None or executor.max_in_flight == 1
         self._pending: StepPlan | None = None
         self._executor = executor
         self._tally = tally
@@ -156,9 +157,15 @@ class WatchedExecutor:
                 self._chunked.add(seq.seq_id)
                 self._tally.num_chunked_prompts += 1
         self._pending = plan
+        if self._fail_every is None:
+            self._executor.submit(plan)
 
     def collect(self) -> StepResult:
-        turn, rest = divmod(self._tally.num_steps, self._fail_every) if self._fail_every else (0, 1)
+        if self._fail_every is None:
+            result = self._executor.collect()
+            assert result.error is None, result.error
+            return result
+        turn, rest = divmod(self._tally.num_steps, self._fail_every)
         plan = self._pending
         assert plan is not None
         if rest == 0 and turn % 2 == 0:
@@ -176,7 +183,7 @@ class EngineRun:
     """Serves ``jobs`` to their end on a virtual clock: one step takes `STEP_S`."""
 
     def __init__(
-        self, config: EngineConfig, executor: LocalExecutor, policy: Policy, fail_every: int | None = None
+        self, config: EngineConfig, executor: Executor, policy: Policy, fail_every: int | None = None
     ) -> None:
         self.tally = Tally(policies={policy})
         self.ended: dict[tuple[str, int], Ended] = {}

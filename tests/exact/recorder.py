@@ -48,10 +48,17 @@ class Recorder:
                 self.conflicts.append(key)
             self._next_key[seq_id] = key._replace(position=key.position + 1)
 
+    def on_device(self, seq_id: int, position: int, row: Tensor) -> None:
+        """Raw logits whose draw stays on the device: what was drawn is seen in the events."""
+        key = self._next_key[seq_id]._replace(position=position + 1)
+        draw = Draw(blake2b(row.numpy().tobytes(), digest_size=16).digest(), SeqSample(-1))
+        if self.draws.setdefault(key, draw) != draw:
+            self.conflicts.append(key)
+
 
 @contextmanager
-def recording() -> Iterator[Recorder]:
-    """Record every `Sampler` that works inside the block."""
+def recording(*, device: bool = False) -> Iterator[Recorder]:
+    """Record every `Sampler` that works inside the block; ``device``: every `DeviceRunner`."""
     recorder = Recorder()
     add, sample = Sampler.add, Sampler.sample
 
@@ -66,5 +73,15 @@ def recording() -> Iterator[Recorder]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sampler, "add", recording_add)
-        patch.setattr(Sampler, "sample", recording_sample)
+        if device:
+            from quire.runner.device_runner import DeviceRunner
+
+            patch.setattr(
+                DeviceRunner,
+                "observe_logits",
+                property(lambda _: recorder.on_device, lambda *_: None),
+                raising=False,
+            )
+        else:
+            patch.setattr(Sampler, "sample", recording_sample)
         yield recorder

@@ -15,7 +15,9 @@ from tests.exact.recorder import Draw, Key, recording
 from tests.exact.traffic import Job, make_jobs
 
 from quire.config import GATES, ORDERS, EngineConfig, LoraConfig
+from quire.executor.base import Executor
 from quire.executor.local import LocalExecutor
+from quire.kernels.registry import GPU_KERNELS
 from quire.models.checkpoint import describe
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.request import Adapter, FinishReason
@@ -76,6 +78,8 @@ class Case:
             formats=self.formats,
             kv_dtype=self.kv_dtype,
         )
+        if self.on_device:
+            config = replace(config, device=replace(config.device, kind="interpret", capability=(9, 0)))
         if not self.adapters:
             return config
         return replace(
@@ -83,6 +87,17 @@ class Case:
             scheduler=replace(config.scheduler, max_loras=self.max_loras),
             lora=LoraConfig(self.max_loras, max(adapter.rank for adapter in self.adapters)),
         )
+
+    @property
+    def on_device(self) -> bool:
+        return self.cpu_isa in GPU_KERNELS
+
+    def executor(self, config: EngineConfig) -> Executor:
+        if not self.on_device:
+            return LocalExecutor(config)
+        from quire.executor.device import DeviceExecutor
+
+        return DeviceExecutor(config)
 
     @property
     def formats(self) -> dict[str, WeightFormat]:
@@ -125,8 +140,8 @@ def truth_of(case: Case) -> Truth:
     )
     config = case.config(2 * MAX_MODEL_LEN // case.block_size + 2, POLICIES[0])
     outputs = {}
-    with recording() as recorder:
-        driver = AloneDriver(LocalExecutor(config), config.kv_layout, case.block_size, MAX_MODEL_LEN)
+    with recording(device=case.on_device) as recorder:
+        driver = AloneDriver(case.executor(config), config.kv_layout, case.block_size, MAX_MODEL_LEN)
         for job in jobs:
             for index in range(job.request.sampling.n):
                 outputs[job.request.request_id, index] = driver.run(job.request, index)
@@ -146,11 +161,15 @@ def serve_and_check(
     config = case.config(num_blocks, policy, num_threads=num_threads)
     truth = truth_of(case)
     here = f"{case}, {policy}"
-    with recording() as recorder:
-        run = EngineRun(config, LocalExecutor(config), policy, fail_every)
+    with recording(device=case.on_device) as recorder:
+        run = EngineRun(config, case.executor(config), policy, fail_every)
         run.serve(truth.jobs)
     assert not recorder.conflicts, f"{here}: drawn twice and differently: {recorder.conflicts[:5]}"
     draws = recorder.draws
+    if (
+        case.on_device
+    ):  # with two steps in flight a sequence that has ended may be drawn once more, for nobody
+        draws = {key: draw for key, draw in draws.items() if key in truth.draws}
     run.tally.num_draws = len(draws)
     other = [key for key, draw in draws.items() if draw.logits_digest != truth.draws[key].logits_digest]
     assert not other, f"{here}: logits of {len(other)} draws differ from alone: {other[:5]}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -41,7 +42,8 @@ class DeviceExecutor:
         _check_device(config)
         dtype, device = torch_dtype(config.model.dtype), torch_device(config.device.kind)
         stream = iter_weights(config.model, dtype, device) if weights is None else weights
-        self.worker = Worker(config, stream, clock or WallClock(), DeviceRunner)
+        clock = clock or WallClock()
+        self.worker = Worker(config, stream, clock, partial(DeviceRunner, clock=clock))
         self._out: deque[Launched | StepResult] = deque()  # a result: the step failed when it was launched
 
     def submit(self, plan: StepPlan) -> None:
@@ -59,7 +61,10 @@ class DeviceExecutor:
         if isinstance(oldest, StepResult):
             return oldest
         try:
-            return self.worker.finish(oldest)
+            result = self.worker.finish(oldest)
+            if not self._out:  # who has more to compute has submitted it by now
+                self.worker.runner.idle()
+            return result
         except Exception as error:
             return _failed(oldest.plan, error)
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 import quire.kernels.triton_ops  # noqa: F401  registers
+from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
@@ -45,7 +46,9 @@ def torch_device(kind: str) -> torch.device:
 class DeviceRunner:
     """Owns the model, the KV cache and the sampler of one worker. ``observe_logits`` as in `ModelRunner`."""
 
-    def __init__(self, config: EngineConfig, weights: Iterable[tuple[str, Weight]]) -> None:
+    def __init__(
+        self, config: EngineConfig, weights: Iterable[tuple[str, Weight]], clock: Clock | None = None
+    ) -> None:
         model = config.model
         self.device = torch_device(config.device.kind)
         kernels = registry.choose(config.runner.cpu_isa)
@@ -75,10 +78,12 @@ class DeviceRunner:
         self._graphs: DecodeGraphs | None = None
         if config.runner.graphs:
             most = -(-model.max_model_len // size) + 1
-            self._graphs = DecodeGraphs(self.device, config.scheduler.max_num_seqs, most, blocks)
+            self._graphs = DecodeGraphs(
+                self.device, config.scheduler.max_num_seqs, most, blocks, clock or WallClock()
+            )
 
     def record(self, buffers: StepBuffers) -> None:
-        """As `Runner.record`: graphs are captured while steps run."""
+        """As `Runner.record`: graphs are captured later."""
 
     @property
     def num_graphs(self) -> int:
@@ -139,6 +144,12 @@ class DeviceRunner:
     ) -> list[TokenLogprobs]:
         """As `Runner.score`."""
         return token_logprobs(logits, torch.tensor(token_ids), num_top)
+
+    @torch.inference_mode()
+    def idle(self) -> None:
+        """As `Runner.idle`: a size of step that came before is captured."""
+        if self._graphs is not None:
+            self._graphs.capture_one(idle=True)
 
     def free_memory(self) -> None:
         """As `Runner.free_memory`: the graphs, and what torch keeps of freed memory."""

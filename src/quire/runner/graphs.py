@@ -1,22 +1,23 @@
 """Decode steps replayed from captured graphs, one for each number of sequences (rounded up) and width of the tables.
 
-A graph is captured once a size was decoded `REPAID` times: until then launching kernel by kernel costs less than the
-capture. Without a GPU a "graph" calls the function again over the same buffers, so that tests see what a replay sees.
+`capture_policy` says when one is captured: while idle, or once it is repaid. Nothing is computed then, so the buffers
+may hold the numbers of any step. Without a GPU a "graph" calls the function again over the same buffers, so that
+tests see what a replay sees.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from quire.clock import Clock
+from quire.runner.capture_policy import CapturePolicy
 from quire.runner.device_batch import Room
 
-REPAID = 16  # steps of a size
 LEAST_WIDTH = 64  # blocks of a table
 
 Forward = Callable[[], torch.Tensor]
@@ -33,12 +34,16 @@ class Graph:
 class DecodeGraphs:
     """Which steps have a graph, and which are about to get one."""
 
-    def __init__(self, device: torch.device, max_num_seqs: int, max_blocks: int, scratch_block: int) -> None:
+    def __init__(
+        self, device: torch.device, max_num_seqs: int, max_blocks: int, scratch_block: int, clock: Clock
+    ) -> None:
         self._cuda = device.type == "cuda"
         self._sizes = sizes_up_to(max_num_seqs)
         self._max_blocks = max_blocks
         self._scratch_block = scratch_block
-        self._counts: Counter[Room] = Counter()
+        self._clock = clock
+        self._policy: CapturePolicy[Room] = CapturePolicy()
+        self._seen: dict[Room, Forward] = {}  # of sizes that are not captured
         self._graphs: dict[Room, Graph] = {}
         self._pool: Any = None  # memory that all graphs share: one replays at a time
 
@@ -58,16 +63,27 @@ class DecodeGraphs:
         graph = self._graphs.get(room)
         if graph is not None:
             return graph.replay()
+        start_s = self._clock.now()
         logits = forward()
-        self._counts[room] += 1
-        if self._counts[room] == REPAID:
-            self._graphs[room] = self._capture(room, forward)
+        self._policy.launched(room, self._clock.now() - start_s)
+        self._seen[room] = forward
+        self.capture_one(idle=False)
         return logits
+
+    def capture_one(self, *, idle: bool) -> None:
+        """Capture the size that is to have a graph now, if any. ``idle``: no step is in flight or planned."""
+        room = self._policy.next(idle=idle)
+        if room is None:
+            return
+        start_s = self._clock.now()
+        self._graphs[room] = self._capture(room, self._seen.pop(room))
+        self._policy.captured(room, self._clock.now() - start_s)
 
     def drop(self) -> None:
         """Give their memory back."""
         self._graphs.clear()
-        self._counts.clear()
+        self._seen.clear()
+        self._policy.forget()
         self._pool = None
 
     def _capture(self, room: Room, forward: Forward) -> Graph:

@@ -81,6 +81,9 @@ class ModelRunner:
         samples = self.run(step, seq_ids)
         return lambda: samples
 
+    def idle(self) -> None:
+        """As `Runner.idle`: nothing was put off."""
+
     def free_memory(self) -> None:
         """As `Runner.free_memory`: nothing is kept."""
 

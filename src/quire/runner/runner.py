@@ -54,6 +54,10 @@ class Runner(Protocol):
         """Log-probabilities of ``token_ids`` in rows of raw ``logits``, as `kernels.sampling.token_logprobs`."""
         ...
 
+    def idle(self) -> None:
+        """No step is in flight, and none was planned: do some of what would delay one."""
+        ...
+
     def free_memory(self) -> None:
         """Give back what is kept for speed alone: a step found too little memory."""
         ...

@@ -86,7 +86,11 @@ def test_rows_have_the_bits_of_the_reference(group: int | None, dtype: torch.dty
 @pytest.mark.parametrize("backend", GPU_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 @pytest.mark.parametrize("format", [ROW, BLOCK], ids=case_id)
-@pytest.mark.parametrize("case", [*CASES, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=case_id)
+@pytest.mark.parametrize(
+    "case",
+    [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[1:], SPLIT))],
+    ids=case_id,
+)
 def test_against_the_reference(
     case: cases.LinearCase, format: WeightFormat, dtype: torch.dtype, backend: Backend
 ) -> None:
@@ -116,6 +120,7 @@ def test_torchs_scaled_product() -> None:
     assert_close("fp8_linear", out[:, 3:147].cpu(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [ROW, BLOCK], ids=case_id)
 def test_invariant_bits_do_not_depend_on_the_batch(format: WeightFormat) -> None:
     packed = packed_of(cases.LinearCase(1, 768, 70), format, torch.bfloat16, "invariant")

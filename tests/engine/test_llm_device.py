@@ -1,0 +1,51 @@
+"""`LLM(device="interpret")`: a GPU's whole path but the GPU, on a little model with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+
+pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+pytestmark = [pytest.mark.triton_interpret, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+SHORT = [{"prompt_token_ids": [7, 300, 41]}, {"prompt_token_ids": [9, 8]}]
+PROMPTS = [{"prompt_token_ids": [3 + i * (j + 2) % 200 for i in range(20)]} for j in range(3)]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def make(shared_data: Path, **settings: Any) -> LLM:
+    """Random weights, and sums that can hardly decide a token by their order: fp32."""
+    model = str(shared_data / "models" / "stories260K" / "hf")
+    asked = {"num_kv_blocks": 64, "max_model_len": 128, "dtype": "float32", **settings}
+    return LLM(model, load_format="random", seed=5, **asked)
+
+
+def test_greedy_tokens_are_those_of_the_cpu(shared_data: Path) -> None:
+    short = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with make(shared_data, cpu_isa="reference", threads=1) as cpu:
+        expected = tokens(cpu.generate(SHORT, short, False))
+    with make(shared_data, device="interpret") as device:
+        assert tokens(device.generate(SHORT, short, False)) == expected
+
+
+@pytest.mark.slow
+def test_preempted_cached_and_chunked_are_equal(shared_data: Path) -> None:
+    """In bf16, where another order of a sum would soon be another token."""
+    bf16 = {"dtype": "bfloat16", "device": "interpret", "batch_invariant": True, "max_model_len": 48}
+    with make(shared_data, **bf16) as roomy:
+        alone = [tokens(roomy.generate([prompt], GREEDY, False))[0] for prompt in PROMPTS]
+        again = roomy.generate(PROMPTS, GREEDY, False)
+        assert tokens(again) == alone
+        assert all(output.num_cached_tokens for output in again), "whole blocks of the prompts are cached"
+    tight = {**bf16, "num_kv_blocks": 5, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
+    longer = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+    with make(shared_data, **tight) as small:
+        together = small.generate(PROMPTS, longer, False)
+        assert [ids[:4] for ids in tokens(together)] == alone
