@@ -9,10 +9,11 @@ The engine has one thread, in the profile and live: API process and load generat
 has none besides. With two threads of the engine they would take turns with it, as they do with a client on the same
 machine only. Nothing is pinned.
 
-A cell is a model, a trace and a load (0.5, 0.8 or 1.0 of the knee). One round of it is: a profile (one a model,
-trace and round, so that profiles and live runs interleave), the trace's first ``--limit`` rows that fit against a fresh
-`quire serve`, and the simulation of the same requests. Lengths are the trace's; only time is stretched. The
-knee of (model, trace) is the simulator's, from the first profile: the smallest load with 95 % of the best goodput under
+A cell is a model, a trace and a load (0.5, 0.8 or 1.0 of the knee). One round of it is: the trace's first ``--limit``
+rows that fit against a fresh `quire serve`, between two profiles of the steps, and the simulation of the same requests
+with a fit to the points of both: the machine's speed drifts within minutes. What serving adds is measured once a model
+and round. Lengths are the trace's; only time is stretched. The knee of (model, trace) is the simulator's, from the
+first profile: the smallest load with 95 % of the best goodput under
 ``--slo``, which is lax because the traces come in bursts: their first 300 rows at a load that meets a strict one take
 20 minutes of azure_code on one thread. All results are appended to ``--results``; an invocation that is killed loses
 one cell.
@@ -33,6 +34,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,8 @@ from quire.bench.live_server import LiveServer
 from quire.bench.load import Load, Runner
 from quire.bench.summary import RequestRecord, summarize
 from quire.bench.sweep import knee, sweep
+from quire.plan.fit import fit
+from quire.plan.profile import Profile, load_profile
 from quire.sim.requests import FIRST_ID, VOCAB_SIZE
 from quire.sim.run import simulate
 from quire.sim.setup import Setup, set_up
@@ -114,10 +118,11 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
     """One round of one cell: profile if the round has none, live, simulated."""
     model, trace, load = cell.split("/")
     number = len(results.rounds(cell))
-    profile = args.results.parent / f"{args.results.stem}-{model}-{trace}-{number}.json"
-    if not profile.exists():
-        measure_profile(args, model, profile)
-    setup = set_up(SimulateArgs(profile=str(profile)), {}, 0)
+    # The first of a round is made here; then it is the one that was made behind the last live run.
+    before = args.results.parent / f"{args.results.stem}-{model}-{number}.json"
+    if not before.exists():
+        measure_profile(args, model, before, serving=True)
+    setup = set_up(SimulateArgs(profile=str(before)), {}, 0)
     limit = setup.config.scheduler.max_model_len
     workload = from_trace(read_trace(args.traces / TRACES[trace]), limit=args.limit, max_model_len=limit)
     rate = float(load) * knee_of(args, results, f"{model}/{trace}", setup, workload)
@@ -128,6 +133,12 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
         records = asyncio.run(ask(server.url, MODELS[model][0], workload))
         live = figures_of(records, workload) | {"kv_peak": kv_peak(server.url)}
         wall_s = time.monotonic() - start_s
+    after = before.with_suffix(".after.json")
+    measure_profile(args, model, after, serving=False)
+    around = before.with_suffix(".around.json")
+    merged(before, after).save(around)
+    merged(after, host_of=before).save(before)
+    setup = set_up(SimulateArgs(profile=str(around)), {}, 0)
     result = simulate(setup.config, setup.step_time, workload)
     simulated = figures_of(result.records, workload) | {"kv_peak": result.kv_peak}
     results.add(
@@ -138,7 +149,7 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
             "num_requests": len(workload.requests),
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "refused_rows": dict(workload.refused),
-            "profile_error": json.loads(profile.read_text())["error"],
+            "profile_error": json.loads(around.read_text())["error"],
             "live": live,
             "simulated": simulated,
         },
@@ -150,11 +161,20 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
     say(f"{cell}, round {number}: {wall_s:.0f} s; simulated against live: {errors}")
 
 
-def measure_profile(args: argparse.Namespace, model: str, path: Path) -> None:
+def measure_profile(args: argparse.Namespace, model: str, path: Path, *, serving: bool) -> None:
     say(f"profile of {model} …")
     command = [sys.executable, "-m", "quire.cli", "profile", *MODELS[model], "--out", str(path)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run([*command, "--seconds", str(args.profile_seconds)], check=True)
+    seconds = ["--seconds", str(args.profile_seconds), "--serving" if serving else "--no-serving"]
+    subprocess.run([*command, *seconds], check=True)
+
+
+def merged(*paths: Path, host_of: Path | None = None) -> Profile:
+    """One profile fitted to the points of all, with what serving adds from the first of them or from ``host_of``."""
+    first, *others = (load_profile(path) for path in paths)
+    points = [*first.points, *(point for other in others for point in other.points)]
+    host = load_profile(host_of).host if host_of else first.host
+    return replace(first, executor=fit(points), host=host, points=tuple(points))
 
 
 def knee_of(args: argparse.Namespace, results: Results, key: str, setup: Setup, workload: Workload) -> float:
@@ -282,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--load", action="append", type=float, help="only this load (repeatable)")
     parser.add_argument("--limit", type=int, default=300, help="requests of a run")
     parser.add_argument("--slo", default="ttft=4s,tpot=200ms", help="that the knee is found under")
-    parser.add_argument("--profile-seconds", type=float, default=30.0)
+    parser.add_argument("--profile-seconds", type=float, default=15.0)
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "data" / "traces")
     parser.add_argument(
         "--results", type=Path, default=ROOT / "benchmarks" / "results" / "simulator-accuracy.json"
