@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--load", action="append", type=float, help="only this load (repeatable)")
     parser.add_argument("--limit", type=int, default=300, help="requests of a run")
     parser.add_argument("--slo", default="ttft=4s,tpot=200ms", help="that the knee is found under")
-    parser.add_argument("--profile-seconds", type=float, default=15.0)
+    parser.add_argument("--profile-seconds", type=float, default=20.0)
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "data" / "traces")
     parser.add_argument(
         "--results", type=Path, default=ROOT / "benchmarks" / "results" / "simulator-accuracy.json"
