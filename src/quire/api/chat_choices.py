@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -74,28 +75,21 @@ def merge_message(message: dict[str, Any], delta: dict[str, Any]) -> None:
                 calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
 
 
+@dataclass(slots=True)
 class ChatChoices:
     """``plan`` None: the answer is content as it comes."""
 
-    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    kind: ClassVar = "chat.completion"
+    chunk_kind: ClassVar = "chat.completion.chunk"
+    id_prefix: ClassVar = "chatcmpl-"
 
-    def __init__(
-        self,
-        names: TokenNames,
-        *,
-        with_logprobs: bool,
-        with_ids: bool,
-        num_prompt_logprobs: int | None,
-        plan: OutputPlan | None,
-        new_id: Callable[[], str],
-    ) -> None:
-        self._names = names
-        self._with_logprobs = with_logprobs
-        self._with_ids = with_ids
-        self._num_prompt_logprobs = num_prompt_logprobs
-        self._plan = plan
-        self._new_id = new_id
-        self._messages: dict[int, Message] = {}
+    names: TokenNames
+    with_logprobs: bool
+    with_ids: bool
+    num_prompt_logprobs: int | None
+    plan: OutputPlan | None
+    new_id: Callable[[], str]
+    _messages: dict[int, Message] = field(default_factory=dict)
 
     def opening(self, index: int, echo: str) -> bytes | None:
         """The chunk that names the role, before any content; chats are not echoed."""
@@ -107,11 +101,11 @@ class ChatChoices:
     def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
         """The choice object of one chunk; None when there is nothing to say yet."""
         last = chunk.finish_reason is not None
-        if self._plan is not None:
+        if self.plan is not None:
             said = self._message(index).delta(chunk.text, last=last)
-            if not said and not last and not self._with_logprobs and not self._with_ids:
+            if not said and not last and not self.with_logprobs and not self.with_ids:
                 return None
-        elif not last and not self._with_logprobs and not self._with_ids:
+        elif not last and not self.with_logprobs and not self.with_ids:
             if not chunk.text:
                 return None
             return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
@@ -128,14 +122,14 @@ class ChatChoices:
         }
         if last:
             value["stop_reason"] = chunk.stop_reason
-        if self._with_ids:
+        if self.with_ids:
             value["token_ids"] = chunk.token_ids
         return _encode(value)
 
     def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         """The choice object of a whole answer, given as one chunk."""
         message: dict[str, Any] = {"role": "assistant", "content": chunk.text, "refusal": None}
-        if self._plan is not None:
+        if self.plan is not None:
             message["content"] = None
             merge_message(message, self._message(index).delta(chunk.text, last=True))
             for call in message.get("tool_calls", ()):
@@ -149,32 +143,32 @@ class ChatChoices:
             "finish_reason": self._finish(index, chunk.finish_reason),
             "stop_reason": chunk.stop_reason,
         }
-        if self._with_ids:
+        if self.with_ids:
             value["token_ids"] = chunk.token_ids
         return value
 
     def beside(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         """Fields beside ``choices``, in a whole answer and in the first chunk."""
-        return {"prompt_token_ids": prompt_token_ids} if self._with_ids else {}
+        return {"prompt_token_ids": prompt_token_ids} if self.with_ids else {}
 
     def scored(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         """More fields beside ``choices``: with the first chunk of the first choice, the prompt's log-probabilities."""
-        if index or chunk.prompt_logprobs is None or self._num_prompt_logprobs is None:
+        if index or chunk.prompt_logprobs is None or self.num_prompt_logprobs is None:
             return {}
-        entries = prompt_logprobs(chunk.prompt_logprobs, self._num_prompt_logprobs, self._names)
+        entries = prompt_logprobs(chunk.prompt_logprobs, self.num_prompt_logprobs, self.names)
         return {"prompt_logprobs": entries}
 
     def _message(self, index: int) -> Message:
-        assert self._plan is not None
+        assert self.plan is not None
         message = self._messages.get(index)
         if message is None:
-            message = self._messages[index] = Message(self._plan, self._new_id)
+            message = self._messages[index] = Message(self.plan, self.new_id)
         return message
 
     def _finish(self, index: int, reason: FinishReason | None) -> str | None:
-        if reason is FinishReason.STOP and self._plan is not None and self._message(index).num_calls:
+        if reason is FinishReason.STOP and self.plan is not None and self._message(index).num_calls:
             return "tool_calls"
         return reason
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
-        return chat_logprobs(logprobs or (), self._names) if self._with_logprobs else None
+        return chat_logprobs(logprobs or (), self.names) if self.with_logprobs else None

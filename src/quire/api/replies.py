@@ -7,8 +7,8 @@ costs one string encoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -103,28 +103,20 @@ class Envelope:
         return self._start + choice + b"]," + _encode(extra)[1:] + b"\n\n"
 
 
+@dataclass(slots=True)
 class CompletionChoices:
-    """Choices of ``/v1/completions``."""
+    """Choices of ``/v1/completions``. ``num_logprobs``: alternatives beside each token, also of an echoed prompt."""
 
-    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
+    kind: ClassVar = "text_completion"
+    chunk_kind: ClassVar = "text_completion"
+    id_prefix: ClassVar = "cmpl-"
 
-    def __init__(
-        self,
-        names: TokenNames,
-        *,
-        num_logprobs: int | None,
-        with_ids: bool,
-        num_prompt_logprobs: int | None = None,
-        echo: bool = False,
-    ) -> None:
-        """``num_logprobs``: alternatives beside each token, of the answer and of an echoed prompt; None: none."""
-        self._names = names
-        self._num_logprobs = num_logprobs
-        self._with_logprobs = num_logprobs is not None
-        self._with_ids = with_ids
-        self._num_prompt_logprobs = num_prompt_logprobs
-        self._echo = echo
-        self._renderers: dict[int, CompletionLogprobs] = {}
+    names: TokenNames
+    num_logprobs: int | None
+    with_ids: bool
+    num_prompt_logprobs: int | None = None
+    echo: bool = False
+    _renderers: dict[int, CompletionLogprobs] = field(default_factory=dict)
 
     def opening(self, index: int, echo: str) -> bytes | None:
         """The chunk with the prompt's text, where it is asked for."""
@@ -135,7 +127,7 @@ class CompletionChoices:
     def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
         """The choice object of one chunk; None when there is nothing to say yet."""
         plain = chunk.finish_reason is None and chunk.prompt_logprobs is None
-        if plain and not self._with_logprobs and not self._with_ids:
+        if plain and self.num_logprobs is None and not self.with_ids:
             if not chunk.text:
                 return None
             return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (
@@ -151,7 +143,7 @@ class CompletionChoices:
         }
         if chunk.finish_reason is not None:
             value["stop_reason"] = chunk.stop_reason
-        if self._with_ids:
+        if self.with_ids:
             value["token_ids"] = chunk.token_ids
         return _encode(value)
 
@@ -165,7 +157,7 @@ class CompletionChoices:
             "stop_reason": chunk.stop_reason,
             **self._scored(chunk),
         }
-        if self._with_ids:
+        if self.with_ids:
             value["token_ids"] = chunk.token_ids
             value["prompt_token_ids"] = prompt_token_ids
         return value
@@ -179,21 +171,21 @@ class CompletionChoices:
         return {}
 
     def _scored(self, chunk: OutputChunk) -> dict[str, Any]:
-        if chunk.prompt_logprobs is None or self._num_prompt_logprobs is None:
+        if chunk.prompt_logprobs is None or self.num_prompt_logprobs is None:
             return {}
-        entries = prompt_logprobs(chunk.prompt_logprobs, self._num_prompt_logprobs, self._names)
+        entries = prompt_logprobs(chunk.prompt_logprobs, self.num_prompt_logprobs, self.names)
         return {"prompt_logprobs": entries}
 
     def _logprobs(self, index: int, chunk: OutputChunk) -> dict[str, Any] | None:
-        if self._num_logprobs is None:
+        if self.num_logprobs is None:
             return None
         renderer = self._renderers.get(index)
         if renderer is None:
-            renderer = self._renderers[index] = CompletionLogprobs(self._names)
+            renderer = self._renderers[index] = CompletionLogprobs(self.names)
         echoed = None
-        if self._echo and chunk.prompt_logprobs is not None:
+        if self.echo and chunk.prompt_logprobs is not None:
             assert chunk.prompt_token_ids is not None
-            echoed = renderer.echo(chunk.prompt_logprobs, chunk.prompt_token_ids, self._num_logprobs)
+            echoed = renderer.echo(chunk.prompt_logprobs, chunk.prompt_token_ids, self.num_logprobs)
         return renderer.render(chunk.logprobs or (), echoed)
 
 

@@ -9,20 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.families import (
-    deepseek,
-    gemma,
-    gpt_oss,
-    granite,
-    llama,
-    mistral,
-    mixtral,
-    olmo2,
-    phi3,
-    qwen,
-    qwen_moe,
-    smollm3,
-)
+from quire.families import deepseek, gemma, gpt_oss, llama, mistral, phi3, qwen
 from quire.families.family import Family
 from quire.families.fields import Fields
 from quire.families.quantization import Quantization, read_quantization
@@ -32,19 +19,19 @@ from quire.modelspec import ModelSpec
 __all__ = ["SUPPORTED", "Family", "Take", "WeightMap", "quantization_of", "spec_from_config", "weight_map"]
 
 _FAMILIES: tuple[Family, ...] = (
-    llama.FAMILY,
-    mistral.FAMILY,
+    llama.LLAMA,
+    mistral.MISTRAL,
     qwen.QWEN2,
     qwen.QWEN3,
     gemma.GEMMA2,
     gemma.GEMMA3,
     phi3.FAMILY,
-    olmo2.FAMILY,
-    granite.FAMILY,
-    smollm3.FAMILY,
-    mixtral.FAMILY,
-    qwen_moe.QWEN2_MOE,
-    qwen_moe.QWEN3_MOE,
+    llama.OLMO2,
+    llama.GRANITE,
+    llama.SMOLLM3,
+    mistral.MIXTRAL,
+    qwen.QWEN2_MOE,
+    qwen.QWEN3_MOE,
     gpt_oss.FAMILY,
     deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3,

@@ -1,14 +1,21 @@
-"""Qwen2 / Qwen2.5 (biases on q, k and v) and Qwen3 (RMSNorm on each head of q and k); dense models."""
+"""Qwen2 / Qwen2.5 (biases on q, k and v) and Qwen3 (RMSNorm on each head of q and k), dense and with experts."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from quire.families.family import Family
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config
-from quire.families.shape import activation, assemble, attention, layer_types, window_of
-from quire.families.shape import head_dim_of as plain_head_dim
-from quire.families.weights import build_map
-from quire.modelspec import LayerSpec, MlpSpec, ModelSpec
+from quire.families.shape import activation, assemble, attention, head_dim_of, layer_types, window_of
+from quire.families.weights import LLAMA_NAMES, WeightMap, build_map, expert_rules
+from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+
+_MOE_NAMES = {
+    **LLAMA_NAMES,
+    "moe.shared_gate.weight": "mlp.shared_expert_gate.weight",
+    **{f"moe.shared.{n}.weight": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
+}
 
 
 def layer_kinds(f: Fields) -> tuple[str, ...]:
@@ -20,7 +27,7 @@ def layer_kinds(f: Fields) -> tuple[str, ...]:
 
 
 def read_qwen2(f: Fields) -> ModelSpec:
-    rope = rope_from_config(f, plain_head_dim(f))
+    rope = rope_from_config(f, head_dim_of(f))
     mlp = MlpSpec(f.integer("intermediate_size"), activation(f))
     layers = [
         LayerSpec(attention(f, rope=rope, window=window_of(f, kind), qkv_bias=True), mlp)
@@ -52,5 +59,55 @@ def read_qwen3(f: Fields) -> ModelSpec:
     return assemble(f, "qwen3", layers)
 
 
+def read_qwen2_moe(f: Fields) -> ModelSpec:
+    """Qwen1.5-MoE, Qwen2-57B-A14B: a gated shared expert."""
+    shared = f.integer("shared_expert_intermediate_size")
+    return _read_moe(
+        f, "qwen2_moe", qkv_bias=f.flag("qkv_bias", True), o_bias=False, qk_norm="none", shared=shared
+    )
+
+
+def read_qwen3_moe(f: Fields) -> ModelSpec:
+    """Qwen3-30B-A3B, -235B-A22B."""
+    bias = f.flag("attention_bias", False)
+    return _read_moe(f, "qwen3_moe", qkv_bias=bias, o_bias=bias, qk_norm="head", shared=0)
+
+
+def _read_moe(
+    f: Fields, family: str, *, qkv_bias: bool, o_bias: bool, qk_norm: Literal["none", "head"], shared: int
+) -> ModelSpec:
+    f.refuse("use_sliding_window", unless=(False,), why="no published checkpoint of this family slides")
+    count = f.integer("num_hidden_layers")
+    moe = MoeSpec(
+        num_experts=f.integer("num_experts", f.optional_integer("num_local_experts", minimum=1)),
+        top_k=f.integer("num_experts_per_tok"),
+        intermediate_size=f.integer("moe_intermediate_size"),
+        normalize_topk=f.flag("norm_topk_prob", False),
+        shared_intermediate_size=shared,
+        shared_gate=shared > 0,
+    )
+    if moe.top_k > moe.num_experts:
+        raise f.wrong("num_experts_per_tok", f"at most the {moe.num_experts} experts")
+    step = f.integer("decoder_sparse_step", 1)
+    dense_layers = set(f.integers("mlp_only_layers"))
+    attn = attention(
+        f, rope=rope_from_config(f, head_dim_of(f)), qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm
+    )
+    act = activation(f)
+    layers = []
+    for index in range(count):
+        if index in dense_layers or (index + 1) % step:
+            layers.append(LayerSpec(attn, MlpSpec(f.integer("intermediate_size"), act)))
+        else:
+            layers.append(LayerSpec(attn, MlpSpec(moe.intermediate_size, act, moe=moe)))
+    return assemble(f, family, layers)
+
+
+def moe_weights(spec: ModelSpec) -> WeightMap:
+    return build_map(spec, _MOE_NAMES, expert_rules)
+
+
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", read_qwen2, build_map)
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3, build_map)
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, moe_weights)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, moe_weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from quire.text.output.format import JsonCalls, NamedCalls
 from quire.text.output.reader import Reader, Wait
@@ -24,26 +25,19 @@ class NotCalls(Exception):
     """The text since the reader's mark is no call."""
 
 
+@dataclass(slots=True)
 class Calls:
     """What a section's generator works on. ``known``: in a section without an opening, the names that make a call."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        begin: Begin,
-        arguments: Arguments,
-        closes: tuple[str, ...],
-        known: Collection[str] | None = None,
-    ) -> None:
-        self.reader = reader
-        self.closes = closes
-        self._begin = begin
-        self.arguments = arguments
-        self._known = known
+    reader: Reader
+    _begin: Begin
+    arguments: Arguments
+    closes: tuple[str, ...]
+    known: Collection[str] | None = None
 
     def begin(self, name: str, call_id: str | None = None) -> None:
         """Give out the name of a call; from here on nothing is taken back."""
-        if not name or (self._known is not None and name not in self._known):
+        if not name or (self.known is not None and name not in self.known):
             raise NotCalls
         self.reader.forget()
         self._begin(name, call_id)
