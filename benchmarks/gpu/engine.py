@@ -109,10 +109,10 @@ def runs(*, tiny: bool) -> list[tuple[str, list[tuple[int, int]]]]:
 
 
 def end_to_end(limits: dict[str, float], *, tiny: bool) -> list[Row]:
-    """Llama-3.1-8B's architecture in bf16, int4 and int8."""
+    """Llama-3.1-8B's architecture in bf16, fp8, int4 and int8."""
     model = "tiny" if tiny else "llama-8b"
     found = measure(model, limits, runs(tiny=tiny))
-    for quantize in () if tiny else ("int4-g128", "int8"):
+    for quantize in ("fp8",) if tiny else ("fp8", "int4-g128", "int8"):
         found += measure(model, limits, runs(tiny=tiny)[:1], quantize=quantize)
     return found
 

@@ -2,7 +2,7 @@
 
 The ids drawn stay on the device: ``_last_ids[row]`` is the newest id of each of the worker's sequences, and a step
 finds there those that the host does not know yet. Steps with rows that need the host between forward and draw
-(penalties, masks, grammars, logprobs, top_k and top_p) are waited for when they are launched.
+(penalties, masks, grammars, logprobs) are waited for when they are launched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
-from quire.kernels.sampling.triton import draw_rows, facts_of
+from quire.kernels.sampling.triton import draw_rows, facts_of, truncated
 from quire.models.decoder import Decoder
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
@@ -102,7 +102,9 @@ class DeviceRunner:
             ids = [max(sample.token_id, 0) for sample in samples]
             self._last_ids.index_copy_(0, rows.long(), torch.tensor(ids, dtype=torch.int32).to(self.device))
             return lambda: samples
-        drawn, best = draw_rows(logits, self._facts.put([facts_of(columns)])[0], Purpose.DRAW)
+        drawn, best = draw_rows(
+            logits, self._facts.put([facts_of(columns)])[0], Purpose.DRAW, cut=truncated(columns)
+        )
         self._last_ids.index_copy_(0, rows.long(), drawn.to(torch.int32))
         self.sampler.count_plain(seq_ids)
         on_host = self._fetch(drawn), self._fetch(best)

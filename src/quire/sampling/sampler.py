@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.registry import KernelChoice, choose
 from quire.kernels.sampling import sample, token_logprobs, typical_ids
-from quire.kernels.sampling.columns import EDITED, LOGPROBS, TRUNCATED
+from quire.kernels.sampling.columns import EDITED, LOGPROBS
 from quire.request import TokenLogprobs
 from quire.sampling.batch import RowEdits, SamplerBatch
 from quire.sampling.rng import Purpose
@@ -85,7 +85,7 @@ class Sampler:
     def plain_columns(self, seq_ids: Sequence[int]) -> NDArray[np.void] | None:
         """What a device needs to draw for ``seq_ids`` without the host; None if a row asks for more than that."""
         columns = self._batch.gather(self._batch.slots(seq_ids))
-        return None if (columns["features"] & (EDITED | LOGPROBS | TRUNCATED)).any() else columns
+        return None if (columns["features"] & (EDITED | LOGPROBS)).any() else columns
 
     def count_plain(self, seq_ids: Sequence[int]) -> None:
         """Count a token of each of ``seq_ids`` that a device is drawing."""

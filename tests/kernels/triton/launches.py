@@ -17,7 +17,7 @@ from quire.kernels.moe import ExpertStack, experts
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.registry import GPU_KERNELS
 from quire.kernels.rope import QkNorm, rope_store
-from quire.kernels.sampling.columns import COLUMNS, RANDOM
+from quire.kernels.sampling.columns import COLUMNS, RANDOM, TRUNCATED
 from quire.kernels.sampling.triton import draw_rows, facts_of
 from quire.weight_format import WeightFormat
 
@@ -97,8 +97,8 @@ def launch_experts(capability: int) -> None:
 
 def launch_sampling(capability: int) -> None:
     columns = np.zeros(3, COLUMNS)
-    columns["features"], columns["temperature"] = RANDOM, 1.0
-    draw_rows(torch.zeros(3, 128_256), torch.from_numpy(facts_of(columns)), 0)
+    columns["features"], columns["temperature"] = RANDOM | TRUNCATED, 1.0
+    draw_rows(torch.zeros(3, 128_256), torch.from_numpy(facts_of(columns)), 0, cut=True)
 
 
 ALL: tuple[Callable[[int], None], ...] = (

@@ -10,8 +10,8 @@ from tests.kernels.triton.device import DEVICE, WARNINGS
 
 from quire.kernels.registry import Backend
 from quire.kernels.sampling import sample
+from quire.kernels.sampling import triton as on_gpu
 from quire.kernels.sampling.columns import COLUMNS, MIN_P, RANDOM, TRUNCATED
-from quire.kernels.sampling.triton import can_stay
 
 pytestmark = WARNINGS
 
@@ -47,10 +47,23 @@ def test_tokens_are_the_references(rows: int, vocab: int, truncated: bool) -> No
     if rows > 1:
         logits[1, ::2] = -torch.inf
     columns = columns_of(rows, vocab, truncated=truncated)
-    assert can_stay(columns) is not truncated
     expected, made = drawn(logits, columns, "reference"), drawn(logits, columns, "triton")
     assert made[0] == expected[0]
     assert np.array_equal(made[1], expected[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("candidates", [2, 16, 1024])
+def test_a_nucleus_larger_than_the_candidates(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such rows are found on the device and look at the whole vocabulary; equal scores at the edge, too."""
+    monkeypatch.setattr(on_gpu, "CANDIDATES", candidates)
+    logits = (torch.randn(9, 1500, generator=generator()) * 2).round()
+    columns = columns_of(9, 1500, truncated=True)
+    columns["top_k"] = [1, 3, 20, 300, 1500, 1500, 1500, 1400, 7]
+    columns["top_p"] = [1.0, 0.9, 0.3, 1.0, 0.9, 0.999, 0.01, 0.7, 1.0]
+    for position in range(2):
+        columns["position"] = position
+        assert drawn(logits, columns, "triton")[0] == drawn(logits, columns, "reference")[0]
 
 
 def test_rows_that_cannot_be_drawn_say_so() -> None:

@@ -1,9 +1,7 @@
 """Sampling on a GPU: one pass for the largest logit, one for score + noise, without leaving the device.
 
-Bytes: the logits twice. The noise is the contract's (`kernels.sampling`), computed for every id in float64, so that
-tokens equal the reference's. Rows with top_k or top_p go through the reference on the device: `torch.topk`, no full
-sort, and a synchronisation with the host. There a nucleus is added up in the device's order, so that its edge may
-fall on another id where two masses agree to the last of float64's digits.
+Bytes: the logits twice, and twice more where rows have top_k or top_p (`triton_cut`). The noise is the contract's
+(`kernels.sampling`), computed for every id in float64, so that tokens equal the reference's.
 """
 
 from __future__ import annotations
@@ -18,22 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.registry import register
-from quire.kernels.sampling import draw
 from quire.kernels.sampling.columns import MIN_P, TRUNCATED
+from quire.kernels.sampling.triton_cut import cut_rows
 from quire.kernels.sampling.triton_kernels import draw_chunks, fold_chunks, largest_of_chunks
 
 CHUNK = 1024  # ids of a program
-
-
-def can_stay(columns: NDArray[np.void]) -> bool:
-    """Whether rows of these ``columns`` are drawn without the host."""
-    return not (columns["features"] & TRUNCATED).any()
+CANDIDATES = 1024  # of a row, where top_k and top_p look first
 
 
 def facts_of(columns: NDArray[np.void]) -> NDArray[np.int64]:
-    """What `draw_rows` reads of ``columns [rows]``: int64 ``[rows, 6]``, to be uploaded."""
-    assert can_stay(columns)
-    facts = np.empty((columns.size, 6), np.int64)
+    """What `draw_rows` reads of ``columns [rows]``: int64 ``[rows, 8]``, to be uploaded."""
+    facts = np.empty((columns.size, 8), np.int64)
     for place, name in enumerate(("features", "seed", "sample_index", "position")):
         facts[:, place] = columns[name]
     facts[:, 4] = columns["temperature"].astype(np.float64).view(np.int64)
@@ -41,18 +34,25 @@ def facts_of(columns: NDArray[np.void]) -> NDArray[np.int64]:
     with_floor = (columns["features"] & MIN_P) != 0
     floors[with_floor] = [math.log(p) for p in columns["min_p"][with_floor]]  # numpy's may round otherwise
     facts[:, 5] = floors.view(np.int64)
+    facts[:, 6] = columns["top_k"]
+    facts[:, 7] = columns["top_p"].view(np.int64)
     return facts
 
 
-def draw_rows(logits: Tensor, facts: Tensor, purpose: int) -> tuple[Tensor, Tensor]:
+def truncated(columns: NDArray[np.void]) -> bool:
+    """Whether any row has top_k or top_p."""
+    return bool((columns["features"] & TRUNCATED).any())
+
+
+def draw_rows(logits: Tensor, facts: Tensor, purpose: int, *, cut: bool) -> tuple[Tensor, Tensor]:
     """(ids int64, largest logits fp32), both ``[rows]`` on the device, where nothing waits for the host.
 
-    ``logits [rows, vocab]`` fp32; ``facts`` as `facts_of` makes them. A row whose largest logit is not finite has no
-    valid id.
+    ``logits [rows, vocab]`` fp32; ``facts`` as `facts_of` makes them; ``cut``: any row is `truncated`. A row whose
+    largest logit is not finite has no valid id.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
-    assert facts.shape == (rows, 6)
+    assert facts.shape == (rows, 8)
     device, chunks = logits.device, triton.cdiv(vocab, CHUNK)
     tops = torch.empty(rows, chunks, dtype=torch.float32, device=device)
     values = torch.empty(rows, chunks, dtype=torch.float64, device=device)
@@ -63,9 +63,18 @@ def draw_rows(logits: Tensor, facts: Tensor, purpose: int) -> tuple[Tensor, Tens
         return out, best
     padded = triton.next_power_of_2(chunks)
     largest_of_chunks[(rows, chunks)](logits, logits.stride(0), tops, ids, vocab, CHUNK=CHUNK, num_warps=4)
+    cuts = torch.zeros(rows, 2, dtype=torch.int64, device=device)
+    if cut:
+        best_logits = torch.topk(logits, min(vocab, CANDIDATES), dim=1, sorted=False).values
+        for wide in (False, True) if vocab > CANDIDATES else (False,):
+            of = logits if wide else best_logits
+            cut_rows[(rows,)](
+                of, of.stride(0), of.shape[1], logits, logits.stride(0), vocab, tops, chunks, facts, cuts, WIDE=wide,
+                CHUNK=CHUNK, CHUNKS=padded, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
     draw_chunks[(rows, chunks)](
-        logits, logits.stride(0), tops, facts, values, ids, vocab, purpose, CHUNK=CHUNK, CHUNKS=padded, num_warps=4,
-        enable_fp_fusion=False,
+        logits, logits.stride(0), tops, facts, cuts, values, ids, vocab, purpose, CHUNK=CHUNK, CHUNKS=padded,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     fold_chunks[(rows,)](tops, facts, values, ids, out, best, CHUNKS=padded, chunks=chunks, num_warps=4)
     return out, best
@@ -76,12 +85,10 @@ def sample(
     logits: Tensor, edited: Mapping[int, Tensor], columns: NDArray[np.void], purpose: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """See `quire.kernels.sampling.sample`; the result is on the host."""
-    if not can_stay(columns):
-        return draw.sample(logits, edited, columns, purpose)
     if edited:
         logits = logits.clone()
         for row, values in edited.items():
             logits[row] = values
     facts = torch.from_numpy(facts_of(columns)).to(logits.device)
-    ids, best = draw_rows(logits, facts, purpose)
+    ids, best = draw_rows(logits, facts, purpose, cut=truncated(columns))
     return ids.cpu().numpy(), best.cpu().numpy()

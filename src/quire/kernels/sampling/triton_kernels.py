@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.kernels.sampling.triton_cut import key_of
+
 RANDOM = tl.constexpr(1)  # of `columns`
 NOBODY = tl.constexpr(0x7FFFFFFF)
 
@@ -59,31 +61,35 @@ def largest_of_chunks(logits, stride, tops, ids, vocab, CHUNK: tl.constexpr):
 
 @triton.jit
 def draw_chunks(
-    logits, stride, tops, facts, values, ids, vocab, purpose,
+    logits, stride, tops, facts, cuts, values, ids, vocab, purpose,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): the largest of score + noise, for rows that draw. ``ids`` holds the argmax for the others.
 
-    ``facts [rows, 6]`` int64: features, seed, sample index, position, and the bits of temperature and log min_p.
+    ``facts [rows, 8]`` int64: features, seed, sample index, position, the bits of temperature and log min_p, top_k, and
+    the bits of top_p. ``cuts [rows, 2]``: of `cut_rows`; zeros cut nothing.
     """
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if tl.load(facts + row * 6) & RANDOM == 0:
+    if tl.load(facts + row * 8) & RANDOM == 0:
         return
     other = tl.arange(0, CHUNKS)
     top = tl.max(tl.load(tops + row * chunks + other, mask=other < chunks, other=float("-inf")), 0)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf"))
-    temperature = tl.load(facts + row * 6 + 4).to(tl.float64, bitcast=True).to(tl.float32)
-    scores = tl.div_rn(x - top, temperature + tl.zeros((CHUNK,), tl.float32)).to(tl.float64)
+    temperature = tl.load(facts + row * 8 + 4).to(tl.float64, bitcast=True).to(tl.float32)
+    scores = tl.div_rn(x - top, temperature + tl.zeros((CHUNK,), tl.float32))
+    keys, cut = key_of(scores), tl.load(cuts + row * 2)
+    kept = (keys > cut) | ((keys == cut) & (token <= tl.load(cuts + row * 2 + 1)))
+    scores = scores.to(tl.float64)
     noise = noise_of(
         token,
-        tl.load(facts + row * 6 + 1),
-        tl.load(facts + row * 6 + 2),
-        tl.load(facts + row * 6 + 3),
+        tl.load(facts + row * 8 + 1),
+        tl.load(facts + row * 8 + 2),
+        tl.load(facts + row * 8 + 3),
         purpose,
     )
-    floor = tl.load(facts + row * 6 + 5).to(tl.float64, bitcast=True)
-    possible = (token < vocab) & (scores >= floor)
+    floor = tl.load(facts + row * 8 + 5).to(tl.float64, bitcast=True)
+    possible = (token < vocab) & (scores >= floor) & kept
     drawn = tl.where(possible, scores + noise, float("-inf"))
     best = tl.max(drawn, 0)
     tl.store(values + row * chunks + chunk, best)
@@ -99,7 +105,7 @@ def fold_chunks(tops, facts, values, ids, out, best, CHUNKS: tl.constexpr, chunk
     top = tl.load(tops + row * chunks + chunk, mask=there, other=float("-inf"))
     broken = tl.max((top != top).to(tl.int32), 0)
     largest = tl.max(tl.where(top != top, float("-inf"), top), 0)
-    if tl.load(facts + row * 6) & RANDOM:
+    if tl.load(facts + row * 8) & RANDOM:
         value = tl.load(values + row * chunks + chunk, mask=there, other=float("-inf"))
     else:
         value = top.to(tl.float64)
