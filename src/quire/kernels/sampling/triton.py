@@ -1,6 +1,6 @@
 """Sampling on a GPU: one pass for the largest logit, one for score + noise, without leaving the device.
 
-Bytes: the logits twice, and twice more where rows have top_k or top_p (`triton_cut`). The noise is the contract's
+Bytes: the logits twice, and twice more where rows have top_k or top_p (`cut_triton_kernels`). The noise is the contract's
 (`kernels.sampling`), computed for every id in float64, so that tokens equal the reference's.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.registry import register
 from quire.kernels.sampling.columns import MIN_P, TRUNCATED
-from quire.kernels.sampling.triton_cut import cut_rows
+from quire.kernels.sampling.cut_triton_kernels import cut_rows
 from quire.kernels.sampling.triton_kernels import draw_chunks, fold_chunks, largest_of_chunks
 
 CHUNK = 1024  # ids of a program

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.sampling.triton_cut import key_of
+from quire.kernels.sampling.cut_triton_kernels import key_of
 
 RANDOM = tl.constexpr(1)  # of `columns`
 NOBODY = tl.constexpr(0x7FFFFFFF)
