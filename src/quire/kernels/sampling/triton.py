@@ -1,7 +1,7 @@
 """Sampling on a GPU: one pass for the largest logit, one for score + noise, without leaving the device.
 
-Bytes: the logits twice, and twice more where rows have top_k or top_p (`cut_triton_kernels`). The noise is the contract's
-(`kernels.sampling`), computed for every id in float64, so that tokens equal the reference's.
+Bytes: the logits twice, and twice more where rows have top_k or top_p (`cut_triton_kernels`). The noise is the
+contract's (`kernels.sampling`), computed for every id in float64, so that tokens equal the reference's.
 """
 
 from __future__ import annotations
