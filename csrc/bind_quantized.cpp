@@ -17,8 +17,9 @@ const QuantizedKernels& kernels_named(const std::string& isa) {
 
 QuantizedFormat format_of(int bits, int64_t group, bool has_offset) {
   if (bits != 8 && bits != 4) throw std::invalid_argument("bits must be 8 or 4");
-  const bool fits = group == 0 ? bits == 8 : group > 0 && group % (bits == 8 ? 16 : 32) == 0;
-  if (!fits) throw std::invalid_argument("group must be a multiple of 16 (8 bits; 0: none) or 32 (4 bits)");
+  const bool fits = group == 0 ? bits == 8 : group > 0 && (group % (bits == 8 ? 16 : 32) == 0 || group == kTwoLevelGroup);
+  if (!fits) throw std::invalid_argument("group must be a multiple of 16 (8 bits; 0: none) or 32 (4 bits; 16: two levels)");
+  if (bits == 4 && group == kTwoLevelGroup && has_offset) throw std::invalid_argument("two levels have no offset");
   return {bits, group, has_offset};
 }
 
@@ -30,28 +31,32 @@ void bind_quantized(nb::module_& m) {
       [](int bits, int64_t group, bool has_offset, int64_t k) {
         return format_of(bits, group, has_offset).block_bytes(k);
       },
-      "Bytes of one group (or of all of K) of a panel of 32 columns; scales and offsets are its last bytes.");
+      "Bytes of one group (of two levels four, or all of K) of a panel of 32 columns; scales and offsets come last.");
   m.def(
       "pack_quantized",
       [](int num_threads, int bits, int64_t group, bool has_offset, uintptr_t q, uintptr_t scale, uintptr_t offset,
          int64_t count, int64_t k, int64_t first, uintptr_t packed) {
         const PoolLease pool(num_threads);
-        pack_quantized(format_of(bits, group, has_offset), at<int8_t>(q), at<uint16_t>(scale), at<uint16_t>(offset),
+        pack_quantized(format_of(bits, group, has_offset), at<int8_t>(q), at<void>(scale), at<uint16_t>(offset),
                        count, k, first, at<uint8_t>(packed), pool.get());
       },
-      "Pack rows [first, first + count) of a quantized weight: int8 [count, k], fp16 [count, groups] (0 without groups).",
+      "Pack rows [first, first + count) of a quantized weight: int8 [count, k], fp16 [count, groups] (0 without groups), or "
+      "uint8 multipliers of two levels.",
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "quantize_weights",
       [](int num_threads, const std::string& isa, int bits, int64_t group, bool bf16, uintptr_t w, int64_t stride,
-         int64_t rows, int64_t k, uintptr_t q, uintptr_t scale) {
-        const QuantizeWeightsArgs args{at<void>(w), at<int8_t>(q), at<float>(scale), rows, k, stride,
-                                       group,       bits,          type_of(bf16)};
-        if (bits == 4 && (group <= 0 || group % 32 != 0 || group > 128)) throw std::invalid_argument("int4 group");
+         int64_t rows, int64_t k, uintptr_t q, uintptr_t scale, uintptr_t multiplier) {
+        const QuantizeWeightsArgs args{at<void>(w), at<int8_t>(q), at<float>(scale), at<uint8_t>(multiplier), rows, k,
+                                       stride,      group,         bits,             type_of(bf16)};
+        const bool two_level = group == kTwoLevelGroup && multiplier != 0;
+        const bool fits = two_level || (group > 0 && group % 32 == 0 && group <= 128);
+        if (bits == 4 && !fits) throw std::invalid_argument("int4 group");
         const auto& kernels = kernels_of<QuantizeWeightsKernels>(isa);
         submit(num_threads, [&](ThreadPool& pool) { kernels.quantize(args, pool); });
       },
-      "Weights [rows, k] rounded to int8 q [rows, k] (8 or 4 bits) and fp32 scales [rows, groups] (quant/rtn.py).",
+      "Weights [rows, k] rounded to int8 q [rows, k] (8 or 4 bits) and fp32 scales [rows, groups] (quant/rtn.py); int4 in "
+      "groups of 16: scales [rows], uint8 multipliers [rows, groups].",
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "quantize_rows",

@@ -44,9 +44,9 @@ def test_the_output_matrix_keeps_eight_bits_unless_asked() -> None:
 def test_inputs_that_no_group_divides_are_said() -> None:
     plan = plan_weights(SPEC, {}, "int4", None)
     assert plan.formats["layers.0.mlp.down.weight"] == WeightFormat("int8")
-    assert plan.formats["layers.0.mlp.up.weight"] == WeightFormat("int4", 32)
+    assert plan.formats["layers.0.mlp.up.weight"] == WeightFormat("int4", 16)
     assert plan.remarks == (
-        "1 × mlp.down as int8 with a scale a row: 172 inputs are no multiple of a group of 32",
+        "1 × mlp.down as int8 with a scale a row: 172 inputs are no multiple of a group of 16",
     )
 
 
@@ -64,7 +64,7 @@ def test_a_quantized_checkpoint_is_kept_or_expanded() -> None:
     assert plan_weights(SPEC, head, None, "none").formats == {}
 
 
-@pytest.mark.parametrize("text", ["int3", "int4-g48", "int4-g16", "fp8-g64", "", "int8-32", "INT8"])
+@pytest.mark.parametrize("text", ["int3", "int4-g48", "int4-g8", "fp8-g64", "", "int8-32", "INT8"])
 def test_values_that_are_refused(text: str) -> None:
     with pytest.raises(
         ConfigError, match=f"quantize = {text!r} must be one of none, int8, int4, fp8.*int4-g128"
@@ -103,6 +103,17 @@ def test_bytes_by_hand() -> None:
     assert WeightFormat("int4", 32).num_bytes(10, 64, 2) == 10 * (32 + 2 * 2 + 4)
     assert WeightFormat("int4", 32, has_offset=True).num_bytes(10, 64, 2) == 10 * (32 + 2 * 4 + 4)
     assert WeightFormat("int4", 32).num_bytes(1, 40, 2) == 32 + 2 * 2 + 4  # the last group is padded
+    assert WeightFormat("int4", 16).num_bytes(10, 64, 2) == 10 * (32 + 4 // 2 + 4)  # half a byte a group
+    assert WeightFormat("int4", 16).num_bytes(1, 65, 2) == 2 * (32 + 2) + 4  # the last block is padded
+
+
+@pytest.mark.parametrize("asked", ["int4", "int4-g16"])
+def test_integer_scales_are_for_cpus(asked: str) -> None:
+    here = resolve(EngineArgs(quantize=asked), SPEC, DEVICE).model.formats
+    assert here["layers.0.mlp.up.weight"].two_level
+    gpu = replace(DEVICE, kind="cuda", capability=(9, 0))
+    there = resolve(EngineArgs(quantize=asked, quantize_head=asked), SPEC, gpu).model.formats
+    assert there["layers.0.mlp.up.weight"] == there["lm_head.weight"] == WeightFormat("int4", 32)
 
 
 def test_a_token_reads_its_experts_and_one_row_of_the_table() -> None:

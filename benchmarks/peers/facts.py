@@ -27,7 +27,7 @@ PLAIN = Fact(16, 16, 16, "bf16", "bf16", "bf16")
 FACTS: dict[tuple[str, str], Fact] = {
     ("quire", "bf16"): PLAIN,
     ("quire", "int8"): Fact(8, 8, 16, "int8 a channel", "int8 a token", "int8 a channel"),
-    ("quire", "int4"): Fact(5, 8, 16, "int4 g32", "int8 a token", "int8 a channel"),
+    ("quire", "int4"): Fact(4.25, 8, 16, "int4 g16, integer scales", "int8 a token", "int8 a channel"),
     ("transformers", "bf16"): PLAIN,
     ("vllm", "bf16"): PLAIN,
     ("vllm", "int8"): Fact(8, 16, 16, "int8 a channel (W8A8)", "int8 a token", "bf16"),

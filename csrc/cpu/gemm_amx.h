@@ -38,6 +38,8 @@ constexpr int64_t kCachedTiles = 1024;                  // A tiles that stay in 
 constexpr int64_t kCachedResults = 1 << 20;             // bytes: more than these do not stay in L2
 constexpr int64_t kSmallWork = 1 << 17;                 // bytes of weights times rows, see `over_panels`
 constexpr int64_t kAheadBytes = 16 << 10;               // how far ahead the weights of a single block are fetched
+constexpr int64_t kUnpackSteps = 4;                     // ahead: what is just stored cannot be loaded as tiles at once
+constexpr int64_t kUnpackSlots = 8;                     // of unpacked steps, where each is used once
 constexpr int64_t kWriteRows = 4;                       // results written a step
 
 enum { kC00, kC01, kC10, kC11, kA0, kA1, kB0, kB1 };
@@ -195,7 +197,9 @@ inline Sum* row_of_sums(Sum* sums, int64_t r) {
 }
 
 // What one thread does of a pass: panels [begin, end), in groups. Op has the type `Sum`, the products `dot` of three
-// tiles, and `write(row, column, left, right)`, which makes 32 sums of a row results.
+// tiles, and `write(row, column, left, right)`, which makes 32 sums of a row results. Where its weights are packed more
+// tightly (`kUnpacks`), `unpack(step, to)` makes B tiles of one step of kStepBytes while the first block of rows is
+// multiplied with those before it; a single block needs few of them at a time, and they stay in L1.
 template <typename Op>
 class PanelWorker {
  public:
@@ -209,6 +213,10 @@ class PanelWorker {
     for (const int t : {kB0, kB1}) shapes.set(t, kTileRows, kTileBytes);
     tiles_.shape(shapes);
     sums_ = scratch_.get<Sum>((group_ * pass.blocks() + 1) * kBlockSums);
+    if constexpr (Op::kUnpacks) {
+      slots_ = pass.blocks() == 1 ? kUnpackSlots : std::min(pass.chunk, pass.steps);
+      unpacked_ = unpack_scratch_.get<uint8_t>(slots_ * kPanelStep);
+    }
   }
 
   void run() {
@@ -226,14 +234,14 @@ class PanelWorker {
   }
 
  private:
-  const uint8_t* weights(int64_t p, int64_t c) const { return g_.w + p * g_.panel + c * pass_.chunk * kPanelStep; }
+  const uint8_t* weights(int64_t p, int64_t c) const { return g_.w + p * g_.panel + c * pass_.chunk * Op::kStepBytes; }
 
   // What to fetch during a chunk: a single block streams through the weights, more of them have the time to fetch the
   // next chunk.
   Ahead ahead_of(int64_t p, int64_t c, int64_t next_p, int64_t next_c) const {
     const uint8_t* end = weights(panels_.end, 0);
-    if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, kPanelStep / 64};
-    const int64_t lines = pass_.chunk * kPanelStep / 64, turns = pass_.blocks() * pass_.chunk_steps(c);
+    if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, Op::kStepBytes / 64};
+    const int64_t lines = pass_.chunk * Op::kStepBytes / 64, turns = pass_.blocks() * pass_.chunk_steps(c);
     const uint8_t* next = weights(next_p, next_c);
     return {next, std::min(next + lines * 64, end), (lines + turns - 1) / turns};
   }
@@ -243,7 +251,7 @@ class PanelWorker {
     const int64_t steps = pass_.chunk_steps(c);
     const bool final = c + 1 == pass_.chunks();
     const uint8_t* last = nullptr;
-    if (final && g_.k % kTileBytes != 0) {
+    if (final && !Op::kUnpacks && g_.k % kTileBytes != 0) {
       std::memset(last_, 0, sizeof(last_));
       std::memcpy(last_, weights(p, c) + (steps - 1) * kPanelStep, g_.panel - (pass_.steps - 1) * kPanelStep);
       last = last_;
@@ -273,14 +281,23 @@ class PanelWorker {
     }
     const uint8_t* x = pass_.x + pass_.place(b, c) * pass_.step;
     const int64_t whole = pass_.chunk_steps(c) - (last != nullptr);
+    const int64_t fresh = Op::kUnpacks && b == 0 ? whole : 0;
+    for (int64_t s = 0; s < std::min(kUnpackSteps, fresh); ++s) unpack(w, s);
     for (int64_t s = 0; s < whole; ++s) {
-      step<kLower, Op>(x + s * pass_.step, pass_.stride, w + s * kPanelStep);
+      if (s + kUnpackSteps < fresh) unpack(w, s + kUnpackSteps);
+      step<kLower, Op>(x + s * pass_.step, pass_.stride, Op::kUnpacks ? slot(s) : w + s * kPanelStep);
       ahead.fetch();
       write(kWriteRows);
     }
     if (last != nullptr) step<kLower, Op>(x + whole * pass_.step, pass_.stride, last);
     write(kBlockRows);
     store_sums<kLower>(sums);
+  }
+
+  uint8_t* slot(int64_t s) const { return unpacked_ + (s < slots_ ? s : s % kUnpackSlots) * kPanelStep; }
+
+  void unpack(const uint8_t* w, int64_t s) const {
+    if constexpr (Op::kUnpacks) op_.unpack(w + s * Op::kStepBytes, slot(s));
   }
 
   // A block's sums on their way into y.
@@ -299,12 +316,13 @@ class PanelWorker {
     }
   }
 
-  static thread_local Scratch scratch_;
+  static thread_local Scratch scratch_, unpack_scratch_;
   const Gemm& g_;
   const Op& op_;
   const Pass& pass_;
   Range panels_;
-  int64_t group_, spare_ = 0;
+  int64_t group_, spare_ = 0, slots_ = 0;
+  uint8_t* unpacked_ = nullptr;
   Tiles tiles_;
   Sum* sums_;
   Results results_;
@@ -313,6 +331,8 @@ class PanelWorker {
 
 template <typename Op>
 thread_local Scratch PanelWorker<Op>::scratch_;
+template <typename Op>
+thread_local Scratch PanelWorker<Op>::unpack_scratch_;
 
 template <typename Op>
 void gemm(const Gemm& g, const Op& op, ThreadPool& pool) {

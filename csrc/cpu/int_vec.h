@@ -6,6 +6,10 @@
 //   fused(a, b, c)    a * b + c with one rounding (isa.h's fma has two at the scalar level)
 //   bits(v), max_bits, largest_bits      |v| as integers: in their order infinity and NaN come last
 //   store_rounded     kLanes floats within +-127 as int8, ties to even
+//   load_multipliers  the multipliers of a group of two levels, of a panel's columns (quantized.h), as words 0 ... 15
+//   where_odd(m, a, b)      a in lanes of odd m, else b
+//   add_scaled(acc, d, m)   acc + d * m, d within 16 bits
+//   Scaler(m, zero)   store: nibbles n as bytes m * (n - 8 + m mod 2) + zero
 //   load_half         kLanes fp16 numbers; half_to_float: one
 //
 // Tiles: kChannelRows x kVectors<R> accumulators over all of K; kGroupRows x kVectors<R> of integers and as many floats.
@@ -77,6 +81,34 @@ inline void store_rounded(int8_t* p, Vec v) {
 inline Vec load_half(const uint8_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+inline void load_multipliers(const uint8_t* p, IVec (&m)[2]) {
+  const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  m[0] = _mm512_and_si512(both, _mm512_set1_epi32(15));
+  m[1] = _mm512_srli_epi32(both, 4);
+}
+inline IVec where_odd(IVec m, int32_t odd, int32_t even) {
+  return _mm512_mask_mov_epi32(broadcast(even), _mm512_test_epi32_mask(m, broadcast(1)), broadcast(odd));
+}
+inline IVec add_scaled(IVec acc, IVec d, IVec m) {
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(d), "v"(m));
+  return acc;
+}
+class Scaler {
+ public:
+  Scaler(IVec m, int zero) {
+    const __m128i zeros = _mm_setr_epi8(0, 7, 16, 21, 32, 35, 48, 49, 64, 63, 80, 77, 96, 91, 112, 105);
+    const __m128i table = _mm_sub_epi8(_mm_set1_epi8(static_cast<char>(zero)), zeros);  // of m * (8 - m mod 2)
+    const __m512i four = _mm512_mullo_epi32(m, broadcast(0x01010101));
+    words_ = _mm512_and_si512(four, broadcast(0x00ff00ff));
+    offset_ = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), four);
+  }
+  void store(const Nibbles& n, uint8_t* p) const {
+    _mm512_storeu_si512(p, _mm512_add_epi8(_mm512_mullo_epi16(n.v, words_), offset_));
+  }
+
+ private:
+  __m512i words_, offset_;
+};
 
 #elif defined(__AVX2__)
 
@@ -152,6 +184,35 @@ inline void store_rounded(int8_t* p, Vec v) {
   const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(half, half));
 }
+inline void load_multipliers(const uint8_t* p, IVec (&m)[4]) {
+  for (int v = 0; v < 2; ++v) {
+    const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * v)));
+    m[v] = _mm256_and_si256(both, _mm256_set1_epi32(15));
+    m[v + 2] = _mm256_srli_epi32(both, 4);
+  }
+}
+inline IVec where_odd(IVec m, int32_t odd, int32_t even) {
+  const __m256 is_odd = _mm256_castsi256_ps(_mm256_slli_epi32(m, 31));
+  return _mm256_castps_si256(
+      _mm256_blendv_ps(_mm256_castsi256_ps(broadcast(even)), _mm256_castsi256_ps(broadcast(odd)), is_odd));
+}
+inline IVec add_scaled(IVec acc, IVec d, IVec m) { return _mm256_add_epi32(acc, _mm256_madd_epi16(d, m)); }
+class Scaler {
+ public:
+  Scaler(IVec m, int zero) {
+    const __m128i zeros = _mm_setr_epi8(0, 7, 16, 21, 32, 35, 48, 49, 64, 63, 80, 77, 96, 91, 112, 105);
+    const __m128i table = _mm_sub_epi8(_mm_set1_epi8(static_cast<char>(zero)), zeros);  // of m * (8 - m mod 2)
+    const __m256i four = _mm256_mullo_epi32(m, broadcast(0x01010101));
+    words_ = _mm256_and_si256(four, broadcast(0x00ff00ff));
+    offset_ = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), four);
+  }
+  void store(const Nibbles& n, uint8_t* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_add_epi8(_mm256_mullo_epi16(n.v, words_), offset_));
+  }
+
+ private:
+  __m256i words_, offset_;
+};
 inline Vec load_half(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
 #else
@@ -213,6 +274,30 @@ inline void store_rounded(int8_t* p, Vec v) {
 inline Vec load_half(const uint8_t* p) {
   return each([&](int i) { return half_to_float(p + 2 * i); });
 }
+inline void load_multipliers(const uint8_t* p, IVec (&m)[8]) {
+  for (int v = 0; v < 8; ++v) {
+    for (int i = 0; i < 4; ++i) m[v].i[i] = p[v % 4 * 4 + i] >> (v / 4 * 4) & 15;
+  }
+}
+inline IVec where_odd(IVec m, int32_t odd, int32_t even) {
+  for (int i = 0; i < 4; ++i) m.i[i] = m.i[i] % 2 != 0 ? odd : even;
+  return m;
+}
+inline IVec add_scaled(IVec acc, IVec d, IVec m) {
+  for (int i = 0; i < 4; ++i) acc.i[i] += d.i[i] * m.i[i];
+  return acc;
+}
+struct Scaler {
+  IVec m;
+  int zero;
+  Scaler(IVec m, int zero) : m(m), zero(zero) {}
+  void store(const Nibbles& n, uint8_t* p) const {
+    for (int i = 0; i < 16; ++i) {
+      const int each = m.i[i / 4], level = ((n.p[i] >> n.shift) & 15) - 8 + each % 2;
+      p[i] = static_cast<uint8_t>(each * level + zero);
+    }
+  }
+};
 
 #endif
 

@@ -12,6 +12,8 @@ constexpr int64_t kPassRows = 256;
 
 struct Bf16Rows {
   using Sum = float;
+  static constexpr bool kUnpacks = false;
+  static constexpr int64_t kStepBytes = kPanelStep;
   const float* bias;  // or null
   RowWriter y;
 

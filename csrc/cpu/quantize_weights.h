@@ -12,9 +12,10 @@ namespace quire::cpu {
 struct QuantizeWeightsArgs {
   const void* w;  // [rows, k], rows `stride` elements apart
   int8_t* q;      // [rows, k]
-  float* scale;   // [rows, groups]
+  float* scale;   // [rows, groups]; of two levels [rows]
+  uint8_t* multiplier;  // of two levels [rows, groups], else not used
   int64_t rows, k, stride;
-  int64_t group;  // inputs, the last group of a row may be short; int4: 32, 64 or 128
+  int64_t group;  // inputs, the last group of a row may be short; int4: 32, 64 or 128, or 16, which has two levels
   int bits;       // 8 or 4
   Type type;
 };

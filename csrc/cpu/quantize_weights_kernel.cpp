@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu/int_vec.h"
+#include "cpu/quantized.h"
 #include "cpu/row_loops.h"
 
 namespace quire::cpu::QUIRE_ISA {
@@ -18,6 +19,9 @@ namespace {
 
 constexpr float kDivisors[] = {8.0f, 7.0f, 7.4f, 7.7f, 8.3f, 8.6f, 9.0f};
 constexpr float kSmallest = 0x1p-100f;
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+constexpr float kTop = 116.0f;         // of two levels: the place of a row's largest
+constexpr int kNeighbours[] = {-1, 0, 1, 2, 3};
 constexpr int kMaxGroup = 128, kPartials = 4;
 
 // q[i] = x[i] * inverse rounded to even, within low ... high.
@@ -36,14 +40,21 @@ void round_group(const T* x, int64_t size, float inverse, float low, float high,
   });
 }
 
+// The largest magnitude: infinity or NaN where there is one.
 template <typename T>
-void int8_group(const T* x, int64_t size, int8_t* q, float* scale) {
+float largest_of(const T* x, int64_t k) {
   IVec most = broadcast(int32_t{0});
-  over_vectors(size, [&](int64_t i, int n) { most = max_bits(most, bits(load_some(x + i, n))); });
+  over_vectors(k, [&](int64_t i, int n) { most = max_bits(most, bits(load_some(x + i, n))); });
   const uint32_t top = largest_bits(most);
   float largest;
   std::memcpy(&largest, &top, 4);
-  const bool finite = top < 0x7f800000u;
+  return largest;
+}
+
+template <typename T>
+void int8_group(const T* x, int64_t size, int8_t* q, float* scale) {
+  const float largest = largest_of(x, size);
+  const bool finite = std::isfinite(largest);
   if (!(finite && largest > kSmallest)) {
     std::fill(q, q + size, int8_t{0});
     *scale = finite ? 0.0f : NAN;
@@ -83,9 +94,8 @@ void fill_block(const T* x, int64_t size, int64_t group, Int4Block& b) {
 }
 
 // Sums of w * q and q * q for the levels that `inverse` gives, each as the reference adds them.
-void sum_products(const float* across, int64_t group, Vec inverse, Vec& along, Vec& size) {
-  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec least = broadcast(-8.0f), most = broadcast(7.0f);
+void sum_products(const float* across, int64_t group, Vec inverse, Vec least, Vec most, Vec& along, Vec& size) {
+  const Vec magic = broadcast(kMagic);
   Vec partial[kPartials], squares[kPartials];
   UNROLL
   for (int j = 0; j < kPartials; ++j) partial[j] = squares[j] = zero();
@@ -119,7 +129,7 @@ void choose(int64_t group, Int4Block& b) {
   for (const float divisor : kDivisors) {
     const Vec each = mul(reciprocal, broadcast(-divisor));
     Vec along, size;
-    sum_products(b.across, group, each, along, size);
+    sum_products(b.across, group, each, broadcast(-8.0f), broadcast(7.0f), along, size);
     const Vec gain = div(mul(along, along), size);  // NaN, of a group without levels, is not better
     scale = where_less(best, gain, div(along, size), scale);
     inverse = where_less(best, gain, each, inverse);
@@ -149,6 +159,82 @@ void int4_row(const T* x, int64_t k, int64_t group, int8_t* q, float* scale) {
   }
 }
 
+// Multipliers of the groups of one block, one a lane, and what a row's scale is made of.
+struct Multipliers {
+  alignas(64) float m[kLanes], along[kLanes], size[kLanes];
+
+  void choose(int64_t group, float step, float inverse, const Int4Block& b) {
+    Vec largest = zero();
+    for (int64_t i = 0; i < group; ++i) {
+      const Vec w = load(b.across + i * kLanes);
+      largest = max(largest, max(w, sub(zero(), w)));
+    }
+    alignas(64) float first[kLanes], each[kLanes], odd[kLanes];
+    store(first, mul(mul(largest, broadcast(inverse)), broadcast(0.125f)));
+    Vec best = broadcast(-INFINITY), kept[3] = {zero(), zero(), zero()};
+    for (const int neighbour : kNeighbours) {
+      for (int i = 0; i < kLanes; ++i) {
+        each[i] = std::min(std::max(std::floor(first[i]) + static_cast<float>(neighbour), 1.0f), 15.0f);
+        odd[i] = each[i] - 2.0f * std::floor(each[i] * 0.5f);
+      }
+      const Vec many = load(each), side = load(odd);
+      Vec found[3] = {many, zero(), zero()};
+      sum_products(b.across, group, div(broadcast(inverse), many), sub(side, broadcast(8.0f)), add(side, broadcast(7.0f)),
+                   found[1], found[2]);
+      const Vec cost = mul(mul(broadcast(step), many), found[2]);
+      const Vec gain = mul(sub(add(found[1], found[1]), cost), many);
+      for (int i = 0; i < 3; ++i) kept[i] = where_less(best, gain, found[i], kept[i]);
+      best = where_less(best, gain, gain, best);
+    }
+    store(m, kept[0]);
+    store(along, kept[1]);
+    store(size, kept[2]);
+  }
+};
+
+// Levels of one group less the side of odd multipliers: -8 ... 7.
+void round_levels(const float* x, int64_t size, float inverse, float m, int8_t* q) {
+  const float side = std::fmod(m, 2.0f);
+  const Vec magic = broadcast(kMagic), factor = broadcast(inverse / m), odd = broadcast(side);
+  const Vec least = broadcast(side - 8.0f), most = broadcast(side + 7.0f);
+  int8_t levels[kTwoLevelGroup];
+  for (int64_t i = 0; i < kTwoLevelGroup; i += kLanes) {
+    const Vec v = max(least, min(most, sub(add(mul(load(x + i), factor), magic), magic)));
+    store_rounded(levels + i, sub(v, odd));
+  }
+  std::copy(levels, levels + size, q);
+}
+
+template <typename T>
+void two_level_row(const T* x, int64_t k, int8_t* q, uint8_t* multiplier, float* scale) {
+  thread_local Int4Block block;
+  constexpr int64_t kGroup = kTwoLevelGroup;
+  const float largest = largest_of(x, k);
+  if (!(std::isfinite(largest) && largest > kSmallest)) {
+    std::fill(q, q + k, int8_t{0});
+    std::fill(multiplier, multiplier + num_groups(k, kGroup), uint8_t{0});
+    *scale = std::isfinite(largest) ? 0.0f : NAN;
+    return;
+  }
+  const float step = largest / kTop, inverse = kTop / largest;
+  double total = 0.0, squares = 0.0;
+  for (int64_t first = 0; first < k; first += kLanes * kGroup) {
+    const int64_t size = std::min(kLanes * kGroup, k - first);
+    fill_block(x + first, size, kGroup, block);
+    Multipliers found;
+    found.choose(kGroup, step, inverse, block);
+    for (int64_t lane = 0; lane * kGroup < size; ++lane) {
+      const int64_t begin = lane * kGroup;
+      const double m = found.m[lane];
+      total += m * found.along[lane];
+      squares += m * m * found.size[lane];
+      *multiplier++ = static_cast<uint8_t>(found.m[lane]);
+      round_levels(block.plain + begin, std::min(kGroup, size - begin), inverse, found.m[lane], q + first + begin);
+    }
+  }
+  *scale = static_cast<float>(total / squares);
+}
+
 template <typename T>
 void quantize(const QuantizeWeightsArgs& a, ThreadPool& pool) {
   const int64_t groups = (a.k + a.group - 1) / a.group;
@@ -156,6 +242,10 @@ void quantize(const QuantizeWeightsArgs& a, ThreadPool& pool) {
     const T* x = static_cast<const T*>(a.w) + row * a.stride;
     int8_t* q = a.q + row * a.k;
     float* scale = a.scale + row * groups;
+    if (a.bits == 4 && a.group == kTwoLevelGroup) {
+      two_level_row(x, a.k, q, a.multiplier + row * groups, a.scale + row);
+      return;
+    }
     if (a.bits == 4) {
       int4_row(x, a.k, a.group, q, scale);
       return;

@@ -37,12 +37,29 @@ void pack_codes(const QuantizedFormat& format, const int8_t* q, int64_t size, in
   }
 }
 
-void pack_panel_row(const QuantizedFormat& format, const int8_t* q, const uint16_t* scale, const uint16_t* offset,
-                    int64_t k, int64_t column, uint8_t* panel) {
-  const int64_t codes = format.code_bytes(k), size = format.group == 0 ? k : format.group;
-  for (int64_t g = 0; g < format.groups(k); ++g) {
+// The multipliers of one row of one block; of groups that are not there 0.
+void pack_multipliers(const uint8_t* m, int64_t groups, int64_t column, uint8_t* target) {
+  const int shift = column < kPanel / 2 ? 0 : 4;
+  for (int64_t g = 0; g < kTwoLevelBlock / kTwoLevelGroup; ++g) {
+    uint8_t& both = target[g * kPanel / 2 + column % (kPanel / 2)];
+    both = static_cast<uint8_t>((both & (0xf0 >> shift)) | ((g < groups ? m[g] : 0) << shift));
+  }
+}
+
+// `row`: of q, scales and offsets.
+void pack_panel_row(const QuantizedFormat& format, const int8_t* q, const void* scales, const uint16_t* offset,
+                    int64_t row, int64_t k, int64_t column, uint8_t* panel) {
+  const int64_t codes = format.code_bytes(k), size = format.group == 0 ? k : format.block_inputs(k);
+  const auto* scale = static_cast<const uint16_t*>(scales) + row * format.groups(k);
+  for (int64_t g = 0; g < format.blocks(k); ++g) {
     uint8_t* block = panel + g * format.block_bytes(k);
     pack_codes(format, q + g * size, std::min(size, k - g * size), column, block);
+    if (format.two_level()) {
+      const int64_t groups = format.groups(k), first = g * (kTwoLevelBlock / kTwoLevelGroup);
+      const auto* m = static_cast<const uint8_t*>(scales) + row * groups + first;
+      pack_multipliers(m, groups - first, column, block + codes);
+      continue;
+    }
     if (format.group == 0) continue;
     std::memcpy(block + codes + column * 2, scale + g, 2);
     if (format.has_offset) std::memcpy(block + codes + (kPanel + column) * 2, offset + g, 2);
@@ -51,7 +68,7 @@ void pack_panel_row(const QuantizedFormat& format, const int8_t* q, const uint16
 
 }  // namespace
 
-void pack_quantized(const QuantizedFormat& format, const int8_t* q, const uint16_t* scale, const uint16_t* offset,
+void pack_quantized(const QuantizedFormat& format, const int8_t* q, const void* scale, const uint16_t* offset,
                     int64_t count, int64_t k, int64_t first, uint8_t* packed, ThreadPool& pool) {
   const int64_t first_panel = first / kPanel;
   const int64_t panels = (first + count - 1) / kPanel - first_panel + 1;
@@ -62,7 +79,7 @@ void pack_quantized(const QuantizedFormat& format, const int8_t* q, const uint16
       const int64_t begin = std::max(first, p * kPanel), end = std::min(first + count, (p + 1) * kPanel);
       for (int64_t row = begin; row < end; ++row) {
         const int64_t i = row - first;
-        pack_panel_row(format, q + i * k, scale + i * groups, offset + i * groups, k, row % kPanel,
+        pack_panel_row(format, q + i * k, scale, offset + i * groups, i, k, row % kPanel,
                        packed + p * format.panel_bytes(k));
       }
     }

@@ -7,6 +7,9 @@
 //     int8 groups           [N/32][K/G] { [G/4][32][4],  32 fp16 scales (, 32 fp16 offsets) }
 //     int4 groups           [N/32][K/G] { [G/8][32][4],  32 fp16 scales (, 32 fp16 offsets) }
 //                           low nibbles are quad 2i of k, high nibbles quad 2i + 1
+//     int4 of two levels    [N/32][K/64] { [64/8][32][4], [4][16] }                       scales apart, fp32
+//                           the last are multipliers of groups of 16, low half: column j, high half: column 16 + j;
+//                           w = scale * m * (q + m mod 2)
 // K is padded to whole groups (quads); the activations are zero there.
 #pragma once
 
@@ -18,6 +21,9 @@
 
 namespace quire::cpu {
 
+constexpr int64_t kTwoLevelGroup = 16;  // inputs of an integer multiplier (quire/weight_format.py)
+constexpr int64_t kTwoLevelBlock = 64;  // inputs that lie together: as many as a tile has
+
 inline int64_t num_groups(int64_t k, int64_t group) { return group == 0 ? 1 : (k + group - 1) / group; }
 
 struct QuantizedFormat {
@@ -25,13 +31,19 @@ struct QuantizedFormat {
   int64_t group;  // inputs; 0: one scale a column (8 bits only)
   bool has_offset;
 
+  bool two_level() const { return bits == 4 && group == kTwoLevelGroup; }
   int64_t groups(int64_t k) const { return num_groups(k, group); }
-  int64_t code_bytes(int64_t k) const { return (group == 0 ? (k + 3) / 4 * 4 : group) * kPanel * bits / 8; }
-  // A group's codes, scales and offsets of one panel.
-  int64_t block_bytes(int64_t k) const {
-    return code_bytes(k) + (group == 0 ? 0 : kPanel * 2 * (has_offset ? 2 : 1));
+  // A block is a group's codes, scales and offsets of one panel; without groups it is the panel, of two levels four groups.
+  int64_t block_inputs(int64_t k) const {
+    return group == 0 ? (k + 3) / 4 * 4 : two_level() ? kTwoLevelBlock : group;
   }
-  int64_t panel_bytes(int64_t k) const { return groups(k) * block_bytes(k); }
+  int64_t blocks(int64_t k) const { return group == 0 ? 1 : num_groups(k, block_inputs(k)); }
+  int64_t code_bytes(int64_t k) const { return block_inputs(k) * kPanel * bits / 8; }
+  int64_t block_bytes(int64_t k) const {
+    const int64_t scales = two_level() ? kTwoLevelBlock / kTwoLevelGroup / 2 : group == 0 ? 0 : has_offset ? 4 : 2;
+    return code_bytes(k) + scales * kPanel;
+  }
+  int64_t panel_bytes(int64_t k) const { return blocks(k) * block_bytes(k); }
 };
 
 // Rows of kernels/quantized_rows.py.
@@ -73,8 +85,8 @@ struct TakeArgs {
 };
 
 // Write rows [first, first + count) of a matrix, given as q [count, k] and fp16 scales and offsets [count, groups] (null
-// for one scale a column), into its packed form.
-void pack_quantized(const QuantizedFormat& format, const int8_t* q, const uint16_t* scale, const uint16_t* offset,
+// for one scale a column; of two levels uint8 multipliers), into its packed form.
+void pack_quantized(const QuantizedFormat& format, const int8_t* q, const void* scale, const uint16_t* offset,
                     int64_t count, int64_t k, int64_t first, uint8_t* packed, ThreadPool& pool);
 
 struct QuantizedKernels {

@@ -6,6 +6,7 @@
 #include "cpu/int_vec.h"
 #include "cpu/quantized.h"
 #include "cpu/quantized_groups_amx.h"
+#include "cpu/two_level.h"
 
 namespace quire::cpu::avx512 {
 extern const QuantizedKernels kQuantized;
@@ -17,9 +18,20 @@ namespace {
 
 constexpr int64_t kPassRows = 512;
 
+// t * s_x (+ bias).
+Vec finished(const QuantizedLinearArgs& a, int64_t row, int64_t column, Vec t) {
+  const Vec x_scale = broadcast(a.x.scale[row]);
+  if (a.bias == nullptr) return mul(t, x_scale);
+  const int64_t there = std::clamp<int64_t>(a.n - column, 0, kLanes);
+  const __mmask16 valid = static_cast<__mmask16>((1u << there) - 1);
+  return fused(t, x_scale, _mm512_maskz_loadu_ps(valid, a.bias + column));
+}
+
 // One scale a column: integers over all of K. Weights are unsigned: q + 128.
 struct ChannelRows {
   using Sum = int32_t;
+  static constexpr bool kUnpacks = false;
+  static constexpr int64_t kStepBytes = kPanelStep;
   const QuantizedLinearArgs& a;
   RowWriter y;
 
@@ -37,24 +49,47 @@ struct ChannelRows {
     const __m512i dot = _mm512_add_epi32(_mm512_load_si512(dots), broadcast(-128 * sum));
     Vec t = mul(to_float(dot), load(a.scale + column));
     if (a.offset != nullptr) t = fused(broadcast(static_cast<float>(sum)), load(a.offset + column), t);
-    const Vec x_scale = broadcast(a.x.scale[row]);
-    if (a.bias == nullptr) return mul(t, x_scale);
-    const int64_t there = std::clamp<int64_t>(a.n - column, 0, kLanes);
-    const __mmask16 valid = static_cast<__mmask16>((1u << there) - 1);
-    return fused(t, x_scale, _mm512_maskz_loadu_ps(valid, a.bias + column));
+    return finished(a, row, column, t);
   }
 };
 
-void channel(const QuantizedLinearArgs& a, ThreadPool& pool) {
+// int4 of two levels: the same of signed weights, which are unpacked.
+struct TwoLevelRows {
+  using Sum = int32_t;
+  static constexpr bool kUnpacks = true;
+  static constexpr int64_t kStepBytes = kTwoLevelBytes;
+  static_assert(kUnpackedBytes == kPanelStep);
+  const QuantizedLinearArgs& a;
+  RowWriter y;
+
+  template <int kC, int kA, int kB>
+  static void dot() {
+    tile_dot_ss8<kC, kA, kB>();
+  }
+
+  void unpack(const uint8_t* step, uint8_t* to) const { unpack_block(step, 0, to); }
+
+  void write(int64_t row, int64_t column, const int32_t* left, const int32_t* right) const {
+    y.put(row, column, result(row, column, left), result(row, column + kLanes, right));
+  }
+
+  Vec result(int64_t row, int64_t column, const int32_t* dots) const {
+    return finished(a, row, column, mul(to_float(_mm512_load_si512(dots)), load(a.scale + column)));
+  }
+};
+
+template <typename Rows>
+void whole_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const Gemm g{reinterpret_cast<const uint8_t*>(a.x.q), a.packed, a.rows, a.x.stride, a.k, a.n,
                a.format.panel_bytes(a.k), kPassRows};
-  gemm(g, ChannelRows{a, RowWriter(a.y, a.y_type, a.y_stride, a.rows, a.n)}, pool);
+  gemm(g, Rows{a, RowWriter(a.y, a.y_type, a.y_stride, a.rows, a.n)}, pool);
 }
 
 void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const QuantizedFormat& f = a.format;
-  if (f.group == 0) return channel(a, pool);
+  if (f.group == 0) return whole_rows<ChannelRows>(a, pool);
   if (a.rows == 1) return avx512::kQuantized.linear(a, pool);
+  if (f.two_level()) return whole_rows<TwoLevelRows>(a, pool);
   if (f.bits == 8) return (f.has_offset ? linear_of_groups<8, true> : linear_of_groups<8, false>)(a, pool);
   return (f.has_offset ? linear_of_groups<4, true> : linear_of_groups<4, false>)(a, pool);
 }

@@ -12,6 +12,8 @@
 #include "cpu/quantize_row.h"
 #include "cpu/quantized_write.h"
 #include "cpu/row_loops.h"
+#include "cpu/scratch.h"
+#include "cpu/two_level.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
@@ -33,6 +35,13 @@ inline void prefetch(const Place& at, int64_t line) {
   if (line < at.next_lines) __builtin_prefetch(at.next + line * 64, 0, 2);
 }
 
+inline int32_t row_sum(const QuantizedLinearArgs& a, int64_t row) {
+  const int64_t groups = a.format.groups(a.k);
+  int32_t sum = 0;
+  for (int64_t g = 0; g < groups; ++g) sum += a.x.sums[row * groups + g];
+  return sum;
+}
+
 // One scale a column: integers over all of K.
 struct Channel {
   static constexpr int kTileRows = kChannelRows;
@@ -42,7 +51,8 @@ struct Channel {
     constexpr int V = kVectors<R>;
     IVec acc[R][V];
     UNROLL for (int r = 0; r < R; ++r) {
-      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-128 * a.x.sums[at.row + r]);
+      const int32_t sum = row_sum(a, at.row + r);
+      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-128 * sum);
     }
     const int8_t* x = a.x.q + at.row * a.x.stride;
     const uint8_t* w = at.panel + at.first_lane * 4;
@@ -167,6 +177,39 @@ void rows_of(int64_t rows, const QuantizedLinearArgs& a, const Place& at) {
   }
 }
 
+// The panel as one of int8, in memory of this thread.
+const uint8_t* unpacked_panel(const QuantizedLinearArgs& a, const uint8_t* panel) {
+  static thread_local Scratch scratch;
+  const int64_t blocks = a.format.blocks(a.k);
+  uint8_t* unpacked = scratch.get<uint8_t>(blocks * kUnpackedBytes);
+  for (int64_t b = 0; b < blocks; ++b) unpack_block(panel + b * kTwoLevelBytes, 128, unpacked + b * kUnpackedBytes);
+  return unpacked;
+}
+
+// One row by weights of two levels, as they lie.
+void two_level_row(const QuantizedLinearArgs& a, ThreadPool& pool) {
+  const int64_t panels = (a.n + kPanel - 1) / kPanel, panel_bytes = a.format.panel_bytes(a.k), groups = a.format.groups(a.k);
+  auto body = [&](int thread, int num_threads) {
+    static thread_local Scratch scratch;
+    auto* zeros = scratch.get<int32_t[2]>(groups);
+    for (int64_t g = 0; g < groups; ++g) zeros[g][0] = -8 * a.x.sums[g], zeros[g][1] = -7 * a.x.sums[g];
+    const Range mine = share(panels, thread, num_threads);
+    for (int64_t p = mine.begin; p < mine.end; ++p) {
+      IVec acc[kPanelVectors];
+      dot_panel(a.packed + p * panel_bytes, a.x.q, zeros, groups, acc);
+      for (int v = 0; v < kPanelVectors; ++v) {
+        const int64_t column = p * kPanel + v * kLanes;
+        write(a, 0, column, mul(to_float(acc[v]), load(a.scale + column)));
+      }
+    }
+  };
+  if (a.n * a.k < kSmallWork) {
+    body(0, 1);
+  } else {
+    pool.run(body);
+  }
+}
+
 template <typename F>
 void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel, panel_bytes = a.format.panel_bytes(a.k);
@@ -178,10 +221,11 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const uint8_t* panel = a.packed + p * panel_bytes;
         const bool ahead = p + 1 < mine.end && tiles > 1;  // one tile streams: the hardware prefetcher does it
+        if (a.format.two_level()) panel = unpacked_panel(a, panel);
         for (int t = 0; t < tiles; ++t) {
           const Range tile = share(rows, t, tiles);  // even: 16 rows are 8 + 8, not 12 + 4
           const Range lines = ahead ? share(panel_bytes / 64, t, tiles) : Range{0, 0};
-          const char* next = reinterpret_cast<const char*>(panel + panel_bytes) + lines.begin * 64;
+          const auto* next = reinterpret_cast<const char*>(a.packed + (p + 1) * panel_bytes) + lines.begin * 64;
           rows_of<F>(tile.end - tile.begin, a,
                      {panel, first + tile.begin, p * kPanel, 0, next, lines.end - lines.begin});
         }
@@ -198,7 +242,8 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
 
 void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const QuantizedFormat& f = a.format;
-  if (f.group == 0) return linear_as<Channel>(a, pool);
+  if (f.two_level() && a.rows == 1) return two_level_row(a, pool);
+  if (f.group == 0 || f.two_level()) return linear_as<Channel>(a, pool);
   if (f.bits == 8) return (f.has_offset ? linear_as<Grouped<8, true>> : linear_as<Grouped<8, false>>)(a, pool);
   return (f.has_offset ? linear_as<Grouped<4, true>> : linear_as<Grouped<4, false>>)(a, pool);
 }
@@ -216,12 +261,18 @@ inline int code_of(const QuantizedFormat& format, const uint8_t* column, int64_t
   return (i / 4 % 2 == 0 ? both & 15 : both >> 4) - 8;
 }
 
+inline int multiplier_of(const uint8_t* multipliers, int64_t lane, int64_t group) {
+  return multipliers[group * kPanel / 2 + lane % (kPanel / 2)] >> (lane < kPanel / 2 ? 0 : 4) & 15;
+}
+
+inline int scaled(int level, int m) { return m * (level + m % 2); }
+
 inline void put(float f, float* p) { *p = f; }
 inline void put(float f, uint16_t* p) { *p = float_to_bf16(f); }
 
 template <typename T>
 void take(const TakeArgs& a, ThreadPool& pool) {
-  const int64_t groups = a.format.groups(a.k), size = a.format.group == 0 ? a.k : a.format.group;
+  const int64_t groups = a.format.blocks(a.k), size = a.format.group == 0 ? a.k : a.format.block_inputs(a.k);
   const int64_t codes = a.format.code_bytes(a.k), block = a.format.block_bytes(a.k);
   over_rows(a.rows, a.k, pool, [&](int64_t row) {
     const int64_t id = a.ids[row], lane = id % kPanel;
@@ -230,12 +281,14 @@ void take(const TakeArgs& a, ThreadPool& pool) {
     for (int64_t g = 0; g < groups; ++g, panel += block) {
       float scale = a.scale[id], offset = a.offset != nullptr ? a.offset[id] : 0.0f;
       const bool has_offset = a.format.has_offset;
-      if (a.format.group != 0) {
+      if (a.format.group != 0 && !a.format.two_level()) {
         if (has_offset) offset = half_to_float(panel + codes + (kPanel + lane) * 2) * scale;
         scale = half_to_float(panel + codes + lane * 2) * scale;
       }
       for (int64_t i = g * size; i < std::min(a.k, (g + 1) * size); ++i) {
-        const float w = static_cast<float>(code_of(a.format, panel + lane * 4, i - g * size)) * scale;
+        int code = code_of(a.format, panel + lane * 4, i - g * size);
+        if (a.format.two_level()) code = scaled(code, multiplier_of(panel + codes, lane, (i - g * size) / kTwoLevelGroup));
+        const float w = static_cast<float>(code) * scale;
         put(has_offset ? w + offset : w, y + i);
       }
     }

@@ -167,7 +167,10 @@ def _weights(
                     f"{name} = 'fp8': {needs}, and {device.name} has none: 'int8' takes the same bytes"
                 )
         kept = {name: held for name, held in stored.items() if held.kind != "fp8"}
-    plan = plan_weights(spec, kept, args.quantize, args.quantize_head)
+    quantize, head = args.quantize, args.quantize_head
+    if device.kind != "cpu":  # whose int4 has fp16 scales: the integers of groups of 16 are for CPUs
+        quantize, head = ("int4-g32" if each in ("int4", "int4-g16") else each for each in (quantize, head))
+    plan = plan_weights(spec, kept, quantize, head)
     if len(kept) == len(stored):
         return plan
     remark = f"{len(stored) - len(kept)} fp8 weights read as {dtype}: {needs}; --quantize int8 takes the bytes of fp8"

@@ -7,6 +7,13 @@ of one output feature ("fp8" is e4m3 numbers in the place of integers, for GPUs)
 
 One form for what the field writes: symmetric int8 and int4, zero points (offset = −scale · zero: AWQ, GPTQ), minima
 (offset = −min: Q4_K, Q5_K of GGUF).
+
+int4 in groups of 16 is Quire's own, for CPUs: one scale an output feature, and for every group an integer, so that a
+product with it is one of int8 with a scale a row, whatever the order of summation (progressive quantization: QServe,
+Lin et al. 2024, section 4.1). Odd multipliers have the levels −7 … 8, even ones −8 … 7: a group picks the side of its
+largest weight.
+
+    w[n, k] = scale[n] · m · (q[n, k] + m mod 2)        m = multiplier[n, k // 16], 0 … 15
 """
 
 from __future__ import annotations
@@ -22,6 +29,8 @@ Kind = Literal["plain", "int8", "int4", "fp8"]
 BITS: Mapping[Kind, int] = {"int8": 8, "int4": 4, "fp8": 8}
 # Groups that the kernels multiply with, largest first. int8 and fp8 may also have one scale a row (group None).
 GROUPS: Mapping[Kind, tuple[int, ...]] = {"int8": (128, 64, 32, 16), "int4": (128, 64, 32), "fp8": (128,)}
+TWO_LEVEL_GROUP = 16  # inputs of int4 that share an integer multiplier
+TWO_LEVEL_BLOCK = 64  # inputs of a row that lie together: 32 bytes of levels, 2 of multipliers
 ROW_SCALE_BYTES, GROUP_SCALE_BYTES = (
     4,
     2,
@@ -40,10 +49,20 @@ class WeightFormat:
     def quantized(self) -> bool:
         return self.kind != "plain"
 
+    @property
+    def two_level(self) -> bool:
+        """int4 with integer multipliers of groups under one scale a row."""
+        return self.kind == "int4" and self.group == TWO_LEVEL_GROUP
+
     def num_bytes(self, out_features: int, in_features: int, dtype_bytes: int) -> int:
         """Bytes of a matrix: integers, scales and offsets, or numbers of ``dtype_bytes``."""
         if not self.quantized:
             return out_features * in_features * dtype_bytes
+        if self.two_level:
+            blocks = -(-in_features // TWO_LEVEL_BLOCK)
+            return out_features * (
+                blocks * (TWO_LEVEL_BLOCK + TWO_LEVEL_BLOCK // TWO_LEVEL_GROUP) // 2 + ROW_SCALE_BYTES
+            )
         per_scale = 1 + self.has_offset
         if self.group is None:
             scales, inputs = ROW_SCALE_BYTES * per_scale, in_features
@@ -56,6 +75,8 @@ class WeightFormat:
     def __str__(self) -> str:
         if not self.quantized:
             return self.kind
+        if self.two_level:
+            return f"int4, groups of {self.group} with integer scales"
         size = "a scale a row" if self.group is None else f"groups of {self.group}"
         return f"{self.kind}, {size}" + (" with offsets" if self.has_offset else "")
 
@@ -80,7 +101,7 @@ def held_as(kind: Kind, group: int | None, in_features: int, *, has_offset: bool
 
 
 def parse_format(text: str, *, name: str) -> WeightFormat:
-    """Return the format of ``int8``, ``int4``, ``fp8``, ``int4-g128`` … or ``none``; int4 alone has groups of 32.
+    """Return the format of ``int8``, ``int4``, ``fp8``, ``int4-g128`` … or ``none``; int4 alone is ``int4-g16``.
 
     Raises:
         ConfigError: names the setting ``name``, the value and what is allowed.
@@ -90,8 +111,10 @@ def parse_format(text: str, *, name: str) -> WeightFormat:
     match = re.fullmatch(r"(int8|int4)(?:-g([0-9]+))?", text)
     if match is not None:
         kind: Kind = "int8" if match.group(1) == "int8" else "int4"
-        group = int(match.group(2)) if match.group(2) else None if kind == "int8" else 32
-        if group is None or group in GROUPS[kind]:
-            return WeightFormat(kind, group)
-    allowed = [f"{kind}-g{size}" for kind, sizes in GROUPS.items() for size in sorted(sizes) if kind != "fp8"]
+        group = int(match.group(2)) if match.group(2) else None if kind == "int8" else TWO_LEVEL_GROUP
+        format = WeightFormat(kind, group)
+        if group is None or group in GROUPS[kind] or format.two_level:
+            return format
+    allowed = [f"int8-g{size}" for size in sorted(GROUPS["int8"])]
+    allowed += [f"int4-g{size}" for size in sorted((*GROUPS["int4"], TWO_LEVEL_GROUP))]
     raise ConfigError(f"{name} = {text!r} must be one of none, int8, int4, fp8, {', '.join(allowed)}")

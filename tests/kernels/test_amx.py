@@ -109,7 +109,9 @@ def test_quantized_weights_give_the_bits_of_avx512(in_features: int, format: Wei
                 assert_same_bits(actual, expected, f"{format}, {in_features} k, {rows} rows, {count} threads")
 
 
-@pytest.mark.parametrize("format", [WeightFormat("int8"), WeightFormat("int4", 32)], ids=str)
+@pytest.mark.parametrize(
+    "format", [WeightFormat("int8"), WeightFormat("int4", 32), WeightFormat("int4", 16)], ids=str
+)
 def test_quantized_rows_in_chunks_and_results_past_the_caches(format: WeightFormat) -> None:
     """As for bf16 above: int8 takes long rows in chunks of k, int4 in smaller passes; results are streamed out."""
     weight = random_weight(1088, 4200, format)

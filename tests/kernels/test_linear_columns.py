@@ -12,7 +12,13 @@ from quire.kernels.linear import PackedLinear, linear
 from quire.kernels.registry import Backend
 from quire.weight_format import PLAIN, WeightFormat
 
-FORMATS = [PLAIN, WeightFormat("int8"), WeightFormat("int8", 16), WeightFormat("int4", 32, True)]
+FORMATS = [
+    PLAIN,
+    WeightFormat("int8"),
+    WeightFormat("int8", 16),
+    WeightFormat("int4", 32, True),
+    WeightFormat("int4", 16),
+]
 ROWS = (1, 2, 7, 33, 80)
 FILL = 7.0
 

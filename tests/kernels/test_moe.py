@@ -15,7 +15,7 @@ from quire.kernels.registry import NATIVE_LEVELS, Backend, backends
 from quire.quant.rtn import round_to_nearest
 from quire.weight_format import PLAIN, WeightFormat
 
-FORMATS = [WeightFormat("int8"), WeightFormat("int8", 16), WeightFormat("int4", 32)]
+FORMATS = [WeightFormat("int8"), WeightFormat("int8", 16), WeightFormat("int4", 32), WeightFormat("int4", 16)]
 
 
 def route_oracle(

@@ -27,7 +27,7 @@ from quire.kernels.linear import (
     write_rows,
 )
 from quire.kernels.linear.packed import RANGE, storable_scales
-from quire.kernels.linear.quantized_reference import dequantize
+from quire.kernels.linear.quantized_reference import dequantize, scale_group
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
 from quire.weight_format import WeightFormat
@@ -49,6 +49,10 @@ def random_weight(out_features: int, in_features: int, format: WeightFormat) -> 
     low, high = RANGE[format.kind]
     q = torch.randint(low, high + 1, (out_features, in_features), generator=rng).to(torch.int8)
     groups = num_groups(in_features, format.group)
+    if format.two_level:
+        multiplier = torch.randint(0, 16, (out_features, groups), generator=rng).to(torch.uint8)
+        scale = (torch.rand(out_features, 1, generator=rng) + 0.1) * 0.001
+        return QuantizedWeight(format, q, scale, multiplier=multiplier)
     scale = (torch.rand(out_features, groups, generator=rng) + 0.1) * 0.01
     offset = torch.randn(out_features, groups, generator=rng) * 0.02 if format.has_offset else None
     return QuantizedWeight(format, q, scale, offset)
@@ -56,7 +60,8 @@ def random_weight(out_features: int, in_features: int, format: WeightFormat) -> 
 
 def part(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
     offset = None if weight.offset is None else weight.offset[rows]
-    return QuantizedWeight(weight.format, weight.q[rows], weight.scale[rows], offset)
+    multiplier = None if weight.multiplier is None else weight.multiplier[rows]
+    return QuantizedWeight(weight.format, weight.q[rows], weight.scale[rows], offset, multiplier)
 
 
 def make(
@@ -93,8 +98,8 @@ def test_against_fp64(
     rows = quantize_rows(x, format.group)
     oracle = rows.q[:, : case.in_features].double() * rows.scale.double().unsqueeze(1)
     offset = None if weight.offset is None else weight.offset.double()
-    repeats = format.group or case.in_features
-    w = weight.q.double() * weight.scale.double().repeat_interleave(repeats, 1)[:, : case.in_features]
+    repeats = scale_group(format) or case.in_features
+    w = weight.integers.double() * weight.scale.double().repeat_interleave(repeats, 1)[:, : case.in_features]
     if offset is not None:
         w = w + offset.repeat_interleave(repeats, 1)[:, : case.in_features]
     y = linear(x, packed)
@@ -167,9 +172,31 @@ def test_rows_come_back(format: WeightFormat, backend: Backend) -> None:
     expected = read_rows(make(case, format, torch.bfloat16, "reference")[0], torch.arange(70))
     ids = torch.tensor([69, 0, 5, 5])
     assert_same_bits(read_rows(packed, ids), expected[ids], "read_rows")
-    plain = dequantize(weight.q, weight.scale, weight.offset, format.group)
+    plain = dequantize(weight.integers, weight.scale, weight.offset, scale_group(format))
     torch.testing.assert_close(expected.float(), plain, rtol=2**-8, atol=2**-11)
     assert read_rows(packed, ids[:0]).shape == (0, 131)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [(64, 33), (131, 70), (2100, 40), (33000, 33)])
+def test_two_levels_have_the_bits_of_int8(size: tuple[int, int], backend: Backend) -> None:
+    """Whatever the rows: m · (q + m mod 2) as int8 weights with a scale a row, by kernels that know no multipliers."""
+    in_features, out_features = size
+    weight = random_weight(out_features, in_features, WeightFormat("int4", 16))
+    expanded = QuantizedWeight(WeightFormat("int8"), weight.integers, weight.scale)
+    packed = [
+        pack_empty(out_features, in_features, torch.bfloat16, bias=True, backend=backend, format=each.format)
+        for each in (weight, expanded)
+    ]
+    for matrix, each in zip(packed, (weight, expanded), strict=True):
+        write_rows(matrix, 0, each)
+        write_bias(matrix, 0, torch.randn(out_features, generator=generator(1)))
+    x = rows_of(1 if backend == "reference" else 45, in_features, torch.bfloat16)
+    x[0] = x[0].sign()  # ±127: the largest sums there are
+    for count in {1, min(7, len(x)), min(17, len(x)), len(x)}:
+        assert_same_bits(
+            linear(x[:count], packed[0]), linear(x[:count], packed[1]), f"{count} rows of {size}"
+        )
 
 
 def test_group_scales_of_checkpoints_are_kept_exactly() -> None:

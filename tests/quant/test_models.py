@@ -71,10 +71,11 @@ def test_a_fused_linear_of_several_formats(mixed_gguf: Path) -> None:
 def test_packed_memory_is_what_the_budget_counts(level: Backend) -> None:
     if level not in registry.backends("quantized_linear"):
         pytest.skip(f"the native extension is not built, or this CPU has no {level}")
-    for kind, groups in GROUPS.items():
-        for group in (*groups, *((None,) if kind == "int8" else ())):
-            for has_offset in (False, True):
-                held = WeightFormat(kind, group, has_offset)
-                packed = pack_empty(96, 300, torch.bfloat16, bias=False, backend=level, format=held)
-                parts = [part for part in (packed.data, packed.scale, packed.offset) if part is not None]
-                assert sum(part.nbytes for part in parts) == held.num_bytes(96, 300, 2), held
+    formats = [WeightFormat("int4", group, offset) for group in GROUPS["int4"] for offset in (False, True)]
+    formats += [
+        WeightFormat("int8", group, offset) for group in (*GROUPS["int8"], None) for offset in (False, True)
+    ]
+    for held in (*formats, WeightFormat("int4", 16)):
+        packed = pack_empty(96, 300, torch.bfloat16, bias=False, backend=level, format=held)
+        parts = [part for part in (packed.data, packed.scale, packed.offset) if part is not None]
+        assert sum(part.nbytes for part in parts) == held.num_bytes(96, 300, 2), held

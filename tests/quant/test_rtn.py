@@ -18,6 +18,7 @@ FORMATS = [
     WeightFormat("int8", 16),
     WeightFormat("int4", 32),
     WeightFormat("int4", 128),
+    WeightFormat("int4", 16),
 ]
 NATIVE = [backend for backend in backends("round_to_nearest") if backend != "reference"]
 
@@ -38,6 +39,8 @@ def test_a_weight_is_within_half_a_step(held: WeightFormat) -> None:
     found = quantize(weight, held)
     assert found.format == held
     step = found.scale.abs().repeat_interleave(256 // found.scale.shape[1], 1)
+    if found.multiplier is not None:
+        step = step * found.multiplier.repeat_interleave(16, 1)
     outside = (found.q == -8) | (found.q == 7) if held.kind == "int4" else torch.zeros_like(weight).bool()
     near = (
         dequantize(found) - weight
@@ -46,13 +49,14 @@ def test_a_weight_is_within_half_a_step(held: WeightFormat) -> None:
     assert found.q.abs().max() <= (8 if held.kind == "int4" else 127)
 
 
-def test_int4_leaves_less_error_than_q4_0() -> None:
+@pytest.mark.parametrize(("group", "most"), [(32, 0.95), (16, 0.9)])
+def test_int4_leaves_less_error_than_q4_0(group: int, most: float) -> None:
     weight = weight_of(64, 512)
     raw = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0)
     oracle = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_0).copy())
-    ratio = error_of(weight, WeightFormat("int4", 32)) / float((oracle - weight).square().sum())
+    ratio = error_of(weight, WeightFormat("int4", group)) / float((oracle - weight).square().sum())
     print(f"square error over Q4_0's: {ratio:.3f}, seed {SEED}")
-    assert ratio < 0.95
+    assert ratio < most
 
 
 @pytest.mark.parametrize("held", FORMATS, ids=str)
@@ -98,6 +102,9 @@ def test_native_has_the_bits_of_the_reference(
         ):
             with threads(num_threads):
                 found = quantize(source, held, backend=backend)
+            if expected.multiplier is not None:
+                assert found.multiplier is not None
+                assert torch.equal(found.multiplier, expected.multiplier), f"{rows} x {columns}, seed {SEED}"
             assert torch.equal(found.q, expected.q), f"{rows} x {columns}, seed {SEED}"
             assert torch.equal(found.scale.isnan(), expected.scale.isnan())
             assert torch.equal(found.scale.nan_to_num(-1.0), expected.scale.nan_to_num(-1.0)), f"seed {SEED}"

@@ -40,6 +40,7 @@ FORMATS = (
     PLAIN,
     WeightFormat("int8"),
     WeightFormat("int8", 32),
+    WeightFormat("int4", 16),
     WeightFormat("int4", 32),
     WeightFormat("int4", 128, True),
 )
@@ -95,6 +96,9 @@ def random_weight(format: WeightFormat, shape: tuple[int, int]) -> torch.Tensor 
     scales = (shape[0], num_groups(shape[1], format.group))
     offset = torch.rand(scales) if format.has_offset else None
     q = torch.randint(low, high, shape, dtype=torch.int8)
+    if format.two_level:
+        multiplier = torch.randint(1, 16, scales, dtype=torch.uint8)
+        return QuantizedWeight(format, q, torch.rand(shape[0], 1) + 0.5, multiplier=multiplier)
     return QuantizedWeight(format, q, torch.rand(scales) + 0.5, offset)
 
 

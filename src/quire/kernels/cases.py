@@ -138,6 +138,7 @@ QUANTIZED: tuple[LinearCase, ...] = (
 FORMATS: tuple[WeightFormat, ...] = (
     *(WeightFormat("int8", group, offset) for group in (None, 16, 32, 64, 128) for offset in (False, True)),
     *(WeightFormat("int4", group, offset) for group in (32, 64, 128) for offset in (False, True)),
+    WeightFormat("int4", 16),
 )
 
 ROWS: tuple[RowCase, ...] = (

@@ -91,7 +91,9 @@ def _ways(name: str, split: Split) -> int:
 
 
 def _formats(spec: ModelSpec, precision: str) -> Mapping[str, WeightFormat]:
-    return plan_weights(spec, {}, precision, None).formats if precision in ("int8", "int4") else {}
+    """As a GPU holds them."""
+    text = "int4-g32" if precision == "int4" else precision
+    return plan_weights(spec, {}, text, None).formats if precision in ("int8", "int4") else {}
 
 
 def _bytes(

@@ -5,6 +5,10 @@ place of a group's largest weight among −8 … 7, the one is taken that leaves
 scale for its integers, Σ w·q / Σ q² (the error is Σ w² − (Σ w·q)² / Σ q²). Each group stands alone, so the result
 depends on neither ranges nor threads. A group with NaN or infinity gets the scale NaN, never plausible numbers.
 
+int4 of two levels (`quire.weight_format`): the largest weight of a row is `TOP` times a first scale, each group takes
+the multiplier of `NEIGHBOURS` that leaves the least square error under it, and the row at last the best scale for the
+integers that it got. A row with NaN or infinity gets the scale NaN.
+
 This file is the reference, in an order of summation that every level of `quire.quant.rtn_native` keeps bit for bit.
 """
 
@@ -20,6 +24,8 @@ from quire.weight_format import WeightFormat
 
 # The largest weight of a group becomes −divisor: beyond 8 it is cut off, below it not all levels are used.
 DIVISORS = (8.0, 7.0, 7.4, 7.7, 8.3, 8.6, 9.0)
+TOP = 116.0  # of 120: a little is cut off
+NEIGHBOURS = (-1, 0, 1, 2, 3)  # multipliers tried, from the one that makes a group's largest 8 or more
 PARTIALS = 4  # partial sums of Σ w·q: weight i of a group belongs to sum i mod 4
 SMALLEST = 2.0**-100  # a group whose largest weight is no larger is all zeros
 
@@ -37,6 +43,8 @@ def quantize(weight: torch.Tensor, held: WeightFormat, *, backend: Backend = "re
 
 @register("round_to_nearest", "reference")
 def round_to_nearest(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
+    if held.two_level:
+        return _two_levels(weight, held)
     num_rows, in_features = weight.shape
     group = held.group or in_features
     padded = torch.nn.functional.pad(weight.float(), (0, -in_features % group))
@@ -75,6 +83,48 @@ def _int4(values: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch
         scale = torch.where(better, along / size, scale)
         inverse = torch.where(better, each, inverse)
     return _levels(values, inverse), scale
+
+
+def _two_levels(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
+    assert held.group is not None
+    in_features = weight.shape[1]
+    padded = torch.nn.functional.pad(weight.float(), (0, -in_features % held.group))
+    values = torch.unflatten(padded, 1, (-1, held.group))
+    largest = values.abs().amax(-1, keepdim=True)
+    top = largest.amax(1, keepdim=True)
+    finite = torch.isfinite(top)
+    used = finite & (top > SMALLEST)
+    step, inverse = top / TOP, torch.where(used, torch.full_like(top, TOP) / top, 0.0)
+    first = (largest * inverse * 0.125).floor()
+    best = torch.full_like(largest, -torch.inf)
+    kept = [torch.zeros_like(largest) for _ in range(3)]  # multiplier, Σ w·q, Σ q²
+    for neighbour in NEIGHBOURS:
+        m = (first + neighbour).clamp(1, 15)
+        q = _side_levels(values, inverse / m, m)
+        along, size = _sum(values * q), q.square().sum(-1, keepdim=True)
+        gain = (along + along - step * m * size) * m  # what it takes from the square error, over step
+        better = gain > best
+        best = torch.where(better, gain, best)
+        kept = [torch.where(better, *pair) for pair in zip((m, along, size), kept, strict=True)]
+    m, along, size = kept
+    q = _side_levels(values, inverse / m, m) - m % 2
+    wide = m.double()
+    total, squares = torch.zeros_like(top[:, 0], dtype=torch.float64), (wide * wide * size.double()).sum(1)
+    for each in (wide * along.double()).unbind(1):
+        total += each
+    scale = (total / squares).float()
+    return QuantizedWeight(
+        held,
+        torch.where(used, q, 0.0).to(torch.int8).flatten(1)[:, :in_features].contiguous(),
+        torch.where(used[:, 0], scale, torch.where(finite[:, 0], 0.0, torch.nan)),
+        multiplier=torch.where(used, m, 0.0).to(torch.uint8).squeeze(2),
+    )
+
+
+def _side_levels(values: torch.Tensor, inverse: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """−7 … 8 for odd multipliers, −8 … 7 for even ones."""
+    odd = m % 2
+    return torch.minimum(torch.maximum((values * inverse).round_(), odd - 8.0), odd + 7.0)
 
 
 def _levels(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,9 @@ def round_to_nearest(
         weight = weight.contiguous()
     num_rows, in_features = weight.shape
     q = torch.empty(num_rows, in_features, dtype=torch.int8)
-    scale = torch.empty(num_rows, num_groups(in_features, held.group))
+    groups = num_groups(in_features, held.group)
+    scale = torch.empty(num_rows, 1 if held.two_level else groups)
+    multiplier = torch.empty(num_rows, groups, dtype=torch.uint8) if held.two_level else None
     module.quantize_weights(
         num_native_threads(),
         isa,
@@ -44,8 +46,9 @@ def round_to_nearest(
         in_features,
         q.data_ptr(),
         scale.data_ptr(),
+        0 if multiplier is None else multiplier.data_ptr(),
     )
-    return QuantizedWeight(held, q, scale)
+    return QuantizedWeight(held, q, scale, multiplier=multiplier)
 
 
 if native is not None and hasattr(native, "quantize_weights"):  # a build older than this source may lack it

@@ -65,7 +65,9 @@ Weight = torch.Tensor | StoredMatrix | StoredStack
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     """Return fp32 ``[out, in]``: scale · q + offset."""
     groups = weight.scale.shape[1]
-    values: torch.Tensor = torch.unflatten(weight.q.float(), 1, (groups, -1)) * weight.scale.unsqueeze(-1)
+    values: torch.Tensor = torch.unflatten(weight.integers.float(), 1, (groups, -1)) * weight.scale.unsqueeze(
+        -1
+    )
     if weight.offset is not None:
         values += weight.offset.unsqueeze(-1)
     return values.flatten(1)

@@ -62,7 +62,7 @@ def pack_empty(
     packed: PackedLinear
     if format.quantized:
         whole_row = format.kind != "int4" and format.group is None
-        assert whole_row or format.group in GROUPS[format.kind], (format, GROUPS)
+        assert whole_row or format.two_level or format.group in GROUPS[format.kind], (format, GROUPS)
         packed = find(f"{op_of(format)}.pack_empty", backend)(out_features, in_features, format)
     else:
         packed = find("linear.pack_empty", backend)(out_features, in_features, dtype)

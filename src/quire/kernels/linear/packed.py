@@ -24,6 +24,9 @@ class QuantizedWeight:
     q: torch.Tensor  # int8 [out, in]: −127 … 127, or −8 … 7 for int4; fp8: float8_e4m3fn
     scale: torch.Tensor  # fp32 [out, in / group]
     offset: torch.Tensor | None = None  # fp32, the same shape; present where format.has_offset
+    multiplier: torch.Tensor | None = (
+        None  # uint8 [out, in / 16] where format.two_level; scale is then [out, 1]
+    )
 
     def __post_init__(self) -> None:
         assert self.format.quantized
@@ -31,6 +34,11 @@ class QuantizedWeight:
             self.q.dtype
         )
         expected = (self.q.shape[0], num_groups(self.q.shape[1], self.format.group))
+        if self.format.two_level:
+            assert self.multiplier is not None
+            assert self.multiplier.dtype == torch.uint8, self.multiplier.dtype
+            assert self.multiplier.shape == expected, (self.multiplier.shape, expected)
+            expected = (self.q.shape[0], 1)
         assert self.scale.shape == expected, (self.scale.shape, expected)
         assert (self.offset is not None) == self.format.has_offset
         if self.offset is not None:
@@ -39,6 +47,16 @@ class QuantizedWeight:
     @property
     def shape(self) -> torch.Size:
         return self.q.shape
+
+    @property
+    def integers(self) -> torch.Tensor:
+        """int8 ``[out, in]``: what scales multiply. Of two levels m · (q + m mod 2), within −112 … 120."""
+        if self.multiplier is None:
+            return self.q
+        group = self.format.group
+        assert group is not None
+        m = self.multiplier.to(torch.int8).repeat_interleave(group, 1)[:, : self.q.shape[1]]
+        return m * (self.q + m % 2)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from quire.kernels.quantized_rows import QuantizedRows, empty_rows, num_groups
 from quire.kernels.registry import NATIVE_LEVELS, register
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
-from quire.weight_format import WeightFormat
+from quire.weight_format import TWO_LEVEL_BLOCK, WeightFormat
 
 try:
     from quire import _native as native
@@ -30,13 +30,18 @@ def format_words(format: WeightFormat) -> tuple[int, int, bool]:
 
 
 def pack_empty(module: ModuleType, out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
-    """uint8 ``[out/32, groups, group bytes]``; fp32 ``[out]`` scales, of groups the powers of two; whole panels."""
+    """uint8 ``[out/32, blocks, block bytes]``; fp32 ``[out]`` scales, of groups the powers of two; whole panels."""
     panels = -(-out_features // PANEL)
     block = module.quantized_block_bytes(*format_words(format), in_features)
     return PackedLinear(
         out_features,
         in_features,
-        huge_pages.zeros(panels, num_groups(in_features, format.group), block, dtype=torch.uint8),
+        huge_pages.zeros(
+            panels,
+            num_groups(in_features, TWO_LEVEL_BLOCK if format.two_level else format.group),
+            block,
+            dtype=torch.uint8,
+        ),
         scale=torch.zeros(panels * PANEL),
         offset=torch.zeros(panels * PANEL) if format.has_offset and format.group is None else None,
     )
@@ -50,7 +55,9 @@ def write_rows(module: ModuleType, packed: PackedLinear, start: int, weight: Qua
     place = slice(start, start + count)
     scale: torch.Tensor | None = None
     offset: torch.Tensor | None = None
-    if packed.format.group is None:
+    if weight.multiplier is not None:
+        packed.scale[place], scale = weight.scale[:, 0], weight.multiplier
+    elif packed.format.group is None:
         packed.scale[place] = weight.scale[:, 0]
         if packed.offset is not None and weight.offset is not None:
             packed.offset[place] = weight.offset[:, 0]

@@ -3,6 +3,7 @@
 With q_x, s_x, sums of `kernels.quantized_rows`, and D[g] = Σ q_x·q_w over the inputs of group g, an exact integer:
 
     one scale an output feature    t = fp32(D) · scale             with offsets  t = fma(fp32(sums), offset, t)
+    int4 of two levels             the same, with D over `QuantizedWeight.integers`
     groups, g ascending            f = fma(fp32(D[g]), scale[g], f)         then  f = fma(fp32(sums[g]), offset[g], f)
                                    t = f · power                   (`storable_scales`; a power of two, so exact)
     y = t · s_x, with a bias       fma(t, s_x, bias), rounded once to the dtype of x
@@ -45,10 +46,15 @@ def quantize_rows(x: torch.Tensor, group: int | None) -> QuantizedRows:
     return QuantizedRows(rows, scale.squeeze(1), sums, in_features, group, x.dtype)
 
 
+def scale_group(format: WeightFormat) -> int | None:
+    """Return the inputs that share a scale: of two levels the whole row."""
+    return None if format.two_level else format.group
+
+
 @register("quantized_linear.pack_empty", "reference")
 def pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
     """int8 ``[out, in]`` (int4 too), scales and offsets fp32 ``[out, groups]`` as the native layouts can hold them."""
-    groups = num_groups(in_features, format.group)
+    groups = num_groups(in_features, scale_group(format))
     return PackedLinear(
         out_features,
         in_features,
@@ -62,9 +68,9 @@ def pack_empty(out_features: int, in_features: int, format: WeightFormat) -> Pac
 def write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> None:
     assert packed.scale is not None
     place = slice(start, start + weight.shape[0])
-    packed.data[place] = weight.q
+    packed.data[place] = weight.integers
     scale, offset = weight.scale, weight.offset
-    if packed.format.group is not None:
+    if scale_group(packed.format) is not None:
         scale, offset, power = storable_scales(scale, offset)
         scale = scale.float() * power.unsqueeze(1)
         offset = None if offset is None else offset.float() * power.unsqueeze(1)
@@ -78,7 +84,9 @@ def write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> Non
 def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
     assert packed.scale is not None
     offset = None if packed.offset is None else packed.offset[ids]
-    return dequantize(packed.data[ids], packed.scale[ids], offset, packed.format.group).to(packed.dtype)
+    return dequantize(packed.data[ids], packed.scale[ids], offset, scale_group(packed.format)).to(
+        packed.dtype
+    )
 
 
 def dequantize(
@@ -95,7 +103,7 @@ def dequantize(
 def linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
     """``rows`` of in_features → ``[num_tokens, out_features]`` in the dtype that they had."""
     assert packed.scale is not None
-    group = packed.format.group
+    group = scale_group(packed.format)
     if group is None:
         t = _dots(rows.q, packed.data, 0, packed.in_features).float() * packed.scale[:, 0]
         if packed.offset is not None:

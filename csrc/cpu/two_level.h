@@ -1,0 +1,66 @@
+// int4 weights of two levels (quantized.h has the layout), of one ISA level: their bytes as int8 weights have them, and
+// the product with one row.
+//
+// Everything is integer until the row's scale, so any order of summation has the same bits, those of int8 weights
+// m * (q + m mod 2). In a 16-bit lane lie two levels n = 0 ... 15: times m both stay bytes (at most 225), so one
+// multiplication gives two weights.
+//
+// One row does not need them apart: the sum of a group, less m's zero (8, for odd m 7) times the row's sum, fits into 16
+// bits (16 * 8 * 127), and one product of words adds m times it. Bytes: 4.25 bits a weight; bound: memory bandwidth.
+#pragma once
+
+#include "cpu/int_vec.h"
+#include "cpu/quantized.h"
+
+namespace quire::cpu::QUIRE_ISA {
+
+constexpr int kPanelVectors = kPanel / kLanes;
+constexpr int64_t kBlockGroups = kTwoLevelBlock / kTwoLevelGroup;
+constexpr int64_t kTwoLevelCodes = kTwoLevelBlock * kPanel / 2;                      // bytes of a block's levels
+constexpr int64_t kTwoLevelBytes = kTwoLevelCodes + kBlockGroups * kPanel / 2;      // of a block
+constexpr int64_t kUnpackedBytes = kTwoLevelBlock * kPanel;                         // of a block as int8
+constexpr int64_t kQuadLine = kPanel * 4;                                           // of four inputs of a panel as int8
+
+// A block as weights + `zero`, the layout of int8 weights: 128 for unsigned products, 0 for signed ones.
+inline void unpack_block(const uint8_t* block, int zero, uint8_t* to) {
+  for (int64_t g = 0; g < kBlockGroups; ++g) {
+    IVec m[kPanelVectors];
+    load_multipliers(block + kTwoLevelCodes + g * kPanel / 2, m);
+    UNROLL for (int v = 0; v < kPanelVectors; ++v) {
+      const Scaler scaler(m[v], zero);
+      const uint8_t* from = block + g * kTwoLevelGroup * kPanel / 2 + v * kLanes * 4;
+      uint8_t* target = to + g * kTwoLevelGroup * kPanel + v * kLanes * 4;
+      for (int64_t i = 0; i < kTwoLevelGroup / 8; ++i) {
+        const Codes codes = load_codes(from + i * kQuadLine);
+        scaler.store(low_nibbles(codes), target + 2 * i * kQuadLine);
+        scaler.store(high_nibbles(codes), target + (2 * i + 1) * kQuadLine);
+      }
+    }
+  }
+}
+
+// The integers of one row by a whole panel. `zeros`: of every group -8 and -7 times the row's sum.
+inline void dot_panel(const uint8_t* panel, const int8_t* x, const int32_t (*zeros)[2], int64_t groups,
+                      IVec (&acc)[kPanelVectors]) {
+  constexpr int64_t kAhead = 4096;  // bytes to fetch ahead: where pages end, the hardware's prefetcher stops
+  UNROLL for (int v = 0; v < kPanelVectors; ++v) acc[v] = broadcast(0);
+  for (int64_t first = 0; first < groups; first += kBlockGroups, panel += kTwoLevelBytes) {
+    for (int64_t g = 0; g < kBlockGroups && first + g < groups; ++g, x += kTwoLevelGroup) {
+      const uint8_t* codes = panel + g * kTwoLevelGroup * kPanel / 2;
+      for (int64_t i = 0; i < kTwoLevelGroup * kPanel / 2; i += 64) __builtin_prefetch(codes + kAhead + i, 0, 2);
+      IVec m[kPanelVectors], d[kPanelVectors];
+      load_multipliers(panel + kTwoLevelCodes + g * kPanel / 2, m);
+      UNROLL for (int v = 0; v < kPanelVectors; ++v) d[v] = where_odd(m[v], zeros[first + g][1], zeros[first + g][0]);
+      UNROLL for (int64_t i = 0; i < kTwoLevelGroup / 8; ++i) {
+        const Quad low = broadcast_quad(x + i * 8), high = broadcast_quad(x + i * 8 + 4);
+        UNROLL for (int v = 0; v < kPanelVectors; ++v) {
+          const Codes both = load_codes(codes + i * kQuadLine + v * kLanes * 4);
+          d[v] = dot(dot(d[v], low_nibbles(both), low), high_nibbles(both), high);
+        }
+      }
+      UNROLL for (int v = 0; v < kPanelVectors; ++v) acc[v] = add_scaled(acc[v], d[v], m[v]);
+    }
+  }
+}
+
+}  // namespace quire::cpu::QUIRE_ISA
