@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -79,6 +80,9 @@ def measure(
     """Build ``model`` once and run each of ``runs`` after a warm-up that captures its graphs."""
     config = configuration(model, **settings)
     core, load_s = build(config)
+    memory = core.executor.memory  # type: ignore[attr-defined]
+    if memory is not None:
+        print(memory)
     rows = []
     for name, lengths in runs:
         warm = [(prompt, min(output, 24)) for prompt, output in lengths]
@@ -90,6 +94,7 @@ def measure(
             {"case": f"{model} {settings}, {name}", **row, "ready_s": load_s, "decode_bound_tokens_per_s": bound,
              "share_of_bound": row["decode_tokens_per_s"] / bound,
              "prefill_tokens_per_s": sum(p for p, _ in lengths) / row["prefill_s"],
+             "memory": None if memory is None else asdict(memory),
              "determinism": config.determinism, "graphs": core.executor.worker.runner.num_graphs}  # type: ignore[attr-defined]
         )  # fmt: skip
     core.executor.close()

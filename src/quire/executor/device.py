@@ -21,6 +21,7 @@ from quire.models.loader import iter_weights
 from quire.quant.stored import Weight
 from quire.runner.device_runner import DeviceRunner, torch_device
 from quire.runner.memory import torch_dtype
+from quire.runner.memory_check import MemoryCheck, Meter, check_memory
 from quire.runner.worker import Launched, Worker
 from quire.step import StepPlan, StepResult
 
@@ -28,7 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceExecutor:
-    """As `LocalExecutor`; ``weights`` replaces the checkpoint that ``config.model`` names."""
+    """As `LocalExecutor`; ``weights`` replaces the checkpoint that ``config.model`` names.
+
+    On a GPU the largest step is tried before the first request; `memory` compares what it took with what was expected.
+    """
 
     max_in_flight = 2
 
@@ -44,6 +48,10 @@ class DeviceExecutor:
         stream = iter_weights(config.model, dtype, device) if weights is None else weights
         clock = clock or WallClock()
         self.worker = Worker(config, stream, clock, partial(DeviceRunner, clock=clock))
+        self.memory: MemoryCheck | None = None
+        if config.device.kind == "cuda":
+            self.memory = check_memory(config, self.worker.execute, Meter())
+            _log.info("%s", self.memory)
         self._out: deque[Launched | StepResult] = deque()  # a result: the step failed when it was launched
 
     def submit(self, plan: StepPlan) -> None:
