@@ -71,6 +71,7 @@ TRACES = {
 }
 LOADS = (0.5, 0.8, 1.0)
 MANY_PER_S = 1e6
+BUSY = 0.1  # of the CPUs
 MARKS = ("<!-- accuracy: begin -->", "<!-- accuracy: end -->")
 # (name in the table, key of the summary, part of it, gate, times the floor)
 FIGURES: tuple[tuple[str, str, str | None, float, float], ...] = (
@@ -117,6 +118,8 @@ def next_cell(results: Results, names: Sequence[str], rounds: int) -> str | None
 def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
     """One round of one cell: profile if the round has none, live, simulated."""
     model, trace, load = cell.split("/")
+    if (busy := busy_share()) > BUSY:
+        say(f"others keep {busy:.0%} of the CPUs busy: what is measured now means little")
     number = len(results.rounds(cell))
     # The first of a round is made here; then it is the one that was made behind the last live run.
     before = args.results.parent / f"{args.results.stem}-{model}-{number}.json"
@@ -148,6 +151,7 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
             "rate": rate,
             "num_requests": len(workload.requests),
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "busy_before": busy,
             "refused_rows": dict(workload.refused),
             "profile_error": json.loads(around.read_text())["error"],
             "live": live,
@@ -159,6 +163,19 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
         for name, key, part, _, _ in FIGURES
     )
     say(f"{cell}, round {number}: {wall_s:.0f} s; simulated against live: {errors}")
+
+
+def busy_share(seconds: float = 1.0) -> float:
+    """The share of the CPUs that other processes use just now (/proc/stat: this one sleeps)."""
+
+    def ticks() -> tuple[int, int]:
+        spent = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(spent) - spent[3] - spent[4], sum(spent)
+
+    before = ticks()
+    time.sleep(seconds)
+    after = ticks()
+    return (after[0] - before[0]) / max(1, after[1] - before[1])
 
 
 def measure_profile(args: argparse.Namespace, model: str, path: Path, *, serving: bool) -> None:
