@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from benchmarks.gpu.other_attention import other_attention
 from benchmarks.gpu.timing import DEVICE, seconds
 
 from quire.kernels import cases
@@ -69,6 +70,9 @@ def attention_rows(case: cases.AttentionCase, limits: dict[str, float]) -> Itera
             lambda: torch.nn.functional.scaled_dot_product_attention(ours, k, v, is_causal=n == length, enable_gqa=True)
         ])  # fmt: skip
         yield row(f"{case.name}, torch SDPA over contiguous keys", taken_s, num_bytes, flops, limits)
+        shape = (count, n, length, case.num_heads, case.num_kv_heads, case.head_dim)
+        for name, call in other_attention(*shape, DEVICE).items():
+            yield row(f"{case.name}, {name}", seconds([call]), num_bytes, flops, limits)
 
 
 def decode_attention(limits: dict[str, float], *, tiny: bool) -> list[Row]:
@@ -101,9 +105,15 @@ SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # (out, in)
 
 
 def linears(limits: dict[str, float], *, tiny: bool) -> list[Row]:
-    """int4 in groups of 128 and 32, int8, and bf16 beside them, from 1 row to 512."""
+    """int4 in groups of 128 and 32, int8 and fp8, and bf16 beside them, from 1 row to 512."""
     found: list[Row] = []
-    formats = (PLAIN, WeightFormat("int4", 128), WeightFormat("int4", 32), WeightFormat("int8"))
+    formats = (
+        PLAIN,
+        WeightFormat("int4", 128),
+        WeightFormat("int4", 32),
+        WeightFormat("int8"),
+        WeightFormat("fp8"),
+    )
     for out, size in ((48, 64),) if tiny else SHAPES:
         for format in formats:
             if tiny and format.group == 128:
@@ -129,6 +139,7 @@ def random_matrix(out: int, size: int, format: WeightFormat, backend: str) -> An
     if format.quantized:
         groups = 1 if format.group is None else size // format.group
         q = torch.randint(-8, 8, (few, size), dtype=torch.int8)
+        q = q.to(torch.float8_e4m3fn) if format.kind == "fp8" else q
         weight: Any = QuantizedWeight(format, q, torch.rand(few, groups) * 0.01)
     else:
         weight = torch.randn(few, size).bfloat16()
