@@ -10,7 +10,7 @@ from quire.args import EngineArgs, ServerArgs, defaults, make_args, rare_names, 
 from quire.config import DeviceInfo
 from quire.errors import ConfigError
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from quire.resolve import blocks_for_sequence, parse_bytes, resolve
+from quire.resolve import blocks_for_sequence, parse_bytes, resolve, step_bytes
 
 GIB = 2**30
 DEVICE = DeviceInfo("cpu", "test", 2, 16 * GIB, 8 * GIB, isa="avx512", native=True)
@@ -55,7 +55,11 @@ def test_default_kv_is_half_of_what_the_weights_leave_or_what_can_be_used() -> N
     tight = dataclasses.replace(DEVICE, memory_available_bytes=64 * 2**20)
     config = resolve(EngineArgs(), spec_of(), tight)
     page = config.kv_layout.page_bytes(16, "bfloat16")
-    left = tight.memory_available_bytes - spec_of().weight_bytes("bfloat16")
+    left = (
+        tight.memory_available_bytes
+        - spec_of().weight_bytes("bfloat16")
+        - step_bytes(EngineArgs(), spec_of())
+    )
     assert config.cache.num_blocks == left // 2 // page
 
 

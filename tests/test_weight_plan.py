@@ -10,7 +10,7 @@ from quire.args import EngineArgs
 from quire.config import DeviceInfo
 from quire.errors import ConfigError
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, weight_shapes
-from quire.resolve import resolve
+from quire.resolve import resolve, step_bytes
 from quire.weight_format import PLAIN, WeightFormat, held_as, parse_format
 from quire.weight_plan import plan_weights, role_of, weight_table
 
@@ -89,7 +89,8 @@ def test_the_memory_budget_counts_quantized_bytes() -> None:
         config = resolve(EngineArgs(quantize=quantize), SPEC, tight)
         weights = SPEC.weight_bytes("bfloat16", config.model.formats)
         page = config.kv_layout.page_bytes(16, "bfloat16")
-        assert config.cache.num_blocks == (tight.memory_available_bytes - weights) // 2 // page
+        left = tight.memory_available_bytes - step_bytes(EngineArgs(), SPEC) - weights
+        assert config.cache.num_blocks == left // 2 // page
         budgets[quantize] = weights
         assert sum(row.num_bytes for row in weight_table(SPEC, "bfloat16", config.model.formats)) == weights
     assert budgets[None] == SPEC.weight_bytes("bfloat16") > budgets["int8"] > budgets["int4"]

@@ -73,9 +73,10 @@ struct Plan {
       whole += (SeqRows(a, seq).rows + kUnitRows - 1) / kUnitRows * a.num_kv_heads;
     }
     const bool split = whole < 8 * num_threads && num_threads > 1;
-    for (int64_t seq = 0; seq < a.num_seqs(); ++seq) {
-      const SeqRows rows(a, seq);
-      for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
+    // A kv head's sequences are neighbours: what they share of a prefix comes from L2 after the first of them.
+    for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
+      for (int64_t seq = 0; seq < a.num_seqs(); ++seq) {
+        const SeqRows rows(a, seq);
         for (int64_t row = 0; row < rows.rows; row += kUnitRows) {
           const int64_t count = std::min(kUnitRows, rows.rows - row);
           add({seq, kv_head, row, count, rows.lowest(row), rows.position(row + count - 1) + 1, -1},

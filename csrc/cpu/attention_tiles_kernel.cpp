@@ -182,8 +182,9 @@ class TilesKernel {
   const uint16_t* widened(int64_t t, const char* tile) {
     const TileForm<int8_t> form{a.head_dim, a.v_head_dim};
     const int8_t* from = reinterpret_cast<const int8_t*>(tile);
-    uint16_t* to = s.tiles.at_least(kStep / kTile * form.elements()) + t * form.elements();
-    for (int64_t i = 0; i < form.elements(); i += kLanes) store(to + i, load(from + i));
+    // The last vector of a tile may go beyond it: into the next tile, which follows, and from the scales.
+    uint16_t* to = s.tiles.at_least(kStep / kTile * form.elements() + kWidened) + t * form.elements();
+    for (int64_t i = 0; i < form.elements(); i += kWidened) widen(to + i, from + i);
     std::memcpy(s.k_scales + t * kTile, from + form.elements(), kTile * 4);
     std::memcpy(s.v_scales + t * kTile, from + form.elements() + kTile * 4, kTile * 4);
     return to;

@@ -7,6 +7,7 @@
 //   max, min          of (a, b): b where either is NaN, so pass what may be NaN second
 //   where_less        a < b ? x : y, lane by lane
 //   times_power(p,n)  p * 2^n for an integral n in [-126, 127]
+//   widen(to, from)   kWidened int8 -> bf16, exactly
 //   sum, largest      over the lanes, in a fixed order
 //   transpose8        8 x 8 elements of 32 bits; target rows `stride` elements apart
 #pragma once
@@ -69,8 +70,18 @@ inline Vec load(const uint16_t* p) {
   const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
-inline Vec load(const int8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+// Pairs of bytes as floats of 2^23 + 128 + x and 2^15 + 128 + x (x is the low or the high byte): a subtraction leaves x,
+// whose upper half is its bf16.
+constexpr int kWidened = 32;
+inline void widen(uint16_t* to, const int8_t* from) {
+  const __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  const auto take = [v](int byte, int bits) {  // (v & byte) ^ bits
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(v, _mm512_set1_epi32(byte), _mm512_set1_epi32(bits), 0x6a));
+  };
+  const __m512 low = _mm512_sub_ps(take(0xff, 0x4b000080), _mm512_set1_ps(8388736.0f));
+  const __m512 high = _mm512_sub_ps(take(0xff00, 0x47008000), _mm512_set1_ps(32896.0f));
+  _mm512_storeu_si512(to, _mm512_or_si512(_mm512_castps_si512(high),
+                                          _mm512_srli_epi32(_mm512_castps_si512(low), 16)));
 }
 inline void store(uint16_t* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
@@ -137,8 +148,16 @@ inline Vec load(const uint16_t* p) {
   const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
 }
-inline Vec load(const int8_t* p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+constexpr int kWidened = 16;  // as above
+inline void widen(uint16_t* to, const int8_t* from) {
+  const __m256i v = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const auto take = [v](int byte, int bits) {
+    return _mm256_castsi256_ps(_mm256_xor_si256(_mm256_and_si256(v, _mm256_set1_epi32(byte)), _mm256_set1_epi32(bits)));
+  };
+  const __m256 low = _mm256_sub_ps(take(0xff, 0x4b000080), _mm256_set1_ps(8388736.0f));
+  const __m256 high = _mm256_sub_ps(take(0xff00, 0x47008000), _mm256_set1_ps(32896.0f));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      _mm256_or_si256(_mm256_castps_si256(high), _mm256_srli_epi32(_mm256_castps_si256(low), 16)));
 }
 inline void store(uint16_t* p, Vec v) {
   const __m256i u = _mm256_castps_si256(v);
@@ -216,7 +235,10 @@ inline float largest(Vec v) {
   return m;
 }
 inline Vec load(const uint16_t* p) { return each([&](int i) { return bf16_to_float(p[i]); }); }
-inline Vec load(const int8_t* p) { return each([&](int i) { return float(p[i]); }); }
+constexpr int kWidened = 4;
+inline void widen(uint16_t* to, const int8_t* from) {
+  for (int i = 0; i < kWidened; ++i) to[i] = float_to_bf16(from[i]);
+}
 inline void store(uint16_t* p, Vec v) {
   for (int i = 0; i < 4; ++i) p[i] = float_to_bf16(v.f[i]);
 }

@@ -291,13 +291,15 @@ def _blocks_in_memory(
     available = device.memory_available_bytes
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
+    else:
+        available -= step_bytes(args, spec)
     page = spec.kv_layout(max_len).page_bytes(args.block_size, kv_dtype)
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
         if weights + budget > available:
             raise ConfigError(
                 f"kv_memory = {budget / 2**30:.2f} GiB and {weights / 2**30:.2f} GiB of weights are more than the "
-                f"{available / 2**30:.2f} GiB of memory that is available: lower kv_memory"
+                f"{available / 2**30:.2f} GiB of memory that are available beside a step: lower kv_memory"
             )
     elif device.kind == "cuda":
         budget = available - weights
@@ -327,6 +329,13 @@ def _gpu_memory_left(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> i
             )
     else:
         usable = int(device.memory_available_bytes * (args.gpu_memory_utilization or UTILIZATION))
-    activations = args.max_num_batched_tokens * row_bytes(spec, Split())
-    logits = 2 * args.max_num_seqs * spec.vocab_size * 4  # a copy of rows that are edited
-    return usable - activations - logits - RUNTIME_BYTES["accelerator"] - GRAPH_BYTES["accelerator"]
+    return usable - step_bytes(args, spec) - RUNTIME_BYTES["accelerator"] - GRAPH_BYTES["accelerator"]
+
+
+def step_bytes(args: EngineArgs, spec: ModelSpec) -> int:
+    """Bytes that the largest step needs: activations, logits, and a copy of rows of logits that are edited.
+
+    On a CPU the first two lie in a tape's arena, whose holes (a fifth, measured) are less than the copy.
+    """
+    logits = args.max_num_seqs * spec.vocab_size * 4
+    return args.max_num_batched_tokens * row_bytes(spec, Split()) + 2 * logits

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quire.kernels import huge_pages
 from quire.kernels.activation import ActivationKind
 from quire.kernels.attention import AttentionShape, RaggedBatch
 from quire.kernels.kv_view import SCALE_BYTES, KvView, Layout, can_tile, view_layer
@@ -195,6 +196,9 @@ ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase("head of 128, block of 32", ((33, 150), (1, 65)), 8, 2, 128, 128, block_size=32),
     AttentionCase("head of 256", ((10, 70), (1, 100)), 4, 1, 256, 256),
     AttentionCase("1B decode, 32 x 512", ((1, 512),) * 32, 32, 8, 64, 64, bench=True),
+    AttentionCase("1B decode, 8 x 8192", ((1, 8192),) * 8, 32, 8, 64, 64, bench=True),
+    AttentionCase("135M decode, 32 x 192", ((1, 192),) * 32, 9, 3, 64, 64, bench=True),
+    AttentionCase("135M chunk of 512", ((512, 512),), 9, 3, 64, 64, bench=True),
     AttentionCase("1B chunk of 512", ((512, 512),), 32, 8, 64, 64, bench=True),
 )  # fmt: skip
 
@@ -238,7 +242,8 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
     num_blocks = [-(-length // case.block_size) for _, length in case.lengths]
     total = sum(num_blocks) + 3
     piece = case.block_size * (case.head_dim + (0 if case.v_in_k else case.v_head_dim))
-    storage = torch.randn(total, 2 * case.num_kv_heads * piece, generator=generator).to(dtype)
+    storage = huge_pages.zeros(total, 2 * case.num_kv_heads * piece, dtype=dtype)  # as a cache has them
+    storage.copy_(torch.randn(storage.shape, generator=generator))
     if case.int8 or case.fp8:
         storage = torch.zeros(
             total,
