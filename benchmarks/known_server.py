@@ -37,8 +37,9 @@ async def _until(when_s: float) -> None:
     await asyncio.sleep(max(0.0, when_s - time.monotonic()))
 
 
-def _event(index: int, finish: str | None) -> bytes:
-    choice = {"index": 0, "text": f" w{index}", "finish_reason": finish, "token_ids": [index % 80 + 25]}
+def _event(index: int, finish: str | None, chat: bool) -> bytes:
+    choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "token_ids": [index % 80 + 25]}
+    choice |= {"delta": {"content": f" w{index}"}} if chat else {"text": f" w{index}"}
     return (
         b"data: %b\n\n" % json.dumps({"id": "x", "object": "text_completion", "choices": [choice]}).encode()
     )
@@ -74,8 +75,8 @@ class Server:
             writer.close()
 
     async def _complete(self, client: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        read_s, num = time.monotonic(), body["max_tokens"]
-        prompt = body["prompt"]
+        read_s, num = time.monotonic(), body.get("max_tokens") or body["max_completion_tokens"]
+        prompt, chat = body.get("prompt", ""), "messages" in body
         num_prompt = len(prompt) if isinstance(prompt, list) else len(prompt.split())
         writer.write(HEAD % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n")
         first_s = 0.0
@@ -84,7 +85,7 @@ class Server:
                 await _until(read_s + (index + 2) * self._steps.step_s)
             else:
                 await self._steps.after(read_s, index + 1)
-            event = _event(index, "length" if index == num - 1 else None)
+            event = _event(index, "length" if index == num - 1 else None, chat)
             first_s = first_s or time.monotonic()
             writer.write(CHUNK % (len(event), event))
         last_s = time.monotonic()

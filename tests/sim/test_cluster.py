@@ -85,6 +85,36 @@ def test_two_steps_in_flight_overlap_nothing_on_the_device() -> None:
     assert result.records[0].itl_s == pytest.approx((0.010,) * 4)
 
 
+def test_a_closed_loop_of_users_sends_when_the_answer_is_there() -> None:
+    config = replace(CONFIG, concurrency=1)
+    result = simulate(config, STEP, workload((0.0, 101, 3), (0.0, 1, 2), (0.0, 1, 1)))
+    assert [r.arrival_s for r in result.records] == pytest.approx([0.0, 0.130, 0.150])
+    assert [r.sent_s for r in result.records] == [r.arrival_s for r in result.records]
+    assert [r.end_s for r in result.records] == pytest.approx([0.130, 0.150, 0.160])
+    everybody = simulate(replace(config, concurrency=3), STEP, workload((0.0, 101, 3), (0.0, 1, 2)))
+    assert [r.arrival_s for r in everybody.records] == [0.0, 0.0]
+
+
+def test_a_limit_of_requests_holds_the_others_back_and_their_latency_counts_from_when_they_were_due() -> None:
+    config = replace(CONFIG, concurrency=1)
+    result = simulate(config, STEP, workload((0.01, 101, 3), (0.02, 1, 2), (0.5, 1, 1)))
+    assert [r.arrival_s for r in result.records] == [0.01, 0.02, 0.5]
+    assert [r.sent_s for r in result.records] == pytest.approx([0.01, 0.140, 0.5])
+    assert result.records[1].first_token_s == pytest.approx(0.150)
+
+
+def test_users_of_sessions_are_as_many_as_the_concurrency() -> None:
+    timeless = Synthetic(60, Uniform(5, 300), Uniform(1, 60), num_turns=3).build(seed=5)
+    result = simulate(replace(CONFIG, concurrency=4), STEP, timeless)
+    changes = sorted([(r.sent_s, 1) for r in result.records] + [(r.end_s, -1) for r in result.records])
+    at_once, most = 0, 0
+    for _, change in changes:
+        at_once += change
+        most = max(most, at_once)
+    assert (len(result.records), most) == (60, 4)
+    assert all(r.status == "ok" for r in result.records)
+
+
 def test_the_same_seed_gives_the_same_result_bit_for_bit() -> None:
     for routing in ("random", "prefix-hybrid"):
         first, second = (run(num_replicas=3, routing=routing, seed=3) for _ in range(2))

@@ -34,6 +34,7 @@ def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) 
     if flags.html:
         figures.need_plots()
     setup = set_up(args, settings, flags.seed)
+    setup = replace(setup, config=replace(setup.config, concurrency=flags.concurrency))
     flags = replace(flags, max_model_len=setup.config.scheduler.max_model_len)
     workload = make_workload(flags)
     slo = Slo.parse(flags.slo) if flags.slo else None

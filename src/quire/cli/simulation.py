@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +21,6 @@ SIMULATED = (
 LIVE = (
     *(s.name for s in settings_of(ServeBenchArgs).values() if s.group == "Server"),
     "vocab_size",
-    "concurrency",
 )
 
 
@@ -57,8 +55,6 @@ def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
 )
 def simulate(*, settings: dict[str, Any]) -> None:
     """Run a workload through the real scheduler, cache and router on a virtual clock; no model, no torch."""
-    # Millions of tuples and next to no cycles: searching for those as often as by default is a fifth of the time.
-    gc.set_threshold(100_000, 50, 50)
     args = pick(SimulateArgs, settings)
     if args.scenario is not None:
         from quire.sim.scenario import run_scenario

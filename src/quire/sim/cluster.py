@@ -45,15 +45,19 @@ class ClusterConfig:
     request_s: float = 0.0  # from the client to the core and back, all of it taken on the way in
     per_prompt_token_s: float = 0.0  # the same, a token of the prompt
     seed: int = 0
+    concurrency: int | None = (
+        None  # requests at once; where the workload has no times, a closed loop of users
+    )
 
     def __post_init__(self) -> None:
         for name, low in (
             ("num_replicas", 1),
             ("max_in_flight", 1),
+            ("concurrency", 1),
             ("start_up_s", 0.0),
             ("request_s", 0.0),
         ):
-            if getattr(self, name) < low:
+            if getattr(self, name) is not None and getattr(self, name) < low:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} must be at least {low}")
         check_faults(self.faults, self.num_replicas)
 
@@ -75,7 +79,10 @@ class Cluster:
         self._step_time = step_time
         self.latency = Latency(step_time, config.speculation, config.swap)
         self.router = Router(config.routing, seed=config.seed, max_load_ratio=config.max_load_ratio)
-        self.client = Client(workload, config.cache, config.seed, chains=self.router.needs_chains)
+        chains = self.router.needs_chains
+        self.client = Client(
+            workload, config.cache, config.seed, chains=chains, concurrency=config.concurrency
+        )
         self.replicas: list[Replica] = []
         self.retired: list[Replica] = []  # those that died
         self.timeline = Timeline()
@@ -156,17 +163,23 @@ class Cluster:
         )
 
     def _sender(self, request: WorkloadRequest) -> Callable[[], None]:
-        config = self.config
-
         def send() -> None:
-            sent = self.client.send(request, self.clock.now())
-            way_s = config.request_s + config.per_prompt_token_s * request.num_prompt_tokens
-            if way_s:
-                self.at(self.clock.now() + way_s, lambda: self.place(sent))
+            due_s = self.clock.now()
+            if self.client.full:
+                self.client.held.append((request, due_s))
             else:
-                self.place(sent)
+                self._send(request, due_s)
 
         return send
+
+    def _send(self, request: WorkloadRequest, due_s: float) -> None:
+        config, now = self.config, self.clock.now()
+        sent = self.client.send(request, now, due_s)
+        way_s = config.request_s + config.per_prompt_token_s * request.num_prompt_tokens
+        if way_s:
+            self.at(now + way_s, lambda: self.place(sent))
+        else:
+            self.place(sent)
 
     def place(self, sent: Sent) -> None:
         """Route a request and hand it to the replica, which takes it in when its loop comes round."""
@@ -242,6 +255,8 @@ class Cluster:
     def _follow(self, turns: Iterator[tuple[WorkloadRequest, float]]) -> None:
         for request, due_s in turns:
             self.at(due_s, self._sender(request))
+        while self.client.held and not self.client.full:
+            self._send(*self.client.held.popleft())
 
     def _report(self, replica: Replica) -> None:
         scheduler = replica.core.scheduler

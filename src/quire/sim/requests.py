@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,6 +25,7 @@ class Sent:
     source: WorkloadRequest
     request: Request
     due_s: float  # when it was meant to be sent
+    sent_s: float
     chain: list[bytes]  # hashes of the prompt's full blocks, where the router looks at them
     replica: int | None = None
     token_times: list[float] = field(default_factory=list)
@@ -32,9 +33,21 @@ class Sent:
 
 
 class Client:
-    """Requests out, records in. Later turns of a session are sent when the turn before is answered."""
+    """Requests out, records in. Later turns of a session are sent when the turn before is answered.
 
-    def __init__(self, workload: Workload, cache: CacheConfig, seed: int, *, chains: bool) -> None:
+    ``concurrency``: as in `quire.bench.load`, at most so many requests at once (``held`` are those that wait for it);
+    where no request has a time, a closed loop of so many users, each with its next session when one is over.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cache: CacheConfig,
+        seed: int,
+        *,
+        chains: bool,
+        concurrency: int | None = None,
+    ) -> None:
         self._prompts = PromptMaker(VOCAB_SIZE, seed, FIRST_ID)
         self._chains = chains
         self._block_size = cache.block_size
@@ -48,19 +61,30 @@ class Client:
                 self.first.append(request)
         for turns in self._later.values():
             turns.sort(key=lambda r: -r.turn)
+        self._concurrency = concurrency
+        self.held: deque[tuple[WorkloadRequest, float]] = deque()  # each with the time at which it was due
+        self._next: deque[WorkloadRequest] = deque()  # of a closed loop: first turns that no user has got to
+        if concurrency is not None and not any(request.arrival_s > 0.0 for request in workload.requests):
+            self._next.extend(self.first[concurrency:])
+            del self.first[concurrency:]
         self.sent: dict[str, Sent] = {}
         self.marks: dict[str, Callable[[float], None]] = {}  # of those sent: notes the time of a token
         self.records: list[RequestRecord] = []
 
-    def send(self, source: WorkloadRequest, now: float) -> Sent:
-        """Make the request; it was due at ``now``."""
+    @property
+    def full(self) -> bool:
+        """Whether as many requests are out as may be at once."""
+        return self._concurrency is not None and len(self.sent) >= self._concurrency
+
+    def send(self, source: WorkloadRequest, now: float, due_s: float | None = None) -> Sent:
+        """Make the request; it was due at ``due_s``, or now."""
         prompt = tuple(self._prompts.token_ids(source))
         sampling = SamplingParams(max_tokens=source.num_output_tokens, seed=source.index, ignore_eos=True)
         request = Request(f"r{source.index}", prompt, sampling, now)
         chain: list[bytes] = []
         if self._chains:
             extend_chain(chain, self._root, prompt, self._block_size)
-        sent = Sent(source, request, now, chain)
+        sent = Sent(source, request, now if due_s is None else due_s, now, chain)
         self.sent[request.request_id] = sent
         self.marks[request.request_id] = sent.token_times.append
         return sent
@@ -93,7 +117,7 @@ class Client:
             RequestRecord(
                 index=source.index,
                 arrival_s=sent.due_s,
-                sent_s=sent.due_s,
+                sent_s=sent.sent_s,
                 end_s=now,
                 num_prompt_tokens=source.num_prompt_tokens,
                 num_output_tokens=len(times),
@@ -111,6 +135,8 @@ class Client:
         if turns:
             turn = turns.pop()
             yield turn, max(turn.arrival_s, now + turn.think_s)
+        elif self._next:
+            yield self._next.popleft(), now
 
     def _give_up(self, turns: list[WorkloadRequest], now: float, why: str | None) -> None:
         """The later turns of a session that broke have failed too: they were due and nobody could send them."""

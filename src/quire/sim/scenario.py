@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -119,7 +119,8 @@ def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, given: M
     except ConfigError as error:
         return {"error": str(error)}
     workload = make_workload(bench)
-    return summary_of(simulate(setup.config, setup.step_time, workload), slo, workload)
+    config = replace(setup.config, concurrency=bench.concurrency)
+    return summary_of(simulate(config, setup.step_time, workload), slo, workload)
 
 
 def value_of(summary: Summary, key: str) -> float | None:
