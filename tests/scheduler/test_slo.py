@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import random
 
-from quire.config import SchedulerConfig
+from quire.clock import VirtualClock
+from quire.config import CacheConfig, SchedulerConfig
+from quire.engine.core import EngineCore
+from quire.engine.inbox import AddRequest, ChangePolicy
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
+from quire.request import Request, SamplingParams
 from quire.scheduler.policy import PolicyChange
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import MIN_CHUNK, SloController
+from quire.sim.executor import SimExecutor
+from quire.sim.latency import Latency
 from quire.step import SeqPlan, StepPlan
 
 CONFIG = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=4096, max_model_len=8192)
@@ -95,3 +102,45 @@ def test_a_failed_step_teaches_nothing() -> None:
     controller.submitted(StepPlan(0, seqs=(SeqPlan(0, 0, 10, 1),)), 0.0)
     assert controller.applied(100.0, failed=True) is None
     assert controller.decode_s(1) == MODEL.seconds(StepFeatures(1, 1, 1, 2048, 0, 0))
+
+
+def test_what_a_person_set_stays_until_it_is_released() -> None:
+    """Through the core's inbox, where the controller's wishes and a person's meet."""
+    clock, over = VirtualClock(), [0.0]
+    executor = SimExecutor(Latency(MODEL), clock, lambda over_s: over.append(over_s))
+    scheduler = Scheduler(CONFIG, CacheConfig(num_blocks=4000))
+    core = EngineCore(scheduler, executor, clock, SloController(MODEL, CONFIG, 0.010))
+    for index in range(40):
+        sampling = SamplingParams(max_tokens=400, ignore_eos=True, seed=index)
+        core.put(AddRequest(Request(str(index), (1,) * 300, sampling, 0.0)))
+
+    def steps(num: int) -> tuple[int, int]:
+        for _ in range(num):
+            core.begin()
+            clock.advance_to(over[-1])
+            core.finish()
+        return core.scheduler.config.max_num_seqs, core.scheduler.config.max_num_batched_tokens
+
+    limit, budget = steps(60)
+    assert limit < CONFIG.max_num_seqs
+    assert budget < 1000
+    core.put(ChangePolicy("0", PolicyChange(max_num_batched_tokens=1000)))
+    for _ in range(60):
+        assert steps(1)[1] == 1000
+    core.put(ChangePolicy("1", PolicyChange(), ("max_num_batched_tokens",)))
+    assert steps(60)[1] < 1000
+    first, second = core.replies
+    assert (first.pinned, second.pinned) == (("max_num_batched_tokens",), ())
+    core.put(PolicyChange(max_num_seqs=50))  # as a restarted engine hears of it again
+    assert steps(60)[0] == 50
+
+
+def test_nothing_is_released_without_a_controller() -> None:
+    executor = SimExecutor(Latency(MODEL), VirtualClock(), lambda over_s: None)
+    core = EngineCore(Scheduler(CONFIG, CacheConfig(num_blocks=10)), executor, VirtualClock())
+    core.put(ChangePolicy("0", PolicyChange(max_queue=5), ("max_num_seqs",)))
+    core.step()
+    (reply,) = core.replies
+    assert reply.param == "release"
+    assert "without --slo" in (reply.error or "")
+    assert core.scheduler.config.max_queue == CONFIG.max_queue

@@ -23,7 +23,7 @@ from quire.api.protocol import Integer, Number, Wire, parse
 from quire.api.refusals import Refusal
 from quire.api.routing_errors import add_error_handlers
 from quire.api.state import ApiState
-from quire.engine.inbox import ChangePolicy, ResetPrefixCache
+from quire.engine.inbox import ChangePolicy, Reply, ResetPrefixCache
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError
 from quire.metrics.log import Log
 from quire.scheduler.policy import PolicyChange
@@ -40,9 +40,12 @@ class RuntimePatch(Wire):
     max_num_batched_tokens: Integer | None = None
     max_queue: Integer | None = None
     dynamic_max_wait_ms: Number | None = None
+    release: list[Literal["max_num_seqs", "max_num_batched_tokens"]] | None = (
+        None  # back to the controller of --slo
+    )
 
 
-RUNTIME = tuple(RuntimePatch.model_fields)
+RUNTIME = tuple(name for name in RuntimePatch.model_fields if name != "release")
 
 
 def create_admin_app(main: FastAPI, *, keys: tuple[str, ...] = ()) -> FastAPI:
@@ -102,7 +105,7 @@ class Admin:
     async def runtime(self, request: Request) -> Response:
         """The settings in force."""
         reply = await self._state.frontend.call(lambda call_id: ChangePolicy(call_id, PolicyChange()))
-        return json_response({"object": "runtime", "runtime": _as_flags(reply.values)})
+        return json_response({"object": "runtime", "runtime": _as_flags(reply.values), **_pinned(reply)})
 
     async def change_runtime(self, request: Request) -> Response:
         """Change settings at the next step boundary; the answer has old and new values of what was asked for.
@@ -115,16 +118,18 @@ class Admin:
         asked = patch.model_dump(exclude_none=True)
         if not asked:
             raise RequestError(f"The body changes nothing: send one or more of {', '.join(RUNTIME)}.")
-        wait_ms = asked.pop("dynamic_max_wait_ms", None)
+        wait_ms, release = asked.pop("dynamic_max_wait_ms", None), tuple(asked.pop("release", ()))
+        if both := [name for name in release if name in asked]:
+            raise RequestError(f"{both[0]} is both set and released: send one of them.", param="release")
         change = PolicyChange(**asked, dynamic_max_wait_s=None if wait_ms is None else wait_ms / 1e3)
         try:
-            reply = await self._state.frontend.call(lambda call_id: ChangePolicy(call_id, change))
+            reply = await self._state.frontend.call(lambda call_id: ChangePolicy(call_id, change, release))
         except ConfigError as error:
             raise _as_request_error(error, wait_ms) from None
         old, new = _as_flags(reply.before), _as_flags(reply.values)
         changes = {name: {"old": old[name], "new": new[name]} for name in RUNTIME if name in body}
         log.info("runtime_changed", **{name: f"{c['old']} -> {c['new']}" for name, c in changes.items()})
-        return json_response({"object": "runtime", "changed": changes, "runtime": new})
+        return json_response({"object": "runtime", "changed": changes, "runtime": new, **_pinned(reply)})
 
     async def progress(self, request: Request) -> Response:
         """How far a drain is; also says so where there is none."""
@@ -198,6 +203,11 @@ def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings under the names of their flags."""
     values = {**settings, "dynamic_max_wait_ms": round(settings["dynamic_max_wait_s"] * 1e3, 6)}
     return {name: values[name] for name in RUNTIME}
+
+
+def _pinned(reply: Reply) -> dict[str, Any]:
+    """With ``--slo``: which of its controller's settings a person holds."""
+    return {} if reply.pinned is None else {"pinned": list(reply.pinned)}
 
 
 def _as_request_error(error: ConfigError, wait_ms: float | None) -> RequestError:

@@ -14,6 +14,7 @@ from quire.engine.inbox import (
     AbortRequest,
     AddRequest,
     ChangePolicy,
+    ControlPolicy,
     Drain,
     FinishSample,
     Message,
@@ -49,7 +50,7 @@ class EngineCore:
         self.controller = controller
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
         self.replies: list[Reply] = []  # to calls, for whoever steps to take out
-        self._inbox: deque[Message] = deque()  # append and popleft are atomic
+        self._inbox: deque[Message | ControlPolicy] = deque()  # append and popleft are atomic
         self._out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
         self._draining = False
 
@@ -78,7 +79,7 @@ class EngineCore:
         if self.controller is not None and isinstance(out, StepPlan):
             change = self.controller.applied(now, failed=result.error is not None)
             if change is not None:
-                self._inbox.append(change)
+                self._inbox.append(ControlPolicy(change))
         return events
 
     @property
@@ -111,7 +112,7 @@ class EngineCore:
             events += self._take_in(self._inbox.popleft())
         return events
 
-    def _take_in(self, message: Message) -> list[TokenEvent]:
+    def _take_in(self, message: Message | ControlPolicy) -> list[TokenEvent]:
         match message:
             case AddRequest(request):
                 if self._draining:
@@ -133,21 +134,32 @@ class EngineCore:
             case PolicyChange():
                 try:
                     self.scheduler.change_policy(message)
+                    if self.controller is not None:
+                        self.controller.pin(message)
                 except ConfigError as error:
                     self.rejected.append(str(error))
-            case ChangePolicy(call_id, change):
-                self.replies.append(self._change_policy(call_id, change))
+            case ControlPolicy(change):
+                assert self.controller is not None
+                self.scheduler.change_policy(self.controller.unpinned(change))
+            case ChangePolicy():
+                self.replies.append(self._change_policy(message))
             case ResetPrefixCache(call_id):
                 self.replies.append(Reply(call_id, {"num_freed_blocks": self.scheduler.cache.prefix.clear()}))
         return []
 
-    def _change_policy(self, call_id: str, change: PolicyChange) -> Reply:
-        before = settings(self.scheduler.config)
+    def _change_policy(self, call: ChangePolicy) -> Reply:
+        before, controller = settings(self.scheduler.config), self.controller
         try:
-            self.scheduler.change_policy(change)
+            if call.release and controller is None:
+                raise ConfigError("Nothing can be released: the server runs without --slo.", param="release")
+            self.scheduler.change_policy(call.change)
         except ConfigError as error:
-            return Reply(call_id, before, error=str(error), param=error.param)
-        return Reply(call_id, settings(self.scheduler.config), before)
+            return Reply(call.call_id, before, error=str(error), param=error.param)
+        after = settings(self.scheduler.config)
+        if controller is None:
+            return Reply(call.call_id, after, before)
+        controller.pin(call.change, call.release)
+        return Reply(call.call_id, after, before, pinned=tuple(sorted(controller.pinned)))
 
     def _submit(self) -> None:
         """Submit while fewer than ``max_in_flight`` are out and there is work.

@@ -12,6 +12,7 @@ from typing import Any
 from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, Message, Reply
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.policy import PolicyChange
+from quire.scheduler.slo import CONTROLLED
 
 
 @dataclass(slots=True)
@@ -61,6 +62,10 @@ class InFlight:
         """Note what calls changed: only the engine knows whether it took the change."""
         for reply in replies:
             self._note_policy({k: v for k, v in reply.values.items() if reply.before.get(k, v) != v})
+            if reply.pinned is not None:  # an SLO's controller has what a person does not
+                self._note_policy({name: reply.values[name] for name in reply.pinned})
+                for name in CONTROLLED.keys() - set(reply.pinned):
+                    self._policy.pop(name, None)
 
     def _note_policy(self, changes: dict[str, Any]) -> None:
         self._policy.update({name: PolicyChange(**{name: value}) for name, value in changes.items()})

@@ -44,10 +44,14 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class ChangePolicy:
-    """A `PolicyChange` that is answered with a `Reply`: the settings before and after. An empty one just reads them."""
+    """A `PolicyChange` that is answered with a `Reply`: the settings before and after. An empty one just reads them.
+
+    Settings of an SLO's controller are pinned by it, until they are in ``release``.
+    """
 
     call_id: str
     change: PolicyChange
+    release: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,16 @@ class Reply:
     before: dict[str, Any] = field(default_factory=dict)  # what was, where something was changed
     error: str | None = None  # the text of a ConfigError
     param: str | None = None  # the setting at fault
+    pinned: tuple[str, ...] | None = (
+        None  # of the controller's settings, those that a person set; None: no controller
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPolicy:
+    """The SLO controller's wish, from inside the engine: what a person pinned stays."""
+
+    change: PolicyChange
 
 
 Call = ChangePolicy | ResetPrefixCache

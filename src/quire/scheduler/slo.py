@@ -15,7 +15,7 @@ Tokens do not depend on any of this (DESIGN §1.3); only when they come does.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config import SchedulerConfig
 from quire.plan.cost_model import StepFeatures, StepTime, features
@@ -27,6 +27,10 @@ MEMORY = 0.1  # weight of the newest step in the running means
 REFRESH = 4  # steps after which the same number of decodes is thought about again: it takes 0.1 ms
 MIN_CHUNK = 16  # rows: a prompt always goes on
 WORTHWHILE = 1 / 16  # a smaller change of a setting is not sent
+CONTROLLED = {
+    "max_num_seqs": "_limit",
+    "max_num_batched_tokens": "_budget",
+}  # settings, and where their values are
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class SloController:
         self._most = config  # what a person set: never exceeded
         self._budget = config.max_num_batched_tokens
         self._limit = config.max_num_seqs
+        self.pinned: set[str] = set()  # settings that a person changed: theirs until released
         self._context = _Mean(config.max_model_len / 4)  # keys a decode reads
         self._chunk_keys = _Mean(config.max_model_len / 4)  # keys a chunk's row sees
         self._decode_ratio = _Mean(1.0)  # seconds measured / modelled, steps of decodes alone
@@ -79,6 +84,21 @@ class SloController:
             return None
         self._asked, self._age = coming, 0
         return self._change(coming)
+
+    def pin(self, change: PolicyChange, release: tuple[str, ...] = ()) -> None:
+        """A person changed settings: those of this controller that are named are theirs, until they release them."""
+        for name, mine in CONTROLLED.items():
+            value = getattr(change, name)
+            if value is not None:
+                self.pinned.add(name)
+                setattr(self, mine, value)  # what is in force, which the next wish is compared with
+            elif name in release:
+                self.pinned.discard(name)
+        self._asked = -1
+
+    def unpinned(self, change: PolicyChange) -> PolicyChange:
+        """Return ``change`` without what is pinned."""
+        return replace(change, **dict.fromkeys(self.pinned)) if self.pinned else change
 
     def decode_s(self, num_decodes: int) -> float:
         """Seconds of a step of so many decodes, as steps have been lately."""
@@ -117,8 +137,10 @@ class SloController:
         budget = self._most.max_num_batched_tokens
         if num_decodes:
             budget = min(budget, num_decodes + self.chunk(num_decodes))
-        new_limit = limit if _differs(limit, self._limit) else None
-        new_budget = budget if _differs(budget, self._budget) else None
+        new_limit = limit if "max_num_seqs" not in self.pinned and _differs(limit, self._limit) else None
+        new_budget = (
+            budget if "max_num_batched_tokens" not in self.pinned and _differs(budget, self._budget) else None
+        )
         if new_limit is None and new_budget is None:
             return None
         self._limit, self._budget = new_limit or self._limit, new_budget or self._budget

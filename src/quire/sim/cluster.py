@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
@@ -102,7 +103,7 @@ class Cluster:
         for number in range(self.config.num_replicas):
             self.start(number)
         for request in self.client.first:
-            self.at(request.arrival_s, self._sender(request))
+            self.at(request.arrival_s, partial(self._send, request))
         heap, advance_to = self._heap, self.clock.advance_to
         while heap:
             when, _, happen = heapq.heappop(heap)
@@ -162,18 +163,12 @@ class Cluster:
             ),
         )
 
-    def _sender(self, request: WorkloadRequest) -> Callable[[], None]:
-        def send() -> None:
-            due_s = self.clock.now()
-            if self.client.full:
-                self.client.held.append((request, due_s))
-            else:
-                self._send(request, due_s)
-
-        return send
-
-    def _send(self, request: WorkloadRequest, due_s: float) -> None:
+    def _send(self, request: WorkloadRequest, due_s: float | None = None) -> None:
+        """Send a request that is due now, or that was held back since ``due_s`` and may go."""
         config, now = self.config, self.clock.now()
+        if due_s is None and self.client.full:
+            self.client.held.append((request, now))
+            return
         sent = self.client.send(request, now, due_s)
         way_s = config.request_s + config.per_prompt_token_s * request.num_prompt_tokens
         if way_s:
@@ -254,7 +249,7 @@ class Cluster:
 
     def _follow(self, turns: Iterator[tuple[WorkloadRequest, float]]) -> None:
         for request, due_s in turns:
-            self.at(due_s, self._sender(request))
+            self.at(due_s, partial(self._send, request))
         while self.client.held and not self.client.full:
             self._send(*self.client.held.popleft())
 
