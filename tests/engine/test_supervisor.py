@@ -182,7 +182,7 @@ def test_live_settings_survive_a_restart() -> None:
     assert len(book.readmissions()) == 2
     book.answered([Reply("0", {**before, "max_num_seqs": 2}, before), Reply("1", before, error="no")])
     assert book.readmissions()[2:] == [PolicyChange(max_num_seqs=2)]
-    # Under --slo: what a person pinned is set again, pinned even at the value that it had; the rest is the controller's.
+    # Under --slo what a person pinned is set again, even at the value that it had; the rest is the controller's.
     book.answered([Reply("2", {**before, "max_num_batched_tokens": 64}, pinned=("max_num_batched_tokens",))])
     assert book.readmissions()[2:] == [PolicyChange(max_num_batched_tokens=64)]
     book.answered([Reply("3", before, before, pinned=())])
