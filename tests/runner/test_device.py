@@ -18,8 +18,9 @@ from quire.engine.core import EngineCore
 from quire.engine.inbox import AddRequest
 from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
-from quire.request import FinishReason, Request, SamplingParams, TokenEvent
+from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from quire.scheduler.scheduler import Scheduler
+from quire.step import StepResult
 from quire.weight_plan import plan_weights
 
 pytestmark = [WARNINGS, pytest.mark.gpu if DEVICE.type == "cuda" else pytest.mark.triton_interpret]
@@ -89,9 +90,8 @@ def test_tokens_are_those_of_the_cpu(name: str, kernels: str, sampling: Sampling
     assert generate(device_config(name, kernels), asked, together=3) == expected
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "latent" else pytest.mark.slow) for name in SPECS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
 def test_fp8_weights_give_the_logits_of_the_reference(name: str) -> None:
     """Nearly: where sums round otherwise a number may become its neighbour in fp8, a sixteenth away."""
     asked = requests(2, replace(GREEDY, max_tokens=1), length=20)
@@ -175,6 +175,43 @@ def test_rows_that_need_the_host_are_drawn_alike() -> None:
     ]
     expected = generate(engine_config(SPECS["llama"]), asked, together=1, executor=LocalExecutor)
     assert generate(device_config("llama", "triton"), asked, together=4) == expected
+
+
+@pytest.mark.slow
+def test_rows_that_stay_on_the_device_are_drawn_alike() -> None:
+    """top_k, top_p and logprobs with two steps in flight; the logprobs too."""
+    kinds = [replace(RANDOM, top_k=5, top_p=0.8), replace(RANDOM, logprobs=3, top_p=0.9), RANDOM]
+    asked = [
+        replace(request, sampling=replace(kind, seed=i, max_tokens=3))
+        for i, (request, kind) in enumerate(zip(requests(3, RANDOM, length=8), kinds, strict=True))
+    ]
+    seen: list[list[TokenLogprobs]] = []
+    tokens = []
+    for executor, config, together in (
+        (LocalExecutor, engine_config(SPECS["llama"]), 1),
+        (DeviceExecutor, device_config("llama", "triton"), 3),
+    ):
+        found: list[TokenLogprobs] = []
+
+        class Watched(executor):  # type: ignore[misc, valid-type]
+            def collect(self) -> StepResult:
+                result: StepResult = super().collect()
+                for seq in result.seqs:
+                    found.extend(seq.logprobs or ())  # noqa: B023
+                return result
+
+        tokens.append(generate(config, asked, together=together, executor=Watched))
+        seen.append(found)
+    assert tokens[1] == tokens[0]
+    assert len(seen[0]) == 3
+    for ours, expected in zip(seen[1], seen[0], strict=True):
+        assert (ours.token_id, ours.rank, ours.top_token_ids) == (
+            expected.token_id,
+            expected.rank,
+            expected.top_token_ids,
+        )
+        assert ours.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-4)
+        assert ours.logprob == pytest.approx(expected.logprob, abs=1e-4)
 
 
 def test_nothing_is_made_on_a_device_by_default() -> None:

@@ -2,7 +2,7 @@
 
 The ids drawn stay on the device: ``_last_ids[row]`` is the newest id of each of the worker's sequences, and a step
 finds there those that the host does not know yet. Steps with rows that need the host between forward and draw
-(penalties, masks, grammars, logprobs) are waited for when they are launched.
+(penalties, masks, grammars) are waited for when they are launched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
-from quire.kernels.sampling.triton import draw_rows, facts_of, truncated
+from quire.kernels.sampling.logprobs import assemble, logprob_tensors
+from quire.kernels.sampling.triton import draw_rows, facts_of, logprobs_wanted, truncated
 from quire.models.decoder import Decoder
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
@@ -108,12 +109,26 @@ class DeviceRunner:
         self._last_ids.index_copy_(0, rows.long(), drawn.to(torch.int32))
         self.sampler.count_plain(seq_ids)
         on_host = self._fetch(drawn), self._fetch(best)
+        rows_with, wanted = logprobs_wanted(columns)
+        found: tuple[torch.Tensor, ...] = ()
+        if wanted:
+            of = logits if len(wanted) == len(seq_ids) else logits[self._to_device(rows_with)]
+            of_ids = drawn if len(wanted) == len(seq_ids) else drawn[self._to_device(rows_with)]
+            widest = min(max(wanted), logits.shape[1])
+            found = tuple(self._fetch(part) for part in logprob_tensors(of, of_ids.clamp_min(0), widest))
         done = recorded_event() if self.device.type == "cuda" else None
 
         def wait() -> list[SeqSample]:
             if done is not None:
                 done.synchronize()
-            return self.sampler.plain_samples(*(part.numpy() for part in on_host))
+            ids, largest = (part.numpy() for part in on_host)
+            logprobs: list[TokenLogprobs | None] = [None] * len(ids)
+            if wanted:
+                token_ids = [int(ids[row]) for row in rows_with]
+                entries = assemble(token_ids, wanted, *(part.tolist() for part in found))
+                for row, entry in zip(rows_with.tolist(), entries, strict=True):
+                    logprobs[row] = entry
+            return self.sampler.plain_samples(ids, largest, logprobs)
 
         return wait
 
@@ -173,6 +188,9 @@ class DeviceRunner:
             return self.decoder.logits(self._forward(made)), made.sampling_rows
         logits = self._graphs.run(room, lambda: self.decoder.logits(self._forward(made)))
         return logits[: step.num_seqs], made.sampling_rows[: step.num_seqs]
+
+    def _to_device(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self.device, non_blocking=True)
 
     def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin to copy to the host; there once an event behind it has come."""

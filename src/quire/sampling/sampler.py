@@ -85,17 +85,25 @@ class Sampler:
     def plain_columns(self, seq_ids: Sequence[int]) -> NDArray[np.void] | None:
         """What a device needs to draw for ``seq_ids`` without the host; None if a row asks for more than that."""
         columns = self._batch.gather(self._batch.slots(seq_ids))
-        return None if (columns["features"] & (EDITED | LOGPROBS)).any() else columns
+        return None if (columns["features"] & EDITED).any() else columns
 
     def count_plain(self, seq_ids: Sequence[int]) -> None:
         """Count a token of each of ``seq_ids`` that a device is drawing."""
         self._batch.advance_plain(self._batch.slots(seq_ids))
 
-    def plain_samples(self, token_ids: NDArray[np.int64], best: NDArray[np.float32]) -> list[SeqSample]:
+    def plain_samples(
+        self,
+        token_ids: NDArray[np.int64],
+        best: NDArray[np.float32],
+        logprobs: Sequence[TokenLogprobs | None] | None = None,
+    ) -> list[SeqSample]:
         """What a device drew; ``best``: the largest logits, not finite where a row failed."""
+        with_logprobs = logprobs or (None,) * len(token_ids)
         return [
-            SeqSample(token_id) if fine else SeqSample(-1, error=_NOT_FINITE)
-            for token_id, fine in zip(token_ids.tolist(), np.isfinite(best).tolist(), strict=True)
+            SeqSample(token_id, found) if fine else SeqSample(-1, error=_NOT_FINITE)
+            for token_id, fine, found in zip(
+                token_ids.tolist(), np.isfinite(best).tolist(), with_logprobs, strict=True
+            )
         ]
 
     def _draw(self, logits: Tensor, edited: dict[int, Tensor], columns: NDArray[np.void]) -> Drawn:

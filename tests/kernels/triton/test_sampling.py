@@ -9,9 +9,10 @@ from tests.kernels.checks import generator
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
 from quire.kernels.registry import Backend
-from quire.kernels.sampling import sample
+from quire.kernels.sampling import sample, top_candidates
 from quire.kernels.sampling import triton as on_gpu
 from quire.kernels.sampling.columns import COLUMNS, MIN_P, RANDOM, TRUNCATED
+from quire.kernels.sampling.select import lowest_of_equals
 
 pytestmark = WARNINGS
 
@@ -50,6 +51,16 @@ def test_tokens_are_the_references(rows: int, vocab: int, truncated: bool) -> No
     expected, made = drawn(logits, columns, "reference"), drawn(logits, columns, "triton")
     assert made[0] == expected[0]
     assert np.array_equal(made[1], expected[1])
+
+
+@pytest.mark.parametrize("k", [1, 3, 40, 131])
+def test_the_best_ids_without_waiting(k: int) -> None:
+    """What a GPU takes where a CPU loops over rows whose last place several ids share."""
+    scores = (torch.randn(6, 131, generator=generator()) * 2).round()
+    scores[0] = 1.0
+    kth = torch.topk(scores, k, dim=1).values[:, -1:]
+    _, expected = top_candidates(scores, k)
+    assert torch.equal(lowest_of_equals(scores, kth, k), expected.sort(dim=1).values)
 
 
 @pytest.mark.slow

@@ -86,12 +86,27 @@ def top_candidates(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     values, ids = torch.topk(scores, k, dim=1, sorted=False)
     kth = values.amin(dim=1, keepdim=True)
+    if scores.device.type != "cpu":
+        return _in_order(scores, lowest_of_equals(scores, kth, k))
     # topk picks any of the ids that equal the k-th value; where there are more of them than places, pick the lowest.
     crowded = ((scores >= kth).sum(dim=1, keepdim=True) > k) & (kth > -torch.inf)
     for row in crowded.squeeze(1).nonzero().flatten().tolist():
         above = (scores[row] > kth[row]).nonzero().flatten()
         equal = (scores[row] == kth[row]).nonzero().flatten()[: k - above.numel()]
         ids[row] = torch.cat((above, equal))
-    ids = ids.sort(dim=1).values
+    return _in_order(scores, ids.sort(dim=1).values)
+
+
+def lowest_of_equals(scores: Tensor, kth: Tensor, k: int) -> Tensor:
+    """Ids ``[rows, k]``, ascending: all above ``kth [rows, 1]``, the lowest that equal it; without the host."""
+    above, equal = scores > kth, scores == kth
+    places = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(dim=1) <= places))
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    return torch.topk(torch.where(chosen, -ids, -scores.shape[1]), k, dim=1).values.neg()
+
+
+def _in_order(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """``ids [rows, k]`` ascend; the best first, with their scores."""
     values, order = scores.gather(1, ids).sort(dim=1, descending=True, stable=True)
     return values, ids.gather(1, order)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.registry import register
-from quire.kernels.sampling.columns import MIN_P, TRUNCATED
+from quire.kernels.sampling.columns import LOGPROBS, MIN_P, TRUNCATED
 from quire.kernels.sampling.cut_triton_kernels import cut_rows
 from quire.kernels.sampling.triton_kernels import draw_chunks, fold_chunks, largest_of_chunks
 
@@ -42,6 +42,12 @@ def facts_of(columns: NDArray[np.void]) -> NDArray[np.int64]:
 def truncated(columns: NDArray[np.void]) -> bool:
     """Whether any row has top_k or top_p."""
     return bool((columns["features"] & TRUNCATED).any())
+
+
+def logprobs_wanted(columns: NDArray[np.void]) -> tuple[NDArray[np.int64], list[int]]:
+    """Which rows of ``columns`` want log-probabilities, and how many alternatives each."""
+    rows = np.flatnonzero(columns["features"] & LOGPROBS)
+    return rows, columns["num_logprobs"][rows].tolist()
 
 
 def draw_rows(logits: Tensor, facts: Tensor, purpose: int, *, cut: bool) -> tuple[Tensor, Tensor]:
