@@ -174,8 +174,9 @@ struct Multipliers {
     Vec best = broadcast(-INFINITY), kept[3] = {zero(), zero(), zero()};
     for (const int neighbour : kNeighbours) {
       for (int i = 0; i < kLanes; ++i) {
-        each[i] = std::min(std::max(std::floor(first[i]) + static_cast<float>(neighbour), 1.0f), 15.0f);
-        odd[i] = each[i] - 2.0f * std::floor(each[i] * 0.5f);
+        const int m = std::min(std::max(static_cast<int>(first[i]) + neighbour, 1), 15);
+        each[i] = static_cast<float>(m);
+        odd[i] = static_cast<float>(m & 1);
       }
       const Vec many = load(each), side = load(odd);
       Vec found[3] = {many, zero(), zero()};
@@ -194,7 +195,7 @@ struct Multipliers {
 
 // Levels of one group less the side of odd multipliers: -8 ... 7.
 void round_levels(const float* x, int64_t size, float inverse, float m, int8_t* q) {
-  const float side = std::fmod(m, 2.0f);
+  const float side = static_cast<float>(static_cast<int>(m) & 1);
   const Vec magic = broadcast(kMagic), factor = broadcast(inverse / m), odd = broadcast(side);
   const Vec least = broadcast(side - 8.0f), most = broadcast(side + 7.0f);
   int8_t levels[kTwoLevelGroup];
