@@ -26,6 +26,7 @@ from quire.device import detect_device
 from quire.errors import ConfigError, nearest
 from quire.kernels import cases, registry
 from quire.kernels.attention import attention
+from quire.kernels.kv_view import SCALE_BYTES
 from quire.kernels.linear import PackedLinear, QuantizedWeight, linear, pack_empty, write_rows
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.quantized_rows import num_groups
@@ -148,8 +149,12 @@ def linear_jobs(isa: Backend) -> Iterator[Job]:
 
 def attention_jobs(isa: Backend) -> Iterator[Job]:
     level = version_of("attention", isa)
-    for case in cases.ATTENTION:
-        if not case.bench or level is None:
+    benched = [case for case in cases.ATTENTION if case.bench]
+    in_tiles = (
+        case.in_tiles(int8=int8) for case in benched for int8 in (False, True)
+    )  # as an engine's cache is
+    for case in in_tiles:
+        if case is None or level is None:
             continue
         made = cases.attention_inputs(case, torch.bfloat16, torch.Generator().manual_seed(0))
         pairs = sum(q * n - q * (q - 1) // 2 for q, n in case.lengths)
@@ -159,7 +164,7 @@ def attention_jobs(isa: Backend) -> Iterator[Job]:
             "attention",
             case.name,
             level,
-            2 * num_tokens * case.num_kv_heads * size,
+            num_tokens * case.num_kv_heads * (size + SCALE_BYTES if case.int8 else 2 * size),
             2 * pairs * case.num_heads * size,
             "float",
             lambda made=made: attention(made.q, made.kv, made.batch, made.shape, backend=level),  # type: ignore[misc]

@@ -245,7 +245,7 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
     storage = huge_pages.zeros(total, 2 * case.num_kv_heads * piece, dtype=dtype)  # as a cache has them
     storage.copy_(torch.randn(storage.shape, generator=generator))
     if case.int8 or case.fp8:
-        storage = torch.zeros(
+        storage = huge_pages.zeros(
             total,
             2 * case.num_kv_heads * (piece + case.block_size * SCALE_BYTES),
             dtype=torch.int8 if case.int8 else torch.float8_e4m3fn,
