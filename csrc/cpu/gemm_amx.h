@@ -33,10 +33,10 @@ constexpr int64_t kBlockRows = 2 * kTileRows;
 constexpr int64_t kTileSums = kTileRows * kTileRows;    // of a tile of results
 constexpr int64_t kBlockSums = 4 * kTileSums;           // of a block: its four tiles, one after the other
 constexpr int64_t kChunkSteps = 32;                     // between spills of the sums
-constexpr int64_t kGroupPanels = 16;                    // panels that a chunk of the rows serves
+constexpr int64_t kGroupPanels = 8;                     // panels that a chunk of the rows serves
 constexpr int64_t kCachedTiles = 1024;                  // A tiles that stay in L2: a MiB
 constexpr int64_t kCachedResults = 1 << 20;             // bytes: more than these do not stay in L2
-constexpr int64_t kSmallWork = 1 << 17;                 // bytes of weights times rows, see `over_panels`
+constexpr int64_t kSmallWork = 1 << 17;                 // bytes of weights times rows, see `over_threads`
 constexpr int64_t kAheadBytes = 16 << 10;               // how far ahead the weights of a single block are fetched
 constexpr int64_t kUnpackSteps = 4;                     // ahead: what is just stored cannot be loaded as tiles at once
 constexpr int64_t kUnpackSlots = 8;                     // of unpacked steps, where each is used once
@@ -55,14 +55,15 @@ struct Gemm {
   int64_t work() const { return rows * n * k; }
 };
 
-// Split the panels over the threads; where there is less work than some 5 us, the others are not worth waking. The
-// split changes no bit.
+// Call body(thread) on the threads, which take of `items`; where there is less work than some 5 us, the others are not
+// worth waking. Who takes what changes no bit.
 template <typename F>
-void over_panels(int64_t work, ThreadPool& pool, const F& body) {
+void over_threads(int64_t items, int64_t work, ThreadPool& pool, const F& body) {
+  pool.deal(items);
   if (work < kSmallWork) {
-    body(0, 1);
+    body(0);
   } else {
-    pool.run(body);
+    pool.run([&](int thread, int) { body(thread); });
   }
 }
 
@@ -196,7 +197,7 @@ inline Sum* row_of_sums(Sum* sums, int64_t r) {
   return sums + r / kTileRows * 2 * kTileSums + r % kTileRows * kTileRows;
 }
 
-// What one thread does of a pass: panels [begin, end), in groups. Op has the type `Sum`, the products `dot` of three
+// What one thread does of a pass: the panels that it takes, in groups. Op has the type `Sum`, the products `dot` of three
 // tiles, and `write(row, column, left, right)`, which makes 32 sums of a row results. Where its weights are packed more
 // tightly (`kUnpacks`), `unpack(step, to)` makes B tiles of one step of kStepBytes while the first block of rows is
 // multiplied with those before it; a single block needs few of them at a time, and they stay in L1.
@@ -205,8 +206,8 @@ class PanelWorker {
  public:
   using Sum = typename Op::Sum;
 
-  PanelWorker(const Gemm& g, const Op& op, const Pass& pass, Range panels)
-      : g_(g), op_(op), pass_(pass), panels_(panels), group_(pass.chunks() == 1 ? 1 : kGroupPanels) {
+  PanelWorker(const Gemm& g, const Op& op, const Pass& pass, ThreadPool& pool, int thread)
+      : g_(g), op_(op), pass_(pass), pool_(pool), thread_(thread), group_(pass.chunks() == 1 ? 1 : kGroupPanels) {
     TileShapes shapes;
     const int rows = static_cast<int>(pass.packed ? kTileRows : pass.rows);
     for (const int t : {kC00, kC01, kC10, kC11, kA0, kA1}) shapes.set(t, rows, kTileBytes);
@@ -220,15 +221,15 @@ class PanelWorker {
   }
 
   void run() {
-    for (int64_t first = panels_.begin; first < panels_.end; first += group_) {
-      const int64_t end = std::min(panels_.end, first + group_);
+    pool_.take_all(thread_, group_, [&](const Range& mine) {
+      const auto [first, end] = mine;
       for (int64_t c = 0; c < pass_.chunks(); ++c) {
         for (int64_t p = first; p < end; ++p) {
           const bool more = p + 1 < end, same = more || c + 1 < pass_.chunks();
           chunk(p, c, (p - first) * pass_.blocks(), more ? p + 1 : same ? first : end, more ? c : same ? c + 1 : 0);
         }
       }
-    }
+    });
     write(kBlockRows);
     _mm_sfence();  // streamed results are there for other threads too
   }
@@ -239,7 +240,7 @@ class PanelWorker {
   // What to fetch during a chunk: a single block streams through the weights, more of them have the time to fetch the
   // next chunk.
   Ahead ahead_of(int64_t p, int64_t c, int64_t next_p, int64_t next_c) const {
-    const uint8_t* end = weights(panels_.end, 0);
+    const uint8_t* end = weights(g_.panels(), 0);
     if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, Op::kStepBytes / 64};
     const int64_t lines = pass_.chunk * Op::kStepBytes / 64, turns = pass_.blocks() * pass_.chunk_steps(c);
     const uint8_t* next = weights(next_p, next_c);
@@ -320,7 +321,8 @@ class PanelWorker {
   const Gemm& g_;
   const Op& op_;
   const Pass& pass_;
-  Range panels_;
+  ThreadPool& pool_;
+  int thread_;
   int64_t group_, spare_ = 0, slots_ = 0;
   uint8_t* unpacked_ = nullptr;
   Tiles tiles_;
@@ -345,15 +347,11 @@ void gemm(const Gemm& g, const Op& op, ThreadPool& pool) {
     if (tiles > 1 || g.k % kTileBytes != 0) {
       uint8_t* packed = packed_rows.get<uint8_t>(pass.blocks() * steps * 2 * kTile);
       pass = {first, rows, tiles, steps, chunk, packed, kTileBytes, 2 * kTile, true};
-      over_panels(g.work(), pool, [&](int thread, int num_threads) {
-        const Range mine = share(tiles, thread, num_threads);
-        for (int64_t t = mine.begin; t < mine.end; ++t) pack_tile(g, pass, t, packed);
+      over_threads(tiles, g.work(), pool, [&](int thread) {
+        pool.take_all(thread, 1, [&](const Range& tile) { pack_tile(g, pass, tile.begin, packed); });
       });
     }
-    over_panels(g.work(), pool, [&](int thread, int num_threads) {
-      const Range mine = share(g.panels(), thread, num_threads);
-      if (mine.begin < mine.end) PanelWorker<Op>(g, op, pass, mine).run();
-    });
+    over_threads(g.panels(), g.work(), pool, [&](int thread) { PanelWorker<Op>(g, op, pass, pool, thread).run(); });
   }
 }
 

@@ -99,14 +99,13 @@ void linear(const LinearArgs& args, ThreadPool& pool) {
   const int64_t panels = (args.n + kPanel - 1) / kPanel;
   const int64_t panel_elements = (args.k + T::kStep - 1) / T::kStep * T::kStep * kPanel;
   const int64_t panel_lines = panel_elements * static_cast<int64_t>(sizeof(Element)) / 64;
-  auto body = [&](int thread, int num_threads) {
-    const Range mine = share(panels, thread, num_threads);
-    for (int64_t first = 0; first < args.rows; first += kPassRows) {
-      const int64_t rows = std::min(kPassRows, args.rows - first);
-      const int64_t tiles = (rows + kRows - 1) / kRows;
+  for (int64_t first = 0; first < args.rows; first += kPassRows) {
+    const int64_t rows = std::min(kPassRows, args.rows - first);
+    const int64_t tiles = (rows + kRows - 1) / kRows;
+    over_panels(panels, panel_lines * 64, args.rows * args.n * args.k < kSmallWork, pool, [&](const Range& mine) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const Element* panel = static_cast<const Element*>(args.packed) + p * panel_elements;
-        const bool prefetch = p + 1 < mine.end && rows > kRows;  // one tile streams: the hardware prefetcher does it
+        const bool prefetch = p + 1 < panels && rows > kRows;  // one tile streams: the hardware prefetcher does it
         for (int64_t t = 0; t < tiles; ++t) {
           // Rows are spread evenly over the tiles: 16 rows are 8 + 8, not 12 + 4.
           const Range tile_rows = share(rows, static_cast<int>(t), static_cast<int>(tiles));
@@ -120,13 +119,7 @@ void linear(const LinearArgs& args, ThreadPool& pool) {
           }
         }
       }
-    }
-  };
-  // Below some 5 us of work the other threads are not worth waking. The split changes no bit.
-  if (args.rows * args.n * args.k < kSmallWork) {
-    body(0, 1);
-  } else {
-    pool.run(body);
+    });
   }
 }
 

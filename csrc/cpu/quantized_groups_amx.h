@@ -64,12 +64,13 @@ struct GroupSums {
   bool last = false;
 };
 
-// What one thread does of a pass: panels [begin, end).
+// What one thread does of a pass: the panels that it takes.
 template <int kBits, bool kOffset>
 class GroupWorker {
  public:
-  GroupWorker(const QuantizedLinearArgs& a, const GroupShape& shape, const GroupPass& pass, Range panels)
-      : a_(a), shape_(shape), pass_(pass), panels_(panels), y_(a.y, a.y_type, a.y_stride, a.rows, a.n) {
+  GroupWorker(const QuantizedLinearArgs& a, const GroupShape& shape, const GroupPass& pass, ThreadPool& pool,
+              int thread)
+      : a_(a), shape_(shape), pass_(pass), pool_(pool), thread_(thread), y_(a.y, a.y_type, a.y_stride, a.rows, a.n) {
     TileShapes shapes;
     const int rows = static_cast<int>(std::min<int64_t>(kTileRows, pass.rows)), width = static_cast<int>(shape.width);
     for (const int t : {kC00, kC01, kC10, kC11}) shapes.set(t, rows, kTileBytes);
@@ -80,7 +81,8 @@ class GroupWorker {
   }
 
   void run() {
-    for (int64_t p = panels_.begin; p < panels_.end; ++p) {
+    pool_.take_all(thread_, 1, [&](const Range& mine) {
+      const int64_t p = mine.begin;
       Ahead ahead = ahead_of(p);
       for (int64_t b = 0; b < pass_.blocks(); ++b) {
         if (pass_.rows - b * kBlockRows > kTileRows) {
@@ -89,7 +91,7 @@ class GroupWorker {
           block<false>(p, b, ahead);
         }
       }
-    }
+    });
     finish(0, 1);
     _mm_sfence();  // streamed results are there for other threads too
   }
@@ -102,7 +104,7 @@ class GroupWorker {
   Ahead ahead_of(int64_t p) const {
     if (pass_.blocks() == 1) return {nullptr, nullptr, 0};
     const int64_t lines = a_.format.panel_bytes(a_.k) / 64 + 1, turns = pass_.blocks() * pass_.groups;
-    return {panel(p + 1), std::min(panel(p + 2), panel(panels_.end)), (lines + turns - 1) / turns};
+    return {panel(p + 1), std::min(panel(p + 2), panel((a_.n + kPanel - 1) / kPanel)), (lines + turns - 1) / turns};
   }
 
   // The codes of one group as signed bytes. Where weights are used once, each line read fetches one further ahead.
@@ -284,7 +286,8 @@ class GroupWorker {
   const QuantizedLinearArgs& a_;
   const GroupShape& shape_;
   const GroupPass& pass_;
-  Range panels_;
+  ThreadPool& pool_;
+  int thread_;
   RowWriter y_;
   Tiles tiles_;
   uint8_t* codes_;
@@ -308,13 +311,11 @@ void linear_of_groups(const QuantizedLinearArgs& a, ThreadPool& pool) {
     GroupPass pass{first, std::min(pass_rows, a.rows - first), groups, nullptr};
     uint8_t* packed = packed_rows.get<uint8_t>(pass.blocks() * kBlockRows * k);
     pass.x = packed;
-    over_panels(a.rows * a.n * k, pool, [&](int thread, int num_threads) {
-      const Range mine = share(pass.blocks(), thread, num_threads);
-      for (int64_t b = mine.begin; b < mine.end; ++b) pack_block(a, shape, pass, b, packed);
+    over_threads(pass.blocks(), a.rows * a.n * k, pool, [&](int thread) {
+      pool.take_all(thread, 1, [&](const Range& block) { pack_block(a, shape, pass, block.begin, packed); });
     });
-    over_panels(a.rows * a.n * k, pool, [&](int thread, int num_threads) {
-      const Range mine = share(panels, thread, num_threads);
-      if (mine.begin < mine.end) GroupWorker<kBits, kOffset>(a, shape, pass, mine).run();
+    over_threads(panels, a.rows * a.n * k, pool, [&](int thread) {
+      GroupWorker<kBits, kOffset>(a, shape, pass, pool, thread).run();
     });
   }
 }

@@ -189,11 +189,10 @@ const uint8_t* unpacked_panel(const QuantizedLinearArgs& a, const uint8_t* panel
 // One row by weights of two levels, as they lie.
 void two_level_row(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel, panel_bytes = a.format.panel_bytes(a.k), groups = a.format.groups(a.k);
-  auto body = [&](int thread, int num_threads) {
-    static thread_local Scratch scratch;
-    auto* zeros = scratch.get<int32_t[2]>(groups);
-    for (int64_t g = 0; g < groups; ++g) zeros[g][0] = -8 * a.x.sums[g], zeros[g][1] = -7 * a.x.sums[g];
-    const Range mine = share(panels, thread, num_threads);
+  static thread_local Scratch scratch;
+  auto* zeros = scratch.get<int32_t[2]>(groups);
+  for (int64_t g = 0; g < groups; ++g) zeros[g][0] = -8 * a.x.sums[g], zeros[g][1] = -7 * a.x.sums[g];
+  over_panels(panels, panel_bytes, a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
     for (int64_t p = mine.begin; p < mine.end; ++p) {
       IVec acc[kPanelVectors];
       dot_panel(a.packed + p * panel_bytes, a.x.q, zeros, groups, acc);
@@ -202,25 +201,19 @@ void two_level_row(const QuantizedLinearArgs& a, ThreadPool& pool) {
         write(a, 0, column, mul(to_float(acc[v]), load(a.scale + column)));
       }
     }
-  };
-  if (a.n * a.k < kSmallWork) {
-    body(0, 1);
-  } else {
-    pool.run(body);
-  }
+  });
 }
 
 template <typename F>
 void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel, panel_bytes = a.format.panel_bytes(a.k);
-  auto body = [&](int thread, int num_threads) {
-    const Range mine = share(panels, thread, num_threads);
-    for (int64_t first = 0; first < a.rows; first += kPassRows) {
-      const int64_t rows = std::min(kPassRows, a.rows - first);
-      const int tiles = static_cast<int>((rows + F::kTileRows - 1) / F::kTileRows);
+  for (int64_t first = 0; first < a.rows; first += kPassRows) {
+    const int64_t rows = std::min(kPassRows, a.rows - first);
+    const int tiles = static_cast<int>((rows + F::kTileRows - 1) / F::kTileRows);
+    over_panels(panels, panel_bytes, a.rows * a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const uint8_t* panel = a.packed + p * panel_bytes;
-        const bool ahead = p + 1 < mine.end && tiles > 1;  // one tile streams: the hardware prefetcher does it
+        const bool ahead = p + 1 < panels && tiles > 1;  // one tile streams: the hardware prefetcher does it
         if (a.format.two_level()) panel = unpacked_panel(a, panel);
         for (int t = 0; t < tiles; ++t) {
           const Range tile = share(rows, t, tiles);  // even: 16 rows are 8 + 8, not 12 + 4
@@ -230,13 +223,7 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
                      {panel, first + tile.begin, p * kPanel, 0, next, lines.end - lines.begin});
         }
       }
-    }
-  };
-  // Below some 5 us of work the other threads are not worth waking. The split changes no bit.
-  if (a.rows * a.n * a.k < kSmallWork) {
-    body(0, 1);
-  } else {
-    pool.run(body);
+    });
   }
 }
 

@@ -11,18 +11,28 @@
 namespace quire::cpu::QUIRE_ISA {
 
 constexpr int64_t kSmallElements = 1 << 15;  // a few us: not worth another thread
+constexpr int64_t kTakenElements = 1 << 13;  // taken at a time: some 1 us
+constexpr int64_t kTakenBytes = 64 << 10;    // of weights: some 4 us
 
 template <typename F>
 void over_rows(int64_t rows, int64_t row_elements, ThreadPool& pool, const F& row) {
-  auto body = [&](int thread, int num_threads) {
-    const Range mine = share(rows, thread, num_threads);
+  const auto some = [&](const Range& mine) {
     for (int64_t i = mine.begin; i < mine.end; ++i) row(i);
   };
-  if (rows * row_elements < kSmallElements) {
-    body(0, 1);
-  } else {
-    pool.run(body);
-  }
+  if (rows * row_elements < kSmallElements) return some(Range{0, rows});
+  pool.deal(rows);
+  const int64_t most = kTakenElements / row_elements + 1;
+  pool.run([&](int thread, int) { pool.take_all(thread, most, some); });
+}
+
+// Call f(range of panels) on all of them. `small`: below some 5 us of work the other threads are not worth waking. Who
+// computes a panel changes no bit.
+template <typename F>
+void over_panels(int64_t panels, int64_t panel_bytes, bool small, ThreadPool& pool, const F& f) {
+  if (small) return f(Range{0, panels});
+  const int64_t most = std::clamp<int64_t>(kTakenBytes / panel_bytes, 1, 8);
+  pool.deal(panels);
+  pool.run([&](int thread, int) { pool.take_all(thread, most, f); });
 }
 
 // Call f(i, n) for every vector of a row: n lanes of it count.

@@ -1,5 +1,7 @@
 #include "cpu/thread_pool.h"
 
+#include <algorithm>
+
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
@@ -47,7 +49,7 @@ void pin_to(int core) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads, bool pin) {
+ThreadPool::ThreadPool(int num_threads, bool pin) : shares_(new Share[num_threads]) {
   const std::vector<int> cores = allowed_cores();
   for (int i = 1; i < num_threads; ++i) {
     // Two threads on one core would wait for each other, so more threads than cores are not pinned.
@@ -83,6 +85,31 @@ void ThreadPool::run(Body body, void* context) {
     if (spins > kCallerSpins) std::this_thread::yield();
     pause();
   }
+}
+
+void ThreadPool::deal(int64_t n) {
+  for (int t = 0; t < num_threads(); ++t) {
+    const Range mine = share(n, t, num_threads());
+    shares_[t].left.store(static_cast<uint64_t>(mine.begin) << 32 | static_cast<uint64_t>(mine.end),
+                          std::memory_order_relaxed);  // `run` publishes it
+  }
+}
+
+Range ThreadPool::take(int thread, int64_t most) {
+  for (int i = 0; i < num_threads(); ++i) {
+    std::atomic<uint64_t>& left = shares_[(thread + i) % num_threads()].left;
+    uint64_t seen = left.load(std::memory_order_relaxed);
+    for (;;) {
+      const int64_t begin = static_cast<int64_t>(seen >> 32), end = static_cast<int64_t>(seen & 0xffffffff);
+      const int64_t count = std::min(most, end - begin);
+      if (count <= 0) break;
+      const uint64_t rest = i == 0 ? seen + (static_cast<uint64_t>(count) << 32) : seen - static_cast<uint64_t>(count);
+      if (left.compare_exchange_weak(seen, rest, std::memory_order_relaxed)) {
+        return i == 0 ? Range{begin, begin + count} : Range{end - count, end};
+      }
+    }
+  }
+  return {0, 0};
 }
 
 void ThreadPool::work(int index, int core) {

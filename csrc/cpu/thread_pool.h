@@ -13,6 +13,15 @@
 
 namespace quire::cpu {
 
+// The half-open range [begin, end) of n items that thread t of num_threads takes, in order and even to within one.
+struct Range {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+inline Range share(int64_t n, int thread, int num_threads) {
+  return {n * thread / num_threads, n * (thread + 1) / num_threads};
+}
+
 class ThreadPool {
  public:
   using Body = void (*)(void* context, int thread, int num_threads);
@@ -36,10 +45,29 @@ class ThreadPool {
         const_cast<void*>(static_cast<const void*>(&f)));
   }
 
+  // Lay out items [0, n), n < 2^32, for the next run: a share a thread.
+  void deal(int64_t n);
+
+  // The next items of `thread`, at most `most`: of its own share in order, then from the back of others' shares; empty
+  // when none are left. Cores differ: a neighbour on the sibling hyperthread or another process takes half of one, and a
+  // fixed split waits for it.
+  Range take(int thread, int64_t most);
+
+  // Call f(items) until none are left.
+  template <typename F>
+  void take_all(int thread, int64_t most, const F& f) {
+    for (Range items = take(thread, most); !items.empty(); items = take(thread, most)) f(items);
+  }
+
  private:
   void work(int index, int core);
 
+  struct alignas(64) Share {
+    std::atomic<uint64_t> left{0};  // begin << 32 | end
+  };
+
   std::vector<std::thread> workers_;
+  std::unique_ptr<Share[]> shares_;
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<uint32_t> parked_{0};
   alignas(64) std::atomic<int> pending_{0};
@@ -47,13 +75,5 @@ class ThreadPool {
   void* context_ = nullptr;
   bool stop_ = false;
 };
-
-// The half-open range [begin, end) of n items that thread t of num_threads takes, in order and even to within one.
-struct Range {
-  int64_t begin, end;
-};
-inline Range share(int64_t n, int thread, int num_threads) {
-  return {n * thread / num_threads, n * (thread + 1) / num_threads};
-}
 
 }  // namespace quire::cpu
