@@ -54,7 +54,9 @@ def test_seeds(client: openai.OpenAI) -> None:
 
     assert text(seed=1) == text(seed=1)
     assert len({text(seed=i) for i in range(4)}) == 4
-    assert len({text() for _ in range(8)}) > 1  # each request without a seed draws one; the fake model's may be empty
+    assert (
+        len({text() for _ in range(8)}) > 1
+    )  # each request without a seed draws one; the fake model's may be empty
 
 
 @BOTH
