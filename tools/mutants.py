@@ -8,6 +8,7 @@ the copy: they must pass on the tree as it is and fail on the mutant. Exit statu
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import queue
 import re
@@ -28,14 +29,13 @@ from mutant_table import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("src", "tests", "pyproject.toml")
 TIMEOUT_S = 240
-# An editable install redirects `import quire` to the real tree, whatever sys.path says; the copy must be what runs.
-LAUNCH = """
+# An editable install redirects `import quire` to the real tree, whatever sys.path says; the copy must be what runs, in
+# the servers that tests start too: every interpreter with the copy on its path runs this file when it starts.
+SITE = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "_editable_" not in type(finder).__module__]
-folder = sys.argv.pop(1)
-import pytest, quire
-assert quire.__file__.startswith(folder), quire.__file__
-sys.exit(pytest.main(sys.argv[1:]))
+import quire
+assert quire.__file__.startswith({folder!r}), quire.__file__
 """
 PASSED, FAILED = 0, 1  # pytest's exit codes; every other one is an error of the set-up
 
@@ -67,6 +67,10 @@ class ScratchTree:
                 shutil.copytree(source, folder / name, ignore=ignore)
             else:
                 shutil.copy2(source, folder / name)
+        native = importlib.util.find_spec("quire._native")
+        if native is not None and native.origin:  # the tests must meet the kernels that users have
+            shutil.copy2(native.origin, folder / "src" / "quire")
+        (folder / "src" / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
 
     def run(self, tests: Sequence[str]) -> tuple[int, str]:
         """Run pytest in the copy until the first failure; return its exit code and output."""
@@ -77,7 +81,7 @@ class ScratchTree:
             "OMP_NUM_THREADS": "1",
         }
         options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", f"--rootdir={self.folder}"]
-        command = [sys.executable, "-c", LAUNCH, str(self.folder), *options, *tests]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         try:
             done = subprocess.run(
                 command,
