@@ -90,6 +90,9 @@ def test_each_step_is_what_its_case_says_and_the_fit_finds_the_times() -> None:
     for case in cases(config, 500):
         executor.steps.clear()
         profiler.visit(case)
+        if case.num_chunks:  # between them other pages are read, and nothing is drawn
+            assert {(step.chunk_pairs, step.num_logits) for step in executor.steps[::2]} == {(0, 0)}
+            del executor.steps[::2]
         assert len(executor.steps) == REPEATS
         first, last = executor.steps[0], executor.steps[-1]
         assert first == case.features

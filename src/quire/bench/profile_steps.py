@@ -24,6 +24,7 @@ from quire.step import KvMove, NewSeq, SeqPlan, StepPlan
 REPEATS = 5  # of a case in one visit, of which the first ones warm it up
 WARM = 1
 FIRST_TOKEN_ID = 2
+STIRRING, STIRRED = 16, 16384  # sequences that read other pages before a chunk, and keys that they read
 
 
 class StepProfiler:
@@ -46,42 +47,52 @@ class StepProfiler:
         self._num_groups = len(config.cache.windows)
         self._vocab_size = config.model.spec.vocab_size
         self._max_blocks = max_blocks
+        self._max_seqs = config.scheduler.max_num_seqs
+        self._longest = config.scheduler.max_model_len - REPEATS_OF_A_STEP
         self._random = Random(f"profile {seed}")
         self._step = 0
         self._next_id = 0
+        self._next_block = 0  # of the next chunk
         self._gone: tuple[int, ...] = ()
+        self._stirring: tuple[SeqPlan, ...] = ()
         self._times: dict[Case, list[tuple[int, float]]] = defaultdict(list)  # (repetition, seconds)
 
     def fill(self) -> None:
         """Write one block and copy it to the others: a page that nobody wrote is read from one and the same frame."""
         seq = self._new([(1, self._block_size)])[0]
-        ids = tuple((group,) for group in range(self._num_groups))
-        plan = SeqPlan(seq.seq_id, 0, 0, self._block_size, (0,) * self._num_groups, ids)
-        self._run(StepPlan(self._step, (seq,), (plan,)))
+        plan = self._placed([seq], [(0, self._block_size)], 0)
+        self._run(StepPlan(self._step, (seq,), tuple(plan)))
         moves = tuple(KvMove(0, block) for block in range(1, self._max_blocks))
         for start in range(0, len(moves), 256):
             self._run(StepPlan(self._step, kv_moves=moves[start : start + 256]))
         self._gone = (seq.seq_id,)
+        self._stir()
 
     def visit(self, case: Case, repeats: int = REPEATS, limit_s: float = math.inf) -> None:
         """Measure one case a few times, but no longer once that has taken ``limit_s``."""
         assert WARM < repeats <= REPEATS_OF_A_STEP
-        decodes = [(case.context - 1, 1)] * case.num_decodes
-        chunks = [(case.start, case.chunk)] * case.num_chunks
-        spare = 0 if case.draws else 1
-        seqs = self._new([*decodes, *chunks], spare_from=case.num_decodes, spare=spare)
-        plans = self._placed(seqs, [*decodes, *chunks])
-        new: tuple[NewSeq, ...] = tuple(seqs)
+        spans = [(case.context - 1, 1)] * case.num_decodes
+        decodes = self._new(spans)
+        plans = self._placed(decodes, spans, 0)
+        entering = tuple(decodes)
         times: list[float] = []
         for _ in range(repeats):
-            times.append(self._run(StepPlan(self._step, new, tuple(plans))))
-            new = ()
-            plans = [self._next(plan, case) for plan in plans]
+            chunks = self._chunks(case)
+            new = (*entering, *(seq for seq, _ in chunks))
+            times.append(self._run(StepPlan(self._step, new, (*plans, *(plan for _, plan in chunks)))))
+            entering = ()
+            plans = [
+                plan._replace(
+                    num_computed_tokens=plan.num_computed_tokens + 1, block_start=(), new_block_ids=()
+                )
+                for plan in plans
+            ]
+            self._gone = tuple(seq.seq_id for seq, _ in chunks)
             if sum(times) > limit_s:
                 break
         first = min(WARM, len(times) - 1)  # a step so long that it is run once needs no warming up
         self._times[case] += list(enumerate(times))[first:]
-        self._gone = tuple(seq.seq_id for seq in seqs)
+        self._gone += tuple(seq.seq_id for seq in decodes)
 
     def measured(self) -> list[MeasuredStep]:
         """Return the mean of each case; a decode's context has grown while it was measured."""
@@ -93,34 +104,65 @@ class StepProfiler:
             steps.append(MeasuredStep(step, cut_mean([seconds for _, seconds in times])))
         return steps
 
-    def _next(self, plan: SeqPlan, case: Case) -> SeqPlan:
-        """The same work once more: what drew a token has one row behind it, what did not is computed again."""
-        draws = plan.num_scheduled_tokens == 1 or case.draws
-        return plan._replace(
-            num_computed_tokens=plan.num_computed_tokens + draws, block_start=(), new_block_ids=()
-        )
+    def _chunks(self, case: Case) -> list[tuple[NewSeq, SeqPlan]]:
+        """The chunks of one repetition, of sequences that are new, in blocks that no step has read for long.
 
-    def _new(self, spans: Sequence[tuple[int, int]], *, spare_from: int = 0, spare: int = 0) -> list[NewSeq]:
-        """Sequences whose known tokens end with their span, or ``spare`` behind it from the given one on."""
+        A server's prompts come once, between steps that read other pages: the same rows again find weights, keys and
+        tables in the caches, and were measured a quarter too cheap. So other pages are read first (`_stirring`).
+        """
+        if not case.num_chunks:
+            return []
+        if self._stirring:
+            self._run(StepPlan(self._step, (), self._stirring))
+        spans = [(case.start, case.chunk)] * case.num_chunks
+        seqs = self._new(spans, spare=0 if case.draws else 1)
+        need = case.num_blocks(self._block_size)
+        behind = need - sum(self._blocks_of(span) for span in spans)  # those of the decodes
+        self._next_block = max(behind, self._next_block)
+        if self._next_block + need - behind > self._max_blocks:
+            self._next_block = behind
+        plans = self._placed(seqs, spans, self._next_block)
+        self._next_block += need - behind
+        return list(zip(seqs, plans, strict=True))
+
+    def _stir(self) -> None:
+        """Make the sequences that read other pages between two chunks: a row each, and none draws a token."""
+        most = min(self._max_blocks, STIRRED // self._block_size)
+        context = max(1, min(self._longest, STIRRED // STIRRING))
+        num = min(STIRRING, self._max_seqs, most * self._block_size // (context + REPEATS_OF_A_STEP))
+        spans = [(context - 1, 1)] * num
+        seqs = self._new(spans, spare=1)
+        plans = self._placed(seqs, spans, 0)
+        if num:
+            self._run(StepPlan(self._step, tuple(seqs), tuple(plans)))
+        self._stirring = tuple(plan._replace(block_start=(), new_block_ids=()) for plan in plans)
+
+    def _new(self, spans: Sequence[tuple[int, int]], *, spare: int = 0) -> list[NewSeq]:
+        """Sequences whose known tokens end with their span, or ``spare`` behind it."""
         new = []
-        for index, (start, count) in enumerate(spans):
-            num = start + count + (spare if index >= spare_from else 0)
+        for start, count in spans:
+            num = start + count + spare
             prompt = tuple(self._random.choices(range(FIRST_TOKEN_ID, self._vocab_size), k=num))
             new.append(NewSeq(self._next_id, 0, prompt, (), self._sampling, 0))
             self._next_id += 1
         return new
 
-    def _placed(self, seqs: Sequence[NewSeq], spans: Sequence[tuple[int, int]]) -> list[SeqPlan]:
+    def _placed(
+        self, seqs: Sequence[NewSeq], spans: Sequence[tuple[int, int]], first_block: int
+    ) -> list[SeqPlan]:
         """Plans of the first repetition, each sequence with blocks of its own for all repetitions."""
-        plans, free = [], 0
+        plans, free = [], first_block
         for seq, (start, count) in zip(seqs, spans, strict=True):
-            rows = -(-(start + count + REPEATS_OF_A_STEP) // self._block_size)
+            rows = self._blocks_of((start, count))
             ids = (
                 tuple(range(free, free + rows)),
             ) * self._num_groups  # groups may share: contents mean nothing
             free += rows
             plans.append(SeqPlan(seq.seq_id, 0, start, count, (0,) * self._num_groups, ids))
         return plans
+
+    def _blocks_of(self, span: tuple[int, int]) -> int:
+        return -(-(sum(span) + REPEATS_OF_A_STEP) // self._block_size)
 
     def _run(self, plan: StepPlan) -> float:
         """Compute a plan and return its seconds."""
