@@ -55,7 +55,7 @@ def test_rows_without_a_grammar_are_not_touched_and_cost_no_thread() -> None:
     logits = torch.randn(1, VOCAB)
     copy = logits.clone()
     assert grammars.apply(logits, [1]) == {}
-    grammars.follow([1], [SeqSample(5)])
+    grammars.follow(grammars.held([1]), [SeqSample(5)])
     assert torch.equal(logits, copy)
     assert threading.active_count() == before
 
@@ -67,7 +67,7 @@ def test_a_batch_follows_its_own_grammars() -> None:
     first = allowed(grammars, 3, 2, 1)
     assert len(first[1]) == VOCAB
     digit = first[2][0]
-    grammars.follow([3, 2, 1], [SeqSample(first[0][0]), SeqSample(9), SeqSample(digit)])
+    grammars.follow(grammars.held([3, 2, 1]), [SeqSample(first[0][0]), SeqSample(9), SeqSample(digit)])
     second = allowed(grammars, 1, 3)
     assert second[0]
     assert second[0] != first[2] or second[1] != first[0]
@@ -84,9 +84,9 @@ def test_the_end_and_after_it() -> None:
         (ids,) = allowed(grammars, 1)
         if ids == [EOS]:
             break
-        grammars.follow([1], [SeqSample(ids[0])])
+        grammars.follow(grammars.held([1]), [SeqSample(ids[0])])
     assert allowed(grammars, 1) == [[EOS]]
-    grammars.follow([1], [SeqSample(EOS)])
+    grammars.follow(grammars.held([1]), [SeqSample(EOS)])
 
 
 def test_the_same_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +124,5 @@ def test_a_token_that_the_grammar_forbids_is_an_error_not_a_crash() -> None:
     grammars.add(new(1, DIGITS))
     grammars.add(new(2, DIGITS))
     wrong = next(i for i in range(VOCAB) if i not in allowed(grammars, 1)[0])
-    grammars.follow([1, 2], [SeqSample(wrong), SeqSample(allowed(grammars, 2)[0][0])])
+    grammars.follow(grammars.held([1, 2]), [SeqSample(wrong), SeqSample(allowed(grammars, 2)[0][0])])
     assert list(grammars.apply(torch.zeros(2, VOCAB), [1, 2])) == [1]

@@ -1,8 +1,7 @@
 """Forward and sample on a GPU: a step is launched and not waited for, so that the host plans the next one meanwhile.
 
 The ids drawn stay on the device: ``_last_ids[row]`` is the newest id of each of the worker's sequences, and a step
-finds there those that the host does not know yet. Steps with rows that need the host between forward and draw
-(penalties, masks, grammars) are waited for when they are launched.
+finds there those that the host does not know yet.
 """
 
 from __future__ import annotations
@@ -20,21 +19,18 @@ from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
-from quire.kernels.sampling.logprobs import assemble, logprob_tensors
-from quire.kernels.sampling.triton import draw_rows, facts_of, logprobs_wanted, truncated
 from quire.models.decoder import Decoder
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
 from quire.runner.device_batch import DeviceBatches, OnDevice
+from quire.runner.device_sampler import DeviceSampler
 from quire.runner.grammars import Grammars
 from quire.runner.graphs import DecodeGraphs
 from quire.runner.input_batch import PreparedStep
 from quire.runner.memory import KvCache, torch_dtype
 from quire.runner.runner import ObserveLogits, Wait
 from quire.runner.step_buffers import StepBuffers
-from quire.runner.step_upload import StepUpload, recorded_event
-from quire.sampling.rng import Purpose
-from quire.sampling.sampler import Sampler, SeqSample
+from quire.sampling.sampler import SeqSample
 
 _log = logging.getLogger(__name__)
 
@@ -66,14 +62,13 @@ class DeviceRunner:
         self.kv = KvCache(
             model.spec, config.kv_layout, blocks + 1, size, model.kv_dtype, kernels, self.device
         )
-        self.sampler = Sampler(model.spec.vocab_size, kernels)
         self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
+        self.sampler = DeviceSampler(model.spec.vocab_size, self.grammars, self.device)
         self.observe_logits: ObserveLogits | None = None
         self._batches = DeviceBatches(
             model.spec, config.kv_layout, self.kv.views, self.device,
             invariant=config.runner.cpu_isa == "invariant",
         )  # fmt: skip
-        self._facts = StepUpload(self.device, torch.int64)
         self._last_ids = torch.zeros(4 * config.scheduler.max_num_seqs, dtype=torch.int32, device=self.device)
         self._block_size = size
         self._graphs: DecodeGraphs | None = None
@@ -97,40 +92,7 @@ class DeviceRunner:
         if not seq_ids:
             return list
         self._observe(step, seq_ids, logits)
-        columns = self.sampler.plain_columns(seq_ids)
-        if columns is None or any(seq_id in self.grammars for seq_id in seq_ids):
-            samples = self._sample(logits, seq_ids)
-            ids = [max(sample.token_id, 0) for sample in samples]
-            self._last_ids.index_copy_(0, rows.long(), torch.tensor(ids, dtype=torch.int32).to(self.device))
-            return lambda: samples
-        drawn, best = draw_rows(
-            logits, self._facts.put([facts_of(columns)])[0], Purpose.DRAW, cut=truncated(columns)
-        )
-        self._last_ids.index_copy_(0, rows.long(), drawn.to(torch.int32))
-        self.sampler.count_plain(seq_ids)
-        on_host = self._fetch(drawn), self._fetch(best)
-        rows_with, wanted = logprobs_wanted(columns)
-        found: tuple[torch.Tensor, ...] = ()
-        if wanted:
-            of = logits if len(wanted) == len(seq_ids) else logits[self._to_device(rows_with)]
-            of_ids = drawn if len(wanted) == len(seq_ids) else drawn[self._to_device(rows_with)]
-            widest = min(max(wanted), logits.shape[1])
-            found = tuple(self._fetch(part) for part in logprob_tensors(of, of_ids.clamp_min(0), widest))
-        done = recorded_event() if self.device.type == "cuda" else None
-
-        def wait() -> list[SeqSample]:
-            if done is not None:
-                done.synchronize()
-            ids, largest = (part.numpy() for part in on_host)
-            logprobs: list[TokenLogprobs | None] = [None] * len(ids)
-            if wanted:
-                token_ids = [int(ids[row]) for row in rows_with]
-                entries = assemble(token_ids, wanted, *(part.tolist() for part in found))
-                for row, entry in zip(rows_with.tolist(), entries, strict=True):
-                    logprobs[row] = entry
-            return self.sampler.plain_samples(ids, largest, logprobs)
-
-        return wait
+        return self._draw(logits, seq_ids, rows)
 
     @torch.inference_mode()
     def run_with_rows(
@@ -144,11 +106,7 @@ class DeviceRunner:
         if seq_ids:
             logits = self.decoder.logits(hidden[: len(seq_ids)])
             self._observe(step, seq_ids, logits)
-            samples = self._sample(logits, seq_ids)
-            ids = [max(sample.token_id, 0) for sample in samples]
-            self._last_ids.index_copy_(
-                0, made.sampling_rows.long(), torch.tensor(ids, dtype=torch.int32).to(self.device)
-            )
+            samples = self._draw(logits, seq_ids, made.sampling_rows)()
         return samples, hidden[len(seq_ids) :].cpu()
 
     @torch.inference_mode()
@@ -189,15 +147,6 @@ class DeviceRunner:
         logits = self._graphs.run(room, lambda: self.decoder.logits(self._forward(made)))
         return logits[: step.num_seqs], made.sampling_rows[: step.num_seqs]
 
-    def _to_device(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self.device, non_blocking=True)
-
-    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begin to copy to the host; there once an event behind it has come."""
-        pinned = self.device.type == "cuda"
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-        return host.copy_(tensor, non_blocking=True)
-
     def _forward(self, made: OnDevice) -> torch.Tensor:
         """Hidden rows that sample. Negative ids are of tokens that only the device knows."""
         ids = made.batch.input_ids
@@ -213,12 +162,8 @@ class DeviceRunner:
         for seq_id, position, row in zip(seq_ids, positions, logits.cpu(), strict=True):
             self.observe_logits(seq_id, position, row)
 
-    def _sample(self, logits: torch.Tensor, seq_ids: Sequence[int]) -> list[SeqSample]:
-        """Draw with the host in between."""
-        failed = self.grammars.apply(logits, seq_ids)
-        samples = self.sampler.sample(logits, seq_ids)
-        if failed:
-            errors = {i: failed[seq_id] for i, seq_id in enumerate(seq_ids) if seq_id in failed}
-            samples = [SeqSample(-1, error=errors[i]) if i in errors else s for i, s in enumerate(samples)]
-        self.grammars.follow(seq_ids, samples)
-        return samples
+    def _draw(self, logits: torch.Tensor, seq_ids: Sequence[int], rows: torch.Tensor) -> Wait:
+        """Draw for ``rows`` of `InputBatch`."""
+        drawn, wait = self.sampler.draw(logits, seq_ids)
+        self._last_ids.index_copy_(0, rows.long(), drawn.to(torch.int32))
+        return wait

@@ -34,18 +34,24 @@ _BUILD_STACK_BYTES = 64 << 20  # eight times the stack on which the API side has
 _NO_TOKEN = "structured_outputs: no token of the model's vocabulary can continue the answer here."
 
 
-class _Entry:
-    """One constrained sequence. Of its next token, once ``pending`` is done: the ids allowed or those forbidden,
-    whichever are fewer.
+class Entry:
+    """One constrained sequence. Of its next token, once ``pending`` is done: ``bits`` of those allowed, and the ids
+    allowed or those forbidden, whichever are fewer.
     """
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self.constraint: GrammarConstraint | None = None
         self.ids = torch.empty(0, dtype=torch.int64)
         self.ids_are_allowed = True
+        self.bits = np.empty(0, np.int32)
         self.error: str | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pending: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Until all of this is there."""
+        if self.pending is not None:
+            self.pending.result()
 
 
 class Grammars:
@@ -56,22 +62,19 @@ class Grammars:
         self._tokenizer_path = tokenizer
         self._vocab_size = vocab_size
         self._num_threads = max(1, num_threads // 4)
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self._tokenizers: dict[tuple[int, ...], Any] = {}  # by EOS ids
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], Any] = OrderedDict()
         self._builders: ThreadPoolExecutor | None = None
         self._followers: ThreadPoolExecutor | None = None
         self._executor: Any = None  # llguidance's own threads
 
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._entries
-
     def add(self, new: NewSeq) -> None:
         """Begin to build the matcher of ``new``, if it has a grammar; the state comes from its output ids."""
         self._entries.pop(new.seq_id, None)
         if new.grammar is None:
             return
-        entry = self._entries[new.seq_id] = _Entry(new.sampling.eos_token_ids)
+        entry = self._entries[new.seq_id] = Entry(new.sampling.eos_token_ids)
         entry.pending = self._builder().submit(self._guard, [entry], lambda: self._build(entry, new))
 
     def remove(self, seq_id: int) -> None:
@@ -90,21 +93,21 @@ class Grammars:
             entry = self._entries.get(seq_id)
             if entry is None:
                 continue
-            if entry.pending is not None:
-                entry.pending.result()
+            entry.wait()
             if entry.error is not None:
                 failed[seq_id] = entry.error
             else:
                 _forbid(logits[row], entry)
         return failed
 
-    def follow(self, seq_ids: Sequence[int], samples: Sequence[SeqSample]) -> None:
-        """Take the drawn tokens, and begin to compute the next masks."""
-        if not self._entries:
-            return
-        moved: list[tuple[_Entry, int]] = []
-        for seq_id, sample in zip(seq_ids, samples, strict=True):
-            entry = self._entries.get(seq_id)
+    def held(self, seq_ids: Sequence[int]) -> list[Entry | None]:
+        """What there is now of each of ``seq_ids``; one that comes back after a preemption gets another."""
+        return [self._entries.get(seq_id) for seq_id in seq_ids]
+
+    def follow(self, entries: Sequence[Entry | None], samples: Sequence[SeqSample]) -> None:
+        """Take the tokens drawn for ``entries`` (`held`), and begin to compute the next masks."""
+        moved: list[tuple[Entry, int]] = []
+        for entry, sample in zip(entries, samples, strict=True):
             if entry is None or sample.error is not None or entry.error is not None:
                 continue
             if sample.token_id not in entry.eos_token_ids:  # else it has ended: there is no next token
@@ -112,9 +115,9 @@ class Grammars:
         if moved:
             if self._followers is None:
                 self._followers = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
-            entries = [entry for entry, _ in moved]
-            pending = self._followers.submit(self._guard, entries, lambda: self._follow(moved))
-            for entry in entries:
+            waiting = [entry for entry, _ in moved]
+            pending = self._followers.submit(self._guard, waiting, lambda: self._follow(moved))
+            for entry in waiting:
                 entry.pending = pending
 
     def _builder(self) -> ThreadPoolExecutor:
@@ -127,7 +130,7 @@ class Grammars:
                 threading.stack_size(before)
         return self._builders
 
-    def _guard(self, entries: Sequence[_Entry], work: Callable[[], None]) -> None:
+    def _guard(self, entries: Sequence[Entry], work: Callable[[], None]) -> None:
         """Whatever goes wrong fails these sequences and nothing else."""
         try:
             work()
@@ -138,7 +141,7 @@ class Grammars:
             for entry in entries:
                 entry.error = f"structured_outputs: {type(error).__name__}: {error}"
 
-    def _build(self, entry: _Entry, new: NewSeq) -> None:
+    def _build(self, entry: Entry, new: NewSeq) -> None:
         assert new.grammar is not None
         key = (new.grammar, tuple(new.sampling.eos_token_ids))
         compiled = self._compiled.get(key)
@@ -164,12 +167,12 @@ class Grammars:
             known = self._tokenizers[eos_token_ids] = ll_tokenizer(table, encode_forced(tokenizer))
         return known
 
-    def _follow(self, moved: Sequence[tuple[_Entry, int]]) -> None:
+    def _follow(self, moved: Sequence[tuple[Entry, int]]) -> None:
         executor = self._masks()
         executor.consume_token_par([(_matcher(entry), token_id) for entry, token_id in moved])
         self._mask([entry for entry, _ in moved])
 
-    def _mask(self, entries: Sequence[_Entry]) -> None:
+    def _mask(self, entries: Sequence[Entry]) -> None:
         """Compute the masks of the next tokens."""
         bits = np.zeros((len(entries), bitmask_words(self._vocab_size)), np.int32)
         jobs = [(_matcher(entry), row) for row, entry in enumerate(entries)]
@@ -182,6 +185,7 @@ class Grammars:
                 entry.error = f"structured_outputs: {error}."
             elif not bits[row].any():
                 entry.error = _NO_TOKEN
+            entry.bits = bits[row]
             _note_ids(entry, allowed[row])
 
     def _masks(self) -> Any:
@@ -190,12 +194,12 @@ class Grammars:
         return self._executor
 
 
-def _note_ids(entry: _Entry, allowed: NDArray[np.bool_]) -> None:
+def _note_ids(entry: Entry, allowed: NDArray[np.bool_]) -> None:
     entry.ids_are_allowed = 2 * int(np.count_nonzero(allowed)) <= allowed.size
     entry.ids = torch.from_numpy(np.flatnonzero(allowed if entry.ids_are_allowed else ~allowed))
 
 
-def _forbid(row: torch.Tensor, entry: _Entry) -> None:
+def _forbid(row: torch.Tensor, entry: Entry) -> None:
     """Write −inf into ``row: [vocab_size]``; most masks allow or forbid few ids."""
     ids = entry.ids.to(row.device)
     if entry.ids_are_allowed:
@@ -205,6 +209,6 @@ def _forbid(row: torch.Tensor, entry: _Entry) -> None:
         row.index_fill_(0, ids, -torch.inf)
 
 
-def _matcher(entry: _Entry) -> Any:
+def _matcher(entry: Entry) -> Any:
     assert entry.constraint is not None
     return entry.constraint.matcher

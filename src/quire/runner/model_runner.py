@@ -136,7 +136,7 @@ class ModelRunner:
         if failed:
             errors = {i: failed[seq_id] for i, seq_id in enumerate(seq_ids) if seq_id in failed}
             samples = [SeqSample(-1, error=errors[i]) if i in errors else s for i, s in enumerate(samples)]
-        self.grammars.follow(seq_ids, samples)
+        self.grammars.follow(self.grammars.held(seq_ids), samples)
         return samples
 
     def score(

@@ -15,10 +15,23 @@ from quire.runner.grammars import Grammars
 from quire.runner.input_batch import PreparedStep
 from quire.runner.memory import KvCache
 from quire.runner.step_buffers import StepBuffers
-from quire.sampling.sampler import Sampler, SeqSample
+from quire.sampling.sampler import SeqSample
+from quire.step import NewSeq
 
 Wait = Callable[[], list[SeqSample]]  # returns what a step drew, once it is there
 ObserveLogits = Callable[[int, int, torch.Tensor], None]
+
+
+class SamplingState(Protocol):
+    """What draws for the worker's sequences: `Sampler` on a CPU, `DeviceSampler` on a GPU."""
+
+    def add(self, new_seq: NewSeq) -> None:
+        """Take a sequence, or take it anew. Raises `RequestError` where its params name an id that there is not."""
+        ...
+
+    def remove(self, seq_id: int) -> None:
+        """Forget a sequence; an unknown one is fine."""
+        ...
 
 
 class Runner(Protocol):
@@ -26,9 +39,11 @@ class Runner(Protocol):
 
     decoder: Decoder
     kv: KvCache
-    sampler: Sampler
     grammars: Grammars
     observe_logits: ObserveLogits | None
+
+    @property
+    def sampler(self) -> SamplingState: ...
 
     def record(self, buffers: StepBuffers) -> None:
         """Get ready for the steps of ``buffers``."""

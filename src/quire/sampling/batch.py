@@ -11,7 +11,7 @@ from quire.kernels.sampling.columns import COLUMNS, EDITED, LOGPROBS, MIN_P, RAN
 from quire.request import SamplingParams
 from quire.sampling.penalties import Penalties, penalties_of
 from quire.step import NewSeq
-from quire.text.constraint import TokenConstraint, build_constraints, check_token_ids
+from quire.text.constraint import AllowedTokens, TokenConstraint, build_constraints, check_token_ids
 
 
 class RowEdits:
@@ -27,11 +27,43 @@ class RowEdits:
         self.constraints = constraints
         self.typical = typical  # (temperature, typical_p)
 
+        self._bits: NDArray[np.int32] | None = None  # of ids that stay the same
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether the next token's mask depends on which ids were drawn, and not on their number alone."""
+        return any(constraint.reads_ids for constraint in self.constraints)
+
     def advance(self, token_id: int) -> None:
         if self.penalties is not None:
             self.penalties.advance(token_id)
         for constraint in self.constraints:
             constraint.advance(token_id)
+
+    def count(self) -> None:
+        """A device draws a token, and counts it for the penalties; constraints that do not read its id go on."""
+        for constraint in self.constraints:
+            if not constraint.reads_ids:
+                constraint.advance(-1)
+
+    def follow(self, token_id: int) -> None:
+        """The id of a token that was `count`ed before."""
+        for constraint in self.constraints:
+            if constraint.reads_ids:
+                constraint.advance(token_id)
+
+    def mask_bits(self, vocab_size: int) -> NDArray[np.int32] | None:
+        """A bit for each id that is allowed now, lowest first in words of 32; None where all are."""
+        if self._bits is not None:
+            return self._bits
+        allowed = np.ones(-(-vocab_size // 32) * 32, np.bool_)
+        forbids = [constraint.mask(allowed[:vocab_size]) for constraint in self.constraints]
+        if not any(forbids):
+            return None
+        bits = np.packbits(allowed, bitorder="little").view(np.int32)
+        if all(isinstance(constraint, AllowedTokens) for constraint in self.constraints):
+            self._bits = bits
+        return bits
 
 
 class SamplerBatch:
@@ -78,9 +110,16 @@ class SamplerBatch:
     def edits(self, slot: int) -> RowEdits | None:
         return self._edits.get(slot)
 
-    def advance_plain(self, slots: NDArray[np.int64]) -> None:
-        """Count a token of each slot whose id is not known yet; none of them is edited."""
+    def edits_of(self, seq_ids: Sequence[int]) -> list[RowEdits | None]:
+        return [self._edits.get(self._slot_of[seq_id]) for seq_id in seq_ids]
+
+    def count(self, slots: NDArray[np.int64]) -> None:
+        """Count a token of each slot that a device draws; its id is not known yet."""
         self._columns["position"][slots] += 1
+        if self._edits:
+            for slot in slots.tolist():
+                if slot in self._edits:
+                    self._edits[slot].count()
 
     def advance(self, slots: NDArray[np.int64], token_ids: Sequence[int]) -> None:
         """Append the drawn ids to their sequences. A slot may not come twice."""

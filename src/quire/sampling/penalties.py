@@ -17,51 +17,56 @@ from quire.request import SamplingParams
 
 
 class Penalties:
-    """Bias and penalties of one sequence; grows with its output."""
+    """Bias and penalties of one sequence; grows with its output, where a device does not count that itself."""
 
     def __init__(self, params: SamplingParams) -> None:
-        self._frequency = np.float32(params.frequency_penalty)
-        self._presence = np.float32(params.presence_penalty)
-        self._repetition = params.repetition_penalty
+        self.frequency = np.float32(params.frequency_penalty)
+        self.presence = np.float32(params.presence_penalty)
+        self.repetition = params.repetition_penalty
         self._subtracts = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-        self._output = _TokenCounts()
-        self._seen = _TokenCounts()  # prompt and output
-        self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
-        self._biases = np.fromiter(params.logit_bias.values(), np.float32)
+        self.output = TokenCounts()
+        self.seen = TokenCounts()  # prompt and output
+        self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
+        self.biases = np.fromiter(params.logit_bias.values(), np.float32)
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
         penalised = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         return penalised or params.repetition_penalty != 1.0 or bool(params.logit_bias)
 
+    @property
+    def counts(self) -> bool:
+        """Whether it matters which ids the sequence has, and how often."""
+        return self._subtracts or self.repetition != 1.0
+
     def add_prompt(self, token_ids: Iterable[int]) -> None:
-        if self._repetition != 1.0:
-            self._seen.add_all(token_ids)
+        if self.repetition != 1.0:
+            self.seen.add_all(token_ids)
 
     def advance(self, token_id: int) -> None:
-        if self._repetition != 1.0:
-            self._seen.add(token_id)
+        if self.repetition != 1.0:
+            self.seen.add(token_id)
         if self._subtracts:
-            self._output.add(token_id)
+            self.output.add(token_id)
 
     def apply(self, row: Tensor) -> None:
         """Change the logits ``row: [vocab_size] float32`` in place."""
-        if self._bias_ids.size:
-            row[_tensor(self._bias_ids, row)] += _tensor(self._biases, row)
-        if self._repetition != 1.0:
-            ids = _tensor(self._seen.ids, row)
+        if self.bias_ids.size:
+            row[_tensor(self.bias_ids, row)] += _tensor(self.biases, row)
+        if self.repetition != 1.0:
+            ids = _tensor(self.seen.ids, row)
             logits = row[ids]
-            row[ids] = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
+            row[ids] = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
         if self._subtracts:
-            ids = _tensor(self._output.ids, row)
-            row[ids] -= _tensor(self._frequency * self._output.counts + self._presence, row)
+            ids = _tensor(self.output.ids, row)
+            row[ids] -= _tensor(self.frequency * self.output.counts + self.presence, row)
 
 
 def _tensor(values: NDArray[np.int64] | NDArray[np.float32], like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device)
 
 
-class _TokenCounts:
+class TokenCounts:
     """Distinct ids in order of first appearance with how often each came; one more id is O(1)."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.registry import KernelChoice, choose
-from quire.kernels.sampling import sample, token_logprobs, typical_ids
+from quire.kernels.sampling import keep_typical, sample, token_logprobs
 from quire.kernels.sampling.columns import EDITED, LOGPROBS
 from quire.request import TokenLogprobs
 from quire.sampling.batch import RowEdits, SamplerBatch
@@ -82,30 +82,6 @@ class Sampler:
         self._batch.advance(slots, token_ids)
         return self._with_logprobs([SeqSample(token_id) for token_id in token_ids], logits, columns)
 
-    def plain_columns(self, seq_ids: Sequence[int]) -> NDArray[np.void] | None:
-        """What a device needs to draw for ``seq_ids`` without the host; None if a row asks for more than that."""
-        columns = self._batch.gather(self._batch.slots(seq_ids))
-        return None if (columns["features"] & EDITED).any() else columns
-
-    def count_plain(self, seq_ids: Sequence[int]) -> None:
-        """Count a token of each of ``seq_ids`` that a device is drawing."""
-        self._batch.advance_plain(self._batch.slots(seq_ids))
-
-    def plain_samples(
-        self,
-        token_ids: NDArray[np.int64],
-        best: NDArray[np.float32],
-        logprobs: Sequence[TokenLogprobs | None] | None = None,
-    ) -> list[SeqSample]:
-        """What a device drew; ``best``: the largest logits, not finite where a row failed."""
-        with_logprobs = logprobs or (None,) * len(token_ids)
-        return [
-            SeqSample(token_id, found) if fine else SeqSample(-1, error=_NOT_FINITE)
-            for token_id, fine, found in zip(
-                token_ids.tolist(), np.isfinite(best).tolist(), with_logprobs, strict=True
-            )
-        ]
-
     def _draw(self, logits: Tensor, edited: dict[int, Tensor], columns: NDArray[np.void]) -> Drawn:
         backend = self._kernels.backend("sample")
         return sample(logits, edited, columns, purpose=Purpose.DRAW, backend=backend)
@@ -134,10 +110,7 @@ class Sampler:
             row.masked_fill_(torch.from_numpy(~self._mask).to(row.device), -torch.inf)
             self._mask.fill(True)
         if edits.typical is not None:
-            kept = typical_ids(row, *edits.typical)
-            values = row[kept]
-            row.fill_(-torch.inf)
-            row[kept] = values
+            keep_typical(row, *edits.typical)
 
     def _with_errors(
         self,
@@ -156,7 +129,7 @@ class Sampler:
         samples = dict(zip(fine.tolist(), drawn, strict=True))
         for row in failed.tolist():
             raw_is_fine = bool(torch.isfinite(logits[row].amax()))
-            samples[row] = SeqSample(-1, error=_ALL_FORBIDDEN if raw_is_fine else _NOT_FINITE)
+            samples[row] = SeqSample(-1, error=ALL_FORBIDDEN if raw_is_fine else NOT_FINITE)
         return [samples[row] for row in range(slots.size)]
 
     def _with_logprobs(
@@ -175,8 +148,8 @@ class Sampler:
         return samples
 
 
-_ALL_FORBIDDEN = (
+ALL_FORBIDDEN = (
     "no token may be drawn: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together "
     "forbid every id; loosen one of them."
 )
-_NOT_FINITE = "the model's logits are not finite (NaN or infinity): the checkpoint or its dtype is at fault."
+NOT_FINITE = "the model's logits are not finite (NaN or infinity): the checkpoint or its dtype is at fault."

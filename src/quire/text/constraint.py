@@ -22,6 +22,11 @@ BoolMask = NDArray[np.bool_]
 class TokenConstraint(Protocol):
     """Forbids ids for the next token of one sequence."""
 
+    @property
+    def reads_ids(self) -> bool:
+        """Whether the mask depends on which ids were drawn; else on their number at most."""
+        ...
+
     def mask(self, allowed: BoolMask) -> bool:
         """Clear the forbidden ids in ``allowed: [vocab_size]``; return whether it forbids anything now."""
         ...
@@ -37,6 +42,8 @@ class TokenConstraint(Protocol):
 
 class AllowedTokens:
     """allowed_token_ids: nothing else may be drawn."""
+
+    reads_ids = False
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._ids = np.unique(np.asarray(token_ids, np.int64))
@@ -59,6 +66,7 @@ class BadWords:
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         self._words = [tuple(word) for word in words if word]
+        self.reads_ids = any(len(word) > 1 for word in self._words)
         self._output: list[int] = []
 
     def mask(self, allowed: BoolMask) -> bool:
@@ -79,6 +87,8 @@ class BadWords:
 
 class MinTokens:
     """min_tokens: no EOS and no stop id before that many output tokens."""
+
+    reads_ids = False
 
     def __init__(self, min_tokens: int, banned_ids: Iterable[int]) -> None:
         self._min_tokens = min_tokens
@@ -104,6 +114,8 @@ class ThinkingLimit:
 
     Reasoning that is begun again counts on, so one that has used its budget up ends as it begins.
     """
+
+    reads_ids = True
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget

@@ -18,6 +18,7 @@ from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.registry import GPU_KERNELS
 from quire.kernels.rope import QkNorm, rope_store
 from quire.kernels.sampling.columns import COLUMNS, RANDOM, TRUNCATED
+from quire.kernels.sampling.edit_triton_kernels import edit_rows
 from quire.kernels.sampling.triton import draw_rows, facts_of
 from quire.weight_format import WeightFormat
 
@@ -98,7 +99,13 @@ def launch_experts(capability: int) -> None:
 def launch_sampling(capability: int) -> None:
     columns = np.zeros(3, COLUMNS)
     columns["features"], columns["temperature"] = RANDOM | TRUNCATED, 1.0
-    draw_rows(torch.zeros(3, 128_256), torch.from_numpy(facts_of(columns)), 0, cut=True)
+    logits, facts = torch.zeros(3, 128_256), torch.from_numpy(facts_of(columns))
+    draw_rows(logits, facts, 0, cut=True)
+    counts, ids = torch.zeros(1, 128_256, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    edit_rows[(3, 126)](
+        logits, 128_256, logits, facts, counts, counts, ids, ids, 128_256, 4008, CHUNK=1024, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 ALL: tuple[Callable[[int], None], ...] = (

@@ -33,7 +33,7 @@ from quire.kernels.sampling import draw, logprobs, native  # noqa: F401  registe
 from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
 from quire.kernels.sampling.reference import Streams, philox4x32_10
 from quire.kernels.sampling.select import gumbel_argmax, gumbel_argmax_of, gumbel_noise, top_candidates
-from quire.kernels.sampling.typical import typical_ids
+from quire.kernels.sampling.typical import keep_typical, typical_ids
 from quire.request import TokenLogprobs
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "gumbel_argmax",
     "gumbel_argmax_of",
     "gumbel_noise",
+    "keep_typical",
     "log_f64",
     "philox4x32_10",
     "sample",

@@ -44,3 +44,11 @@ def typical_ids(
         if kept <= num or num == logits.shape[0]:
             return ids[0, :kept]
         num = min(logits.shape[0], num * _WIDEN)
+
+
+def keep_typical(row: Tensor, temperature: float, typical_p: float) -> None:
+    """Write −inf over what `typical_ids` does not keep of ``row: [vocab] float32``."""
+    kept = typical_ids(row, temperature, typical_p)
+    values = row[kept]
+    row.fill_(-torch.inf)
+    row[kept] = values

@@ -1,0 +1,156 @@
+"""Draws of a GPU against `Sampler`: penalties and masks with two steps in flight, and who waits for whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.kernels.triton.device import DEVICE, WARNINGS
+from tests.runner.test_grammars import DIGITS, EOS, PATH
+
+from quire.request import SamplingParams, ThinkingBudget
+from quire.runner.device_sampler import DeviceSampler, Draws
+from quire.runner.grammars import Grammars
+from quire.sampling.sampler import Sampler, SeqSample
+from quire.step import NewSeq
+
+pytestmark = [WARNINGS, pytest.mark.gpu if DEVICE.type == "cuda" else pytest.mark.triton_interpret]
+VOCAB = 131
+SEED = 20261122
+BASE = SamplingParams(temperature=0.9, seed=1, max_tokens=64)
+FREE = (  # none of these needs to know on the host what it drew
+    BASE,
+    replace(BASE, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.3),
+    replace(BASE, temperature=0.0, frequency_penalty=1.1),
+    replace(BASE, repetition_penalty=0.8, logit_bias={3: 4.0, 130: -2.5, 7: 1.25}),
+    replace(BASE, allowed_token_ids=(1, 2, 64, 130), presence_penalty=2.0, logprobs=2),
+    replace(BASE, min_tokens=3, stop_token_ids=(5,), eos_token_ids=(6,), logit_bias={5: 50.0}),
+    replace(BASE, bad_words_token_ids=((9,), (10,)), logit_bias={9: 50.0}, top_k=7),
+    replace(BASE, typical_p=0.5, frequency_penalty=0.4, logprobs=0),
+)
+GUIDED = (  # and each of these does
+    replace(BASE, bad_words_token_ids=((4, 4),), logit_bias={4: 50.0}),
+    replace(BASE, thinking_budget=ThinkingBudget(2, 8, 9, is_open=True), presence_penalty=1.0),
+)
+
+
+def seqs(kinds: tuple[SamplingParams, ...], grammar: str | None = None) -> list[NewSeq]:
+    return [
+        NewSeq(i, 0, (1, 2, 1, 40 + i), (2, 2, 90)[: i % 4], replace(kind, seed=i), 0, grammar=grammar)
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def logits_of(step: int, rows: int, vocab: int) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(SEED + step)
+    return torch.randn(rows, vocab, generator=rng) * 2
+
+
+def expected(new: list[NewSeq], steps: int, vocab: int = VOCAB, path: str = "") -> list[list[SeqSample]]:
+    sampler, grammars = Sampler(vocab), Grammars(path, vocab, 1)
+    for each in new:
+        sampler.add(each)
+        grammars.add(each)
+    ids, found = [each.seq_id for each in new], []
+    for step in range(steps):
+        logits = logits_of(step, len(new), vocab)
+        grammars.apply(logits, ids)
+        found.append(sampler.sample(logits, ids))
+        grammars.follow(grammars.held(ids), found[-1])
+    return found
+
+
+def drawn(
+    new: list[NewSeq], steps: int, in_flight: int, vocab: int = VOCAB, path: str = ""
+) -> tuple[list[list[SeqSample]], list[bool]]:
+    """What each step drew, and whether it was waited for before the engine asked."""
+    grammars = Grammars(path, vocab, 1)
+    sampler = DeviceSampler(vocab, grammars, DEVICE)
+    for each in new:
+        sampler.add(each)
+        grammars.add(each)
+    out: list[Draws] = []
+    found, waited = [], []
+    for step in range(steps):
+        _, draws = sampler.draw(logits_of(step, len(new), vocab).to(DEVICE), [each.seq_id for each in new])
+        out.append(draws)
+        if len(out) == in_flight:
+            waited.append(out[0].samples is not None)
+            found.append(out.pop(0)())
+    return [*found, *(draws() for draws in out)], waited
+
+
+def plain(samples: list[list[SeqSample]]) -> list[list[tuple[object, ...]]]:
+    """Ids, errors, and of logprobs what is exact."""
+    return [
+        [
+            (
+                s.token_id,
+                s.error,
+                s.logprobs and (s.logprobs.rank, s.logprobs.top_token_ids, s.logprobs.logprob),
+            )
+            for s in step
+        ]
+        for step in samples
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "waits", "in_flight", "steps"),
+    [
+        ((FREE[1], *FREE[3:6], *GUIDED), True, 2, 4),
+        *(
+            pytest.param(kinds, waits, in_flight, 7, marks=pytest.mark.slow)
+            for kinds, waits in ((FREE, False), (GUIDED, True), ((*FREE, *GUIDED), True))
+            for in_flight in (1, 2)
+        ),
+    ],
+)
+def test_tokens_are_those_of_the_host(
+    kinds: tuple[SamplingParams, ...], waits: bool, in_flight: int, steps: int
+) -> None:
+    new = seqs(kinds)
+    found, waited = drawn(new, steps, in_flight)
+    assert plain(found) == plain(expected(new, steps)), f"seed {SEED}"
+    assert waited == [waits and in_flight == 2] * (steps + 1 - in_flight)
+
+
+def test_a_sequence_that_comes_back_is_built_from_its_ids() -> None:
+    """Preempted with a step in flight: its state is that of the ids it comes back with, in a row used before."""
+    kind = replace(BASE, presence_penalty=0.5, frequency_penalty=0.8, bad_words_token_ids=((4, 4),))
+    (new,) = seqs((kind,))
+    first, second = expected([new], 2)
+    sampler = DeviceSampler(VOCAB, Grammars("", VOCAB, 1), DEVICE)
+    sampler.add(new)
+    _, out = sampler.draw(logits_of(0, 1, VOCAB).to(DEVICE), [0])
+    sampler.draw(logits_of(9, 1, VOCAB).to(DEVICE), [0])  # of the epoch before: its token is dropped
+    sampler.add(replace(new, epoch=1, output_token_ids=(first[0].token_id,)))
+    assert out() == first
+    _, draws = sampler.draw(logits_of(1, 1, VOCAB).to(DEVICE), [0])
+    assert draws() == second
+
+
+def test_grammars_and_rows_that_fail() -> None:
+    """Masks in bits; a row whose ids are all forbidden and one that holds a NaN fail alone."""
+    vocab = 4096
+    new = [
+        *seqs((replace(BASE, eos_token_ids=(EOS,)),) * 2, DIGITS),
+        NewSeq(2, 0, (1,), (), replace(BASE, seed=2, presence_penalty=1.0), 0),
+    ]
+    new[1] = replace(new[1], output_token_ids=())
+    new[0] = replace(new[0], sampling=replace(new[0].sampling, bad_words_token_ids=((9,), (8, 8))))
+    assert plain(drawn(new, 2, 2, vocab, PATH)[0]) == plain(expected(new, 2, vocab, PATH))
+    broken = [
+        replace(new[2], sampling=replace(BASE, seed=3, allowed_token_ids=(3,), bad_words_token_ids=((3,),)))
+    ]
+    (found,) = drawn(broken, 1, 1)[0]
+    assert found == expected(broken, 1)[0]
+    assert found[0].error is not None
+    sampler = DeviceSampler(VOCAB, Grammars("", VOCAB, 1), DEVICE)
+    for each in seqs(FREE[:2]):
+        sampler.add(each)
+    logits = logits_of(0, 2, VOCAB)
+    logits[1, 5] = torch.nan
+    failed = sampler.draw(logits.to(DEVICE), [0, 1])[1]()
+    assert [sample.error is None for sample in failed] == [True, False]
