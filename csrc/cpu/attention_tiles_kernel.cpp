@@ -30,6 +30,7 @@ constexpr float kLog2E = 1.44269504f;
 constexpr float kLowest = -1e30f;  // maximum of a row that has seen nothing: 2^(anything - kLowest) is never used
 constexpr float kMasked = -3e38f;  // 2^(kMasked - maximum) is exactly 0
 constexpr int64_t kSmallWork = 1 << 17;  // multiply-adds
+constexpr float kColumns[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Grows, keeps its memory between calls, and lies on whole cache lines.
 template <typename T>
@@ -161,16 +162,8 @@ class TilesKernel {
     ahead.prefetch(0);
     products.scores(s.query.at_least(0), dim, tiles, scores);
     ahead.prefetch(1);
-    const bool whole = tiles.first == 0 && tiles.last == kStep / kTile && a.cap == 0.0f;
-    for (int64_t row = 0; row < unit.rows; ++row) {
-      const int64_t r = unit.first_row + row;
-      const int64_t begin = rows.lowest(r) - base, end = rows.position(r) + 1 - base;
-      if (whole && begin <= 0 && end >= kStep) {
-        soften_whole(row, scores + row * kStep, weights + row * kStep, sums);
-      } else {
-        soften_part(row, scores + row * kStep, weights + row * kStep, sums, tiles.first * kTile, tiles.last * kTile,
-                    begin, end);
-      }
+    for (int64_t row = 0; row < unit.rows; row += kLanes) {
+      soften(unit, rows, base, row, std::min<int64_t>(kLanes, unit.rows - row), scores, weights, sums);
     }
     ahead.prefetch(2);
     products.values(weights, tiles, sums.values, width);
@@ -199,53 +192,63 @@ class TilesKernel {
     store(weights + i, kInt8 ? mul(e, load(s.v_scales + i)) : e);
   }
 
-  // Take the maximum of a row's next scores in: what was summed before is rescaled where it grew. Returns it.
-  Vec raise(int64_t row, Vec most, const Sums& sums) {
-    const float before = sums.top[row], top = std::max(before, largest(most));
-    if (top != before) {
-      sums.scale_row(row, width, exp2_negative(broadcast(before - top)));
-      sums.top[row] = top;
+  // Scores -> 2^(score - maximum) for up to kLanes rows. Maxima first, of all of them: whether one grows is not to be
+  // foreseen, and a branch a row stopped the core more often than the sums that it spared took. What a row does not see
+  // gets the weight 0, and a factor of a row whose maximum stays is 1: neither changes a bit.
+  void soften(const Unit& unit, const SeqRows& rows, int64_t base, int64_t first, int64_t count, float* scores,
+              uint16_t* weights, const Sums& sums) {
+    alignas(64) float most[kLanes] = {}, factors[kLanes];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t r = unit.first_row + first + i;
+      const int64_t begin = rows.lowest(r) - base, end = rows.position(r) + 1 - base;
+      float* x = scores + (first + i) * kStep;
+      most[i] = begin <= 0 && end >= kStep && a.cap == 0.0f ? scaled(x) : scaled_part(x, begin, end);
     }
-    return broadcast(top);
+    const Vec before = load(sums.top + first), top = max(load(most), before);
+    bool grows = false;
+    for (int64_t i = 0; i < count; ++i) grows |= most[i] > sums.top[first + i];
+    if (grows) {
+      store(factors, exp2_negative(sub(before, top)));
+      store(sums.top + first, top);
+      for (int64_t i = 0; i < count; ++i) sums.scale_row(first + i, width, broadcast(factors[i]));
+    }
+    for (int64_t row = first; row < first + count; ++row) {
+      const Vec highest = broadcast(sums.top[row]);
+      Vec total = load(sums.total + row * kLanes);
+      UNROLL for (int64_t i = 0; i < kStep; i += kLanes) {
+        const Vec e = exp2_negative(sub(load(scores + row * kStep + i), highest));
+        put_weight(weights + row * kStep, i, e);
+        total = add(total, e);
+      }
+      store(sums.total + row * kLanes, total);
+    }
   }
 
-  // Scores of a step that the row sees wholly -> 2^(score - maximum).
-  void soften_whole(int64_t row, const float* scores, uint16_t* weights, const Sums& sums) {
-    constexpr int kVectors = static_cast<int>(kStep) / kLanes;
-    Vec x[kVectors];
-    for (int i = 0; i < kVectors; ++i) x[i] = score(scores, i * kLanes);
-    Vec most = x[0];
-    for (int i = 1; i < kVectors; ++i) most = max(most, x[i]);
-    const Vec top = raise(row, most, sums);
-    Vec total = load(sums.total + row * kLanes);
-    for (int i = 0; i < kVectors; ++i) {
-      const Vec e = exp2_negative(sub(x[i], top));
-      put_weight(weights, i * kLanes, e);
-      total = add(total, e);
+  // A row's scores in powers of two, in their place. Returns the largest.
+  float scaled(float* x) const {
+    Vec most = broadcast(kMasked);
+    UNROLL for (int64_t i = 0; i < kStep; i += kLanes) {
+      const Vec v = score(x, i);
+      store(x + i, v);
+      most = max(most, v);
     }
-    store(sums.total + row * kLanes, total);
+    return largest(most);
   }
 
-  // The same for columns [from, to), of which the row sees [begin, end), and with a soft cap.
-  void soften_part(int64_t row, float* scores, uint16_t* weights, const Sums& sums, int64_t from, int64_t to,
-                   int64_t begin, int64_t end) {
-    for (int64_t i = from; i < to; i += kLanes) {
-      Vec x = score(scores, i);
-      if (a.cap != 0.0f) x = mul(tanh(x), broadcast(a.cap * kLog2E));
-      store(scores + i, x);
+  // The same with a soft cap, and of columns [begin, end) alone.
+  float scaled_part(float* x, int64_t begin, int64_t end) const {
+    const Vec first = broadcast(static_cast<float>(begin)), last = broadcast(static_cast<float>(end));
+    const Vec masked = broadcast(kMasked);
+    Vec most = masked, column = load(kColumns);
+    for (int64_t i = 0; i < kStep; i += kLanes) {
+      Vec v = score(x, i);
+      if (a.cap != 0.0f) v = mul(tanh(v), broadcast(a.cap * kLog2E));
+      v = where_less(column, first, masked, where_less(column, last, v, masked));
+      store(x + i, v);
+      most = max(most, v);
+      column = add(column, broadcast(static_cast<float>(kLanes)));
     }
-    for (int64_t i = from; i < std::min(begin, to); ++i) scores[i] = kMasked;
-    for (int64_t i = std::max(end, from); i < to; ++i) scores[i] = kMasked;
-    Vec most = load(scores + from);
-    for (int64_t i = from + kLanes; i < to; i += kLanes) most = max(most, load(scores + i));
-    const Vec top = raise(row, most, sums);
-    Vec total = load(sums.total + row * kLanes);
-    for (int64_t i = from; i < to; i += kLanes) {
-      const Vec e = exp2_negative(sub(load(scores + i), top));
-      put_weight(weights, i, e);
-      total = add(total, e);
-    }
-    store(sums.total + row * kLanes, total);
+    return largest(most);
   }
 
   void finish(int64_t kv_head, int64_t first_row, int64_t count, const SeqRows& rows, const Sums& sums) {
