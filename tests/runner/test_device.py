@@ -150,15 +150,29 @@ def test_invariant_logits_have_the_same_bits_in_any_batch(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_replayed_graphs_draw_the_same() -> None:
-    """Padded batches, replays over buffers of other steps, and a sequence that ends in between."""
+@pytest.mark.parametrize(("name", "chunk"), [("llama", 2048), ("llama", 9), ("latent", 9)])
+def test_replayed_graphs_draw_the_same(name: str, chunk: int) -> None:
+    """Padded batches, replays over buffers of other steps, a sequence that ends in between; chunks beside decode."""
     asked = [
         replace(request, sampling=replace(request.sampling, max_tokens=3 + 2 * i))
-        for i, request in enumerate(requests(3, RANDOM))
+        for i, request in enumerate(requests(3, RANDOM, length=24))
     ]
-    config = device_config("llama", "triton")
+    config = device_config(name, "triton")
+    config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=chunk))
     eager = replace(config, runner=replace(config.runner, graphs=False))
-    assert generate(config, asked, together=3) == generate(eager, asked, together=3)
+    rooms: set[bool] = set()
+
+    class Watched(DeviceExecutor):
+        def close(self) -> None:
+            graphs = self.worker.runner._graphs
+            rooms.update(room.num_tokens > room.num_seqs for room in graphs._graphs)
+            super().close()
+
+    drawn = generate(config, asked, together=3, executor=Watched)
+    assert drawn == generate(eager, asked, together=3)
+    assert rooms == ({False, True} if chunk < 100 else {False}), (
+        "mixed steps are captured where they come twice"
+    )
 
 
 def test_rows_that_need_the_host_are_drawn_alike() -> None:

@@ -13,7 +13,7 @@ from quire.kernels.attention import RaggedBatch
 from quire.kernels.attention.triton import (
     DeviceBatch,
     DeviceWork,
-    most_items,
+    most_works,
     num_units,
     plan_works,
     work_key,
@@ -29,11 +29,12 @@ Ints = npt.NDArray[np.signedinteger]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The sizes of a captured decode step: ``num_seqs`` sequences of one token, tables of ``width`` blocks.
+    """The sizes of a captured step; the tables have ``width`` blocks. As many tokens as sequences: all decode.
 
     Where a step has fewer, tokens of no sequence fill the rest; they are stored in ``scratch_block``.
     """
 
+    num_tokens: int
     num_seqs: int
     width: int
     scratch_block: int
@@ -115,43 +116,45 @@ class DeviceBatches:
         """All numbers of the step in order, and for each cache group the shapes of its works."""
         to, tokens, seqs, logits = step.buffers, step.num_tokens, step.num_seqs, len(step.sampling)
         width = -(-step.num_positions // self._block_size) if room is None else room.width
-        size = None if room is None else room.num_seqs
+        rows, size = (None, None) if room is None else (room.num_tokens, room.num_seqs)
         arrays = [
-            padded(to.input_ids[:tokens], size),
-            padded(to.positions[:tokens], size),
-            padded(to.slot_offsets[:tokens], size),
+            padded(to.input_ids[:tokens], rows),
+            padded(to.positions[:tokens], rows),
+            padded(to.slot_offsets[:tokens], rows),
             padded(to.logits_indices[:logits], size),
             padded(step.sampling_rows, size),
-            padded(to.cu_seqlens_q[: seqs + 1], None if size is None else size + 1, seqs),
+            padded(to.cu_seqlens_q[: seqs + 1], None if size is None else size + 1, tokens),
             padded(to.seq_lens[:seqs], size),
         ]
+        mixed = room is not None and room.num_tokens > room.num_seqs
         sizes = []
         for index, ragged in enumerate(self._ragged(step)):
             scratch = 0 if room is None else room.scratch_block
-            arrays.append(padded(to.slot_blocks[index][:tokens], size, scratch))
+            arrays.append(padded(to.slot_blocks[index][:tokens], rows, scratch))
             arrays.append(padded(to.block_tables[index][:seqs, :width], size))
             works = []
             for kind in self._kinds[index]:
                 cuts = plan_works(
-                    ragged, kind.kv, kind.group, kind.window, units=self._units, invariant=self._invariant
-                )
-                for work, _, _ in cuts:
-                    arrays.append(padded(work.items, self._most_items(room, kind)))
-                    arrays.append(padded(work.tiles, size))
+                    ragged, kind.kv, kind.group, kind.window, units=self._units, invariant=self._invariant,
+                    mixed=mixed,
+                )  # fmt: skip
+                for (work, _, _), (items, tiles) in zip(
+                    cuts, self._most_works(room, kind, len(cuts)), strict=True
+                ):
+                    arrays += [padded(work.items, items), padded(work.tiles, tiles)]
                 works.append((self._key(kind), [(shape, direct) for _, shape, direct in cuts]))
             sizes.append(works)
         return arrays, sizes
 
-    def _most_items(self, room: Room | None, kind: _Kind) -> int | None:
+    def _most_works(
+        self, room: Room | None, kind: _Kind, count: int
+    ) -> Sequence[tuple[int, int] | tuple[None, None]]:
         if room is None:
-            return None
-        return most_items(
-            room.num_seqs,
-            room.width * self._block_size,
-            kind.kv.num_kv_heads,
-            units=self._units,
+            return [(None, None)] * count
+        return most_works(
+            room.num_tokens, room.num_seqs, room.width * self._block_size, kind.kv, kind.group, units=self._units,
             invariant=self._invariant,
-        )
+        )  # fmt: skip
 
 
 def padded(array: Ints, size: int | None, value: int = 0) -> Ints:

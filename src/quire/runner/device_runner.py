@@ -25,7 +25,7 @@ from quire.request import TokenLogprobs
 from quire.runner.device_batch import DeviceBatches, OnDevice
 from quire.runner.device_sampler import DeviceSampler
 from quire.runner.grammars import Grammars
-from quire.runner.graphs import DecodeGraphs
+from quire.runner.graphs import StepGraphs
 from quire.runner.input_batch import PreparedStep
 from quire.runner.memory import KvCache, torch_dtype
 from quire.runner.runner import ObserveLogits, Wait
@@ -71,12 +71,13 @@ class DeviceRunner:
         )  # fmt: skip
         self._last_ids = torch.zeros(4 * config.scheduler.max_num_seqs, dtype=torch.int32, device=self.device)
         self._block_size = size
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if config.runner.graphs:
             most = -(-model.max_model_len // size) + 1
-            self._graphs = DecodeGraphs(
-                self.device, config.scheduler.max_num_seqs, most, blocks, clock or WallClock()
-            )
+            self._graphs = StepGraphs(
+                self.device, config.scheduler.max_num_seqs, most, blocks, clock or WallClock(),
+                mixed=config.runner.cpu_isa != "invariant",
+            )  # fmt: skip
 
     def record(self, buffers: StepBuffers) -> None:
         """As `Runner.record`: graphs are captured later."""
@@ -136,8 +137,9 @@ class DeviceRunner:
     def _logits(self, step: PreparedStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``[num_logits, vocab_size]`` fp32 and the rows of `InputBatch` that they draw for."""
         room = None
-        if self._graphs is not None and step.num_tokens == step.num_seqs == len(step.sampling):
-            room = self._graphs.room_for(step.num_seqs, -(-step.num_positions // self._block_size))
+        if self._graphs is not None:
+            width = -(-step.num_positions // self._block_size)
+            room = self._graphs.room_for(step.num_tokens, step.num_seqs, width)
         generation = self._batches.upload.generation
         made = self._batches.put(step, room)
         if self._graphs is not None and self._batches.upload.generation != generation:
@@ -145,7 +147,7 @@ class DeviceRunner:
         if room is None or self._graphs is None:
             return self.decoder.logits(self._forward(made)), made.sampling_rows
         logits = self._graphs.run(room, lambda: self.decoder.logits(self._forward(made)))
-        return logits[: step.num_seqs], made.sampling_rows[: step.num_seqs]
+        return logits[: len(step.sampling)], made.sampling_rows[: len(step.sampling)]
 
     def _forward(self, made: OnDevice) -> torch.Tensor:
         """Hidden rows that sample. Negative ids are of tokens that only the device knows."""

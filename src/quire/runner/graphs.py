@@ -1,4 +1,7 @@
-"""Decode steps replayed from captured graphs, one for each number of sequences (rounded up) and width of the tables.
+"""Steps replayed from captured graphs, one for each number of tokens and sequences and width of the tables, rounded up.
+
+    decode    one token a sequence: sizes 8 apart, 32 apart from 256 on
+    mixed     up to `MIXED_TOKENS` tokens, a prompt's chunk among them: powers of two, so that few sizes come often
 
 `capture_policy` says when one is captured: while idle, or once it is repaid. Nothing is computed then, so the buffers
 may hold the numbers of any step. Without a GPU a "graph" calls the function again over the same buffers, so that
@@ -19,6 +22,8 @@ from quire.runner.capture_policy import CapturePolicy
 from quire.runner.device_batch import Room
 
 LEAST_WIDTH = 64  # blocks of a table
+LEAST_TOKENS = 16  # of a mixed step
+MIXED_TOKENS = 256  # from about here on a step's matrix products take longer than its launches
 
 Forward = Callable[[], torch.Tensor]
 _log = logging.getLogger(__name__)
@@ -31,12 +36,21 @@ class Graph:
     replay: Forward
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Which steps have a graph, and which are about to get one."""
 
     def __init__(
-        self, device: torch.device, max_num_seqs: int, max_blocks: int, scratch_block: int, clock: Clock
+        self,
+        device: torch.device,
+        max_num_seqs: int,
+        max_blocks: int,
+        scratch_block: int,
+        clock: Clock,
+        *,
+        mixed: bool,
     ) -> None:
+        """``mixed``: not of decode steps alone."""
+        self._mixed = mixed
         self._cuda = device.type == "cuda"
         self._sizes = sizes_up_to(max_num_seqs)
         self._max_blocks = max_blocks
@@ -50,13 +64,18 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def room_for(self, num_seqs: int, num_blocks: int) -> Room | None:
-        """Return the sizes that a decode step of ``num_seqs`` and tables of ``num_blocks`` is padded to, if any."""
-        size = next((size for size in self._sizes if size >= num_seqs), None)
-        if size is None:
+    def room_for(self, num_tokens: int, num_seqs: int, num_blocks: int) -> Room | None:
+        """Return the sizes that such a step with tables of ``num_blocks`` is padded to, if any."""
+        largest = self._sizes[-1]
+        if num_seqs > largest or (num_tokens > num_seqs and not (self._mixed and num_tokens <= MIXED_TOKENS)):
             return None
-        width = max(LEAST_WIDTH, 1 << (num_blocks - 1).bit_length())
-        return Room(size, min(width, self._max_blocks), self._scratch_block)
+        if num_tokens == num_seqs:
+            tokens = seqs = next(size for size in self._sizes if size >= num_seqs)
+        else:
+            seqs = min(_power_of_two(num_seqs), largest)
+            tokens = max(LEAST_TOKENS, _power_of_two(num_tokens), _power_of_two(seqs + 1))
+        width = min(max(LEAST_WIDTH, _power_of_two(num_blocks)), self._max_blocks)
+        return Room(tokens, seqs, width, self._scratch_block)
 
     def run(self, room: Room, forward: Forward) -> torch.Tensor:
         """Compute the step whose numbers lie in the buffers of ``room``: ``forward()``, or its replay."""
@@ -93,7 +112,8 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             logits = forward()
         self._pool = self._pool or graph.pool()
-        _log.info("captured decode of %d sequences, tables of %d blocks", room.num_seqs, room.width)
+        sizes = (room.num_tokens, room.num_seqs, room.width)
+        _log.info("captured a step of %d tokens, %d sequences, tables of %d blocks", *sizes)
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -106,3 +126,8 @@ def sizes_up_to(largest: int) -> list[int]:
     """1, 2, 4, 8, 16 … in steps of 8, from 256 on of 32; the last is ``largest``."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, largest, 32)]
     return [*(size for size in sizes if size < largest), largest]
+
+
+def _power_of_two(size: int) -> int:
+    """The least that is not below ``size``."""
+    return 1 << (size - 1).bit_length()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator
@@ -11,6 +12,9 @@ from tests.kernels.test_attention import SMALL, oracle, part, run
 from tests.kernels.triton.device import WARNINGS, on_device
 
 from quire.kernels import cases
+from quire.kernels.attention import RaggedBatch
+from quire.kernels.attention.triton import most_works, plan_works
+from quire.kernels.kv_view import view_layer
 from quire.kernels.registry import GPU_KERNELS, Backend
 
 pytestmark = WARNINGS
@@ -91,3 +95,24 @@ def test_rubbish_that_no_sequence_sees_changes_nothing() -> None:
     made.batch.plans.clear()
     for backend in GPU_KERNELS:
         assert_same_bits(run(on_device(made), backend), expected[backend], backend)
+
+
+@pytest.mark.parametrize("group", [1, 4, 16, 24, 128])
+def test_a_graph_has_room_for_every_step_of_its_size(group: int) -> None:
+    """Steps of at most so many tokens and sequences, of one token each or mixed."""
+    rng = np.random.default_rng(20261122)
+    kv = view_layer(torch.zeros(2, 2 * 16 * 32), 0, num_kv_heads=2, block_size=16, head_dim=16, v_head_dim=16)
+    for _ in range(60):
+        invariant, window, units = bool(rng.integers(2)), rng.choice([None, 50]), int(rng.choice([1, 132]))
+        seqs, longest = int(rng.integers(1, 20)), int(rng.choice([60, 1500]))
+        q_lens = np.ones(seqs, np.int64) if rng.integers(2) else rng.integers(1, 40, seqs)
+        mixed = not invariant and bool((q_lens > 1).any())
+        if invariant:
+            q_lens[:] = 1
+        seq_lens = np.minimum(q_lens + rng.integers(0, longest, seqs), longest)
+        batch = RaggedBatch(np.concatenate(([0], np.cumsum(q_lens))), seq_lens, np.zeros((seqs, 1), np.int64))
+        cuts = plan_works(batch, kv, group, window, units=units, invariant=invariant, mixed=mixed)
+        most = most_works(int(q_lens.sum()), seqs, longest, kv, group, units=units, invariant=invariant)
+        for (work, _, _), (items, tiles) in zip(cuts, most, strict=True):
+            assert len(work.items) <= items, (group, q_lens, seq_lens)
+            assert len(work.tiles) <= tiles, (group, q_lens, seq_lens)

@@ -35,9 +35,12 @@ def columns_of(rows: int, vocab: int, *, truncated: bool) -> np.ndarray:
 
 
 def drawn(logits: torch.Tensor, columns: np.ndarray, backend: Backend) -> tuple[list[int], np.ndarray]:
-    there = logits if backend == "reference" else logits.to(DEVICE)
-    ids, best = sample(there, {}, columns, purpose=0, backend=backend)
-    return ids.tolist(), best
+    if backend == "reference":
+        ids, best = sample(logits, {}, columns, purpose=0, backend=backend)
+        return ids.tolist(), best
+    facts = torch.from_numpy(on_gpu.facts_of(columns)).to(DEVICE)
+    made = on_gpu.draw_rows(logits.to(DEVICE), facts, 0, cut=on_gpu.truncated(columns))
+    return made[0].tolist(), made[1].cpu().numpy()
 
 
 @pytest.mark.parametrize("truncated", [False, True])
@@ -86,13 +89,3 @@ def test_rows_that_cannot_be_drawn_say_so() -> None:
     assert np.isfinite(best).tolist() == [True, False, False, True]
     expected = drawn(logits, columns, "reference")[0]
     assert [ids[0], ids[3]] == [expected[0], expected[3]]
-
-
-def test_edited_rows_replace_logits() -> None:
-    logits = torch.zeros(2, 40)
-    edited = torch.zeros(40).index_fill_(0, torch.tensor([17]), 50.0).to(DEVICE)
-    columns = columns_of(2, 40, truncated=False)
-    columns["features"] = 0
-    ids, _ = sample(logits.to(DEVICE), {1: edited}, columns, purpose=0, backend="triton")
-    assert ids.tolist() == [0, 17]
-    assert logits.abs().sum() == 0

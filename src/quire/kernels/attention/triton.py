@@ -123,18 +123,43 @@ def work_key(kv: KvView, group: int, window: int | None, *, invariant: bool) -> 
     return ("triton", group, window, kv.num_kv_heads, kv.head_dim, invariant)
 
 
-def most_items(num_seqs: int, num_positions: int, kv_heads: int, *, units: int, invariant: bool) -> int:
-    """Items that ``num_seqs`` single tokens with contexts of up to ``num_positions`` can have: a graph's room."""
-    most = num_seqs * -(-num_positions // (SPLIT if invariant else LEAST_SPLIT))
-    return most if invariant else min(most, num_seqs + units * PROGRAMS_PER_UNIT // kv_heads + 1)
+def most_works(
+    num_tokens: int, num_seqs: int, num_positions: int, kv: KvView, group: int, *, units: int, invariant: bool
+) -> list[tuple[int, int]]:
+    """A graph's room: (items, tiles) that each of `plan_works` can have at most for so many tokens and sequences.
+
+    Contexts have up to ``num_positions``. As many tokens as sequences: one each; else ``mixed``, and not invariant.
+    """
+
+    def tiles(rows: int) -> int:
+        one_each = num_tokens == num_seqs
+        return num_seqs * -(-group // rows) if one_each else num_tokens * group // rows + num_seqs
+
+    if invariant:
+        return [(tiles(DECODE_ROWS) * -(-num_positions // SPLIT), tiles(DECODE_ROWS))]
+    found = []
+    if group <= DECODE_ROWS:
+        most = num_seqs * -(-num_positions // LEAST_SPLIT)
+        share = num_seqs + units * PROGRAMS_PER_UNIT // kv.num_kv_heads + 1
+        found.append((min(most, share), num_seqs))
+    if group > DECODE_ROWS or num_tokens > num_seqs:
+        found.append((tiles(block_sizes("attention_prefill", _shape(kv, group))["rows"]),) * 2)
+    return found
+
+
+def _shape(kv: KvView, group: int) -> str:
+    return f"d{kv.head_dim}_g{group}_b{kv.pieces.dtype.itemsize}"
 
 
 def plan_works(
-    batch: RaggedBatch, kv: KvView, group: int, window: int | None, *, units: int, invariant: bool
-) -> list[tuple[Work, tuple[int, int, int], bool]]:
-    """Return (work, (rows, keys, warps), direct) for the sequences that decode and for those that do not."""
+    batch: RaggedBatch, kv: KvView, group: int, window: int | None, *, units: int, invariant: bool, mixed: bool = False
+) -> list[tuple[Work, tuple[int, int, int], bool]]:  # fmt: skip
+    """Return (work, (rows, keys, warps), direct) for the sequences that decode and for those that do not.
+
+    ``mixed``: both, even where one is empty, for a graph that has both.
+    """
     q_lens = np.diff(batch.cu_seqlens_q)
-    shape = f"d{kv.head_dim}_g{group}_b{kv.pieces.dtype.itemsize}"
+    shape = _shape(kv, group)
     if invariant:
         sizes = block_sizes("attention_invariant", "all")
         seqs = np.flatnonzero(q_lens)
@@ -142,14 +167,14 @@ def plan_works(
     else:
         options = []
         short = q_lens * group <= DECODE_ROWS
-        if len(seqs := np.flatnonzero((q_lens > 0) & short)):
+        if len(seqs := np.flatnonzero((q_lens > 0) & short)) or (mixed and group <= DECODE_ROWS):
             sizes = block_sizes("attention_decode", shape)
             split = split_for(
                 batch.cu_seqlens_q, batch.seq_lens, seqs, kv_heads=kv.num_kv_heads, keys=sizes["keys"],
                 programs=units * PROGRAMS_PER_UNIT, smallest=LEAST_SPLIT,
             )  # fmt: skip
             options.append((seqs, (DECODE_ROWS, sizes["keys"], sizes["warps"]), split, False))
-        if len(seqs := np.flatnonzero(~short)):
+        if len(seqs := np.flatnonzero(~short)) or mixed:
             sizes = block_sizes("attention_prefill", shape)
             options.append((seqs, (sizes["rows"], sizes["keys"], sizes["warps"]), WHOLE, True))
     return [

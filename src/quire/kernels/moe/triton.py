@@ -99,21 +99,8 @@ def _grouped(
         x, row_scale = rows.q, rows.scale
     how = held(one, sizes["inner"])
     steps = triton.cdiv(one.in_features, how.step)
-    launch(
-        x,
-        row_index,
-        one,
-        out,
-        out.stride(0),
-        tiles,
-        pairs,
-        how,
-        sizes,
-        steps,
-        1,
-        strides_of(matrices),
-        row_scale,
-    )
+    strides = strides_of(matrices)
+    launch(x, row_index, one, out, out.stride(0), tiles, pairs, how, sizes, steps, 1, strides, row_scale)
     return out
 
 

@@ -7,7 +7,6 @@ contract's (`kernels.sampling`), computed for every id in float64, so that token
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.registry import register
 from quire.kernels.sampling.columns import LOGPROBS, MIN_P, TRUNCATED
 from quire.kernels.sampling.cut_triton_kernels import cut_rows
 from quire.kernels.sampling.triton_kernels import draw_chunks, fold_chunks, largest_of_chunks
@@ -84,17 +82,3 @@ def draw_rows(logits: Tensor, facts: Tensor, purpose: int, *, cut: bool) -> tupl
     )  # fmt: skip
     fold_chunks[(rows,)](tops, facts, values, ids, out, best, CHUNKS=padded, chunks=chunks, num_warps=4)
     return out, best
-
-
-@register("sample", "triton")
-def sample(
-    logits: Tensor, edited: Mapping[int, Tensor], columns: NDArray[np.void], purpose: int
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """See `quire.kernels.sampling.sample`; the result is on the host."""
-    if edited:
-        logits = logits.clone()
-        for row, values in edited.items():
-            logits[row] = values
-    facts = torch.from_numpy(facts_of(columns)).to(logits.device)
-    ids, best = draw_rows(logits, facts, purpose, cut=truncated(columns))
-    return ids.cpu().numpy(), best.cpu().numpy()
