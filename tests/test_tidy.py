@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
 # 30,000 before the API, GPU, planner and simulator issues were all under way; each of these adds to it.
-MAX_PACKAGE_LINES = 46_900
+MAX_PACKAGE_LINES = 47_600
 
 # Kernels and tables may be listed; each entry says why.
 LONG_FILES: dict[str, str] = {}
