@@ -1,9 +1,9 @@
-"""`BlockPool`: equal pages by id, an intrusive free list, and one reference count a block.
+"""`BlockPool`: equal pages by id, a stack of free ones, and one reference count a block.
 
 Who may hold a reference: a sequence (its block table), the prefix cache (one), a step or a move in flight. A block
 returns to the pool when the last reference goes.
 
-    0 … untouched − 1      handed out before; the free ones are linked through `_next_free`, last freed first
+    0 … untouched − 1      handed out before; the free ones are on the stack, last freed on top
     untouched … num − 1    never handed out, so their memory was never touched; taken in ascending order
 
 Blocks that were used before are handed out first: memory grows only when it must, in order, slab by slab.
@@ -11,11 +11,11 @@ Blocks that were used before are handed out first: memory grows only when it mus
 
 from __future__ import annotations
 
-_END = -1
+from collections.abc import Iterable
 
 
 class BlockPool:
-    """A pool of ``num_blocks`` block ids. Taking and dropping are O(1)."""
+    """A pool of ``num_blocks`` block ids. Taking and dropping are O(1) a block."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
@@ -23,23 +23,27 @@ class BlockPool:
         self.num_free = num_blocks
         self.num_untouched = num_blocks
         self.ref_counts = [0] * num_blocks
-        self._next_free = [_END] * num_blocks
-        self._head = _END
+        self._free: list[int] = []
 
     def take(self) -> int:
         """Hand out a free block with one reference. The caller has checked `num_free`."""
-        assert self.num_free > 0
-        block_id = self._head
-        if block_id == _END:
-            block_id = self.num_blocks - self.num_untouched
-            self.num_untouched -= 1
-        else:
-            self._head = self._next_free[block_id]
-            self._next_free[block_id] = _END
-        assert self.ref_counts[block_id] == 0
-        self.num_free -= 1
-        self.ref_counts[block_id] = 1
-        return block_id
+        return self.take_many(1)[0]
+
+    def take_many(self, count: int) -> list[int]:
+        """`take`, ``count`` times."""
+        assert 0 <= count <= self.num_free
+        free, counts = self._free, self.ref_counts
+        ids = free[: -count - 1 : -1]
+        del free[len(free) - len(ids) :]
+        if len(ids) < count:
+            first = self.num_blocks - self.num_untouched
+            self.num_untouched -= count - len(ids)
+            ids.extend(range(first, self.num_blocks - self.num_untouched))
+        self.num_free -= count
+        for block_id in ids:
+            assert counts[block_id] == 0
+            counts[block_id] = 1
+        return ids
 
     def share(self, block_id: int) -> int:
         """Add a reference to a block in use; return how many it has now."""
@@ -48,23 +52,39 @@ class BlockPool:
         self.ref_counts[block_id] = count
         return count
 
+    def share_all(self, block_ids: Iterable[int]) -> None:
+        """`share` each."""
+        counts = self.ref_counts
+        for block_id in block_ids:
+            assert counts[block_id] > 0
+            counts[block_id] += 1
+
     def drop(self, block_id: int) -> int:
         """Give up a reference; return how many are left. At none the block is free."""
         count = self.ref_counts[block_id] - 1
         assert count >= 0
         self.ref_counts[block_id] = count
         if count == 0:
-            self._next_free[block_id] = self._head
-            self._head = block_id
+            self._free.append(block_id)
             self.num_free += 1
         return count
 
+    def drop_all(self, block_ids: Iterable[int]) -> list[int]:
+        """`drop` each, in this order; return those that had one reference left then."""
+        counts, free = self.ref_counts, self._free
+        num_free = len(free)
+        last = []
+        for block_id in block_ids:
+            count = counts[block_id] - 1
+            assert count >= 0
+            counts[block_id] = count
+            if count == 1:
+                last.append(block_id)
+            elif count == 0:
+                free.append(block_id)
+        self.num_free += len(free) - num_free
+        return last
+
     def free_ids(self) -> list[int]:
-        """Return every free id, walking the list: for `check_integrity`."""
-        ids = list(range(self.num_blocks - self.num_untouched, self.num_blocks))
-        block_id, steps = self._head, 0
-        while block_id != _END:
-            assert steps <= self.num_blocks, "the free list has a cycle"
-            ids.append(block_id)
-            block_id, steps = self._next_free[block_id], steps + 1
-        return ids
+        """Return every free id: for `check_integrity`."""
+        return [*self._free, *range(self.num_blocks - self.num_untouched, self.num_blocks)]

@@ -72,8 +72,8 @@ class BlockTable:
         """Return ``block_start`` and ``new_block_ids`` of a `SeqPlan`, and count them as sent."""
         if not self.unsent:
             return _NOTHING
-        starts = tuple(max(s, f) for s, f in zip(self.sent_rows, self.first_rows, strict=True))
-        ids = tuple(tuple(rows[start:]) for rows, start in zip(self.rows, starts, strict=True))
+        starts = tuple(map(max, self.sent_rows, self.first_rows))
+        ids = tuple([tuple(rows[start:]) for rows, start in zip(self.rows, starts, strict=True)])
         self.sent_rows = [len(rows) for rows in self.rows]
         self.unsent = False
         return starts, ids

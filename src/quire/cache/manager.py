@@ -81,10 +81,11 @@ class CacheManager:
 
     def allocate(self, table: BlockTable, end: int) -> bool:
         """Make room for tokens up to ``end`` (exclusive), or return False and change nothing."""
-        num_rows = -(-end // self.block_size) - table.num_rows
-        if num_rows * self._num_groups > self.references.num_available:
-            return False
-        self._grow(table, num_rows)
+        if end > table.capacity:
+            num_rows = -(-end // self.block_size) - table.num_rows
+            if num_rows * self._num_groups > self.references.num_available:
+                return False
+            self._grow(table, num_rows)
         return True
 
     def reachable_end(self, table: BlockTable) -> int:
@@ -193,7 +194,8 @@ class CacheManager:
             ids = self.references.take_many(num_rows * self._num_groups)
             for group, rows in enumerate(table.rows):
                 rows.extend(ids[group :: self._num_groups])
-            self._resized(table)
+            table.capacity += num_rows * self.block_size
+            table.unsent = True
 
     def _resized(self, table: BlockTable) -> None:
         table.capacity = table.num_rows * self.block_size

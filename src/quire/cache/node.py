@@ -1,8 +1,8 @@
-"""`Node` of the prefix tree, and the queue of those that may be evicted."""
+"""`Node` of the prefix tree, and the queue of those that nobody uses."""
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
 
 NO_BLOCK = -1
 
@@ -14,8 +14,8 @@ class Node:
         "alive",
         "block_hash",
         "block_ids",
-        "last_used",
         "num_children",
+        "num_places",
         "num_used",
         "parent",
         "parent_hash",
@@ -24,7 +24,7 @@ class Node:
     )
 
     def __init__(
-        self, block_hash: bytes, parent: Node | None, parent_hash: bytes, block_ids: list[int], step: int
+        self, block_hash: bytes, parent: Node | None, parent_hash: bytes, block_ids: tuple[int, ...], step: int
     ) -> None:
         self.block_hash = block_hash
         self.parent = parent
@@ -32,14 +32,10 @@ class Node:
         self.num_children = 0  # nodes whose parent it is
         self.block_ids = block_ids  # per cache group, or NO_BLOCK
         self.num_used = 0  # how many of block_ids somebody beside the tree refers to
-        self.last_used = 0
+        self.num_places = 0  # in the `IdleQueue`
         self.step = step  # the step that computes the block: in flight for a prompt block just published
         self.alive = True  # in the tree
         self.token_ids: tuple[int, ...] = ()  # kept only where events are on
-
-    @property
-    def evictable(self) -> bool:
-        return self.alive and not (self.num_children or self.num_used)
 
     @property
     def has_blocks(self) -> bool:
@@ -52,44 +48,42 @@ class Node:
         return tuple(g for g, block_id in enumerate(self.block_ids) if block_id != NO_BLOCK)
 
 
-class LeafQueue:
-    """Evictable leaves, least recently used first: a heap whose stale entries are skipped, and swept when many.
+class IdleQueue:
+    """Nodes in the order in which they became idle (`num_used` 0): the least recently used first.
 
-    The first of all may stand beside the heap: a chain falls from its end, each parent next in turn after its child,
-    and need not go through the heap.
+    A node that is used again keeps its place, which means nothing: of several places of a node the last one counts.
+    Whoever uses a node uses its ancestors, and gives them up after it, so with a cache group that keeps every row a node
+    comes before its parent, and the first that is idle is a leaf. Where all groups slide it may have children: then it
+    loses its place, until the last of them goes.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Node]] = []
-        self._front: tuple[int, int, Node] | None = None  # comes before all in the heap
-        self._num_offers = 0  # breaks ties, so that runs replay
+        self._nodes: deque[Node] = deque()
 
-    def offer(self, node: Node, num_nodes: int) -> None:
-        """Queue ``node`` if it is evictable. ``num_nodes`` (in the tree) tells when a sweep pays."""
-        if (
-            not node.alive or node.num_children or node.num_used
-        ):  # `evictable`, spelled out: this is called often
-            return
-        heap, front = self._heap, self._front
-        if len(heap) > 2 * num_nodes + 64:
-            heap[:] = [e for e in heap if e[0] == e[2].last_used and e[2].evictable]
-            heapq.heapify(heap)
-        self._num_offers += 1
-        entry = (node.last_used, self._num_offers, node)
-        if front is None and (not heap or entry < heap[0]):
-            self._front = entry
-        elif front is not None and entry < front:
-            heapq.heappush(heap, front)
-            self._front = entry
-        else:
-            heapq.heappush(heap, entry)
+    def add(self, node: Node, num_nodes: int) -> None:
+        """``node`` became idle. ``num_nodes`` (in the tree) tells when it pays to sweep."""
+        node.num_places += 1
+        self._nodes.append(node)
+        if len(self._nodes) > 2 * num_nodes + 64:
+            self._nodes = deque([each for each in self._nodes if self._counts(each)])
+            for each in self._nodes:
+                each.num_places = 1
+
+    def lost_children(self, node: Node) -> None:
+        """The last child of an idle node went; if it lost its place before, nobody was idle for longer."""
+        if node.num_places == 0:
+            node.num_places = 1
+            self._nodes.appendleft(node)
 
     def pop(self) -> Node | None:
-        """Return the leaf that was not used for the longest time, or None."""
-        while self._front is not None or self._heap:
-            entry = self._front or heapq.heappop(self._heap)
-            self._front = None
-            used, _, node = entry
-            if used == node.last_used and node.alive and not (node.num_children or node.num_used):
+        """Take out and return the leaf that was idle for the longest time, or None."""
+        while self._nodes:
+            node = self._nodes.popleft()
+            if self._counts(node) and not node.num_children:
                 return node
         return None
+
+    def _counts(self, node: Node) -> bool:
+        """Take a place of ``node`` away; tell whether it counted."""
+        node.num_places -= 1
+        return node.num_places == 0 and node.alive and not node.num_used

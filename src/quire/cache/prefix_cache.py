@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer
-from quire.cache.node import NO_BLOCK, LeafQueue, Node
+from quire.cache.node import NO_BLOCK, IdleQueue, Node
 from quire.cache.windows import Windows
 
 
@@ -47,8 +47,7 @@ class PrefixCache:
         self.events = events
         self.windows = windows
         self._block_size = block_size
-        self._clock = 0  # counts uses; orders evictions
-        self._leaves = LeafQueue()
+        self._idle = IdleQueue()
         self._strippable: dict[int, None] = {}  # idle blocks of sliding groups, least recently used first
 
     def find(self, chain: Sequence[bytes], num_known: int, step: int) -> Hit:
@@ -73,37 +72,50 @@ class PrefixCache:
 
     def insert(
         self,
-        block_hash: bytes,
+        hashes: Sequence[bytes],
         parent: Node | None,
-        parent_hash: bytes,
-        block_ids: list[int],
+        root: bytes,
+        rows: Iterable[tuple[int, ...]],
         step: int,
         token_ids: Sequence[int],
-    ) -> Node:
-        """Publish a block that a sequence holds (`NO_BLOCK` where it does not) and take references for the tree.
+    ) -> list[Node]:
+        """Publish a chain of blocks below ``parent`` (None: below ``root``) and take references for the tree.
 
-        ``block_ids`` become the node's own.
+        ``rows``: per hash the block of each group that a sequence holds, `NO_BLOCK` where it does not. ``token_ids``: of
+        all the blocks, where events are on.
         """
-        assert block_hash not in self.nodes
         assert parent is None or parent.alive
-        node = Node(block_hash, parent, parent_hash, block_ids, step)
-        self.nodes[block_hash] = node
-        if parent is not None:
-            parent.num_children += 1
-        for block_id in block_ids:
-            if block_id != NO_BLOCK:
-                self._adopt(node, block_id)
-        assert node.num_used > 0
+        added: list[Node] = []
+        parent_hash = root if parent is None else parent.block_hash
+        nodes, node_of = self.nodes, self.node_of
+        for block_hash, block_ids in zip(hashes, rows, strict=True):
+            assert block_hash not in nodes
+            node = nodes[block_hash] = Node(block_hash, parent, parent_hash, block_ids, step)
+            if parent is not None:
+                parent.num_children += 1
+            held = block_ids if NO_BLOCK not in block_ids else [b for b in block_ids if b != NO_BLOCK]
+            assert held
+            for block_id in held:
+                assert node_of[block_id] is None
+                node_of[block_id] = node
+            self.pool.share_all(held)
+            node.num_used = len(held)
+            self.num_blocks += len(held)
+            added.append(node)
+            parent, parent_hash = node, block_hash
         if self.events is not None:
-            node.token_ids = tuple(token_ids)
-            self.events.add(BlockStored(block_hash, parent_hash, node.token_ids, node.groups))
-        return node
+            self._tell(added, token_ids)
+        return added
 
     def fill(self, node: Node, group: int, block_id: int) -> None:
         """Give ``node`` the block of a sliding group that it lacked."""
         assert node.block_ids[group] == NO_BLOCK
-        node.block_ids[group] = block_id
-        self._adopt(node, block_id)
+        assert self.node_of[block_id] is None
+        node.block_ids = _replaced(node.block_ids, group, block_id)
+        self.node_of[block_id] = node
+        self.pool.share(block_id)
+        node.num_used += 1
+        self.num_blocks += 1
         if self.events is not None:
             self.events.add(BlockStored(node.block_hash, node.parent_hash, node.token_ids, (group,)))
 
@@ -113,20 +125,22 @@ class PrefixCache:
         assert node is not None
         node.num_used += 1
         self.num_idle -= 1
-        self._strippable.pop(block_id, None)
+        if self._strippable:
+            self._strippable.pop(block_id, None)
 
-    def mark_idle(self, block_id: int) -> None:
-        """The last reference to a block of the tree, but the tree's own, went."""
-        node = self.node_of[block_id]
-        assert node is not None
-        node.num_used -= 1
-        self.num_idle += 1
-        self._clock += 1
-        node.last_used = self._clock
-        if self.windows.sliding and self.windows.windows[node.block_ids.index(block_id)] is not None:
-            self._strippable[block_id] = None
-        if not (node.num_children or node.num_used):
-            self._leaves.offer(node, len(self.nodes))
+    def mark_idle(self, block_ids: Iterable[int]) -> None:
+        """Blocks have one reference left: those of the tree, where it is the tree's own, are idle now."""
+        node_of, sliding, num_nodes = self.node_of, self.windows.sliding, len(self.nodes)
+        for block_id in block_ids:
+            node = node_of[block_id]
+            if node is None:
+                continue
+            node.num_used -= 1
+            self.num_idle += 1
+            if node.num_used == 0:
+                self._idle.add(node, num_nodes)
+            if sliding and self.windows.windows[node.block_ids.index(block_id)] is not None:
+                self._strippable[block_id] = None
 
     def evict(self, num_blocks: int) -> None:
         """Free at least ``num_blocks`` idle blocks: leaves, least recently used first, then sliding blocks inside."""
@@ -134,7 +148,7 @@ class PrefixCache:
         target = self.pool.num_free + num_blocks
         before = self.num_blocks
         while self.pool.num_free < target:
-            node = self._leaves.pop()
+            node = self._idle.pop()
             if node is not None:
                 self._remove(node)
             else:
@@ -167,12 +181,13 @@ class PrefixCache:
         for node in self.nodes.values():  # in order of insertion
             yield BlockStored(node.block_hash, node.parent_hash, node.token_ids, node.groups)
 
-    def _adopt(self, node: Node, block_id: int) -> None:
-        assert self.node_of[block_id] is None
-        self.node_of[block_id] = node
-        self.pool.share(block_id)
-        node.num_used += 1
-        self.num_blocks += 1
+    def _tell(self, added: Sequence[Node], token_ids: Sequence[int]) -> None:
+        """Events of blocks that were stored."""
+        assert self.events is not None
+        size = self._block_size
+        for index, node in enumerate(added):
+            node.token_ids = tuple(token_ids[index * size : (index + 1) * size])
+            self.events.add(BlockStored(node.block_hash, node.parent_hash, node.token_ids, node.groups))
 
     def _disown(self, node: Node, block_id: int) -> None:
         """Give up the tree's reference to a block of ``node``."""
@@ -190,7 +205,7 @@ class PrefixCache:
         node = self.node_of[block_id]
         assert node is not None
         group = node.block_ids.index(block_id)
-        node.block_ids[group] = NO_BLOCK
+        node.block_ids = _replaced(node.block_ids, group, NO_BLOCK)
         self._disown(node, block_id)
         if self.events is not None:
             self.events.add(BlockRemoved(node.block_hash, (group,)))
@@ -211,9 +226,12 @@ class PrefixCache:
         if parent is None:
             return
         parent.num_children -= 1
-        if parent.num_children:
-            return
-        if self.windows.sliding and not parent.has_blocks:
-            self._remove(parent)
-        else:
-            self._leaves.offer(parent, len(self.nodes))
+        if parent.num_children == 0 and self.windows.sliding:
+            if not parent.has_blocks:
+                self._remove(parent)
+            elif not parent.num_used:
+                self._idle.lost_children(parent)
+
+
+def _replaced(block_ids: tuple[int, ...], group: int, block_id: int) -> tuple[int, ...]:
+    return (*block_ids[:group], block_id, *block_ids[group + 1 :])

@@ -39,16 +39,16 @@ class Publisher:
             # Only whoever holds all blocks above may add below, or idle blocks could not be evicted.
             table.publishable = False
             return
-        for row in range(table.num_published, num_rows):
-            node = find(chain[row])
-            if node is None:
-                node = self._insert(table, row, token_ids, planned=planned)
-            elif planned:
+        row = table.num_published
+        while (node := find(chain[row])) is not None:
+            if planned:
                 return
-            else:
-                self._merge(table, row, node)
+            self._merge(table, row, node)
             table.tip = node
-            table.num_published = row + 1
+            table.num_published = row = row + 1
+            if row == num_rows:
+                return
+        self._insert(table, num_rows, token_ids, planned=planned)
 
     def withdraw(self, failed: Iterable[BlockTable], step: int) -> set[int]:
         """Take back what ``failed`` tables published in ``step`` and later; return the steps not to be trusted.
@@ -68,21 +68,19 @@ class Publisher:
         self._prefix.withdraw(withdrawn)
         return distrusted
 
-    def _insert(self, table: BlockTable, row: int, token_ids: Sequence[int], *, planned: bool) -> Node:
-        references, prefix, tip = self._references, self._prefix, table.tip
+    def _insert(self, table: BlockTable, end: int, token_ids: Sequence[int], *, planned: bool) -> None:
+        """Put rows up to ``end`` into the tree: the first is not there, so none is (a node's ancestors are)."""
+        references, prefix, first = self._references, self._prefix, table.num_published
         shown: Sequence[int] = ()
         if prefix.events is not None:
-            shown = token_ids[row * self._block_size : (row + 1) * self._block_size]
-        parent_hash = table.root if tip is None else tip.block_hash
-        block_ids = [rows[row] for rows in table.rows]
-        if not planned:
-            return prefix.insert(
-                table.chain[row], tip, parent_hash, block_ids, references.applied_step, shown
-            )
-        planning = references.planning
-        node = prefix.insert(table.chain[row], tip, parent_hash, block_ids, planning.step, shown)
-        planning.published.append((table, node))
-        return node
+            shown = token_ids[first * self._block_size : end * self._block_size]
+        step = references.planning.step if planned else references.applied_step
+        rows = zip(*[rows[first:end] for rows in table.rows], strict=True)
+        added = prefix.insert(table.chain[first:end], table.tip, table.root, rows, step, shown)
+        if planned:
+            references.planning.published += [(table, node) for node in added]
+        table.tip = added[-1]
+        table.num_published = end
 
     def _merge(self, table: BlockTable, row: int, node: Node) -> None:
         """Another sequence published the same row: use its blocks and give up the own ones."""

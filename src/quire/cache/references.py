@@ -91,8 +91,7 @@ class References:
         missing = count - self.pool.num_free
         if missing > 0:
             self.prefix.evict(missing)
-        take = self.pool.take
-        return [take() for _ in range(count)]
+        return self.pool.take_many(count)
 
     def share(self, block_id: int) -> None:
         """Add a reference to a block in use or in the tree."""
@@ -101,15 +100,11 @@ class References:
 
     def drop(self, block_id: int) -> None:
         """Give up a reference that nothing in flight needs."""
-        if self.pool.drop(block_id) == 1 and self.prefix.node_of[block_id] is not None:
-            self.prefix.mark_idle(block_id)
+        self.drop_all((block_id,))
 
     def drop_all(self, block_ids: Iterable[int]) -> None:
         """`drop` each, in this order."""
-        drop, node_of, mark_idle = self.pool.drop, self.prefix.node_of, self.prefix.mark_idle
-        for block_id in block_ids:
-            if drop(block_id) == 1 and node_of[block_id] is not None:
-                mark_idle(block_id)
+        self.prefix.mark_idle(self.pool.drop_all(block_ids))
 
     def give_up(self, table: BlockTable, block_ids: Iterable[int]) -> None:
         """Take over ``table``'s references; they go when the last step in flight that uses the table is applied."""

@@ -125,7 +125,7 @@ def _apply_one(
                 state.end(seq, reason, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_id)
             )
             return True
-    seq.quiet_until = min(seq.table.due_at, seq.row_limit)
+    seq.find_quiet()
     events.append(_new_event(TokenEvent, (seq.request_id, seq.sample_index, token_ids, logprobs, *tail)))
     return True
 

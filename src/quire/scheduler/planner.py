@@ -77,6 +77,9 @@ class Planner:
         add = decodes.append
         for seq in self._state.running:  # forks append to it while it is walked
             planned = seq.num_planned
+            if planned < seq.quiet_until:
+                add(seq)
+                continue
             if seq.siblings:
                 if planned < seq.num_prompt - 1:
                     prefills.append(seq)
@@ -225,27 +228,28 @@ class Planner:
         for seq in decodes:
             start = seq.num_planned
             end = start + 1
-            table = seq.table
             epoch = seq.epoch
-            if seq.event_tail and not table.unsent:  # it has its first token, and no news: most
+            if start < seq.quiet_until:  # most
                 plan: tuple[object, ...] = (seq.seq_id, epoch, start, 1, (), (), 0, 0, ())
             else:
-                plan = self._first_decode(seq)
+                plan = self._loud_decode(seq)
             add_plan(_new_plan(SeqPlan, plan))
             add_entry((seq, epoch, end))
-            table.last_step = step
+            seq.table.last_step = step
             seq.num_planned = end
             seq.num_total = end + 1
         self._state.counters.num_computed_tokens += len(decodes)
 
-    def _first_decode(self, seq: Sequence) -> tuple[object, ...]:
-        """Return the fields of a row's `SeqPlan`, and do what a decode need not: a `NewSeq`, blocks, a beam's id."""
+    def _loud_decode(self, seq: Sequence) -> tuple[object, ...]:
+        """Return the fields of a row's `SeqPlan`, and do what most need not: a `NewSeq`, blocks, a beam's id."""
         self._register(seq)
         start, table = seq.num_planned, seq.table
         block_start, new_block_ids = table.take_unsent()
         forced, seq.forced = seq.forced, ()
         if start < seq.num_prompt:
             self._state.cache.publisher.publish(table, seq.token_ids, start + 1, planned=True)
+        if seq.event_tail:
+            seq.find_quiet()
         return (seq.seq_id, seq.epoch, start, 1, block_start, new_block_ids, 0, 0, forced)
 
     def _register(self, seq: Sequence) -> None:

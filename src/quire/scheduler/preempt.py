@@ -14,9 +14,8 @@ def make_room(state: SchedulerState, seq: Sequence, end: int) -> bool:
     unless it fits alone.
     """
     cache = state.cache
-    num_rows = -(-end // cache.block_size) - seq.table.num_rows
-    num_needed = num_rows * cache.windows.num_groups
     while not cache.allocate(seq.table, end):
+        num_needed = (-(-end // cache.block_size) - seq.table.num_rows) * cache.windows.num_groups
         if cache.references.num_available + cache.references.num_coming >= num_needed:
             return False
         victim = max(state.running, key=lambda s: s.key)

@@ -112,8 +112,7 @@ class Sequence:
         )
         self.ttft_s: float | None = None  # arrival to first token
         self.event_tail: tuple[object, ...] = ()  # empty before its first token; see `outcome`
-        # Results below this token count are tokens and no more, but for stop ids: no block is full, nothing ends.
-        self.quiet_until = 0
+        self.quiet_until = 0  # see `find_quiet`
         self.last_result: SeqResult | None = None  # of those; and its event
         self.last_event: TokenEvent
 
@@ -121,6 +120,14 @@ class Sequence:
     def target(self) -> int:
         """The token count to chase now: a leader stops before the last prompt token until it has forked."""
         return self.num_prompt - 1 if self.siblings else min(self.num_total, self.row_limit)
+
+    def find_quiet(self) -> None:
+        """It has its first token: find the token count below which a row needs no block and fills none.
+
+        What is planned below is a row and no more, what is applied a token and no more, but for stop ids.
+        """
+        table = self.table
+        self.quiet_until = 0 if table.unsent else min(table.due_at, table.capacity, self.row_limit)
 
     @property
     def num_steps_now(self) -> int:
