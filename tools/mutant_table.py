@@ -124,6 +124,14 @@ MUTANTS: tuple[Mutant, ...] = (
         FUZZ,
     ),
     Mutant(
+        "quiet-after-preemption",
+        "a preempted sequence is planned and applied as if it still had its blocks",
+        "src/quire/scheduler/state.py",
+        "        seq.quiet_until = 0\n",
+        "",
+        FUZZ,
+    ),
+    Mutant(
         "failed-step-stays-published",
         "the blocks of a failed step stay in the prefix tree",
         "src/quire/cache/publisher.py",

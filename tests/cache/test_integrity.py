@@ -40,12 +40,12 @@ def one_block_in_two_groups(bench: Bench) -> None:
     table.rows[1][-1] = table.rows[0][-1]
 
 
-def free_list_cycle(bench: Bench) -> None:
+def block_free_twice(bench: Bench) -> None:
     pool = bench.cache.pool
     blocks = [pool.take(), pool.take()]
     for block_id in blocks:
         pool.drop(block_id)
-    pool._next_free[blocks[0]] = blocks[1]
+    pool._free[-1] = pool._free[-2]
 
 
 def free_block_in_use(bench: Bench) -> None:
@@ -96,7 +96,7 @@ def used_below_idle(bench: Bench) -> None:
     pool.share(table.rows[0][0])
     pool.drop(block_id)
     pool.drop(block_id)
-    prefix.mark_idle(block_id)
+    prefix.mark_idle([block_id])
     bench.tables[1].tip, bench.tables[1].num_published = None, 0
 
 
@@ -106,7 +106,7 @@ FAULTS: list[Callable[[Bench], None]] = [
     held_by_nobody,
     one_block_in_two_places,
     one_block_in_two_groups,
-    free_list_cycle,
+    block_free_twice,
     free_block_in_use,
     wrong_idle_count,
     child_without_parent,

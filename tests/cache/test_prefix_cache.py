@@ -7,7 +7,7 @@ import random
 from tests.cache.cache_bench import Bench
 
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer, EventsLost
-from quire.cache.node import LeafQueue, Node
+from quire.cache.node import IdleQueue, Node
 
 
 def hashes_of(bench: Bench) -> dict[bytes, set[int]]:
@@ -131,21 +131,35 @@ def test_clear_forgets_everything() -> None:
     assert bench.cache.pool.num_free == 32
 
 
-def test_leaves_come_in_order_of_use_whatever_is_offered_between() -> None:
+def test_the_first_to_become_idle_comes_first_whatever_is_used_again_between() -> None:
     rng = random.Random(8)
-    queue, waiting = LeafQueue(), []
-    for _ in range(2000):
-        if rng.random() < 0.55 or not waiting:
-            node = Node(b"", None, b"", [0], 0)
-            node.last_used = rng.randrange(500)
-            queue.offer(node, num_nodes=1000)
-            waiting.append(node)
-        elif rng.random() < 0.1:
-            rng.choice(waiting).alive = False  # a stale entry
-        else:
-            waiting = [node for node in waiting if node.alive]
+    queue, nodes = IdleQueue(), [Node(b"", None, b"", (0,), 0) for _ in range(40)]
+    idle: dict[Node, None] = {}  # in order of becoming so
+    for _ in range(5000):
+        node = rng.choice(nodes)
+        if rng.random() < 0.2:
             first = queue.pop()
-            if waiting:
-                assert first is not None
-                assert first.last_used == min(node.last_used for node in waiting)
-                waiting.remove(first)
+            assert first is next(iter(idle), None)
+            idle.pop(first, None) if first else None
+        elif rng.random() < 0.02:
+            node.alive = False  # withdrawn
+            idle.pop(node, None)
+            nodes[nodes.index(node)] = Node(b"", None, b"", (0,), 0)
+        elif node in idle:
+            node.num_used = 1
+            del idle[node]
+        else:
+            node.num_used = 0
+            idle[node] = None
+            queue.add(node, num_nodes=len(nodes))
+
+
+def test_where_all_groups_slide_a_node_with_children_comes_when_the_last_of_them_went() -> None:
+    queue, parent, child, other = IdleQueue(), *(Node(b"", None, b"", (0,), 0) for _ in range(3))
+    parent.num_children = 1
+    for node in (parent, child, other):
+        queue.add(node, num_nodes=3)
+    assert queue.pop() is child
+    parent.num_children = 0
+    queue.lost_children(parent)
+    assert [queue.pop(), queue.pop(), queue.pop()] == [parent, other, None]

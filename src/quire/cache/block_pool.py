@@ -52,13 +52,6 @@ class BlockPool:
         self.ref_counts[block_id] = count
         return count
 
-    def share_all(self, block_ids: Iterable[int]) -> None:
-        """`share` each."""
-        counts = self.ref_counts
-        for block_id in block_ids:
-            assert counts[block_id] > 0
-            counts[block_id] += 1
-
     def drop(self, block_id: int) -> int:
         """Give up a reference; return how many are left. At none the block is free."""
         count = self.ref_counts[block_id] - 1

@@ -24,7 +24,12 @@ class Node:
     )
 
     def __init__(
-        self, block_hash: bytes, parent: Node | None, parent_hash: bytes, block_ids: tuple[int, ...], step: int
+        self,
+        block_hash: bytes,
+        parent: Node | None,
+        parent_hash: bytes,
+        block_ids: tuple[int, ...],
+        step: int,
     ) -> None:
         self.block_hash = block_hash
         self.parent = parent
@@ -52,9 +57,9 @@ class IdleQueue:
     """Nodes in the order in which they became idle (`num_used` 0): the least recently used first.
 
     A node that is used again keeps its place, which means nothing: of several places of a node the last one counts.
-    Whoever uses a node uses its ancestors, and gives them up after it, so with a cache group that keeps every row a node
-    comes before its parent, and the first that is idle is a leaf. Where all groups slide it may have children: then it
-    loses its place, until the last of them goes.
+    Whoever uses a node uses its ancestors, and gives them up after it, so with a cache group that keeps every row a
+    node comes before its parent, and the first that is idle is a leaf. Where all groups slide it may have children:
+    then it loses its place, until the last of them goes.
     """
 
     def __init__(self) -> None:

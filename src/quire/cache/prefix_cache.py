@@ -72,50 +72,34 @@ class PrefixCache:
 
     def insert(
         self,
-        hashes: Sequence[bytes],
+        block_hash: bytes,
         parent: Node | None,
-        root: bytes,
-        rows: Iterable[tuple[int, ...]],
+        parent_hash: bytes,
+        block_ids: tuple[int, ...],
         step: int,
         token_ids: Sequence[int],
-    ) -> list[Node]:
-        """Publish a chain of blocks below ``parent`` (None: below ``root``) and take references for the tree.
-
-        ``rows``: per hash the block of each group that a sequence holds, `NO_BLOCK` where it does not. ``token_ids``: of
-        all the blocks, where events are on.
-        """
-        assert parent is None or parent.alive
-        added: list[Node] = []
-        parent_hash = root if parent is None else parent.block_hash
-        nodes, node_of = self.nodes, self.node_of
-        for block_hash, block_ids in zip(hashes, rows, strict=True):
-            assert block_hash not in nodes
-            node = nodes[block_hash] = Node(block_hash, parent, parent_hash, block_ids, step)
-            if parent is not None:
-                parent.num_children += 1
-            held = block_ids if NO_BLOCK not in block_ids else [b for b in block_ids if b != NO_BLOCK]
-            assert held
-            for block_id in held:
-                assert node_of[block_id] is None
-                node_of[block_id] = node
-            self.pool.share_all(held)
-            node.num_used = len(held)
-            self.num_blocks += len(held)
-            added.append(node)
-            parent, parent_hash = node, block_hash
+    ) -> Node:
+        """Publish a block that a sequence holds (`NO_BLOCK` where it does not) and take references for the tree."""
+        assert block_hash not in self.nodes
+        node = Node(block_hash, parent, parent_hash, block_ids, step)
+        self.nodes[block_hash] = node
+        if parent is not None:
+            assert parent.alive
+            parent.num_children += 1
+        for block_id in block_ids:
+            if block_id != NO_BLOCK:
+                self._adopt(node, block_id)
+        assert node.num_used > 0
         if self.events is not None:
-            self._tell(added, token_ids)
-        return added
+            node.token_ids = tuple(token_ids)
+            self.events.add(BlockStored(block_hash, parent_hash, node.token_ids, node.groups))
+        return node
 
     def fill(self, node: Node, group: int, block_id: int) -> None:
         """Give ``node`` the block of a sliding group that it lacked."""
         assert node.block_ids[group] == NO_BLOCK
-        assert self.node_of[block_id] is None
         node.block_ids = _replaced(node.block_ids, group, block_id)
-        self.node_of[block_id] = node
-        self.pool.share(block_id)
-        node.num_used += 1
-        self.num_blocks += 1
+        self._adopt(node, block_id)
         if self.events is not None:
             self.events.add(BlockStored(node.block_hash, node.parent_hash, node.token_ids, (group,)))
 
@@ -181,13 +165,12 @@ class PrefixCache:
         for node in self.nodes.values():  # in order of insertion
             yield BlockStored(node.block_hash, node.parent_hash, node.token_ids, node.groups)
 
-    def _tell(self, added: Sequence[Node], token_ids: Sequence[int]) -> None:
-        """Events of blocks that were stored."""
-        assert self.events is not None
-        size = self._block_size
-        for index, node in enumerate(added):
-            node.token_ids = tuple(token_ids[index * size : (index + 1) * size])
-            self.events.add(BlockStored(node.block_hash, node.parent_hash, node.token_ids, node.groups))
+    def _adopt(self, node: Node, block_id: int) -> None:
+        assert self.node_of[block_id] is None
+        self.node_of[block_id] = node
+        self.pool.share(block_id)
+        node.num_used += 1
+        self.num_blocks += 1
 
     def _disown(self, node: Node, block_id: int) -> None:
         """Give up the tree's reference to a block of ``node``."""

@@ -70,16 +70,20 @@ class Publisher:
 
     def _insert(self, table: BlockTable, end: int, token_ids: Sequence[int], *, planned: bool) -> None:
         """Put rows up to ``end`` into the tree: the first is not there, so none is (a node's ancestors are)."""
-        references, prefix, first = self._references, self._prefix, table.num_published
-        shown: Sequence[int] = ()
-        if prefix.events is not None:
-            shown = token_ids[first * self._block_size : end * self._block_size]
+        references, prefix, size = self._references, self._prefix, self._block_size
         step = references.planning.step if planned else references.applied_step
-        rows = zip(*[rows[first:end] for rows in table.rows], strict=True)
-        added = prefix.insert(table.chain[first:end], table.tip, table.root, rows, step, shown)
-        if planned:
-            references.planning.published += [(table, node) for node in added]
-        table.tip = added[-1]
+        first, node = table.num_published, table.tip
+        parent_hash = table.root if node is None else node.block_hash
+        shown: Sequence[int] = ()
+        for row, block_ids in enumerate(zip(*[rows[first:end] for rows in table.rows], strict=True), first):
+            if prefix.events is not None:
+                shown = token_ids[row * size : (row + 1) * size]
+            block_hash = table.chain[row]
+            node = prefix.insert(block_hash, node, parent_hash, block_ids, step, shown)
+            parent_hash = block_hash
+            if planned:
+                references.planning.published.append((table, node))
+        table.tip = node
         table.num_published = end
 
     def _merge(self, table: BlockTable, row: int, node: Node) -> None:

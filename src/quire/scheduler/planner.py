@@ -30,9 +30,8 @@ class Planner:
         self._seqs: list[SeqPlan] = []
         self._entries: list[Entry] = []
         self._num_chunk_rows = 0
-        self._starved: SortKey | None = (
-            None  # rank of who found no block: nobody behind takes one in this step
-        )
+        # Rank of who found no block: nobody behind takes one in this step.
+        self._starved: SortKey | None = None
 
     def plan(self) -> StepPlan | None:
         """Return the plan, or None where nothing can be computed now."""
@@ -120,9 +119,8 @@ class Planner:
 
     def _find_room(self, seq: Sequence, end: int) -> bool:
         """Give a running sequence blocks up to ``end``. Nobody takes a block that one before it in rank found not."""
-        if seq.state is not SequenceState.RUNNING:  # preempted for another in this plan
-            return False
-        if self._barred(seq):
+        preempted = seq.state is not SequenceState.RUNNING  # for another in this plan
+        if preempted or self._barred(seq):
             return False
         if make_room(self._state, seq, end):
             return True
@@ -227,8 +225,7 @@ class Planner:
         add_plan, add_entry = self._seqs.append, self._entries.append
         for seq in decodes:
             start = seq.num_planned
-            end = start + 1
-            epoch = seq.epoch
+            end, epoch = start + 1, seq.epoch
             if start < seq.quiet_until:  # most
                 plan: tuple[object, ...] = (seq.seq_id, epoch, start, 1, (), (), 0, 0, ())
             else:

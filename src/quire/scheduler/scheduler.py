@@ -23,6 +23,7 @@ from quire.scheduler.deadline import expire
 from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
+from quire.scheduler.sequence import SequenceState
 from quire.scheduler.state import Counters, SchedulerState
 from quire.step import StepPlan, StepResult
 
@@ -124,6 +125,14 @@ class Scheduler:
         check_integrity(self.cache, [seq.table for seq in state.sequences.values()])
         state.adapters.check_integrity(seq.group.request.adapter for seq in state.running)
         assert len(state.running) + len(state.waiting) <= len(state.sequences)
+        for seq in state.sequences.values():
+            if (
+                seq.quiet_until
+            ):  # else a row would be planned without a block, or a full block kept from the tree
+                assert seq.state is SequenceState.RUNNING
+                assert seq.event_tail
+                assert seq.quiet_until <= min(seq.table.due_at, seq.table.capacity, seq.row_limit)
+                assert not seq.table.unsent or seq.num_planned >= seq.quiet_until
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
