@@ -226,10 +226,8 @@ class Planner:
         for seq in decodes:
             start = seq.num_planned
             end, epoch = start + 1, seq.epoch
-            if start < seq.quiet_until:  # most
-                plan: tuple[object, ...] = (seq.seq_id, epoch, start, 1, (), (), 0, 0, ())
-            else:
-                plan = self._loud_decode(seq)
+            quiet = start < seq.quiet_until  # most are
+            plan = (seq.seq_id, epoch, start, 1, (), (), 0, 0, ()) if quiet else self._loud_decode(seq)
             add_plan(_new_plan(SeqPlan, plan))
             add_entry((seq, epoch, end))
             seq.table.last_step = step
