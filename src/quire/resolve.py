@@ -78,7 +78,7 @@ def resolve(
     """
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
-    lora = _lora(args, tuple(adapters), device)
+    lora = _lora(args, tuple(adapters))
     weights = spec.weight_bytes(dtype, plan.formats) + _slot_bytes(lora, spec, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights)
@@ -111,16 +111,13 @@ def resolve(
             model_key=model_key,
         ),
         scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
-        runner=RunnerConfig(
-            num_threads=args.threads or device.num_cores,
-            cpu_isa=_isa(args, device),
-        ),
+        runner=RunnerConfig(num_threads=args.threads or device.num_cores, cpu_isa=_isa(args, device)),
         device=device,
         lora=lora,
     )
 
 
-def _lora(args: EngineArgs, adapters: tuple[Adapter, ...], device: DeviceInfo) -> LoraConfig | None:
+def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
     """Room for every adapter that is there from the start, unless something else is said."""
     ranks = [adapter.rank for adapter in adapters]
     max_loras = len(ranks) if args.max_loras is None else args.max_loras
@@ -130,10 +127,6 @@ def _lora(args: EngineArgs, adapters: tuple[Adapter, ...], device: DeviceInfo) -
                 "max_loras = 0 leaves no slot for the adapters of lora: raise it, or leave lora out"
             )
         return None
-    if device.kind != "cpu":
-        raise ConfigError(
-            f"lora and max_loras: adapters run on a CPU, and the device is {device.name}: leave them out"
-        )
     highest = max(ranks, default=DEFAULT_LORA_RANK)
     max_rank = highest if args.max_lora_rank is None else args.max_lora_rank
     if max_rank < max(ranks, default=0):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from tests.kernels.triton.device import DEVICE, WARNINGS
+from tests.lora.peft_files import make_adapters
 from tests.runner.tiny import GREEDY, SEED, VOCAB, engine_config, llama, weights
 from tests.runner.tiny import SPECS as ALL_SPECS
 
 from quire.clock import VirtualClock
-from quire.config import DeviceInfo, EngineConfig
+from quire.config import DeviceInfo, EngineConfig, LoraConfig
 from quire.engine.core import EngineCore
 from quire.engine.inbox import AddRequest
 from quire.executor.device import DeviceExecutor
@@ -242,3 +244,33 @@ def test_nothing_is_made_on_a_device_by_default() -> None:
 
     run.worker.runner.launch = launch_on_meta  # type: ignore[method-assign]
     assert generate(config, asked, together=2, executor=lambda *_, **__: run) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "count"),
+    [
+        ("llama", "triton", 2),
+        pytest.param("llama", "invariant", 5, marks=pytest.mark.slow),
+        pytest.param("latent", "triton", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_give_the_tokens_of_the_cpu(name: str, kernels: str, count: int, tmp_path: Path) -> None:
+    """Three adapters and the base model over two slots, so that they are loaded between steps in flight."""
+    adapters = make_adapters(tmp_path, SPECS[name])
+    asked = [
+        replace(request, adapter=(*adapters, None)[i % 4])
+        for i, request in enumerate(requests(count, replace(SHORT, max_tokens=2), length=6 * (count - 1)))
+    ]
+    base, together = engine_config(SPECS[name]), device_config(name, kernels)
+    tokens = []
+    for config, executor, most in ((base, LocalExecutor, 1), (together, DeviceExecutor, 3)):
+        config = replace(
+            config,
+            lora=LoraConfig(2, 17, adapters),
+            scheduler=replace(config.scheduler, max_loras=2, max_num_batched_tokens=32),
+        )
+        tokens.append(generate(config, asked, together=most, executor=executor))
+    assert tokens[1] == tokens[0]
+    assert tokens[0] != generate(
+        base, [replace(each, adapter=None) for each in asked], together=1, executor=LocalExecutor
+    )

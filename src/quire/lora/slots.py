@@ -30,6 +30,7 @@ class LoraSlots:
         self._held: dict[int, Adapter] = {}
         self._failed: dict[int, str] = {}
 
+    @torch.inference_mode()  # the slots of a GPU are made in it
     def load(self, slot: int, adapter: Adapter) -> None:
         """Make ``adapter`` the content of ``slot`` (from 1 on)."""
         self._held[slot] = adapter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,9 @@ from quire.kernels.attention.triton import (
     work_key,
 )
 from quire.kernels.kv_view import KvView
-from quire.layers.step_batch import GroupBatch, StepBatch
+from quire.kernels.lora.rows import DeviceRows
+from quire.kernels.lora.triton import most_tiles, tiles_of
+from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
 from quire.modelspec import KvLayout, ModelSpec
 from quire.runner.input_batch import PreparedStep
 from quire.runner.step_upload import StepUpload
@@ -31,6 +33,8 @@ Ints = npt.NDArray[np.signedinteger]
 class Room:
     """The sizes of a captured step; the tables have ``width`` blocks. As many tokens as sequences: all decode.
 
+    ``adapted``: rows may have adapters.
+
     Where a step has fewer, tokens of no sequence fill the rest; they are stored in ``scratch_block``.
     """
 
@@ -38,6 +42,7 @@ class Room:
     num_seqs: int
     width: int
     scratch_block: int
+    adapted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,13 @@ class DeviceBatches:
                     DeviceWork(next(views), next(views), *shape, direct) for shape, direct in shapes
                 ]
             groups.append(GroupBatch(slot_blocks, offsets, group))
-        return OnDevice(StepBatch(input_ids, positions, logits_indices, tuple(groups)), rows)
+        adapters = step.adapters
+        if adapters is not None:
+            there = [DeviceRows(next(views), next(views)) for _ in range(2)]
+            adapters = AdapterBatch(
+                replace(adapters.tokens, there=there[0]), replace(adapters.logits, there=there[1])
+            )
+        return OnDevice(StepBatch(input_ids, positions, logits_indices, tuple(groups), adapters), rows)
 
     def _ragged(self, step: PreparedStep) -> list[RaggedBatch]:
         """The step for each cache group, on the host."""
@@ -144,6 +155,11 @@ class DeviceBatches:
                     arrays += [padded(work.items, items), padded(work.tiles, tiles)]
                 works.append((self._key(kind), [(shape, direct) for _, shape, direct in cuts]))
             sizes.append(works)
+        adapters = step.adapters
+        if adapters is not None:
+            for of, count, most in ((adapters.tokens, tokens, rows), (adapters.logits, logits, size)):
+                tiles = None if most is None else most_tiles(most, len(of.starts) - 1)
+                arrays += [padded(of.order[:count], most), padded(tiles_of(of), tiles)]
         return arrays, sizes
 
     def _most_works(

@@ -7,7 +7,6 @@ before on the host. The table has a row of int32 ``[vocab_size]`` for each seque
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,21 +17,13 @@ from quire.kernels.sampling import keep_typical
 from quire.kernels.sampling.edit_triton_kernels import edit_rows
 from quire.runner.step_upload import StepUpload
 from quire.sampling.batch import RowEdits
-from quire.sampling.penalties import Penalties
 from quire.text.grammar_matcher import bitmask_words
 
 CHUNK = 1024  # ids of a program
 LEAST_ROWS = 8  # of the table of counts
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Rows of a step whose draws are counted: which, and the row of the table of each, int64 on the device."""
-
-    rows: torch.Tensor
-    of: torch.Tensor
+Counted = tuple[torch.Tensor, torch.Tensor]  # rows whose draws are counted, and the row of the table of each
 
 
 class DeviceEdits:
@@ -47,10 +38,10 @@ class DeviceEdits:
         self._upload = StepUpload(device, torch.int64)
         self._masks = StepUpload(device, torch.int32)
 
-    def forget(self, edits: RowEdits) -> None:
+    def forget(self, edits: RowEdits | None) -> None:
         """The sequence has gone. Steps in flight may count for it: whoever gets its row clears it behind them."""
-        row = self._row_of.pop(edits, None)
-        if row is not None:
+        if edits in self._row_of:
+            row = self._row_of.pop(edits)
             self._free.append(row)
 
     def apply(
@@ -66,19 +57,22 @@ class DeviceEdits:
         facts[list(masks), 1] = np.arange(len(masks))
         ids: list[Ints] = [np.empty(0, np.int64)]
         biases = [np.empty(0, np.float64)]
-        for row, of in enumerate(edits):
+        for at, of in enumerate(edits):
             penalties = None if of is None else of.penalties
             if penalties is not None:
                 assert of is not None
                 numbers = (penalties.repetition, penalties.frequency, penalties.presence)
-                facts[row, 0] = self._row_of.get(of, -1)
-                facts[row, 2:5] = np.array(numbers, np.float64).view(np.int64)
-                facts[row, 5] = sum(map(len, ids))
+                facts[at, 0] = self._row_of.get(of, -1)
+                facts[at, 2:5] = np.array(numbers, np.float64).view(np.int64)
+                facts[at, 5] = sum(map(len, ids))
                 ids.append(penalties.bias_ids)
                 biases.append(penalties.biases.astype(np.float64))
-                facts[row, 6] = facts[row, 5] + len(ids[-1])
+                facts[at, 6] = facts[at, 5] + len(ids[-1])
         rows = np.flatnonzero(facts[:, 0] >= 0)
-        known = [part for of in fresh for part in _known(of)]
+        known: list[Ints] = []
+        for penalties in (of.penalties for of in fresh if of.penalties is not None):
+            drawn = penalties.output
+            known += [penalties.seen.ids, drawn.ids, drawn.counts.astype(np.int64)]
         arrays = [
             facts,
             np.concatenate(ids),
@@ -88,7 +82,10 @@ class DeviceEdits:
             *known,
         ]
         facts_there, ids_there, biases_there, rows_there, of_there, *known_there = self._upload.put(arrays)
-        self._clear(fresh, known_there)
+        for index, of in enumerate(fresh):
+            seen, drawn_there, counts = known_there[3 * index : 3 * index + 3]
+            row = self._counts[self._row_of[of]].zero_().index_fill_(0, seen, 1)
+            row.index_add_(0, drawn_there, 2 * counts.to(torch.int32))
         words = bitmask_words(self._vocab_size)
         bits = self._masks.put([np.stack(list(masks.values()))])[0] if masks else facts_there
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -99,11 +96,11 @@ class DeviceEdits:
         for row, of in enumerate(edits):
             if of is not None and of.typical is not None:
                 keep_typical(out[row], *of.typical)
-        return out, Counted(rows_there, of_there)
+        return out, (rows_there, of_there)
 
     def count(self, counted: Counted, drawn: torch.Tensor) -> None:
         """Count ``drawn [rows]`` int64."""
-        places = counted.of * self._vocab_size + drawn.index_select(0, counted.rows)
+        places = counted[1] * self._vocab_size + drawn.index_select(0, counted[0])
         twos = torch.full(places.shape, 2, dtype=torch.int32, device=self._device)
         self._counts.view(-1).index_add_(0, places, twos)
 
@@ -120,17 +117,3 @@ class DeviceEdits:
             self._free.extend(range(size, larger))
         self._row_of.update((of, self._free.pop()) for of in fresh)
         return fresh
-
-    def _clear(self, fresh: Sequence[RowEdits], known: Sequence[torch.Tensor]) -> None:
-        for index, of in enumerate(fresh):
-            seen, drawn, counts = known[3 * index : 3 * index + 3]
-            row = self._counts[self._row_of[of]]
-            row.zero_().index_fill_(0, seen, 1)
-            row.index_add_(0, drawn, 2 * counts.to(torch.int32))
-
-
-def _known(edits: RowEdits) -> tuple[Ints, Ints, Ints]:
-    """What the sequence had when it was admitted: ids seen, ids drawn and how often."""
-    assert isinstance(edits.penalties, Penalties)
-    drawn = edits.penalties.output
-    return edits.penalties.seen.ids, drawn.ids, drawn.counts.astype(np.int64)

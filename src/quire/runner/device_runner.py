@@ -52,7 +52,7 @@ class DeviceRunner:
         with torch.inference_mode(), self.device:
             self.decoder = Decoder(
                 model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
-                formats=model.formats,
+                formats=model.formats, lora=config.lora,
             )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
@@ -102,7 +102,12 @@ class DeviceRunner:
         """As `Runner.run_with_rows`; the hidden states come to the host."""
         made = self._batches.put(step)
         indices = torch.cat((made.batch.logits_indices, torch.from_numpy(rows).to(self.device, torch.int32)))
-        hidden = self._forward(replace(made, batch=replace(made.batch, logits_indices=indices)))
+        adapters = made.batch.adapters
+        if adapters is not None:
+            of = np.concatenate((step.buffers.logits_indices[: len(seq_ids)], rows))
+            adapters = replace(adapters, logits=adapters.tokens.take(of))
+        batch = replace(made.batch, logits_indices=indices, adapters=adapters)
+        hidden = self._forward(replace(made, batch=batch))
         samples: list[SeqSample] = []
         if seq_ids:
             logits = self.decoder.logits(hidden[: len(seq_ids)])
@@ -139,7 +144,8 @@ class DeviceRunner:
         room = None
         if self._graphs is not None:
             width = -(-step.num_positions // self._block_size)
-            room = self._graphs.room_for(step.num_tokens, step.num_seqs, width)
+            adapted = step.adapters is not None
+            room = self._graphs.room_for(step.num_tokens, step.num_seqs, width, adapted=adapted)
         generation = self._batches.upload.generation
         made = self._batches.put(step, room)
         if self._graphs is not None and self._batches.upload.generation != generation:

@@ -11,7 +11,7 @@ What the host must know of a row before it may draw decides what waits:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +43,9 @@ class Draws:
     errors: dict[int, str]  # row → why its grammar cannot go on
     edited: bool
     done: torch.cuda.Event | None
-    follow: Callable[[list[SeqSample]], None]  # what must know the ids is told
+    edits: Sequence[RowEdits | None]  # of the time of the draw: a sequence that came back since has others
+    entries: Sequence[Entry | None]
+    grammars: Grammars
     samples: list[SeqSample] | None = None
 
     def __call__(self) -> list[SeqSample]:
@@ -51,7 +53,10 @@ class Draws:
             if self.done is not None:
                 self.done.synchronize()
             self.samples = self._samples()
-            self.follow(self.samples)
+            for of, sample in zip(self.edits, self.samples, strict=True):
+                if of is not None and sample.error is None:
+                    of.follow(sample.token_id)
+            self.grammars.follow(self.entries, self.samples)
         return self.samples
 
     def _samples(self) -> list[SeqSample]:
@@ -93,9 +98,7 @@ class DeviceSampler:
         """As `Sampler.remove`."""
         self._owed.pop(seq_id, None)
         if seq_id in self._batch:
-            for edits in self._batch.edits_of([seq_id]):
-                if edits is not None:
-                    self._edits.forget(edits)
+            self._edits.forget(self._batch.edits_of([seq_id])[0])
             self._batch.remove(seq_id)
 
     def draw(self, logits: torch.Tensor, seq_ids: Sequence[int]) -> tuple[torch.Tensor, Draws]:
@@ -124,7 +127,7 @@ class DeviceSampler:
             found = logprob_tensors(of, of_ids.clamp_min(0), min(max(wanted), self._vocab_size))
         draws = Draws(
             self._fetch(drawn), self._fetch(best), tuple(map(self._fetch, found)), rows, wanted, errors, is_edited,
-            recorded_event() if self._device.type == "cuda" else None, self._follower(seq_ids, edits, entries),
+            recorded_event() if self._device.type == "cuda" else None, edits, entries, self._grammars,
         )  # fmt: skip
         if counted is not None:
             self._edits.count(counted, drawn)
@@ -135,12 +138,9 @@ class DeviceSampler:
         return drawn, draws
 
     def _masks(
-        self,
-        seq_ids: Sequence[int],
-        edits: Sequence[RowEdits | None],
-        entries: Sequence[Entry | None],
+        self, seq_ids: Sequence[int], edits: Sequence[RowEdits | None], entries: Sequence[Entry | None],
         errors: dict[int, str],
-    ) -> dict[int, NDArray[np.int32]]:
+    ) -> dict[int, NDArray[np.int32]]:  # fmt: skip
         """Row → bits of the ids allowed, of rows that may not draw all; ``errors`` gets those that cannot go on."""
         for seq_id in seq_ids:
             owed = self._owed.pop(seq_id, None)
@@ -158,19 +158,6 @@ class DeviceSampler:
             if bits is not None:
                 masks[row] = bits
         return masks
-
-    def _follower(
-        self, seq_ids: Sequence[int], edits: Sequence[RowEdits | None], entries: Sequence[Entry | None]
-    ) -> Callable[[list[SeqSample]], None]:
-        """Tells the states of now what was drawn; a sequence that came back since has others."""
-
-        def follow(samples: list[SeqSample]) -> None:
-            for of, sample in zip(edits, samples, strict=True):
-                if of is not None and sample.error is None:
-                    of.follow(sample.token_id)
-            self._grammars.follow(entries, samples)
-
-        return follow
 
     def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin to copy to the host; there once an event behind it has come."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,26 +28,12 @@ Forward = Callable[[], torch.Tensor]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """``replay`` computes what the buffers hold now; returns the logits of all of them."""
-
-    replay: Forward
-
-
 class StepGraphs:
     """Which steps have a graph, and which are about to get one."""
 
     def __init__(
-        self,
-        device: torch.device,
-        max_num_seqs: int,
-        max_blocks: int,
-        scratch_block: int,
-        clock: Clock,
-        *,
-        mixed: bool,
-    ) -> None:
+        self, device: torch.device, max_num_seqs: int, max_blocks: int, scratch_block: int, clock: Clock, *, mixed: bool
+    ) -> None:  # fmt: skip
         """``mixed``: not of decode steps alone."""
         self._mixed = mixed
         self._cuda = device.type == "cuda"
@@ -58,13 +43,13 @@ class StepGraphs:
         self._clock = clock
         self._policy: CapturePolicy[Room] = CapturePolicy()
         self._seen: dict[Room, Forward] = {}  # of sizes that are not captured
-        self._graphs: dict[Room, Graph] = {}
+        self._graphs: dict[Room, Forward] = {}  # compute what the buffers hold now
         self._pool: Any = None  # memory that all graphs share: one replays at a time
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def room_for(self, num_tokens: int, num_seqs: int, num_blocks: int) -> Room | None:
+    def room_for(self, num_tokens: int, num_seqs: int, num_blocks: int, *, adapted: bool) -> Room | None:
         """Return the sizes that such a step with tables of ``num_blocks`` is padded to, if any."""
         largest = self._sizes[-1]
         if num_seqs > largest or (num_tokens > num_seqs and not (self._mixed and num_tokens <= MIXED_TOKENS)):
@@ -75,13 +60,13 @@ class StepGraphs:
             seqs = min(_power_of_two(num_seqs), largest)
             tokens = max(LEAST_TOKENS, _power_of_two(num_tokens), _power_of_two(seqs + 1))
         width = min(max(LEAST_WIDTH, _power_of_two(num_blocks)), self._max_blocks)
-        return Room(tokens, seqs, width, self._scratch_block)
+        return Room(tokens, seqs, width, self._scratch_block, adapted)
 
     def run(self, room: Room, forward: Forward) -> torch.Tensor:
         """Compute the step whose numbers lie in the buffers of ``room``: ``forward()``, or its replay."""
         graph = self._graphs.get(room)
         if graph is not None:
-            return graph.replay()
+            return graph()
         start_s = self._clock.now()
         logits = forward()
         self._policy.launched(room, self._clock.now() - start_s)
@@ -105,9 +90,9 @@ class StepGraphs:
         self._policy.forget()
         self._pool = None
 
-    def _capture(self, room: Room, forward: Forward) -> Graph:
+    def _capture(self, room: Room, forward: Forward) -> Forward:
         if not self._cuda:
-            return Graph(forward)
+            return forward
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits = forward()
@@ -119,7 +104,7 @@ class StepGraphs:
             graph.replay()
             return logits
 
-        return Graph(replay)
+        return replay
 
 
 def sizes_up_to(largest: int) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import StepError
-from quire.layers.step_batch import StepBatch
+from quire.layers.step_batch import AdapterBatch, StepBatch
 from quire.runner.step_buffers import StepBuffers
 from quire.step import NewSeq, SeqPlan
 
@@ -30,6 +30,12 @@ class PreparedStep:
     sampling: tuple[int, ...]
     sampling_rows: npt.NDArray[np.int64]  # of `InputBatch`, in the same order
     num_positions: int  # all positions of the step are below it
+
+    @property
+    def adapters(self) -> AdapterBatch | None:
+        """Which rows have which adapter; None where none has."""
+        of = self.buffers.adapters
+        return of if of is not None and of.tokens.starts[-1] else None
 
     @property
     def batch(self) -> StepBatch:

@@ -13,6 +13,7 @@ from quire.kernels.activation import gated
 from quire.kernels.attention import attention
 from quire.kernels.kv_view import KvView, view_layer
 from quire.kernels.linear import linear, pack_empty, pack_many
+from quire.kernels.lora import add_lora, group_rows, stack_empty
 from quire.kernels.moe import ExpertStack, experts
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.registry import GPU_KERNELS
@@ -96,6 +97,13 @@ def launch_experts(capability: int) -> None:
             experts(x, torch.ones(3, 2), ids, ExpertStack(gate_up, down, "silu"), backend=backend)
 
 
+def launch_adapters(capability: int) -> None:
+    for dtype in (BF16, torch.float32):
+        stack = stack_empty((4096, 1024, 1024), 4096, 4, 16, dtype, backend="triton")
+        rows = group_rows(np.array([1, 0, 3, 1]), 4)
+        add_lora(torch.zeros(4, 4096, dtype=dtype), torch.zeros(4, 6144, dtype=dtype), stack, rows)
+
+
 def launch_sampling(capability: int) -> None:
     columns = np.zeros(3, COLUMNS)
     columns["features"], columns["temperature"] = RANDOM | TRUNCATED, 1.0
@@ -111,6 +119,7 @@ def launch_sampling(capability: int) -> None:
 ALL: tuple[Callable[[int], None], ...] = (
     launch_rows,
     launch_experts,
+    launch_adapters,
     launch_sampling,
     launch_attention,
     launch_linears,

@@ -70,14 +70,9 @@ def attention_invariant(
 
 
 def _attend(
-    q: torch.Tensor,
-    kv: KvView,
-    batch: RaggedBatch,
-    shape: AttentionShape,
-    sinks: torch.Tensor | None,
-    *,
+    q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: torch.Tensor | None, *,
     invariant: bool,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     num_tokens, num_heads, head_dim = q.shape
     assert kv.layout == "rows", "GPU kernels read rows"
     assert head_dim == kv.head_dim, (head_dim, kv.head_dim)
@@ -202,14 +197,9 @@ def _upload(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
 
 
 def _run(
-    q: torch.Tensor,
-    kv: KvView,
-    batch: DeviceBatch,
-    shape: AttentionShape,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    work: DeviceWork,
-) -> None:
+    q: torch.Tensor, kv: KvView, batch: DeviceBatch, shape: AttentionShape, sinks: torch.Tensor | None,
+    out: torch.Tensor, work: DeviceWork,
+) -> None:  # fmt: skip
     kv_heads, group = kv.num_kv_heads, shape.num_heads // kv.num_kv_heads
     num_items = work.items.shape[0]
     v_pad = _power_of_two(kv.v_head_dim)

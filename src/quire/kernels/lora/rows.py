@@ -6,8 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """The same on a GPU: ``order [num_rows]`` and tiles of it, ``[num_tiles, 3]`` (kernels/lora/triton.py)."""
+
+    order: torch.Tensor
+    tiles: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +28,7 @@ class AdapterRows:
 
     order: IntArray
     starts: IntArray  # [num_slots + 1]
+    there: DeviceRows | None = None  # where the runner uploaded it
 
     def group(self, slots: IntArray) -> None:
         """Write the grouping of rows whose slots are ``slots [num_rows]``."""
