@@ -73,15 +73,14 @@ class DeviceEdits:
         for penalties in (of.penalties for of in fresh if of.penalties is not None):
             drawn = penalties.output
             known += [penalties.seen.ids, drawn.ids, drawn.counts.astype(np.int64)]
-        arrays = [
-            facts,
-            np.concatenate(ids),
-            np.concatenate(biases).view(np.int64),
-            rows,
-            facts[rows, 0],
-            *known,
-        ]
-        facts_there, ids_there, biases_there, rows_there, of_there, *known_there = self._upload.put(arrays)
+        arrays = [facts, np.concatenate(ids), np.concatenate(biases).view(np.int64), rows, facts[rows, 0]]
+        try:
+            views = self._upload.put([*arrays, *known])
+        except torch.OutOfMemoryError:
+            for of in fresh:  # their rows of the table hold what was there before
+                self.forget(of)
+            raise
+        facts_there, ids_there, biases_there, rows_there, of_there, *known_there = views
         for index, of in enumerate(fresh):
             seen, drawn_there, counts = known_there[3 * index : 3 * index + 3]
             row = self._counts[self._row_of[of]].zero_().index_fill_(0, seen, 1)
@@ -93,9 +92,9 @@ class DeviceEdits:
             logits, logits.stride(0), out, facts_there, self._counts if len(rows) else facts_there, bits, ids_there,
             biases_there, self._vocab_size, words, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        for row, of in enumerate(edits):
+        for at, of in enumerate(edits):
             if of is not None and of.typical is not None:
-                keep_typical(out[row], *of.typical)
+                keep_typical(out[at], *of.typical)
         return out, (rows_there, of_there)
 
     def count(self, counted: Counted, drawn: torch.Tensor) -> None:
