@@ -60,7 +60,10 @@ BODIES: dict[str, Body] = {
     ),
     **dict.fromkeys(("/v1/score", "/score"), Body("How well texts answer texts", ScoreRequest)),
     "/v1/chat/completions/render": Body(
-        "The prompt of a conversation, as text and ids", wire.ChatRequest, _CHAT_PARTS, _STREAM
+        "The prompt of a conversation, as text and ids",
+        wire.ChatRequest,
+        _CHAT_PARTS,
+        _STREAM,
     ),
     "/v1/batches": Body("Begin a batch of requests", BatchRequest),
     "/tokenize": Body("Text or messages to token ids", TokenizeRequest, _CHAT_PARTS),

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quire.errors import CapacityError, EngineDeadError, NotFoundError, QuireError, RequestError
+from quire.errors import (
+    CapacityError,
+    EngineDeadError,
+    NotFoundError,
+    QuireError,
+    RequestError,
+)
 
 _TYPES = {
     400: "invalid_request_error",

@@ -100,7 +100,10 @@ def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
 
 
 def _hooks(
-    state: ApiState, request: ResponsesRequest, messages: list[dict[str, Any]], items: list[dict[str, Any]]
+    state: ApiState,
+    request: ResponsesRequest,
+    messages: list[dict[str, Any]],
+    items: list[dict[str, Any]],
 ) -> ResponseHooks:
     def store(response: dict[str, Any]) -> None:
         if request.store:

@@ -18,7 +18,10 @@ SIMULATED = (
     "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
     "max_num_batched_tokens", "max_queue", "gate", "order", "enable_chunked_prefill", "dynamic_max_wait_ms",
 )  # fmt: skip
-LIVE = (*(s.name for s in settings_of(ServeBenchArgs).values() if s.group == "Server"), "vocab_size")
+LIVE = (
+    *(s.name for s in settings_of(ServeBenchArgs).values() if s.group == "Server"),
+    "vocab_size",
+)
 
 
 def _all_but(shown: set[str], *kinds: type[Any]) -> tuple[str, ...]:

@@ -37,7 +37,11 @@ class EngineCore:
     """Scheduler + executor + clock. `put` may be called from any thread, the rest from the one that steps."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Clock, controller: SloController | None = None
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        controller: SloController | None = None,
     ) -> None:
         """``controller`` sees every step, and what it wants changed goes through the inbox like anybody's wish."""
         self.scheduler = scheduler

@@ -84,7 +84,11 @@ def _iter_mapped(
 
 
 def _weight(
-    model: ModelConfig, canonical: str, source: Source, stored: Mapping[str, StoredTensor], dtype: torch.dtype
+    model: ModelConfig,
+    canonical: str,
+    source: Source,
+    stored: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
 ) -> Weight:
     """Return a weight as ``model.formats`` wants it held; a plain one that is to be quantized comes plain."""
     if not source.held.quantized:

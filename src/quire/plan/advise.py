@@ -68,7 +68,11 @@ def _experts(spec: ModelSpec, tp: int) -> int:
 
 
 def advise(
-    spec: ModelSpec, hardware: Hardware, count: int, look: Callable[[Split], Option], slo: Slo | None
+    spec: ModelSpec,
+    hardware: Hardware,
+    count: int,
+    look: Callable[[Split], Option],
+    slo: Slo | None,
 ) -> Advice:
     """Walk the tree. ``look`` sizes a split and estimates the load's share of one of its replicas."""
     options = tuple(look(split) for split in candidates(spec, hardware, count))

@@ -97,7 +97,11 @@ def _formats(spec: ModelSpec, precision: str) -> Mapping[str, WeightFormat]:
 
 
 def _bytes(
-    spec: ModelSpec, name: str, shape: tuple[int, ...], precision: str, formats: Mapping[str, WeightFormat]
+    spec: ModelSpec,
+    name: str,
+    shape: tuple[int, ...],
+    precision: str,
+    formats: Mapping[str, WeightFormat],
 ) -> float:
     """int8 and int4 as Quire holds them; narrow floats for linears, bf16 for the rest, as checkpoints have them."""
     if precision in ("int8", "int4"):

@@ -120,7 +120,11 @@ def quantize_rows(module: ModuleType, isa: str, x: torch.Tensor, group: int | No
 
 
 def linear(
-    module: ModuleType, isa: str, rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None
+    module: ModuleType,
+    isa: str,
+    rows: QuantizedRows,
+    packed: PackedLinear,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     assert packed.scale is not None
     y = empty(rows.num_tokens, packed.out_features, dtype=rows.dtype) if out is None else out

@@ -30,7 +30,10 @@ class Streams(NamedTuple):
 
     def row_slice(self, start: int, stop: int) -> Streams:
         return Streams(
-            self.seeds[start:stop], self.sample_indices[start:stop], self.positions[start:stop], self.purpose
+            self.seeds[start:stop],
+            self.sample_indices[start:stop],
+            self.positions[start:stop],
+            self.purpose,
         )
 
     def take(self, rows: Tensor) -> Streams:
@@ -59,7 +62,12 @@ def random_words(streams: Streams, token_ids: Tensor) -> Tensor:
     """The 32-bit word of each (stream, token id): ``token_ids: [rows, n]`` -> int64 ``[rows, n]``."""
     purpose = torch.full_like(streams.positions, streams.purpose)
     words = philox4x32_10(
-        (streams.positions[:, None], token_ids >> 2, purpose[:, None], streams.sample_indices[:, None]),
+        (
+            streams.positions[:, None],
+            token_ids >> 2,
+            purpose[:, None],
+            streams.sample_indices[:, None],
+        ),
         ((streams.seeds & WORD)[:, None], ((streams.seeds >> 32) & WORD)[:, None]),
     )
     stacked = torch.stack([word.expand_as(token_ids) for word in words], dim=-1)  # [rows, n, 4]
