@@ -12,7 +12,8 @@
 //   Scaler(m, zero)   store: nibbles n as bytes m * (n - 8 + m mod 2) + zero
 //   load_half         kLanes fp16 numbers; half_to_float: one
 //
-// Tiles: kChannelRows x kVectors<R> accumulators over all of K; kGroupRows x kVectors<R> of integers and as many floats.
+// Tiles: kChannelRows x kVectors<R> accumulators over all of K; kGroupRows x kVectors<R> of integers and as many floats. Of
+// two levels up to kFewRows x kFewVectors<R>, twice.
 #pragma once
 
 #include <cmath>
@@ -40,9 +41,11 @@ inline float half_to_float(const uint8_t* p) {
 #if defined(__AVX512BF16__)
 
 using IVec = __m512i;
-constexpr int kChannelRows = 12, kGroupRows = 6;
+constexpr int kChannelRows = 12, kGroupRows = 6, kFewRows = 8;
 template <int R>
 constexpr int kVectors = 2;
+template <int R>
+constexpr int kFewVectors = 2;
 struct Codes {
   __m512i v;
 };
@@ -161,6 +164,9 @@ inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) {
 #endif
 template <int R>
 constexpr int kVectors = R == 1 ? 4 : 2;  // one row: a whole panel at once, so that it streams
+constexpr int kFewRows = 2;
+template <int R>
+constexpr int kFewVectors = kVectors<R>;
 inline Nibbles low_nibbles(const Codes& c) { return {_mm256_and_si256(raw(c), _mm256_set1_epi8(15))}; }
 inline Nibbles high_nibbles(const Codes& c) {
   return {_mm256_and_si256(_mm256_srli_epi16(raw(c), 4), _mm256_set1_epi8(15))};
@@ -220,9 +226,11 @@ inline Vec load_half(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(
 struct IVec {
   int32_t i[4];
 };
-constexpr int kChannelRows = 2, kGroupRows = 2;
+constexpr int kChannelRows = 2, kGroupRows = 2, kFewRows = 1;
 template <int R>
 constexpr int kVectors = 8;
+template <int R>
+constexpr int kFewVectors = 8;
 struct Codes {
   const uint8_t* p;
 };

@@ -17,8 +17,6 @@ namespace {
 
 constexpr int64_t kPassRows = 512;  // more rows than this fall out of L3 while a panel is in use
 constexpr int64_t kSmallWork = 1 << 16;  // multiply-adds: of one row, 128 KiB of weights
-constexpr int kParts = static_cast<int>(kPanel) / (kLanes * kTileVectors);
-
 // What differs between element types: how many k a step takes, and how a step is computed.
 struct Bf16 {
   using Element = uint16_t;
@@ -53,43 +51,51 @@ inline void write(const LinearArgs& a, int64_t row, int64_t column, Vec y) {
   }
 }
 
-// R rows x kTileVectors vectors over all of K. `next` .. are lines of the next panel to prefetch, one a step.
-template <typename T, int R>
-void tile(const LinearArgs& a, const typename T::Element* panel, int part, int64_t row, int64_t column,
-          const char* next, int64_t next_lines) {
+// R rows x V vectors over all of K. `next` .. are lines of the next panel to prefetch, one a step; where they are none, few
+// rows stream through the weights, and what they read is fetched ahead.
+template <typename T, int R, int V>
+void tile(const LinearArgs& a, const typename T::Element* w, int64_t row, int64_t column, const char* next,
+          int64_t next_lines) {
   using Element = typename T::Element;
   const Element* x = static_cast<const Element*>(a.x) + row * a.x_stride;
   const int64_t steps = (a.k + T::kStep - 1) / T::kStep;
-  Vec acc[R][kTileVectors];
+  Vec acc[R][V];
   UNROLL for (int r = 0; r < R; ++r) {
-    UNROLL for (int v = 0; v < kTileVectors; ++v) acc[r][v] = zero();
+    UNROLL for (int v = 0; v < V; ++v) acc[r][v] = zero();
   }
-  const Element* w = panel + part * kTileVectors * kLanes * T::kStep;
   for (int64_t s = 0; s < steps; ++s) {
-    typename T::W weights[kTileVectors];
-    UNROLL for (int v = 0; v < kTileVectors; ++v) {
+    typename T::W weights[V];
+    UNROLL for (int v = 0; v < V; ++v) {
       weights[v] = T::load_weights(w + v * kLanes * T::kStep);
       keep(weights[v]);
     }
     UNROLL for (int r = 0; r < R; ++r) {
       const auto broadcasted = T::broadcast_x(x + r * a.x_stride + s * T::kStep);
-      UNROLL for (int v = 0; v < kTileVectors; ++v) acc[r][v] = T::dot_step(acc[r][v], weights[v], broadcasted);
+      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = T::dot_step(acc[r][v], weights[v], broadcasted);
     }
-    if (s < next_lines) __builtin_prefetch(next + s * 64, 0, 2);
+    if (s < next_lines) {
+      __builtin_prefetch(next + s * 64, 0, 2);
+    } else if (next == nullptr) {
+      fetch_ahead<V * kLanes * T::kStep * sizeof(Element)>(w);
+    }
     w += kPanel * T::kStep;
   }
   UNROLL for (int r = 0; r < R; ++r) {
-    UNROLL for (int v = 0; v < kTileVectors; ++v) write(a, row + r, column + v * kLanes, acc[r][v]);
+    UNROLL for (int v = 0; v < V; ++v) write(a, row + r, column + v * kLanes, acc[r][v]);
   }
 }
 
 template <typename T, int R = kRows>
-void tile_of(int rows, const LinearArgs& a, const typename T::Element* panel, int part, int64_t row, int64_t column,
+void tile_of(int rows, const LinearArgs& a, const typename T::Element* panel, int64_t row, int64_t column,
              const char* next, int64_t next_lines) {
   if (rows == R) {
-    tile<T, R>(a, panel, part, row, column, next, next_lines);
+    constexpr int kVectors = R == 1 ? static_cast<int>(kPanel) / kLanes : kTileVectors;  // one row streams a panel
+    constexpr int64_t kWidth = kVectors * kLanes;
+    for (int64_t part = 0; part < kPanel && column + part < a.n; part += kWidth) {
+      tile<T, R, kVectors>(a, panel + part * T::kStep, row, column + part, next, part == 0 ? next_lines : 0);
+    }
   } else if constexpr (R > 1) {
-    tile_of<T, R - 1>(rows, a, panel, part, row, column, next, next_lines);
+    tile_of<T, R - 1>(rows, a, panel, row, column, next, next_lines);
   }
 }
 
@@ -105,18 +111,14 @@ void linear(const LinearArgs& args, ThreadPool& pool) {
     over_panels(panels, panel_lines * 64, args.rows * args.n * args.k < kSmallWork, pool, [&](const Range& mine) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const Element* panel = static_cast<const Element*>(args.packed) + p * panel_elements;
-        const bool prefetch = p + 1 < panels && rows > kRows;  // one tile streams: the hardware prefetcher does it
+        const bool streams = rows <= kRows, more = p + 1 < panels;
         for (int64_t t = 0; t < tiles; ++t) {
           // Rows are spread evenly over the tiles: 16 rows are 8 + 8, not 12 + 4.
           const Range tile_rows = share(rows, static_cast<int>(t), static_cast<int>(tiles));
           const Range lines = share(panel_lines, static_cast<int>(t), static_cast<int>(tiles));
           const char* next = reinterpret_cast<const char*>(panel + panel_elements) + lines.begin * 64;
-          for (int part = 0; part < kParts; ++part) {
-            const int64_t column = p * kPanel + part * kLanes * kTileVectors;
-            if (column >= args.n) break;
-            tile_of<T>(static_cast<int>(tile_rows.end - tile_rows.begin), args, panel, part, first + tile_rows.begin,
-                       column, next, prefetch && part == 0 ? lines.end - lines.begin : 0);
-          }
+          tile_of<T>(static_cast<int>(tile_rows.end - tile_rows.begin), args, panel, first + tile_rows.begin, p * kPanel,
+                     streams ? nullptr : next, !streams && more ? lines.end - lines.begin : 0);
         }
       }
     });

@@ -27,7 +27,7 @@ struct Place {
   const uint8_t* panel;
   int64_t row, column;  // the first of each; the column within the matrix
   int64_t first_lane;   // of the panel's 32
-  const char* next;
+  const char* next;  // null: a single tile, which streams
   int64_t next_lines;
 };
 
@@ -64,7 +64,11 @@ struct Channel {
         const Quad quad = broadcast_quad(x + r * a.x.stride + s * 4);
         UNROLL for (int v = 0; v < V; ++v) acc[r][v] = dot(acc[r][v], codes[v], quad);
       }
-      prefetch(at, s);
+      if (at.next == nullptr) {
+        fetch_ahead<V * kLanes * 4>(w);
+      } else {
+        prefetch(at, s);
+      }
       w += kPanel * 4;
     }
     UNROLL for (int v = 0; v < V; ++v) {
@@ -88,7 +92,8 @@ struct Grouped {
   static constexpr int kZero = kBits == 8 ? 128 : 8;
 
   template <int R, int V>
-  static inline void add_codes(IVec (&acc)[R][V], const int8_t* x, int64_t stride, const uint8_t* w, int64_t group) {
+  static inline void add_codes(IVec (&acc)[R][V], const int8_t* x, int64_t stride, const uint8_t* w, int64_t group,
+                               bool streams) {
     for (int64_t i = 0; i < group; i += kBits == 8 ? 4 : 8) {
       Codes codes[V];
       UNROLL for (int v = 0; v < V; ++v) codes[v] = load_codes(w + v * kLanes * 4);
@@ -101,6 +106,7 @@ struct Grouped {
         UNROLL for (int v = 0; v < V; ++v) nibbles[v] = high_nibbles(codes[v]);
         add_quad<R, V>(acc, x + i + 4, stride, nibbles);
       }
+      if (streams) fetch_ahead<V * kLanes * 4>(w);
       w += kPanel * 4;
     }
   }
@@ -131,7 +137,7 @@ struct Grouped {
       UNROLL for (int r = 0; r < R; ++r) {
         UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-kZero * sums[r * groups + g]);
       }
-      add_codes<R, V>(acc, x, a.x.stride, w + at.first_lane * 4, group);
+      add_codes<R, V>(acc, x, a.x.stride, w + at.first_lane * 4, group, at.next == nullptr);
       for (int64_t i = 0; i < lines; ++i) prefetch(at, g * lines + i);
       UNROLL for (int v = 0; v < V; ++v) {
         const uint8_t* scales = w + codes + (at.first_lane + v * kLanes) * 2;
@@ -182,25 +188,39 @@ const uint8_t* unpacked_panel(const QuantizedLinearArgs& a, const uint8_t* panel
   static thread_local Scratch scratch;
   const int64_t blocks = a.format.blocks(a.k);
   uint8_t* unpacked = scratch.get<uint8_t>(blocks * kUnpackedBytes);
-  for (int64_t b = 0; b < blocks; ++b) unpack_block(panel + b * kTwoLevelBytes, 128, unpacked + b * kUnpackedBytes);
+  for (int64_t b = 0; b < blocks; ++b) {
+    fetch_ahead<kTwoLevelBytes>(panel + b * kTwoLevelBytes);
+    unpack_block(panel + b * kTwoLevelBytes, 128, unpacked + b * kUnpackedBytes);
+  }
   return unpacked;
 }
 
-// One row by weights of two levels, as they lie.
-void two_level_row(const QuantizedLinearArgs& a, ThreadPool& pool) {
-  const int64_t panels = (a.n + kPanel - 1) / kPanel, panel_bytes = a.format.panel_bytes(a.k), groups = a.format.groups(a.k);
-  static thread_local Scratch scratch;
-  auto* zeros = scratch.get<int32_t[2]>(groups);
-  for (int64_t g = 0; g < groups; ++g) zeros[g][0] = -8 * a.x.sums[g], zeros[g][1] = -7 * a.x.sums[g];
-  over_panels(panels, panel_bytes, a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
-    for (int64_t p = mine.begin; p < mine.end; ++p) {
-      IVec acc[kPanelVectors];
-      dot_panel(a.packed + p * panel_bytes, a.x.q, zeros, groups, acc);
-      for (int v = 0; v < kPanelVectors; ++v) {
-        const int64_t column = p * kPanel + v * kLanes;
-        write(a, 0, column, mul(to_float(acc[v]), load(a.scale + column)));
-      }
+// R rows by a panel of two levels as it lies, from vector kFirst on.
+template <int R, int kFirst = 0>
+void two_level_panel(const QuantizedLinearArgs& a, int64_t p, const int32_t (*zeros)[2]) {
+  if constexpr (kFirst < kPanelVectors) {
+    constexpr int V = kFewVectors<R>;
+    IVec acc[R][V];
+    dot_panel<kFirst>(a.packed + p * a.format.panel_bytes(a.k), a.x.q, a.x.stride, zeros, a.format.groups(a.k), acc);
+    for (int v = 0; v < V; ++v) {
+      const int64_t column = p * kPanel + (kFirst + v) * kLanes;
+      for (int r = 0; r < R; ++r) write(a, r, column, mul(to_float(acc[r][v]), load(a.scale + column)));
     }
+    two_level_panel<R, kFirst + V>(a, p, zeros);
+  }
+}
+
+template <int R = kFewRows>
+void two_level_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
+  if constexpr (R > 1) {
+    if (a.rows < R) return two_level_rows<R - 1>(a, pool);
+  }
+  const int64_t panels = (a.n + kPanel - 1) / kPanel, sums = R * a.format.groups(a.k);
+  static thread_local Scratch scratch;
+  auto* zeros = scratch.get<int32_t[2]>(sums);
+  for (int64_t i = 0; i < sums; ++i) zeros[i][0] = -8 * a.x.sums[i], zeros[i][1] = -7 * a.x.sums[i];
+  over_panels(panels, a.format.panel_bytes(a.k), R * a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
+    for (int64_t p = mine.begin; p < mine.end; ++p) two_level_panel<R>(a, p, zeros);
   });
 }
 
@@ -213,14 +233,15 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
     over_panels(panels, panel_bytes, a.rows * a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const uint8_t* panel = a.packed + p * panel_bytes;
-        const bool ahead = p + 1 < panels && tiles > 1;  // one tile streams: the hardware prefetcher does it
-        if (a.format.two_level()) panel = unpacked_panel(a, panel);
+        const bool two_level = a.format.two_level(), streams = tiles == 1 && !two_level;
+        const bool ahead = p + 1 < panels && tiles > 1;
+        if (two_level) panel = unpacked_panel(a, panel);
         for (int t = 0; t < tiles; ++t) {
           const Range tile = share(rows, t, tiles);  // even: 16 rows are 8 + 8, not 12 + 4
           const Range lines = ahead ? share(panel_bytes / 64, t, tiles) : Range{0, 0};
           const auto* next = reinterpret_cast<const char*>(a.packed + (p + 1) * panel_bytes) + lines.begin * 64;
           rows_of<F>(tile.end - tile.begin, a,
-                     {panel, first + tile.begin, p * kPanel, 0, next, lines.end - lines.begin});
+                     {panel, first + tile.begin, p * kPanel, 0, streams ? nullptr : next, lines.end - lines.begin});
         }
       }
     });
@@ -229,7 +250,7 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
 
 void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const QuantizedFormat& f = a.format;
-  if (f.two_level() && a.rows == 1) return two_level_row(a, pool);
+  if (f.two_level() && a.rows > 0 && a.rows <= kFewRows) return two_level_rows(a, pool);
   if (f.group == 0 || f.two_level()) return linear_as<Channel>(a, pool);
   if (f.bits == 8) return (f.has_offset ? linear_as<Grouped<8, true>> : linear_as<Grouped<8, false>>)(a, pool);
   return (f.has_offset ? linear_as<Grouped<4, true>> : linear_as<Grouped<4, false>>)(a, pool);

@@ -14,6 +14,14 @@ constexpr int64_t kSmallElements = 1 << 15;  // a few us: not worth another thre
 constexpr int64_t kTakenElements = 1 << 13;  // taken at a time: some 1 us
 constexpr int64_t kTakenBytes = 64 << 10;    // of weights: some 4 us
 
+// Fetch kBytes that are read some steps later in a stream of weights. Where pages end the hardware's prefetcher stops, and
+// alone it leaves a third of one thread's bandwidth (benchmarks/results/cpu-kernels-2026-11-22.md).
+template <int64_t kBytes>
+inline void fetch_ahead(const void* p) {
+  constexpr int64_t kAhead = 8 << 10;
+  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + kAhead + i, 0, 2);
+}
+
 template <typename F>
 void over_rows(int64_t rows, int64_t row_elements, ThreadPool& pool, const F& row) {
   const auto some = [&](const Range& mine) {

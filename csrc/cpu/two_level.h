@@ -5,12 +5,13 @@
 // m * (q + m mod 2). In a 16-bit lane lie two levels n = 0 ... 15: times m both stay bytes (at most 225), so one
 // multiplication gives two weights.
 //
-// One row does not need them apart: the sum of a group, less m's zero (8, for odd m 7) times the row's sum, fits into 16
+// Few rows do not need them apart: the sum of a group, less m's zero (8, for odd m 7) times the row's sum, fits into 16
 // bits (16 * 8 * 127), and one product of words adds m times it. Bytes: 4.25 bits a weight; bound: memory bandwidth.
 #pragma once
 
 #include "cpu/int_vec.h"
 #include "cpu/quantized.h"
+#include "cpu/row_loops.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
@@ -39,26 +40,39 @@ inline void unpack_block(const uint8_t* block, int zero, uint8_t* to) {
   }
 }
 
-// The integers of one row by a whole panel. `zeros`: of every group -8 and -7 times the row's sum.
-inline void dot_panel(const uint8_t* panel, const int8_t* x, const int32_t (*zeros)[2], int64_t groups,
-                      IVec (&acc)[kPanelVectors]) {
-  constexpr int64_t kAhead = 4096;  // bytes to fetch ahead: where pages end, the hardware's prefetcher stops
-  UNROLL for (int v = 0; v < kPanelVectors; ++v) acc[v] = broadcast(0);
+// The integers of R rows, `stride` bytes apart, by vectors kFirst ... of a panel. `zeros`: of every row and group -8 and -7
+// times the row's sum.
+template <int kFirst, int R, int V>
+inline void dot_panel(const uint8_t* panel, const int8_t* x, int64_t stride, const int32_t (*zeros)[2], int64_t groups,
+                      IVec (&acc)[R][V]) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(0);
+  }
   for (int64_t first = 0; first < groups; first += kBlockGroups, panel += kTwoLevelBytes) {
     for (int64_t g = 0; g < kBlockGroups && first + g < groups; ++g, x += kTwoLevelGroup) {
       const uint8_t* codes = panel + g * kTwoLevelGroup * kPanel / 2;
-      for (int64_t i = 0; i < kTwoLevelGroup * kPanel / 2; i += 64) __builtin_prefetch(codes + kAhead + i, 0, 2);
-      IVec m[kPanelVectors], d[kPanelVectors];
+      if constexpr (kFirst == 0) fetch_ahead<kTwoLevelGroup * kPanel / 2>(codes);
+      IVec m[kPanelVectors], d[R][V];
       load_multipliers(panel + kTwoLevelCodes + g * kPanel / 2, m);
-      UNROLL for (int v = 0; v < kPanelVectors; ++v) d[v] = where_odd(m[v], zeros[first + g][1], zeros[first + g][0]);
+      UNROLL for (int r = 0; r < R; ++r) {
+        const int32_t* zero = zeros[r * groups + first + g];
+        UNROLL for (int v = 0; v < V; ++v) d[r][v] = where_odd(m[kFirst + v], zero[1], zero[0]);
+      }
       UNROLL for (int64_t i = 0; i < kTwoLevelGroup / 8; ++i) {
-        const Quad low = broadcast_quad(x + i * 8), high = broadcast_quad(x + i * 8 + 4);
-        UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-          const Codes both = load_codes(codes + i * kQuadLine + v * kLanes * 4);
-          d[v] = dot(dot(d[v], low_nibbles(both), low), high_nibbles(both), high);
+        Nibbles low[V], high[V];
+        UNROLL for (int v = 0; v < V; ++v) {
+          const Codes both = load_codes(codes + i * kQuadLine + (kFirst + v) * kLanes * 4);
+          low[v] = low_nibbles(both), high[v] = high_nibbles(both);
+        }
+        UNROLL for (int r = 0; r < R; ++r) {
+          const int8_t* eight = x + r * stride + i * 8;
+          const Quad even = broadcast_quad(eight), odd = broadcast_quad(eight + 4);
+          UNROLL for (int v = 0; v < V; ++v) d[r][v] = dot(dot(d[r][v], low[v], even), high[v], odd);
         }
       }
-      UNROLL for (int v = 0; v < kPanelVectors; ++v) acc[v] = add_scaled(acc[v], d[v], m[v]);
+      UNROLL for (int r = 0; r < R; ++r) {
+        UNROLL for (int v = 0; v < V; ++v) acc[r][v] = add_scaled(acc[r][v], d[r][v], m[kFirst + v]);
+      }
     }
   }
 }
