@@ -303,6 +303,11 @@ def _blocks_in_memory(
             spec, max_len, args.block_size, args.max_num_batched_tokens
         )
         budget = min(int((available - weights) * KV_SHARE), most_used * page)
+    if budget < 2 * page and args.kv_memory is not None:
+        raise ConfigError(
+            f"kv_memory = {args.kv_memory!r} is less than two blocks of {args.block_size} tokens, {2 * page} bytes: "
+            "raise it (4GiB, 512MiB …)"
+        )
     if budget < 2 * page:
         raise ConfigError(
             f"{weights / 2**30:.2f} GiB of weights leave no room for a KV cache in {available / 2**30:.2f} GiB of "

@@ -31,7 +31,7 @@ def quire(*arguments: str, text: str | None = None) -> subprocess.CompletedProce
 
 def test_run_continues_a_text_and_repeats_itself_with_a_seed() -> None:
     command = ["run", "quill", "It was a dark and", "--max-tokens", "8", "--sample-seed", "5", *SMALL]
-    first, second = quire(*command), quire(*command)
+    first, second = quire(*command), quire(command[0], *command[2:])  # a text alone is for Quill
     assert first.returncode == 0, first.stderr
     assert first.stdout.strip()
     assert first.stdout == second.stdout
@@ -55,6 +55,8 @@ def test_chat_answers_each_line_and_takes_commands(tmp_path: Path) -> None:
         (["run", "quil", "x"], "did you mean 'quill'"),
         (["run", "quill", "x", "--gate", "ajar"], "gate = 'ajar' must be one of static, dynamic, continuous"),
         (["run", "quill", "x", "--kv-memory", "lots"], "kv_memory = 'lots' is not a size"),
+        (["run", "quill", "x", "--kv-memory", "3"], "kv_memory = '3' is less than two blocks of 16 tokens"),
+        (["plan", "org/model", "--gpu", "h1000"], "--gpu 'h1000' is not in the hardware table"),
         (["run", "quill", "x", "--max-model-len", "9999999"], "more than the model's 8192 positions"),
         (["serve", "quill", "--config", "/no/such.toml"], "cannot be read"),
         (

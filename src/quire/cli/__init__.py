@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -50,9 +51,14 @@ def run(
     """Continue one text and print it as it comes. With one argument alone, that is the prompt, for Quill."""
     from quire.cli.terminal import run
 
-    if prompt is None and model is not None and sys.stdin.isatty():
+    if prompt is None and model is not None and (sys.stdin.isatty() or _is_text(model)):
         model, prompt = None, model
     raise typer.Exit(run(with_model(model, settings), prompt, pick(RunArgs, settings)))
+
+
+def _is_text(argument: str) -> bool:
+    """Whether ``quire run ARGUMENT`` without a terminal, as in a script, has a text for Quill and no model's name."""
+    return len(argument.split()) > 1 and not Path(argument).exists()
 
 
 @app.command()

@@ -43,8 +43,8 @@ def question_of(asked: PlanArgs) -> Question:
         ConfigError: a flag that cannot be, with what is allowed.
         ModelLoadError, UnsupportedModelError: the model's configuration.
     """
-    spec = spec_of(asked.model)
     hardware = hardware_of(asked)
+    spec = spec_of(asked.model)  # may ask the hub: what is wrong here is said before
     isl, osl = lengths_of(asked.workload)
     precision = asked.quantize or ("bf16" if spec.dtype != "float32" else "fp32")
     if precision not in PRECISIONS:
