@@ -1,7 +1,7 @@
 """Attention of FlashInfer and flash-attn, where they are installed, at the shapes of our own rows.
 
-Nothing installs them here.
-Quire's engine does not use them: a table of measurements has to say first where they are faster (docs/gpu.md).
+Nothing installs them here. Quire's engine does not use them (docs/gpu.md says what is missing); `over_our_pages` shows
+whether FlashInfer can read the engine's own cache as it lies, and what it gives there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ import importlib
 from collections.abc import Callable
 from types import ModuleType
 
+import numpy as np
 import torch
+
+from quire.kernels.attention import AttentionShape, RaggedBatch
+from quire.kernels.kv_view import KvView
 
 PAGE = 16  # tokens of a block, as Quire's cache has it
 Calls = dict[str, Callable[[], object]]
@@ -38,6 +42,28 @@ def other_attention(
         )
         calls["flash-attn over contiguous keys"] = lambda: flash_attn.flash_attn_func(a, b, c, causal=True)
     return calls
+
+
+def over_our_pages(q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape) -> Calls:
+    """The same for a decode step over a cache of Quire's: one token of ``q [num_seqs, num_heads, head_dim]`` each.
+
+    K and V are views of the pages ``[blocks, kv_heads, block_size, dim]`` ("HND") with the pages' strides, not copies.
+    """
+    flashinfer = _installed("flashinfer")
+    if flashinfer is None or kv.scaled or kv.v_in_k or (np.diff(batch.cu_seqlens_q) != 1).any():
+        return {}
+    blocks = -(-batch.seq_lens // kv.block_size)
+    indices = np.concatenate([row[:count] for row, count in zip(batch.block_table, blocks, strict=True)])
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(128 << 20, dtype=torch.uint8, device=q.device), "HND"
+    )
+    wrapper.plan(
+        *(torch.from_numpy(np.asarray(part, np.int32)) for part in (np.append(0, np.cumsum(blocks)), indices)),
+        torch.from_numpy((batch.seq_lens - (blocks - 1) * kv.block_size).astype(np.int32)),
+        shape.num_heads, kv.num_kv_heads, kv.head_dim, kv.block_size, window_left=(shape.window or 0) - 1,
+        logits_soft_cap=shape.soft_cap, sm_scale=shape.scale, q_data_type=q.dtype, kv_data_type=q.dtype,
+    )  # fmt: skip
+    return {"FlashInfer, Quire's pages": lambda: wrapper.run(q, (kv.keys, kv.values))}
 
 
 def _paged_decode(

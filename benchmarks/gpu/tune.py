@@ -24,6 +24,7 @@ from quire.kernels import block_sizes as table
 from quire.kernels import cases
 from quire.kernels.attention import attention
 from quire.kernels.linear import linear
+from quire.kernels.linear.fp8_triton import multiplies
 from quire.weight_format import WeightFormat
 
 Shape = tuple[str, Callable[[], object]]  # key as the op writes it, and a call at that shape
@@ -35,6 +36,12 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "int_linear_large": {
         "rows": (64, 128), "columns": (64, 128, 256), "inner": (64,), "warps": (4, 8), "stages": (2, 3, 4),
+    },
+    "fp8_linear_small": {
+        "rows": (16, 32), "columns": (32, 64, 128), "inner": (128,), "warps": (2, 4, 8), "stages": (2, 3, 4, 5),
+    },
+    "fp8_linear_large": {
+        "rows": (64, 128), "columns": (64, 128, 256), "inner": (128,), "warps": (4, 8), "stages": (2, 3, 4),
     },
 }  # fmt: skip
 
@@ -58,11 +65,15 @@ def attention_shapes(op: str, lengths: tuple[tuple[int, int], ...], *, tiny: boo
         yield f"d{dim}_g4_b2", call
 
 
-def linear_shapes(rows: int, *, tiny: bool) -> Iterator[Shape]:
-    for out, size in ((48, 64),) if tiny else SHAPES:
-        packed = random_matrix(out, size, WeightFormat("int4", 32 if tiny else 128), "triton")
+def linear_shapes(formats: tuple[WeightFormat, ...], rows: int, *, tiny: bool) -> Iterator[Shape]:
+    """Of fp8 the products of tiles: those that torch does on this GPU are passed over."""
+    for (out, size), format in product(((48, 2 * (formats[0].group or 32)),) if tiny else SHAPES, formats):
+        packed = random_matrix(out, size, format, "triton")
         x = torch.randn(rows, size, device=DEVICE).bfloat16()
-        yield f"int4_n{out}_k{size}", lambda x=x, packed=packed: linear(x, packed)  # type: ignore[misc]
+        key = f"g{format.group or 0}" if format.kind == "fp8" else format.kind
+        if format.kind == "fp8" and format.group is None and multiplies(packed):
+            continue
+        yield f"{key}_n{out}_k{size}", lambda x=x, packed=packed: linear(x, packed)  # type: ignore[misc]
 
 
 def shapes_of(op: str, *, tiny: bool) -> Iterator[Shape]:
@@ -70,7 +81,11 @@ def shapes_of(op: str, *, tiny: bool) -> Iterator[Shape]:
         return attention_shapes(op, ((1, 40),) if tiny else ((1, 4096),) * 64, tiny=tiny)
     if op == "attention_prefill":
         return attention_shapes(op, ((30, 40),) if tiny else ((2048, 2048),) * 4, tiny=tiny)
-    return linear_shapes({"int_linear_small": 3, "int_linear_large": 40 if tiny else 512}[op], tiny=tiny)
+    rows = 3 if op.endswith("small") else 40 if tiny else 512
+    formats = (WeightFormat("int4", 32 if tiny else 128),)
+    if op.startswith("fp8"):
+        formats = (WeightFormat("fp8", 128), WeightFormat("fp8"))
+    return linear_shapes(formats, rows, tiny=tiny)
 
 
 def fastest(op: str, call: Callable[[], object], *, tiny: bool) -> dict[str, int]:

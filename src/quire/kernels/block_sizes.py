@@ -26,7 +26,8 @@ DEFAULTS: dict[str, Sizes] = {
     "matmul_invariant": {"rows": 64, "columns": 128, "inner": 64, "warps": 4, "stages": 4},
     "grouped_small": {"rows": 16, "columns": 64, "inner": 128, "warps": 4, "stages": 4},
     "grouped_large": {"rows": 64, "columns": 128, "inner": 64, "warps": 8, "stages": 3},
-    "fp8_linear": {"rows": 64, "columns": 128, "inner": 128, "warps": 4, "stages": 3},
+    "fp8_linear_small": {"rows": 16, "columns": 64, "inner": 128, "warps": 4, "stages": 4},
+    "fp8_linear_large": {"rows": 64, "columns": 128, "inner": 128, "warps": 4, "stages": 3},
 }
 INVARIANT = ("attention_invariant", "matmul_invariant")
 

@@ -28,6 +28,7 @@ from quire.weight_format import WeightFormat
 pytestmark = WARNINGS
 PLAIN = [case for case in cases.LINEAR if not case.bench]
 QUANTIZED = [case for case in cases.QUANTIZED if not case.bench]
+FORMATS = [format for format in cases.FORMATS if not format.two_level]  # which is for CPUs
 QUICK = {WeightFormat("int8", 32, True), WeightFormat("int4", 32), WeightFormat("int4", 128, True)}
 
 
@@ -80,7 +81,7 @@ def test_plain(case: cases.LinearCase, dtype: torch.dtype, backend: Backend) -> 
             case, format, marks=() if format in QUICK and case.in_features < 140 else pytest.mark.slow
         )
         for case in QUANTIZED
-        for format in cases.FORMATS
+        for format in FORMATS
     ],
     ids=case_id,
 )

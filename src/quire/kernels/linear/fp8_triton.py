@@ -21,6 +21,7 @@ from quire.kernels.quantized_rows import QuantizedRows, num_groups
 from quire.kernels.registry import GPU_KERNELS, register
 from quire.weight_format import WeightFormat
 
+SMALL = 32  # rows: from more on, the tiles for many rows are taken
 SCALED_MM = (9, 0)  # compute capability from which torch multiplies with scales by row and column
 
 
@@ -78,10 +79,10 @@ def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
 @register("fp8_linear", "triton")
 def linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
     """``rows`` → ``[num_tokens, out_features]`` in the dtype that they had."""
-    if packed.group_scale is None and rows.dtype == torch.bfloat16 and _multiplies(packed):
+    if packed.group_scale is None and rows.dtype == torch.bfloat16 and multiplies(packed):
         return scaled_mm(rows, packed, out)
-    shape = f"n{packed.out_features}_k{packed.in_features}"
-    sizes = block_sizes("fp8_linear", shape)
+    shape = f"g{packed.format.group or 0}_n{packed.out_features}_k{packed.in_features}"
+    sizes = block_sizes("fp8_linear_small" if rows.num_tokens <= SMALL else "fp8_linear_large", shape)
     return matmul(rows.q, packed, rows.dtype, out, sizes, row_scale=rows.scale)
 
 
@@ -103,7 +104,7 @@ def scaled_mm(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | Non
     return y if out is None else out.copy_(y)
 
 
-def _multiplies(packed: PackedLinear) -> bool:
+def multiplies(packed: PackedLinear) -> bool:
     """Whether `torch._scaled_mm` takes the matrix: sizes in sixteens, and a GPU with such scales."""
     in_sixteens = packed.out_features % 16 == 0 and packed.in_features % 16 == 0
     return in_sixteens and packed.data.is_cuda and _capability(packed.data.device) >= SCALED_MM

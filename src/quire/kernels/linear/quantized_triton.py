@@ -23,6 +23,7 @@ SMALL = 32  # rows: from more on, the tiles for many rows are taken
 
 
 def pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
+    assert not format.two_level, "int4 of two levels is for CPUs: `resolve` takes groups of 32"
     groups = num_groups(in_features, format.group)
     if format.kind == "int4":
         assert format.group is not None
