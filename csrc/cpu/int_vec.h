@@ -38,6 +38,14 @@ inline float half_to_float(const uint8_t* p) {
   return (h & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
+#if defined(__AVX512BF16__) || defined(__AVX2__)
+// zero - m * (8 - m mod 2) for the multipliers m = 0 ... 15 of int4 in two levels.
+inline __m128i offsets_of_multipliers(int zero) {
+  const __m128i taken = _mm_setr_epi8(0, 7, 16, 21, 32, 35, 48, 49, 64, 63, 80, 77, 96, 91, 112, 105);
+  return _mm_sub_epi8(_mm_set1_epi8(static_cast<char>(zero)), taken);
+}
+#endif
+
 #if defined(__AVX512BF16__)
 
 using IVec = __m512i;
@@ -99,8 +107,7 @@ inline IVec add_scaled(IVec acc, IVec d, IVec m) {
 class Scaler {
  public:
   Scaler(IVec m, int zero) {
-    const __m128i zeros = _mm_setr_epi8(0, 7, 16, 21, 32, 35, 48, 49, 64, 63, 80, 77, 96, 91, 112, 105);
-    const __m128i table = _mm_sub_epi8(_mm_set1_epi8(static_cast<char>(zero)), zeros);  // of m * (8 - m mod 2)
+    const __m128i table = offsets_of_multipliers(zero);
     const __m512i four = _mm512_mullo_epi32(m, broadcast(0x01010101));
     words_ = _mm512_and_si512(four, broadcast(0x00ff00ff));
     offset_ = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), four);
@@ -206,8 +213,7 @@ inline IVec add_scaled(IVec acc, IVec d, IVec m) { return _mm256_add_epi32(acc, 
 class Scaler {
  public:
   Scaler(IVec m, int zero) {
-    const __m128i zeros = _mm_setr_epi8(0, 7, 16, 21, 32, 35, 48, 49, 64, 63, 80, 77, 96, 91, 112, 105);
-    const __m128i table = _mm_sub_epi8(_mm_set1_epi8(static_cast<char>(zero)), zeros);  // of m * (8 - m mod 2)
+    const __m128i table = offsets_of_multipliers(zero);
     const __m256i four = _mm256_mullo_epi32(m, broadcast(0x01010101));
     words_ = _mm256_and_si256(four, broadcast(0x00ff00ff));
     offset_ = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), four);
