@@ -1,12 +1,13 @@
 """Chain hashes: the names of cached blocks, the same in every process and on every machine.
 
     root     = H("quire.root.v1",  model_key, adapter, cache_salt, block_size)
-    block i  = H("quire.block.v1", hash of block i − 1 (or root), the token ids of block i)
+    block i  = H("quire.block.v2", hash of block i − 1 (or root), the token ids of block i)
     page     = H("quire.page.v1",  hash of block i, index of the cache group)
 
 H is BLAKE2b-256 over typed fields: each is written as a tag, its length and its bytes, so that no two different
 lists of fields ever give the same input. A hash names everything that K and V of a block depend on: what computes
-it (model, dtype, quantization, adapter content), who may share it (salt), and every token up to its end.
+it (model, dtype, quantization, adapter content), who may share it (salt), and every token up to its end. A token id is
+four bytes: with 16 of them a block is one round of BLAKE2b's compression, with eight bytes each it would be two.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 32
-_TOKEN_BYTES = 8
+_TOKEN_BYTES = 4
 _ROOT = b"quire.root.v1"  # `person` of BLAKE2b: at most 16 bytes
-_BLOCK = blake2b(digest_size=HASH_BYTES, person=b"quire.block.v1")  # copied, which is quicker than begun anew
+_BLOCK = blake2b(digest_size=HASH_BYTES, person=b"quire.block.v2")  # copied, which is quicker than begun anew
 _PAGE = b"quire.page.v1"
 
 
@@ -60,8 +61,9 @@ def extend_chain(chain: list[bytes], root: bytes, token_ids: Sequence[int], bloc
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Eight bytes a token, little-endian."""
-    words = array("Q", token_ids)
+    """Four bytes a token, little-endian."""
+    words = array("I", token_ids)
+    assert words.itemsize == _TOKEN_BYTES
     if sys.byteorder == "big":
         words.byteswap()
     return words.tobytes()
