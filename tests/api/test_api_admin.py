@@ -18,7 +18,11 @@ from tests.api.raw_asgi import RawCall
 from quire.api.admin import RUNTIME, create_admin_app
 from quire.api.admin_server import bind_admin
 from quire.config import SchedulerConfig
+from quire.engine.inbox import ControlPolicy
 from quire.errors import ConfigError
+from quire.plan.cost_model import CostModel, Curve
+from quire.scheduler.policy import PolicyChange
+from quire.scheduler.slo import SloController
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -75,6 +79,48 @@ def test_a_wrong_setting_names_what_is_allowed_and_changes_nothing(
     assert error["param"] == param
     assert allowed in error["message"]
     assert api.call("GET", "/runtime").json() == before
+
+
+def test_what_is_set_under_an_slo_is_pinned_until_it_is_released() -> None:
+    api = AdminApi()
+    core = api.frontend._core
+    model = CostModel(0.01, Curve((0.0, 1.0), (0.0, 1e-4)))
+    core.controller = SloController(model, core.scheduler.config, tpot_s=0.02)
+    wish = ControlPolicy(PolicyChange(max_num_seqs=4, max_num_batched_tokens=100))
+
+    def runtime() -> tuple[int, int, list[str]]:
+        core._inbox.append(wish)  # as the controller sends it after a step
+        answer = api.call("GET", "/runtime").json()
+        return (
+            answer["runtime"]["max_num_seqs"],
+            answer["runtime"]["max_num_batched_tokens"],
+            answer["pinned"],
+        )
+
+    assert runtime() == (4, 100, [])
+    set_ = api.call("PATCH", "/runtime", json={"max_num_seqs": 8, "max_queue": 9}).json()
+    assert set_["changed"]["max_num_seqs"] == {"old": 4, "new": 8}
+    assert set_["pinned"] == ["max_num_seqs"]  # a queue is not the controller's
+    assert runtime() == (8, 100, ["max_num_seqs"])
+    both = {"max_num_batched_tokens": 64, "release": ["max_num_seqs"]}
+    assert api.call("PATCH", "/runtime", json=both).json()["pinned"] == ["max_num_batched_tokens"]
+    assert runtime() == (4, 64, ["max_num_batched_tokens"])
+    last = api.call("PATCH", "/runtime", json={"release": ["max_num_batched_tokens"]}).json()
+    assert last["changed"] == {}
+    assert last["pinned"] == []
+    assert runtime() == (4, 100, [])
+    for wrong in ({"release": ["max_num_seqs"], "max_num_seqs": 3}, {"release": ["max_queue"]}):
+        assert str(error_of(api.call("PATCH", "/runtime", json=wrong), 400)["param"]).startswith("release")
+    assert runtime() == (4, 100, [])
+
+
+def test_without_an_slo_nothing_is_pinned_and_nothing_can_be_released() -> None:
+    api = AdminApi()
+    assert "pinned" not in api.call("PATCH", "/runtime", json={"max_num_seqs": 8}).json()
+    error = error_of(api.call("PATCH", "/runtime", json={"release": ["max_num_seqs"]}), 400)
+    assert error["param"] == "release"
+    assert "--slo" in error["message"]
+    assert api.call("GET", "/runtime").json()["runtime"]["max_num_seqs"] == 8
 
 
 def test_drain_refuses_and_undrain_admits() -> None:
