@@ -2,6 +2,8 @@
 
     python benchmarks/slo_controller.py [--traces DIR] [--limit 400] [--model llama-3.1-8b] [--gpu h100]
 
+    python benchmarks/slo_controller.py --around --limit 150      what more or less than the controller does would give
+
 For each trace: the knee is the highest rate at which one of three middling static budgets still serves 95 % of the
 requests within the SLO; the comparison with eight runs at 0.9 of it. Everything is a function of the arguments.
 """
@@ -48,12 +50,24 @@ class Bench:
         self.cache = CacheConfig(num_blocks=memory.kv_pool // (memory.kv_bytes_per_token * 16))
         self.slo = slo
 
-    def run(self, workload: Workload, budget: int, *, controlled: bool = False) -> dict[str, Any]:
-        """Return the summary of a simulation."""
+    def run(
+        self,
+        workload: Workload,
+        budget: int,
+        *,
+        controlled: bool = False,
+        steps: float = 1.0,
+        max_num_seqs: int = 256,
+    ) -> dict[str, Any]:
+        """Return the summary of a simulation. ``steps``: the controller aims at so much of the TPOT."""
         scheduler = SchedulerConfig(
-            max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN, max_queue=1_000_000
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+            max_queue=1_000_000,
         )
-        config = ClusterConfig(scheduler, self.cache, tpot_s=self.slo.tpot_s if controlled else None)
+        aim_s = self.slo.tpot_s * steps if controlled and self.slo.tpot_s else None
+        config = ClusterConfig(scheduler, self.cache, tpot_s=aim_s)
         return summarize(simulate(config, self.step_time, workload).records, slo=self.slo)
 
     def best(self, workload: Workload) -> dict[int, dict[str, Any]]:
@@ -74,6 +88,28 @@ class Bench:
         return float(summary["goodput_per_s"] * summary["duration_s"]) / len(workload.requests)
 
 
+def around(bench: Bench, args: argparse.Namespace) -> None:
+    """Longer and shorter steps and lower running limits than the controller's; and budgets where only TTFT counts."""
+    ttft_only = Bench(args.model, args.gpu, Slo(ttft_s=1.0))
+    for name, rates in zip(TRACES, ((17, 22), (1.8, 6), (3.3, 5)), strict=True):
+        workload = from_trace(read_trace(args.traces / name), limit=args.limit, max_model_len=MAX_MODEL_LEN)
+        for rate in rates:
+            load = at_rate(workload, rate)
+            print(f"{name}, {rate} requests/s: p95 TTFT, p95 TPOT, goodput")
+            for budget in (256, 1024, 2048, 4096, 8192):
+                print(f"  only ttft=1s, budget {budget}: {row(ttft_only.run(load, budget))}", flush=True)
+            for share in (0.87, 1.0, 1.09, 1.25, 1.5):
+                ours = bench.run(load, DEFAULT_BUDGET, controlled=True, steps=share)
+                print(f"  steps of {share} × the controller's: {row(ours)}", flush=True)
+            for seqs in (16, 32, 64):
+                ours = bench.run(load, DEFAULT_BUDGET, controlled=True, max_num_seqs=seqs)
+                print(f"  at most {seqs} running: {row(ours)}", flush=True)
+
+
+def row(summary: dict[str, Any]) -> str:
+    return f"{summary['ttft_ms']['p95']:.0f} ms, {cell(summary)}"
+
+
 def cell(summary: dict[str, Any]) -> str:
     return f"{summary['tpot_ms']['p95']:.1f} ms, {summary['goodput_per_s']:.2f}/s"
 
@@ -85,10 +121,14 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--gpu", default="h100")
     parser.add_argument("--slo", default="ttft=3s,tpot=25ms")
+    parser.add_argument("--around", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     slo = Slo.parse(args.slo)
     bench = Bench(args.model, args.gpu, slo)
+    if args.around:
+        around(bench, args)
+        return
     results = {}
     print(f"{args.model} on {args.gpu}, {slo}\n")
     print(

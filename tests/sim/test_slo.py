@@ -37,3 +37,29 @@ def test_tpot_holds_where_the_default_breaks_it(shared_data: Path, trace: str, r
     assert default["tpot_ms"] > 25
     assert ours["tpot_ms"] <= 25
     assert ours["goodput"] >= 0.95 * max(run(budget)["goodput"] for budget in (256, 512, 1024))
+
+
+def test_with_both_limits_the_largest_chunks_that_hold_tpot_are_what_ttft_can_have(shared_data: Path) -> None:
+    """Why the controller does not act on TTFT: longer steps shorten it and give more goodput away than they gain, a
+    lower running limit makes it longer; and where only TTFT is limited, a budget cannot be too large."""
+    rows = read_trace(shared_data / "traces" / "azure_llm_2023_conv.csv.gz")
+    load = at_rate(from_trace(rows, limit=120, max_model_len=8192), 20.0)
+
+    def run(
+        slo: Slo, budget: int = 8192, seqs: int = 256, aim_s: float | None = SLO.tpot_s
+    ) -> tuple[float, float]:
+        scheduler = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=8192)
+        config = ClusterConfig(scheduler, CacheConfig(num_blocks=30_000), tpot_s=aim_s)
+        summary = summarize(simulate(config, MODEL, load).records, slo=slo)
+        return summary["ttft_ms"]["p95"], summary["goodput_per_s"]
+
+    ttft, goodput = run(SLO)
+    longer, few = run(SLO, aim_s=0.025 * 1.4), run(SLO, seqs=24)
+    assert longer[0] < ttft
+    assert longer[1] < goodput
+    assert few[0] > ttft
+    assert few[1] <= goodput
+    only = Slo(ttft_s=1.0)
+    small, middle, large = (run(only, budget, aim_s=None)[1] for budget in (128, 1024, 8192))
+    assert small < middle
+    assert middle <= 1.02 * large
