@@ -1,4 +1,4 @@
-// Linears with int8 and int4 weights of the amx level; one row by groups is avx512's, which streams them as fast.
+// Linears with int8 and int4 weights of the amx level; few rows by groups are avx512's, which streams them faster.
 //
 // Integers have no order, and the floats after them keep the order of quantized_kernel.cpp, so results are those of
 // avx512, bit for bit.
@@ -17,6 +17,7 @@ namespace quire::cpu::amx {
 namespace {
 
 constexpr int64_t kPassRows = 512;
+constexpr int64_t kStreamedRows = 6;
 
 // t * s_x (+ bias).
 Vec finished(const QuantizedLinearArgs& a, int64_t row, int64_t column, Vec t) {
@@ -88,7 +89,7 @@ void whole_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
 void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const QuantizedFormat& f = a.format;
   if (f.group == 0) return whole_rows<ChannelRows>(a, pool);
-  if (a.rows == 1) return avx512::kQuantized.linear(a, pool);
+  if (a.rows <= kStreamedRows) return avx512::kQuantized.linear(a, pool);
   if (f.two_level()) return whole_rows<TwoLevelRows>(a, pool);
   if (f.bits == 8) return (f.has_offset ? linear_of_groups<8, true> : linear_of_groups<8, false>)(a, pool);
   return (f.has_offset ? linear_of_groups<4, true> : linear_of_groups<4, false>)(a, pool);

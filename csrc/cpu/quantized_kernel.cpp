@@ -141,6 +141,7 @@ struct Grouped {
       for (int64_t i = 0; i < lines; ++i) prefetch(at, g * lines + i);
       UNROLL for (int v = 0; v < V; ++v) {
         const uint8_t* scales = w + codes + (at.first_lane + v * kLanes) * 2;
+        if (at.next == nullptr && v == 0) fetch_ahead<64>(scales);
         const Vec scale = load_half(scales);
         UNROLL for (int r = 0; r < R; ++r) f[r][v] = fused(to_float(acc[r][v]), scale, f[r][v]);
         if constexpr (kOffset) {

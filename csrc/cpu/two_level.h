@@ -49,6 +49,7 @@ inline void dot_panel(const uint8_t* panel, const int8_t* x, int64_t stride, con
     UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(0);
   }
   for (int64_t first = 0; first < groups; first += kBlockGroups, panel += kTwoLevelBytes) {
+    if constexpr (kFirst == 0) fetch_ahead<kBlockGroups * kPanel / 2>(panel + kTwoLevelCodes);
     for (int64_t g = 0; g < kBlockGroups && first + g < groups; ++g, x += kTwoLevelGroup) {
       const uint8_t* codes = panel + g * kTwoLevelGroup * kPanel / 2;
       if constexpr (kFirst == 0) fetch_ahead<kTwoLevelGroup * kPanel / 2>(codes);
