@@ -1,7 +1,8 @@
 """Attention of FlashInfer and flash-attn, where they are installed, at the shapes of our own rows.
 
-Nothing installs them here. Quire's engine does not use them (docs/gpu.md says what is missing); `over_our_pages` shows
-whether FlashInfer can read the engine's own cache as it lies, and what it gives there.
+Nothing installs them here. The engine takes FlashInfer for prompts where the tuner says so
+(`kernels.attention.flashinfer`), and not for decode: `over_our_pages` shows whether it can read the engine's own cache
+as it lies, and what it gives there.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ class _Kind:
     group: int  # query heads a kv head
     window: int | None
     kv: KvView
+    sinks: bool
 
 
 class DeviceBatches:
@@ -82,7 +83,7 @@ class DeviceBatches:
         for index, layer in enumerate(spec.layers):
             group = layer.attention.num_heads // views[index].num_kv_heads
             kinds = self._kinds[layout.group_of_layer(index)[0]]
-            kind = _Kind(group, layer.attention.window, views[index])
+            kind = _Kind(group, layer.attention.window, views[index], layer.attention.sinks)
             if self._key(kind) not in map(self._key, kinds):
                 kinds.append(kind)
 
@@ -147,7 +148,7 @@ class DeviceBatches:
             for kind in self._kinds[index]:
                 cuts = plan_works(
                     ragged, kind.kv, kind.group, kind.window, units=self._units, invariant=self._invariant,
-                    mixed=mixed,
+                    mixed=mixed, library=room is None and not kind.sinks,
                 )  # fmt: skip
                 for (work, _, _), (items, tiles) in zip(
                     cuts, self._most_works(room, kind, len(cuts)), strict=True

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.kernels.attention import flashinfer
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.attention.triton_kernels import attend_items, fold_items
 from quire.kernels.attention.work import WHOLE, Work, cut_work, split_for
@@ -34,7 +35,10 @@ LEAST_SPLIT = 128  # positions
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """A `Work` on the device, with its tile shape. ``direct``: every tile is one item, written without folding."""
+    """A `Work` on the device, with its tile shape; of no rows where `flashinfer` computes the step.
+
+    ``direct``: every tile is one item, written without folding.
+    """
 
     items: torch.Tensor  # int32 [num_items, 4]
     tiles: torch.Tensor  # int32 [num_tiles, 4]
@@ -82,8 +86,13 @@ def _attend(
     if num_tokens == 0:
         return out
     on_device = device_batch(batch, q.device)
-    for work in works(batch, kv, num_heads // kv.num_kv_heads, shape.window, q.device, invariant=invariant):
-        _run(q, kv, on_device, shape, sinks, out, work)
+    group = num_heads // kv.num_kv_heads
+    for work in works(batch, kv, group, shape.window, q.device, invariant=invariant, library=sinks is None):
+        if work.rows == 0:
+            assert sinks is None
+            flashinfer.attend(q, kv, batch, shape, out)
+        else:
+            _run(q, kv, on_device, shape, sinks, out, work)
     return out
 
 
@@ -98,13 +107,16 @@ def device_batch(batch: RaggedBatch, device: torch.device) -> DeviceBatch:
 
 
 def works(
-    batch: RaggedBatch, kv: KvView, group: int, window: int | None, device: torch.device, *, invariant: bool
-) -> list[DeviceWork]:
+    batch: RaggedBatch, kv: KvView, group: int, window: int | None, device: torch.device, *, invariant: bool,
+    library: bool,
+) -> list[DeviceWork]:  # fmt: skip
     """Return the cut of the batch, made by the first layer that asks and kept for the others of its group."""
     key = work_key(kv, group, window, invariant=invariant)
     found: list[DeviceWork] | None = batch.plans.get(key)
     if found is None:
-        cuts = plan_works(batch, kv, group, window, units=num_units(device), invariant=invariant)
+        cuts = plan_works(
+            batch, kv, group, window, units=num_units(device), invariant=invariant, library=library
+        )
         found = [
             DeviceWork(_upload(w.items, device), _upload(w.tiles, device), *sizes, direct)
             for w, sizes, direct in cuts
@@ -147,11 +159,13 @@ def _shape(kv: KvView, group: int) -> str:
 
 
 def plan_works(
-    batch: RaggedBatch, kv: KvView, group: int, window: int | None, *, units: int, invariant: bool, mixed: bool = False
+    batch: RaggedBatch, kv: KvView, group: int, window: int | None, *, units: int, invariant: bool,
+    mixed: bool = False, library: bool = False,
 ) -> list[tuple[Work, tuple[int, int, int], bool]]:  # fmt: skip
     """Return (work, (rows, keys, warps), direct) for the sequences that decode and for those that do not.
 
-    ``mixed``: both, even where one is empty, for a graph that has both.
+    ``mixed``: both, even where one is empty, for a graph that has both. ``library``: neither, of a step with prompts
+    that `flashinfer` is wanted for.
     """
     q_lens = np.diff(batch.cu_seqlens_q)
     shape = _shape(kv, group)
@@ -171,6 +185,9 @@ def plan_works(
             options.append((seqs, (DECODE_ROWS, sizes["keys"], sizes["warps"]), split, False))
         if len(seqs := np.flatnonzero(~short)) or mixed:
             sizes = block_sizes("attention_prefill", shape)
+            if library and flashinfer.wanted(sizes, kv):
+                nothing = np.zeros((0, 4), np.int32)
+                return [(Work(nothing, nothing), (0, 0, 0), True)]
             options.append((seqs, (sizes["rows"], sizes["keys"], sizes["warps"]), WHOLE, True))
     return [
         (

@@ -1,0 +1,60 @@
+"""FlashInfer's prefill over Quire's pages, where it is installed and the tuner found it faster on this GPU.
+
+A table of `kernels.block_sizes` says so with ``"flashinfer": 1`` beside the sizes of `attention_prefill`: the tuner
+writes that where this very function gave our result and took less time. Steps with prompts that no graph holds are
+computed so, their single tokens too, and never in the invariant mode. Called as FlashInfer documents
+`BatchPrefillWithPagedKVCacheWrapper` (docs.flashinfer.ai); K and V are views of the pages, not copies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.kernels.attention.batch import AttentionShape, RaggedBatch
+from quire.kernels.block_sizes import Sizes
+from quire.kernels.kv_view import KvView
+
+WORKSPACE_BYTES = 128 << 20  # what its documentation asks for
+DIMS = (64, 128, 256)
+
+
+def wanted(sizes: Sizes, kv: KvView) -> bool:
+    """Whether the table's ``sizes`` ask for it, it is there, and it has such heads."""
+    if not sizes.get("flashinfer") or importlib.util.find_spec("flashinfer") is None:
+        return False
+    plain = kv.pieces.dtype in (torch.bfloat16, torch.float16) and not kv.v_in_k
+    return plain and kv.head_dim == kv.v_head_dim and kv.head_dim in DIMS
+
+
+def attend(q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, out: torch.Tensor) -> None:
+    """The whole ``batch`` into ``out``. The first layer of a kind plans the step, the others of its kind find that."""
+    key = ("flashinfer", shape, kv.num_kv_heads, kv.head_dim)
+    if key not in batch.plans:
+        batch.plans[key] = _planned(q, kv, batch, shape)
+    out.copy_(batch.plans[key].run(q.contiguous(), (kv.keys, kv.values)))
+
+
+def _planned(q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape) -> Any:
+    blocks = -(-batch.seq_lens // kv.block_size)
+    rows = np.arange(batch.block_table.shape[1]) < blocks[:, None]
+    arrays = (
+        batch.cu_seqlens_q,
+        np.append(0, np.cumsum(blocks)),
+        batch.block_table[rows],
+        batch.seq_lens - (blocks - 1) * kv.block_size,
+    )
+    flashinfer = importlib.import_module("flashinfer")
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+    wrapper.plan(
+        *(torch.from_numpy(array.astype(np.int32)) for array in arrays),
+        num_qo_heads=shape.num_heads, num_kv_heads=kv.num_kv_heads, head_dim_qk=kv.head_dim, page_size=kv.block_size,
+        causal=True, window_left=-1 if shape.window is None else shape.window - 1,
+        logits_soft_cap=shape.soft_cap, sm_scale=shape.scale, q_data_type=q.dtype, kv_data_type=q.dtype,
+    )  # fmt: skip
+    return wrapper
