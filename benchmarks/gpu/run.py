@@ -21,11 +21,12 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PARTS = (  # in order of value; each within eight minutes on an H200 as planned, none measured yet
     "decode-attention", "w4a16", "norm", "end-to-end", "prefill-attention", "throughput", "invariant", "mixture",
+    "adapters", "draws",
 )  # fmt: skip
 
 
 def part(name: str) -> Callable[..., list[dict[str, Any]]]:
-    from benchmarks.gpu import engine, kernels
+    from benchmarks.gpu import engine, kernels, rows
 
     return {
         "decode-attention": kernels.decode_attention,
@@ -36,6 +37,8 @@ def part(name: str) -> Callable[..., list[dict[str, Any]]]:
         "throughput": engine.throughput,
         "invariant": engine.invariant,
         "mixture": engine.mixture,
+        "adapters": rows.adapters,
+        "draws": rows.draws,
     }[name]
 
 
