@@ -55,6 +55,7 @@ class EngineArgs:
     batch_invariant: bool = False
     threads: int | None = None
     cpu_isa: Literal["auto", "reference", "scalar", "avx2", "avx512", "amx"] = "auto"
+    step_log: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

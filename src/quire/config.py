@@ -93,6 +93,7 @@ class RunnerConfig:
     # Level of the native kernels; "reference": torch alone; on a GPU "triton", or "invariant" to the batch.
     cpu_isa: str = "reference"
     graphs: bool = True  # on a GPU: decode steps are captured and replayed
+    step_log: str | None = None  # file that gets a line for each step
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def resolve(
             model_key=model_key,
         ),
         scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
-        runner=RunnerConfig(num_threads=args.threads or device.num_cores, cpu_isa=_isa(args, device)),
+        runner=RunnerConfig(args.threads or device.num_cores, _isa(args, device), step_log=args.step_log),
         device=device,
         lora=lora,
     )

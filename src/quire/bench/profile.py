@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -25,6 +25,7 @@ from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel
 from quire.plan.fit import MeasuredStep, cross_validate, fit
 from quire.plan.profile import HostCost, Profile
+from quire.plan.step_log import fit_steps, read_steps
 from quire.request import SamplingParams
 
 MAX_KV_BYTES = 1 << 30  # that the measurement writes to
@@ -50,15 +51,22 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
         k: v for k, v in asdict(checkpoint.generation).items() if k in SAMPLING_DEFAULTS and v is not None
     }
     sampling = SamplingParams(max_tokens=None, seed=1, **given)
-    points = measure_steps(config, sampling, args.seconds, WallClock())
-    model, error = fit(points), cross_validate(points)
+    if args.steps is not None:
+        found = fit_steps(read_steps(Path(args.steps)))
+        model, points, loop = found.executor, list(found.points), found.host
+    else:
+        points = measure_steps(config, sampling, args.seconds, WallClock())
+        model, loop = fit(points), None
+    host = _host(config, model, serve_flags) if args.serving else HostCost()
+    if loop is not None:  # the log has the engine's own part; a request's way is seen from outside alone
+        host = replace(loop, request_s=host.request_s, per_prompt_token_s=host.per_prompt_token_s)
     made = Profile(
         model=config.model.name,
         machine=machine_of(config),
         settings=settings_of(config) | {"sampling": given},
         executor=model,
-        host=_host(config, model, serve_flags) if args.serving else HostCost(),
-        error=error,
+        host=host,
+        error=cross_validate(points),
         points=tuple(points),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )

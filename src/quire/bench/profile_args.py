@@ -11,4 +11,5 @@ class ProfileArgs:
 
     out: str | None = None
     seconds: float = 100.0
+    steps: str | None = None
     serving: bool = True

@@ -18,6 +18,7 @@ from quire.config import EngineConfig
 from quire.engine.client import EngineInfo
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
+from quire.executor.logged import LoggedExecutor
 from quire.plan.cost_model import CostModel
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
@@ -36,7 +37,10 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         ModelLoadError, ConfigError: the checkpoint or the settings; one line.
     """
     scheduler = Scheduler(config.scheduler, config.cache)
-    return EngineCore(scheduler, _executor(config, executor, clock), clock, _controller(config))
+    computes = _executor(config, executor, clock)
+    if config.runner.step_log is not None:
+        computes = LoggedExecutor(computes, Path(config.runner.step_log), clock)
+    return EngineCore(scheduler, computes, clock, _controller(config))
 
 
 def _controller(config: EngineConfig) -> SloController | None:
