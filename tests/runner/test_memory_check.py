@@ -34,11 +34,20 @@ def test_the_largest_step_runs_and_is_forgotten(name: str, most: int) -> None:
     config = engine_config(SPECS[name])
     config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=most))
     executor = LocalExecutor(config, clock=VirtualClock(), weights=weights(config.model.spec))
-    step, _ = trial_plans(config)
+    results: list[StepResult] = []
+
+    def run(plan: StepPlan) -> StepResult:
+        results.append(executor.worker.execute(plan))
+        return results[-1]
+
+    step, decode, _ = trial_plans(config)
+    assert {seq.num_scheduled_tokens for seq in decode.seqs} == {1}
     rows = [seq.num_scheduled_tokens for seq in step.seqs]
     assert len(rows) <= config.scheduler.max_num_seqs
     assert sum(rows) == min(most, 8 * (config.model.max_model_len - 1))
-    checked = check_memory(config, executor.worker.execute, Readings())
+    checked = check_memory(config, run, Readings())
+    assert [len(result.seqs) for result in results] == [len(rows), len(rows), 0]
+    assert all(seq.error is None and len(seq.token_ids) == 1 for result in results for seq in result.seqs)
     assert len(executor.worker._inputs) == 0
     assert checked.found.step == 2 << 30
     assert checked.found.weights + checked.found.kv == 5 << 30

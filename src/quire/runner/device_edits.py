@@ -33,6 +33,7 @@ class DeviceEdits:
         self._vocab_size = vocab_size
         self._device = device
         self._counts = torch.empty(0, vocab_size, dtype=torch.int32, device=device)
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)  # of the type of both tables
         self._row_of: dict[RowEdits, int] = {}
         self._free: list[int] = []
         self._upload = StepUpload(device, torch.int64)
@@ -86,10 +87,10 @@ class DeviceEdits:
             row = self._counts[self._row_of[of]].zero_().index_fill_(0, seen, 1)
             row.index_add_(0, drawn_there, 2 * counts.to(torch.int32))
         words = bitmask_words(self._vocab_size)
-        bits = self._masks.put([np.stack(list(masks.values()))])[0] if masks else facts_there
+        bits = self._masks.put([np.stack(list(masks.values()))])[0] if masks else self._nothing
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         edit_rows[(len(edits), triton.cdiv(self._vocab_size, CHUNK))](
-            logits, logits.stride(0), out, facts_there, self._counts if len(rows) else facts_there, bits, ids_there,
+            logits, logits.stride(0), out, facts_there, self._counts if len(rows) else self._nothing, bits, ids_there,
             biases_there, self._vocab_size, words, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         for at, of in enumerate(edits):

@@ -1,8 +1,8 @@
 """What the memory model of `quire.resolve` expects of a GPU, beside what the device reports after a trial step.
 
 The trial is the largest step there can be: `max_num_batched_tokens` prompt rows of `max_num_seqs` sequences at most, in
-pages that nobody owns yet. Its kernels are compiled by then, and a step that finds no memory is found before the
-first request.
+pages that nobody owns yet, and a token more of each. What they run is compiled by then, and a step that finds no memory
+is found before the first request.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def check_memory(config: EngineConfig, run: Run, meter: Meter) -> MemoryCheck:
     """
     before = meter.held()
     meter.restart()
-    step, forget = trial_plans(config)
+    step, decode, forget = trial_plans(config)
     result = run(step)
-    if result.error is not None:
-        raise StepError(f"the trial step failed: {result.error}")
+    error = result.error or run(decode).error
+    if error is not None:
+        raise StepError(f"the trial step failed: {error}")
     peak = meter.peak()
     run(forget)
     model, cache, scheduler = config.model, config.cache, config.scheduler
@@ -98,16 +99,21 @@ def check_memory(config: EngineConfig, run: Run, meter: Meter) -> MemoryCheck:
     return MemoryCheck(expected, found, fits=result.max_rows is None)
 
 
-def trial_plans(config: EngineConfig) -> tuple[StepPlan, StepPlan]:
-    """The largest step, and the one that forgets its sequences."""
+def trial_plans(config: EngineConfig) -> tuple[StepPlan, StepPlan, StepPlan]:
+    """The largest step, the next token of each of its sequences, and the step that forgets them."""
     size, num_groups = config.cache.block_size, len(config.kv_layout.groups)
     most = config.scheduler.max_num_batched_tokens
-    longest = min(config.model.max_model_len - 1, config.cache.num_blocks // num_groups * size)
+    longest = min(config.model.max_model_len, config.cache.num_blocks // num_groups * size) - 1
     count = min(config.scheduler.max_num_seqs, most)
     lengths = [min(longest, most * (i + 1) // count - most * i // count) for i in range(count)]
-    rows = -(-max(lengths) // size)
+    rows = -(-(max(lengths) + 1) // size)
     blocks = tuple(tuple(range(group * rows, (group + 1) * rows)) for group in range(num_groups))
-    sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=1)
+    plain = SamplingParams(temperature=0.0, seed=1, max_tokens=2)
+    everything = SamplingParams(  # so that what the first such request needs is compiled by then
+        temperature=1.0, seed=1, max_tokens=2, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0},
+        allowed_token_ids=(0, 1), logprobs=1,
+    )  # fmt: skip
     seqs = tuple(SeqPlan(i, 0, 0, n, (0,) * num_groups, blocks) for i, n in enumerate(lengths))
-    new = tuple(NewSeq(i, 0, (0,) * n, (), sampling, 0) for i, n in enumerate(lengths))
-    return StepPlan(0, new, seqs), StepPlan(1, gone=tuple(range(count)))
+    new = tuple(NewSeq(i, 0, (0,) * n, (), plain if i else everything, 0) for i, n in enumerate(lengths))
+    decode = tuple(SeqPlan(i, 0, n, 1) for i, n in enumerate(lengths))
+    return StepPlan(0, new, seqs), StepPlan(1, seqs=decode), StepPlan(2, gone=tuple(range(count)))
