@@ -75,7 +75,8 @@ class Publisher:
         first, node = table.num_published, table.tip
         parent_hash = table.root if node is None else node.block_hash
         shown: Sequence[int] = ()
-        for row, block_ids in enumerate(zip(*[rows[first:end] for rows in table.rows], strict=True), first):
+        for row in range(first, end):
+            block_ids = tuple([rows[row] for rows in table.rows])
             if prefix.events is not None:
                 shown = token_ids[row * size : (row + 1) * size]
             block_hash = table.chain[row]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 from quire.cache.manager import CacheManager
 from quire.scheduler.adapters import Turnstile
 from quire.scheduler.beam_steps import fork_beams
@@ -221,18 +223,19 @@ class Planner:
 
     def _emit_decodes(self, decodes: list[Sequence]) -> None:
         """`_emit` for one row each, without what a decode does not need: this loop is the engine's hottest."""
+        plans = [
+            (seq.seq_id, seq.epoch, seq.num_planned, 1, (), (), 0, 0, ())
+            if seq.num_planned < seq.quiet_until  # most
+            else self._loud_decode(seq)
+            for seq in decodes
+        ]
+        self._seqs.extend(map(_new_plan, repeat(SeqPlan), plans))
+        self._entries.extend([(seq, seq.epoch, seq.num_planned + 1) for seq in decodes])
         step = self._step
-        add_plan, add_entry = self._seqs.append, self._entries.append
         for seq in decodes:
-            start = seq.num_planned
-            end, epoch = start + 1, seq.epoch
-            quiet = start < seq.quiet_until  # most are
-            plan = (seq.seq_id, epoch, start, 1, (), (), 0, 0, ()) if quiet else self._loud_decode(seq)
-            add_plan(_new_plan(SeqPlan, plan))
-            add_entry((seq, epoch, end))
             seq.table.last_step = step
-            seq.num_planned = end
-            seq.num_total = end + 1
+            seq.num_planned += 1
+            seq.num_total = seq.num_planned + 1
         self._state.counters.num_computed_tokens += len(decodes)
 
     def _loud_decode(self, seq: Sequence) -> tuple[object, ...]:
@@ -252,21 +255,23 @@ class Planner:
         if seq.registered:
             return
         seq.registered = True
-        group, request = seq.group, seq.group.request
-        self._new_seqs.append(
-            NewSeq(
-                seq.seq_id,
-                seq.epoch,
-                request.prompt_token_ids,
-                seq.output_token_ids,
-                seq.sampling,
-                seq.sample_index,
-                self._state.adapters.slot_of(request.adapter),
-                grammar=request.grammar,
-                prompt_logprobs=seq.sampling.prompt_logprobs if group.wants_prompt_logprobs else None,
-                pooling=request.pooling,
-            )
-        )
+        self._new_seqs.append(_new_seq(seq, self._state.adapters.slot_of(seq.group.request.adapter)))
+
+
+def _new_seq(seq: Sequence, adapter_slot: int) -> NewSeq:
+    group, request = seq.group, seq.group.request
+    return NewSeq(
+        seq.seq_id,
+        seq.epoch,
+        request.prompt_token_ids,
+        seq.output_token_ids,
+        seq.sampling,
+        seq.sample_index,
+        adapter_slot,
+        grammar=request.grammar,
+        prompt_logprobs=seq.sampling.prompt_logprobs if group.wants_prompt_logprobs else None,
+        pooling=request.pooling,
+    )
 
 
 def _note_admission(state: SchedulerState, seq: Sequence, num_cached: int, now: float) -> None:

@@ -42,7 +42,7 @@ class PromptMaker:
     def token_ids(self, request: WorkloadRequest) -> list[int]:
         """The prompt: ``num_prompt_tokens`` ids."""
         parts = [self._first_id + _below(bits, self._num_ids) for bits in self._bits(request)]
-        ids: list[int] = np.concatenate(parts).tolist()
+        ids: list[int] = (parts[0] if len(parts) == 1 else np.concatenate(parts)).tolist()
         return ids
 
     def text(self, request: WorkloadRequest, start: int = 0) -> str:
@@ -69,11 +69,15 @@ class PromptMaker:
 
 def _stream(key: np.uint64, start: int, end: int) -> np.ndarray:
     """Outputs ``start``…``end − 1`` of splitmix64 (Steele et al. 2014), seeded with ``key``: uint64 [end − start]."""
-    with np.errstate(over="ignore"):
-        z = key + np.arange(start + 1, end + 1, dtype=np.uint64) * _GOLDEN
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+    z = np.arange(start + 1, end + 1, dtype=np.uint64)
+    z *= _GOLDEN
+    z += key
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z
 
 
 def _below(bits: np.ndarray, num: int) -> np.ndarray:
