@@ -129,8 +129,9 @@ class PrefixCache:
     def evict(self, num_blocks: int) -> None:
         """Free at least ``num_blocks`` idle blocks: leaves, least recently used first, then sliding blocks inside."""
         assert num_blocks <= self.num_idle
-        target = self.pool.num_free + num_blocks
-        before = self.num_blocks
+        before, target = self.num_blocks, self.pool.num_free + num_blocks
+        if not self.windows.sliding:
+            self._evict_leaves(num_blocks)
         while self.pool.num_free < target:
             node = self._idle.pop()
             if node is not None:
@@ -171,6 +172,26 @@ class PrefixCache:
         self.pool.share(block_id)
         node.num_used += 1
         self.num_blocks += 1
+
+    def _evict_leaves(self, num_blocks: int) -> None:
+        """`evict` where no group slides: every node has all its blocks, and nobody uses a leaf's.."""
+        nodes, node_of, pop = self.nodes, self.node_of, self._idle.pop
+        block_ids: list[int] = []
+        while len(block_ids) < num_blocks:
+            node = pop()
+            assert node is not None
+            node.alive = False
+            del nodes[node.block_hash]
+            if node.parent is not None:
+                node.parent.num_children -= 1
+            if self.events is not None:
+                self.events.add(BlockRemoved(node.block_hash, node.groups))
+            block_ids += node.block_ids
+        for block_id in block_ids:
+            node_of[block_id] = None
+        self.pool.drop_all(block_ids)
+        self.num_blocks -= len(block_ids)
+        self.num_idle -= len(block_ids)
 
     def _disown(self, node: Node, block_id: int) -> None:
         """Give up the tree's reference to a block of ``node``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from operator import sub
 
 from quire.bench.summary import CANCELLED, ERROR, OK, RequestRecord
 from quire.cache.block_hash import extend_chain, root_hash
@@ -122,7 +122,7 @@ class Client:
                 num_prompt_tokens=source.num_prompt_tokens,
                 num_output_tokens=len(times),
                 first_token_s=times[0] if times else None,
-                itl_s=tuple(b - a for a, b in pairwise(times)),
+                itl_s=tuple(map(sub, times[1:], times)),
                 status=status,
                 error=error,
                 detail=detail,
