@@ -21,6 +21,7 @@ from quire.text.grammar_matcher import bitmask_words
 
 CHUNK = 1024  # ids of a program
 LEAST_ROWS = 8  # of the table of counts
+NO_FACTS = np.array([[-1, -1, 0, 0, 0, 0, 0, 0]], np.int64)
 
 Ints = NDArray[np.int64]
 Counted = tuple[torch.Tensor, torch.Tensor]  # rows whose draws are counted, and the row of the table of each
@@ -34,15 +35,17 @@ class DeviceEdits:
         self._device = device
         self._counts = torch.empty(0, vocab_size, dtype=torch.int32, device=device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)  # of the type of both tables
-        self._row_of: dict[RowEdits, int] = {}
+        self._facts_of: dict[
+            RowEdits | None, Ints
+        ] = {}  # [1, 8], as `edit_rows` reads them, with the number of biases last
         self._free: list[int] = []
         self._upload = StepUpload(device, torch.int64)
         self._masks = StepUpload(device, torch.int32)
 
     def forget(self, edits: RowEdits | None) -> None:
         """The sequence has gone. Steps in flight may count for it: whoever gets its row clears it behind them."""
-        if edits in self._row_of:
-            row = self._row_of.pop(edits)
+        row = int(self._facts_of.pop(edits, NO_FACTS)[0, 0])
+        if row >= 0:
             self._free.append(row)
 
     def apply(
@@ -52,29 +55,28 @@ class DeviceEdits:
 
         ``masks``: row → bits of the ids allowed, `bitmask_words` of them.
         """
-        fresh = self._take_rows(edits)
-        facts = np.zeros((len(edits), 8), np.int64)
-        facts[:, :2] = -1
+        fresh = self._take_in(edits)
+        facts = np.concatenate([self._facts_of.get(of, NO_FACTS) for of in edits])
         facts[list(masks), 1] = np.arange(len(masks))
+        facts[:, 6] = np.cumsum(facts[:, 7])
+        facts[:, 5] = facts[:, 6] - facts[:, 7]
         ids: list[Ints] = [np.empty(0, np.int64)]
-        biases = [np.empty(0, np.float64)]
-        for at, of in enumerate(edits):
-            penalties = None if of is None else of.penalties
-            if penalties is not None:
-                assert of is not None
-                numbers = (penalties.repetition, penalties.frequency, penalties.presence)
-                facts[at, 0] = self._row_of.get(of, -1)
-                facts[at, 2:5] = np.array(numbers, np.float64).view(np.int64)
-                facts[at, 5] = sum(map(len, ids))
-                ids.append(penalties.bias_ids)
-                biases.append(penalties.biases.astype(np.float64))
-                facts[at, 6] = facts[at, 5] + len(ids[-1])
+        biases: list[NDArray[np.float32]] = []
+        for penalties in (of.penalties for of in edits if of is not None and of.penalties is not None):
+            ids.append(penalties.bias_ids)
+            biases.append(penalties.biases)
         rows = np.flatnonzero(facts[:, 0] >= 0)
         known: list[Ints] = []
         for penalties in (of.penalties for of in fresh if of.penalties is not None):
             drawn = penalties.output
             known += [penalties.seen.ids, drawn.ids, drawn.counts.astype(np.int64)]
-        arrays = [facts, np.concatenate(ids), np.concatenate(biases).view(np.int64), rows, facts[rows, 0]]
+        arrays = [
+            facts,
+            np.concatenate(ids),
+            np.concatenate([np.empty(0), *biases], dtype=np.float64).view(np.int64),
+            rows,
+            facts[rows, 0],
+        ]
         try:
             views = self._upload.put([*arrays, *known])
         except torch.OutOfMemoryError:
@@ -84,7 +86,7 @@ class DeviceEdits:
         facts_there, ids_there, biases_there, rows_there, of_there, *known_there = views
         for index, of in enumerate(fresh):
             seen, drawn_there, counts = known_there[3 * index : 3 * index + 3]
-            row = self._counts[self._row_of[of]].zero_().index_fill_(0, seen, 1)
+            row = self._counts[int(self._facts_of[of][0, 0])].zero_().index_fill_(0, seen, 1)
             row.index_add_(0, drawn_there, 2 * counts.to(torch.int32))
         words = bitmask_words(self._vocab_size)
         bits = self._masks.put([np.stack(list(masks.values()))])[0] if masks else self._nothing
@@ -93,9 +95,9 @@ class DeviceEdits:
             logits, logits.stride(0), out, facts_there, self._counts if len(rows) else self._nothing, bits, ids_there,
             biases_there, self._vocab_size, words, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        for at, of in enumerate(edits):
-            if of is not None and of.typical is not None:
-                keep_typical(out[at], *of.typical)
+        for at, each in enumerate(edits):
+            if each is not None and each.typical is not None:
+                keep_typical(out[at], *each.typical)
         return out, (rows_there, of_there)
 
     def count(self, counted: Counted, drawn: torch.Tensor) -> None:
@@ -104,10 +106,10 @@ class DeviceEdits:
         twos = torch.full(places.shape, 2, dtype=torch.int32, device=self._device)
         self._counts.view(-1).index_add_(0, places, twos)
 
-    def _take_rows(self, edits: Sequence[RowEdits | None]) -> list[RowEdits]:
-        """Give rows of the table to those that need one and have none; return them."""
-        wanted = [of for of in edits if of is not None and of.penalties is not None and of.penalties.counts]
-        fresh = [of for of in wanted if of not in self._row_of]
+    def _take_in(self, edits: Sequence[RowEdits | None]) -> list[RowEdits]:
+        """Note the facts of those that are new; return those of them that got a row of the table, to be cleared."""
+        new = [of for of in edits if of is not None and of.penalties is not None and of not in self._facts_of]
+        fresh = [of for of in new if of.penalties is not None and of.penalties.counts]
         size = len(self._counts)
         if len(fresh) > len(self._free):
             larger = max(2 * size, size + len(fresh), LEAST_ROWS)
@@ -115,5 +117,13 @@ class DeviceEdits:
             counts[:size] = self._counts
             self._counts = counts
             self._free.extend(range(size, larger))
-        self._row_of.update((of, self._free.pop()) for of in fresh)
+        for of in new:
+            penalties = of.penalties
+            assert penalties is not None
+            facts = self._facts_of[of] = NO_FACTS.copy()
+            numbers = (penalties.repetition, penalties.frequency, penalties.presence)
+            facts[0, 2:5] = np.array(numbers, np.float64).view(np.int64)
+            facts[0, 7] = len(penalties.bias_ids)
+            if penalties.counts:
+                facts[0, 0] = self._free.pop()
         return fresh

@@ -54,7 +54,7 @@ class RowEdits:
 
     def mask_bits(self, vocab_size: int) -> NDArray[np.int32] | None:
         """A bit for each id that is allowed now, lowest first in words of 32; None where all are."""
-        if self._bits is not None:
+        if self._bits is not None or not self.constraints:
             return self._bits
         allowed = np.ones(-(-vocab_size // 32) * 32, np.bool_)
         forbids = [constraint.mask(allowed[:vocab_size]) for constraint in self.constraints]
