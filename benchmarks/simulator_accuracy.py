@@ -314,9 +314,23 @@ def tables(results: Results) -> str:
         f"\nFigures within their gates: {counts}. {' or '.join(map(str, limits))} requests a run, the "
         f"engine on one thread. Last round {last} on {platform.processor() or 'CPU'}."
     )
+    text += [errors_of_rounds(done, by, source) for by, source in SOURCES.items()]
     for cell, rows in refused.items():
         text.append(f"Rows refused, {cell}: {sum(rows.values())} ({', '.join(map(str, rows))}).")
     return "\n".join(text) + "\n"
+
+
+def errors_of_rounds(done: Mapping[str, Sequence[Mapping[str, Any]]], by: str, source: str) -> str:
+    """A line: how far single rounds are off, over all cells. Medians hide a drift that a round does not."""
+    parts = []
+    for name, key, part, _, _ in FIGURES:
+        errors = [
+            abs(value(r[by], key, part) / value(r["live"], key, part) - 1.0)
+            for rounds in done.values()
+            for r in rounds
+        ]
+        parts.append(f"{name} {statistics.median(errors):.1%} ({max(errors):.0%})")
+    return f"Each round by itself, by the {source}, median error (worst): {', '.join(parts)}."
 
 
 def render(results: Results) -> None:
