@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from torch import Tensor
@@ -60,11 +60,14 @@ class Recorder:
 def recording(*, device: bool = False) -> Iterator[Recorder]:
     """Record every `Sampler` that works inside the block; ``device``: every `DeviceRunner`."""
     recorder = Recorder()
-    add, sample = Sampler.add, Sampler.sample
+    sample = Sampler.sample
 
-    def recording_add(self: Sampler, new_seq: NewSeq) -> None:
-        recorder.on_add(new_seq)
-        add(self, new_seq)
+    def watched(add: Callable[[Any, NewSeq], None]) -> Callable[[Any, NewSeq], None]:
+        def recording_add(self: Any, new_seq: NewSeq) -> None:
+            recorder.on_add(new_seq)
+            add(self, new_seq)
+
+        return recording_add
 
     def recording_sample(self: Sampler, logits: Tensor, seq_ids: Sequence[int]) -> list[SeqSample]:
         samples = sample(self, logits, seq_ids)
@@ -72,10 +75,11 @@ def recording(*, device: bool = False) -> Iterator[Recorder]:
         return samples
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sampler, "add", recording_add)
         if device:
             from quire.runner.device_runner import DeviceRunner
+            from quire.runner.device_sampler import DeviceSampler
 
+            patch.setattr(DeviceSampler, "add", watched(DeviceSampler.add))
             patch.setattr(
                 DeviceRunner,
                 "observe_logits",
@@ -83,5 +87,6 @@ def recording(*, device: bool = False) -> Iterator[Recorder]:
                 raising=False,
             )
         else:
+            patch.setattr(Sampler, "add", watched(Sampler.add))
             patch.setattr(Sampler, "sample", recording_sample)
         yield recorder
