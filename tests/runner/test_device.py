@@ -256,12 +256,16 @@ def test_nothing_is_made_on_a_device_by_default() -> None:
 )
 def test_adapters_give_the_tokens_of_the_cpu(name: str, kernels: str, count: int, tmp_path: Path) -> None:
     """Three adapters and the base model over two slots, so that they are loaded between steps in flight."""
-    adapters = make_adapters(tmp_path, SPECS[name])
+    spec = SPECS[name]
+    if name == "latent":  # as a family has it whose adapters have names: the tiny one is a mixture of several
+        spec = replace(spec, family="deepseek_v3", layers=spec.layers[:1] * 2)
+    adapters = make_adapters(tmp_path, spec)
     asked = [
         replace(request, adapter=(*adapters, None)[i % 4])
         for i, request in enumerate(requests(count, replace(SHORT, max_tokens=2), length=6 * (count - 1)))
     ]
-    base, together = engine_config(SPECS[name]), device_config(name, kernels)
+    base = engine_config(spec)
+    together = replace(engine_config(spec, isa=kernels), device=device_config(name, kernels).device)
     tokens = []
     for config, executor, most in ((base, LocalExecutor, 1), (together, DeviceExecutor, 3)):
         config = replace(
