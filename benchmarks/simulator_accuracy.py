@@ -74,7 +74,10 @@ TRACES = {
 }
 LOADS = (0.5, 0.8, 1.0)
 MANY_PER_S = 1e6
-BUSY = 0.1  # of the CPUs
+BUSY, PAUSE_S = (
+    0.1,
+    20.0,
+)  # share of the CPUs that others may use before a round; how long until the next look
 MARKS = ("<!-- accuracy: begin -->", "<!-- accuracy: end -->")
 SOURCES = {"simulated": "profile", "from_log": "step log"}  # of step times, as the results name them
 # (name in the table, key of the summary, part of it, gate, times the floor)
@@ -122,8 +125,9 @@ def next_cell(results: Results, names: Sequence[str], rounds: int) -> str | None
 def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
     """One round of one cell: profile if the round has none, live, simulated."""
     model, trace, load = cell.split("/")
-    if (busy := busy_share()) > BUSY:
-        say(f"others keep {busy:.0%} of the CPUs busy: what is measured now means little")
+    while (busy := busy_share()) > BUSY:
+        say(f"others keep {busy:.0%} of the CPUs busy, and what is measured now would mean little: waiting")
+        time.sleep(PAUSE_S)
     number = len(results.rounds(cell))
     # The first of a round is made here; then it is the one that was made behind the last live run.
     before = args.results.parent / f"{args.results.stem}-{model}-{number}.json"

@@ -56,18 +56,24 @@ def run(stack: LoraStack, x: torch.Tensor, y: torch.Tensor, slots: np.ndarray) -
     return y
 
 
-@pytest.mark.parametrize("backend", registry.backends("lora"))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_fp64(case: cases.LoraCase, dtype: torch.dtype, backend: Backend) -> None:
-    stack, adapters = make(case, dtype, backend)
-    x, y = rows_of(case, len(case.slots), dtype)
+def oracle_of(case: cases.LoraCase, adapters: Adapters, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``y`` with what each row's adapter adds, in fp64."""
     oracle = y.double()
     for row, slot in enumerate(case.slots):
         for part, low in adapters[slot - 1].items() if slot else ():
             start = sum(case.widths[:part])
             delta = low.b.double() @ (low.a.double() @ x[row].double()) * low.scale
             oracle[row, start : start + case.widths[part]] += delta
+    return oracle
+
+
+@pytest.mark.parametrize("backend", registry.backends("lora"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_fp64(case: cases.LoraCase, dtype: torch.dtype, backend: Backend) -> None:
+    stack, adapters = make(case, dtype, backend)
+    x, y = rows_of(case, len(case.slots), dtype)
+    oracle = oracle_of(case, adapters, x, y)
     got = run(stack, x, y, np.array(case.slots, np.int64))
     assert_close("lora", got, oracle)
     untouched = [row for row, slot in enumerate(case.slots) if slot == 0]

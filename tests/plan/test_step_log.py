@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from quire.args import EngineArgs
 from quire.clock import VirtualClock
+from quire.device import detect_device
+from quire.engine.assemble import configure
+from quire.engine.build import build_core
+from quire.engine.inbox import AddRequest
 from quire.errors import ConfigError
 from quire.executor.logged import LoggedExecutor
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.step_log import fit_steps, read_steps
-from quire.request import SamplingParams
+from quire.request import Request, SamplingParams
 from quire.sim.executor import SimExecutor
 from quire.sim.latency import Latency
 from quire.step import NewSeq, SeqPlan, StepPlan
@@ -51,6 +56,32 @@ def test_the_log_of_steps_gives_their_times_and_the_loops(tmp_path: Path) -> Non
         assert found.executor.seconds(step) == pytest.approx(TRUTH.seconds(step), rel=0.02)
     assert found.host.fixed_s == pytest.approx(LOOP_S, rel=0.02)  # idle before the first prompt is no work
     assert found.host.per_seq_s == pytest.approx(SEQ_S, rel=0.02)
+
+
+def test_an_engine_writes_it_where_its_settings_say(tmp_path: Path) -> None:
+    config, _ = configure(
+        EngineArgs(step_log=str(tmp_path / "steps.jsonl"), num_kv_blocks=64, max_model_len=512),
+        detect_device(),
+    )
+    core = build_core(config, "fake", VirtualClock())
+    core.put(AddRequest(Request("r", (5, 6, 7), SamplingParams(max_tokens=4, seed=1, ignore_eos=True), 0.0)))
+    while core.has_work:
+        core.step()
+    core.executor.close()
+    steps = read_steps(tmp_path / "steps.jsonl")
+    assert [(s.step.num_tokens, s.num_decodes) for s in steps] == [(3, 0), (1, 1), (1, 1), (1, 1)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, a disk that is always full")
+def test_a_full_disk_ends_the_log_and_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    clock = VirtualClock()
+    executor = LoggedExecutor(SimExecutor(Latency(TRUTH), clock, clock.advance_to), Path("/dev/full"), clock)
+    seq = NewSeq(0, 0, (1, 2, 3), (), SamplingParams(max_tokens=None), 0)
+    for step, plan in enumerate((SeqPlan(0, 0, 0, 3, (0,), ((0,),)), SeqPlan(0, 0, 3, 1, (), ()))):
+        executor.submit(StepPlan(step, (seq,) if step == 0 else (), (plan,)))
+        assert executor.collect().seqs[0].token_ids
+    executor.close()
+    assert caplog.text.count("the step log ends here") == 1
 
 
 def test_what_is_wrong_with_a_log_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,35 +40,10 @@ def test_untouched_pages_cost_nothing() -> None:
     cache = KvCache(spec, layout, num_blocks, 16, "bfloat16", registry.choose())
     assert cache.storage.nbytes > 0.99 * (2 << 30)
     assert resident_bytes() - before < 32 << 20
-    cache.enter([0, num_blocks - 1])
+    cache.clear([0, num_blocks - 1])
     cache.copy([(0, num_blocks // 2)])
     assert cache.storage[num_blocks // 2].abs().sum() == 0
     assert resident_bytes() - before < 64 << 20
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux tells which pages are there, and only there it is done"
-)
-def test_pages_of_the_next_steps_are_touched_before_they_are_needed() -> None:
-    spec = SPECS["llama"]
-    layout = spec.kv_layout(MAX_LEN)
-    page = layout.page_bytes(16, "bfloat16")
-    ahead = (96 << 20) // page
-    before = resident_bytes()
-    cache = KvCache(spec, layout, (1 << 30) // page, 16, "bfloat16", registry.choose(), ahead_blocks=ahead)
-    assert cache._prefault is not None
-    cache._prefault.join()
-    if resident_bytes() - before < 16 << 20:
-        pytest.skip("the system has no MADV_POPULATE_WRITE (Linux 5.14)")
-    assert resident_bytes() - before == pytest.approx(96 << 20, rel=0.1)
-    used = 4 * ahead
-    cache.enter([used - 1])  # as if all before it had been used
-    cache._prefault.join()
-    assert resident_bytes() - before == pytest.approx(2 * (96 << 20), rel=0.1)
-    cache.enter([3])  # used again: nothing new is needed
-    cache._prefault.join()
-    assert resident_bytes() - before == pytest.approx(2 * (96 << 20), rel=0.1)
-    assert cache.storage[: used + ahead].abs().sum() == 0
 
 
 def test_unknown_dtype() -> None:

@@ -174,7 +174,7 @@ class PrefixCache:
         self.num_blocks += 1
 
     def _evict_leaves(self, num_blocks: int) -> None:
-        """`evict` where no group slides: every node has all its blocks, and nobody uses a leaf's.."""
+        """`evict` where no group slides: every node has all its blocks, and nobody uses a leaf's."""
         nodes, node_of, pop = self.nodes, self.node_of, self._idle.pop
         block_ids: list[int] = []
         while len(block_ids) < num_blocks:

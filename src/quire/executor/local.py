@@ -50,15 +50,12 @@ class LocalExecutor:
         plan = self._pending
         assert plan is not None, "nothing was submitted"
         self._pending = None
-        self.worker.runner.kv.pause()
         try:
             return self.worker.execute(plan)
         except Exception as error:
             # Whatever it is, the engine has to go on: the core fails this step's sequences with the text.
             _log.exception("step %d failed", plan.step)
             return StepResult(plan.step, error=f"{type(error).__name__}: {error}")
-        finally:
-            self.worker.runner.kv.resume()
 
     def close(self) -> None:
         """Give the weights and the KV cache back. Nothing is submitted any more."""

@@ -2,14 +2,18 @@
 
     {"at_s": 12.031, "seconds": 0.00312, "after_s": 0.00017, "num_decodes": 7, "num_tokens": 7, "num_seqs": 7, …}
 
-``at_s`` counts from the first step; ``after_s`` is how long nothing was out before it. `quire.plan.step_log` reads it.
+``at_s`` counts from the start of the engine; ``after_s`` is how long nothing was out before the step.
+`quire.plan.step_log` reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections import deque
 from pathlib import Path
+from typing import TextIO
 
 from quire.clock import Clock
 from quire.errors import ConfigError
@@ -17,9 +21,11 @@ from quire.executor.base import Executor
 from quire.plan.cost_model import features
 from quire.step import StepPlan, StepResult
 
+_log = logging.getLogger(__name__)
+
 
 class LoggedExecutor:
-    """An `Executor`; ``path`` is appended to.
+    """An `Executor`; ``path`` is appended to. Where that fails later (a full disk), the log ends and the steps go on.
 
     Raises:
         ConfigError: the file cannot be written to.
@@ -30,7 +36,9 @@ class LoggedExecutor:
         self._inner = inner
         self._clock = clock
         try:
-            self._file = path.open("a", buffering=1)  # a line at a time: a killed engine loses none
+            self._file: TextIO | None = path.open(
+                "a", buffering=1
+            )  # a line at a time: a killed engine loses none
         except OSError as error:
             raise ConfigError(f"step_log = {str(path)!r} cannot be written to: {error.strerror}") from error
         self._out: deque[tuple[StepPlan, float]] = deque()
@@ -53,10 +61,22 @@ class LoggedExecutor:
                 "num_decodes": sum(1 for seq in plan.seqs if seq.num_scheduled_tokens == 1),
                 **step._asdict(),
             }
-            self._file.write(json.dumps(line) + "\n")
+            self._write(json.dumps(line) + "\n")
         self._last_s = end_s
         return result
 
     def close(self) -> None:
         self._inner.close()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(line)
+        except OSError as error:
+            _log.error("the step log ends here: %s", error)
+            with contextlib.suppress(OSError):  # what is still buffered cannot be written either
+                self._file.close()
+            self._file = None

@@ -35,9 +35,8 @@ class DeviceEdits:
         self._device = device
         self._counts = torch.empty(0, vocab_size, dtype=torch.int32, device=device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)  # of the type of both tables
-        self._facts_of: dict[
-            RowEdits | None, Ints
-        ] = {}  # [1, 8], as `edit_rows` reads them, with the number of biases last
+        # [1, 8] each, as `edit_rows` reads them, with the number of biases last.
+        self._facts_of: dict[RowEdits | None, Ints] = {}
         self._free: list[int] = []
         self._upload = StepUpload(device, torch.int64)
         self._masks = StepUpload(device, torch.int32)

@@ -1,7 +1,7 @@
 """The KV cache's storage, and how the worker's process holds its memory.
 
 Storage is anonymous memory: the system gives a page, zeroed, when it is first touched, so a large pool costs nothing
-until it is used, or about to be (`Prefault`). How many blocks there are is decided before (`quire.resolve`).
+until it is used. How many blocks there are is decided before (`quire.resolve`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from quire.kernels.kv_view import KvView, can_tile, view_layer
 from quire.kernels.kvcopy import clear_pages, copy_pages
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
 from quire.modelspec import DTYPE_BYTES, KvLayout, ModelSpec
-from quire.runner.prefault import Prefault
 
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -58,10 +57,7 @@ class KvCache:
         dtype: str,
         kernels: KernelChoice,
         device: torch.device = _CPU,
-        *,
-        ahead_blocks: int = 0,
     ) -> None:
-        """``ahead_blocks``: of host memory, how many beyond those in use are touched before a step has to."""
         page_elements = layout.page_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
         kind = _EIGHT_BITS.get(dtype) or torch_dtype(dtype)
         if device.type == "cpu":
@@ -74,11 +70,6 @@ class KvCache:
         self.views: tuple[KvView, ...] = tuple(
             _view(self.storage, spec, layout, index, block_size, tiles) for index in range(spec.num_layers)
         )
-        self._prefault: Prefault | None = None
-        if device.type == "cpu" and ahead_blocks:
-            ahead = ahead_blocks * self.storage[0].nbytes
-            self._prefault = Prefault(self.storage, self.storage.data_ptr(), self.storage.nbytes, ahead)
-            self._prefault.use(0)
         self._copy_backend = kernels.backend("copy_pages")
         self._clear_backend = kernels.backend("clear_pages")
 
@@ -86,28 +77,12 @@ class KvCache:
         """Copy whole pages (source, target) in list order."""
         copy_pages(self.storage, moves, backend=self._copy_backend)
 
-    def pause(self) -> None:
-        """A step begins: nothing is to be touched beside it."""
-        if self._prefault is not None:
-            self._prefault.pause()
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zero pages that a sequence just got: what another left there might be inf or NaN, and 0 · NaN is NaN.
 
-    def resume(self) -> None:
-        """The step is over."""
-        if self._prefault is not None:
-            self._prefault.resume()
-
-    def enter(self, block_ids: Sequence[int]) -> None:
-        """Make pages ready that a sequence just got.
-
-        They are zeroed: what another left there might be inf or NaN, and 0 · NaN is NaN. Tiles need it not: who stores
-        the first position of one clears it. And those that will be handed out next are touched: ids never used before
-        are handed out in ascending order.
+        Tiles need it not: who stores the first position of one clears it.
         """
-        if not block_ids:
-            return
-        if self._prefault is not None:
-            self._prefault.use((max(block_ids) + 1) * self.storage[0].nbytes)
-        if not self._masks and any(view.layout == "rows" for view in self.views):
+        if block_ids and not self._masks and any(view.layout == "rows" for view in self.views):
             clear_pages(self.storage, torch.tensor(block_ids, dtype=torch.int64), backend=self._clear_backend)
 
 

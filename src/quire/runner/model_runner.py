@@ -25,7 +25,6 @@ from quire.runner.runner import ObserveLogits, Wait
 from quire.runner.step_buffers import StepBuffers
 from quire.sampling.sampler import Sampler, SeqSample
 
-AHEAD_STEPS = 4  # whose pages are touched before they are needed
 _log = logging.getLogger(__name__)
 
 
@@ -57,10 +56,6 @@ class ModelRunner:
             config.cache.block_size,
             model.kv_dtype,
             kernels,
-            ahead_blocks=min(
-                AHEAD_STEPS * config.scheduler.max_num_batched_tokens // config.cache.block_size,
-                config.cache.num_blocks // 4,
-            ),
         )
         self.sampler = Sampler(model.spec.vocab_size, kernels)
         self._logprobs_backend = kernels.backend("token_logprobs")

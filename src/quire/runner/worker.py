@@ -169,7 +169,7 @@ class Worker:
         """
         if not plans:
             return []
-        self.runner.kv.enter(self._inputs.update_tables(plans))
+        self.runner.kv.clear(self._inputs.update_tables(plans))
         return self._compute_in_memory(plans, prompts)
 
     def _compute_in_memory(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits
-from tests.kernels.test_lora import make, rows_of, run
+from tests.kernels.test_lora import make, oracle_of, rows_of, run
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
 from quire.kernels import cases
@@ -29,12 +29,7 @@ def moved(stack: LoraStack) -> LoraStack:
 def test_against_fp64(case: cases.LoraCase, dtype: torch.dtype) -> None:
     stack, adapters = make(case, dtype, "triton")
     x, y = rows_of(case, len(case.slots), dtype)
-    oracle = y.double()
-    for row, slot in enumerate(case.slots):
-        for part, low in adapters[slot - 1].items() if slot else ():
-            start = sum(case.widths[:part])
-            delta = low.b.double() @ (low.a.double() @ x[row].double()) * low.scale
-            oracle[row, start : start + case.widths[part]] += delta
+    oracle = oracle_of(case, adapters, x, y)
     got = run(moved(stack), x.to(DEVICE), y.to(DEVICE), np.array(case.slots, np.int64)).cpu()
     assert_close("lora", got, oracle)
     untouched = [row for row, slot in enumerate(case.slots) if slot == 0]
