@@ -4,8 +4,8 @@
 //   Quad              four signed bytes of a row, for every lane
 //   dot(acc, w, x)    acc[i] += w[4i] * x[0] + ... + w[4i+3] * x[3]
 //   fused(a, b, c)    a * b + c with one rounding (isa.h's fma has two at the scalar level)
-//   bits(v), max_bits, largest_bits      |v| as integers: in their order infinity and NaN come last
-//   store_rounded     kLanes floats within +-127 as int8, ties to even
+//   store_rounded     kLanes floats within +-127 as int8, ties to even; or four vectors of them in a row
+//   add_quads(acc, p) acc[i] += p[4i] + ... + p[4i+3]
 //   load_multipliers  the multipliers of a group of two levels, of a panel's columns (quantized.h), as words 0 ... 15
 //   where_odd(m, a, b)      a in lanes of odd m, else b
 //   add_scaled(acc, d, m)   acc + d * m, d within 16 bits
@@ -83,12 +83,19 @@ inline IVec dot(IVec acc, const Codes& w, const Quad& x) { return dot_bytes(acc,
 inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) { return dot_bytes(acc, w.v, x.v); }
 inline Vec to_float(IVec v) { return _mm512_cvtepi32_ps(v); }
 inline Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
-inline IVec bits(Vec v) { return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff)); }
-inline IVec max_bits(IVec a, IVec b) { return _mm512_max_epu32(a, b); }
-inline uint32_t largest_bits(IVec v) { return _mm512_reduce_max_epu32(v); }
 inline void store_rounded(int8_t* p, Vec v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
 }
+inline void store_rounded(int8_t* p, Vec a, Vec b, Vec c, Vec d) {
+  const __m512i left = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
+  const __m512i right = _mm512_packs_epi32(_mm512_cvtps_epi32(c), _mm512_cvtps_epi32(d));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);  // packs keep to 128 bits
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(left, right)));
+}
+inline IVec add_quads(IVec acc, const int8_t* p) {
+  return dot_bytes(acc, _mm512_set1_epi8(1), _mm512_loadu_si512(p));
+}
+inline int32_t sum(IVec v) { return _mm512_reduce_add_epi32(v); }
 inline Vec load_half(const uint8_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -185,17 +192,27 @@ inline Quad broadcast_quad(const int8_t* x) {
 }
 inline Vec to_float(IVec v) { return _mm256_cvtepi32_ps(v); }
 inline Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
-inline IVec bits(Vec v) { return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff)); }
-inline IVec max_bits(IVec a, IVec b) { return _mm256_max_epu32(a, b); }
-inline uint32_t largest_bits(IVec v) {
-  __m128i m = _mm_max_epu32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
-  return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1))));
-}
 inline void store_rounded(int8_t* p, Vec v) {
   const __m256i i = _mm256_cvtps_epi32(v);
   const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(half, half));
+}
+inline void store_rounded(int8_t* p, Vec a, Vec b, Vec c, Vec d) {
+  const __m256i left = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
+  const __m256i right = _mm256_packs_epi32(_mm256_cvtps_epi32(c), _mm256_cvtps_epi32(d));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packs keep to 128 bits
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm256_permutevar8x32_epi32(_mm256_packs_epi16(left, right), order));
+}
+inline IVec add_quads(IVec acc, const int8_t* p) {
+  const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), v);
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline int32_t sum(IVec v) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 inline void load_multipliers(const uint8_t* p, IVec (&m)[4]) {
   for (int v = 0; v < 2; ++v) {
@@ -268,23 +285,18 @@ inline Vec to_float(IVec v) { return each([&](int i) { return float(v.i[i]); });
 inline Vec fused(Vec a, Vec b, Vec c) {
   return each([&](int i) { return float(double(a.f[i]) * double(b.f[i]) + double(c.f[i])); });
 }
-inline IVec bits(Vec v) {
-  IVec u;
-  for (int i = 0; i < 4; ++i) u.i[i] = int32_t(float_bits(v.f[i]) & 0x7fffffffu);
-  return u;
-}
-inline IVec max_bits(IVec a, IVec b) {
-  for (int i = 0; i < 4; ++i) a.i[i] = a.i[i] > b.i[i] ? a.i[i] : b.i[i];
-  return a;
-}
-inline uint32_t largest_bits(IVec v) {
-  const IVec m = max_bits(v, {{v.i[2], v.i[3], 0, 0}});
-  return uint32_t(m.i[0] > m.i[1] ? m.i[0] : m.i[1]);
-}
 inline void store_rounded(int8_t* p, Vec v) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   for (int i = 0; i < 4; ++i) p[i] = int8_t((v.f[i] + magic) - magic);
 }
+inline void store_rounded(int8_t* p, Vec a, Vec b, Vec c, Vec d) {
+  store_rounded(p, a), store_rounded(p + 4, b), store_rounded(p + 8, c), store_rounded(p + 12, d);
+}
+inline IVec add_quads(IVec acc, const int8_t* p) {
+  for (int i = 0; i < 16; ++i) acc.i[i / 4] += p[i];
+  return acc;
+}
+inline int32_t sum(IVec v) { return v.i[0] + v.i[1] + v.i[2] + v.i[3]; }
 inline Vec load_half(const uint8_t* p) {
   return each([&](int i) { return half_to_float(p + 2 * i); });
 }

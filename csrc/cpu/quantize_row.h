@@ -22,10 +22,28 @@ inline T* scratch_row(int64_t size) {
   return row.data();
 }
 
+// The bits of the largest |x| as fp32; in their order infinity and NaN come last. Plain loops: compilers vectorize them.
+inline uint32_t largest_magnitude(const uint16_t* x, int64_t k) {
+  uint16_t most = 0;
+  for (int64_t i = 0; i < k; ++i) most = std::max<uint16_t>(most, x[i] & 0x7fff);
+  return static_cast<uint32_t>(most) << 16;
+}
+inline uint32_t largest_magnitude(const float* x, int64_t k) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < k; ++i) most = std::max(most, float_bits(x[i]) & 0x7fffffffu);
+  return most;
+}
+
+// Of a whole row, whose padding is zeros and whole vectors.
+inline int32_t sum_row(const int8_t* q, int64_t stride) {
+  IVec total = broadcast(int32_t{0});
+  for (int64_t i = 0; i < stride; i += 4 * kLanes) total = add_quads(total, q + i);
+  return sum(total);
+}
+
 inline void sum_groups(const int8_t* q, int64_t k, int64_t group, int32_t* sums) {
-  const int64_t size = group == 0 ? k : group;
-  for (int64_t first = 0; first < k; first += size) {
-    const int64_t last = std::min(k, first + size);
+  for (int64_t first = 0; first < k; first += group) {
+    const int64_t last = std::min(k, first + group);
     int32_t total = 0;
     for (int64_t i = first; i < last; ++i) total += q[i];
     *sums++ = total;
@@ -37,9 +55,7 @@ inline void quantize_row(const T* x, int64_t k, int64_t group, const QuantizedRo
   const int64_t groups = num_groups(k, group);
   int8_t* q = y.q + row * y.stride;
   int32_t* sums = y.sums + row * groups;
-  IVec most = broadcast(int32_t{0});
-  over_vectors(k, [&](int64_t i, int n) { most = max_bits(most, bits(load_some(x + i, n))); });
-  const uint32_t top = largest_bits(most);
+  const uint32_t top = largest_magnitude(x, k);
   float largest;
   std::memcpy(&largest, &top, 4);
   if (!(largest >= kSmallest && top < 0x7f800000u)) {
@@ -50,18 +66,23 @@ inline void quantize_row(const T* x, int64_t k, int64_t group, const QuantizedRo
   }
   y.scale[row] = largest / 127.0f;
   const Vec inverse = broadcast(127.0f / largest);
-  over_vectors(k, [&](int64_t i, int n) {
-    const Vec v = mul(load_some(x + i, n), inverse);
-    if (n == kLanes) {
-      store_rounded(q + i, v);
-    } else {
-      int8_t padded[kLanes];
-      store_rounded(padded, v);
-      std::copy(padded, padded + n, q + i);
-    }
+  const auto scaled = [&](int64_t i) { return mul(load(x + i), inverse); };
+  constexpr int64_t kFour = 4 * kLanes;
+  int64_t i = 0;
+  for (; i + kFour <= k; i += kFour) {
+    store_rounded(q + i, scaled(i), scaled(i + kLanes), scaled(i + 2 * kLanes), scaled(i + 3 * kLanes));
+  }
+  std::fill(q + i, q + y.stride, int8_t{0});
+  over_vectors(k - i, [&](int64_t j, int n) {
+    int8_t padded[kLanes];
+    store_rounded(padded, mul(load_some(x + i + j, n), inverse));
+    std::copy(padded, padded + n, q + i + j);
   });
-  std::fill(q + k, q + y.stride, int8_t{0});
-  sum_groups(q, k, group, sums);
+  if (group == 0) {
+    *sums = sum_row(q, y.stride);
+  } else {
+    sum_groups(q, k, group, sums);
+  }
 }
 
 }  // namespace quire::cpu::QUIRE_ISA

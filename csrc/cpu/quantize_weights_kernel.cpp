@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu/int_vec.h"
+#include "cpu/quantize_row.h"
 #include "cpu/quantized.h"
 #include "cpu/row_loops.h"
 
@@ -18,7 +19,6 @@ namespace quire::cpu::QUIRE_ISA {
 namespace {
 
 constexpr float kDivisors[] = {8.0f, 7.0f, 7.4f, 7.7f, 8.3f, 8.6f, 9.0f};
-constexpr float kSmallest = 0x1p-100f;
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 constexpr float kTop = 116.0f;         // of two levels: the place of a row's largest
 constexpr int kNeighbours[] = {-1, 0, 1, 2, 3};
@@ -43,9 +43,7 @@ void round_group(const T* x, int64_t size, float inverse, float low, float high,
 // The largest magnitude: infinity or NaN where there is one.
 template <typename T>
 float largest_of(const T* x, int64_t k) {
-  IVec most = broadcast(int32_t{0});
-  over_vectors(k, [&](int64_t i, int n) { most = max_bits(most, bits(load_some(x + i, n))); });
-  const uint32_t top = largest_bits(most);
+  const uint32_t top = largest_magnitude(x, k);
   float largest;
   std::memcpy(&largest, &top, 4);
   return largest;
