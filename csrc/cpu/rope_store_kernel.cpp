@@ -69,6 +69,16 @@ class TokenKernel {
     });
   }
 
+  // Fetch where a token goes, unless it is where the one before went.
+  void prefetch(int64_t token) const {
+    if constexpr (sizeof(Kv) <= 2) {
+      const int64_t block = a.block_ids[token], offset = a.offsets[token];
+      if (!a.tiles || (block == a.block_ids[token - 1] && offset % kTilePositions != 0)) return;
+      const Kv* pieces = static_cast<const Kv*>(a.pieces) + block * a.block_stride;
+      for (int64_t head = 0; head < a.num_kv_heads; ++head) tiles_.prefetch(pieces + head * a.piece_stride, offset);
+    }
+  }
+
  private:
   // Each of `count` heads goes to where `target(head)` says; then done(head).
   template <typename Target, typename Done>
@@ -125,7 +135,10 @@ void rope_store_as(const RopeStoreArgs& a, ThreadPool& pool) {
   auto body = [&](int thread, int num_threads) {
     const Range mine = whole_tiles(a.block_ids, a.offsets, a.tokens, thread, num_threads);
     TokenKernel<T, Kv> kernel(a);
-    for (int64_t token = mine.begin; token < mine.end; ++token) kernel.run(token);
+    for (int64_t token = mine.begin; token < mine.end; ++token) {
+      if (token + 1 < mine.end) kernel.prefetch(token + 1);
+      kernel.run(token);
+    }
   };
   if (a.tokens * a.stride < kSmallElements) {
     body(0, 1);
