@@ -78,7 +78,13 @@ struct Ahead {
   }
 };
 
-// Where results go: rows of a panel's width, as fp32 or rounded to bf16, past the caches if there are many.
+// A row of a panel's width.
+struct Halves {
+  Vec left, right;
+};
+
+// Where results go: rows of a panel's width, as fp32 or rounded to bf16, past the caches if there are many. What a row
+// takes is little beside its products only while what depends on the panel alone stays out of the loop.
 class RowWriter {
  public:
   RowWriter(void* y, Type type, int64_t stride, int64_t rows, int64_t n) : y_(y), type_(type), stride_(stride), n_(n) {
@@ -91,20 +97,37 @@ class RowWriter {
     return static_cast<__mmask32>((uint64_t(1) << std::min<int64_t>(kPanel, n_ - column)) - 1);
   }
 
-  void put(int64_t row, int64_t column, Vec left, Vec right) const {
+  // What is added to the panel's columns. None is -0: it changes no bit of what it is added to.
+  Halves bias(const float* bias, int64_t column) const {
+    if (bias == nullptr) return {broadcast(-0.0f), broadcast(-0.0f)};
+    const __mmask32 mask = valid(column);
+    return {_mm512_maskz_loadu_ps(mask & 0xffff, bias + column), _mm512_maskz_loadu_ps(mask >> 16, bias + column + kLanes)};
+  }
+
+  // Write `rows` rows from `row` on; `of(r)` are the Halves of row `row` + r.
+  template <typename F>
+  void put(int64_t row, int64_t rows, int64_t column, const F& of) const {
     const int64_t to = row * stride_ + column;
     const __mmask32 mask = valid(column);
     if (type_ == Type::f32) {
-      _mm512_mask_storeu_ps(static_cast<float*>(y_) + to, mask & 0xffff, left);
-      _mm512_mask_storeu_ps(static_cast<float*>(y_) + to + kLanes, mask >> 16, right);
+      float* y = static_cast<float*>(y_) + to;
+      for (int64_t r = 0; r < rows; ++r, y += stride_) {
+        const Halves v = of(r);
+        _mm512_mask_storeu_ps(y, mask & 0xffff, v.left);
+        _mm512_mask_storeu_ps(y + kLanes, mask >> 16, v.right);
+      }
       return;
     }
     uint16_t* y = static_cast<uint16_t*>(y_) + to;
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(right, left);
-    if (stream_ && mask == ~__mmask32(0)) {
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(y), both);
-    } else {
-      _mm512_mask_storeu_epi16(y, mask, both);
+    const bool stream = stream_ && mask == ~__mmask32(0);
+    for (int64_t r = 0; r < rows; ++r, y += stride_) {
+      const Halves v = of(r);
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(v.right, v.left);
+      if (stream) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(y), both);
+      } else {
+        _mm512_mask_storeu_epi16(y, mask, both);
+      }
     }
   }
 
@@ -198,7 +221,7 @@ inline Sum* row_of_sums(Sum* sums, int64_t r) {
 }
 
 // What one thread does of a pass: the panels that it takes, in groups. Op has the type `Sum`, the products `dot` of three
-// tiles, and `write(row, column, left, right)`, which makes 32 sums of a row results. Where its weights are packed more
+// tiles, and `write(row, rows, column, sums)`, which makes results of some rows' sums (`row_of_sums`). Where its weights are packed more
 // tightly (`kUnpacks`), `unpack(step, to)` makes B tiles of one step of kStepBytes while the first block of rows is
 // multiplied with those before it; a single block needs few of them at a time, and they stay in L1.
 template <typename Op>
@@ -311,9 +334,9 @@ class PanelWorker {
   // Up to `count` more rows of them.
   void write(int64_t count) {
     Results& r = results_;
-    for (const int64_t end = std::min(r.rows, r.done + count); r.done < end; ++r.done) {
-      const Sum* sums = row_of_sums(r.sums, r.done);
-      op_.write(r.row + r.done, r.column, sums, sums + kTileSums);
+    static_assert(kTileRows % kWriteRows == 0, "rows that are written together are of one tile");
+    for (const int64_t end = std::min(r.rows, r.done + count); r.done < end; r.done += kWriteRows) {
+      op_.write(r.row + r.done, std::min(kWriteRows, end - r.done), r.column, row_of_sums(r.sums, r.done));
     }
   }
 

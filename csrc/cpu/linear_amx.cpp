@@ -22,14 +22,12 @@ struct Bf16Rows {
     tile_dot_bf16<kC, kA, kB>();
   }
 
-  void write(int64_t row, int64_t column, const float* left, const float* right) const {
-    Vec l = load(left), r = load(right);
-    if (bias != nullptr) {
-      const __mmask32 valid = y.valid(column);
-      l = add(l, _mm512_maskz_loadu_ps(valid & 0xffff, bias + column));
-      r = add(r, _mm512_maskz_loadu_ps(valid >> 16, bias + column + kLanes));
-    }
-    y.put(row, column, l, r);
+  void write(int64_t row, int64_t rows, int64_t column, const float* sums) const {
+    const Halves b = y.bias(bias, column);
+    y.put(row, rows, column, [&](int64_t r) {
+      const float* sum = sums + r * kTileRows;
+      return Halves{add(load(sum), b.left), add(load(sum + kTileSums), b.right)};
+    });
   }
 };
 

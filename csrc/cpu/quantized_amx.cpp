@@ -19,13 +19,17 @@ namespace {
 constexpr int64_t kPassRows = 512;
 constexpr int64_t kStreamedRows = 6;
 
-// t * s_x (+ bias).
-Vec finished(const QuantizedLinearArgs& a, int64_t row, int64_t column, Vec t) {
-  const Vec x_scale = broadcast(a.x.scale[row]);
-  if (a.bias == nullptr) return mul(t, x_scale);
-  const int64_t there = std::clamp<int64_t>(a.n - column, 0, kLanes);
-  const __mmask16 valid = static_cast<__mmask16>((1u << there) - 1);
-  return fused(t, x_scale, _mm512_maskz_loadu_ps(valid, a.bias + column));
+// Sums of whole rows as results: t * s_x + bias, t = `scaled(r, dots, scale, column)`.
+template <typename F>
+void write_rows(const QuantizedLinearArgs& a, const RowWriter& y, int64_t row, int64_t rows, int64_t column,
+                const int32_t* sums, const F& scaled) {
+  const Halves scale{load(a.scale + column), load(a.scale + column + kLanes)}, bias = y.bias(a.bias, column);
+  y.put(row, rows, column, [&](int64_t r) {
+    const Vec x_scale = broadcast(a.x.scale[row + r]);
+    const int32_t* dots = sums + r * kTileRows;
+    return Halves{fused(scaled(r, _mm512_load_si512(dots), scale.left, column), x_scale, bias.left),
+                  fused(scaled(r, _mm512_load_si512(dots + kTileSums), scale.right, column + kLanes), x_scale, bias.right)};
+  });
 }
 
 // One scale a column: integers over all of K. Weights are unsigned: q + 128.
@@ -41,16 +45,12 @@ struct ChannelRows {
     tile_dot_su8<kC, kA, kB>();
   }
 
-  void write(int64_t row, int64_t column, const int32_t* left, const int32_t* right) const {
-    y.put(row, column, result(row, column, left), result(row, column + kLanes, right));
-  }
-
-  Vec result(int64_t row, int64_t column, const int32_t* dots) const {
-    const int32_t sum = a.x.sums[row];
-    const __m512i dot = _mm512_add_epi32(_mm512_load_si512(dots), broadcast(-128 * sum));
-    Vec t = mul(to_float(dot), load(a.scale + column));
-    if (a.offset != nullptr) t = fused(broadcast(static_cast<float>(sum)), load(a.offset + column), t);
-    return finished(a, row, column, t);
+  void write(int64_t row, int64_t rows, int64_t column, const int32_t* sums) const {
+    write_rows(a, y, row, rows, column, sums, [&](int64_t r, __m512i dots, Vec scale, int64_t first) {
+      const int32_t sum = a.x.sums[row + r];
+      const Vec t = mul(to_float(_mm512_add_epi32(dots, broadcast(-128 * sum))), scale);
+      return a.offset == nullptr ? t : fused(broadcast(static_cast<float>(sum)), load(a.offset + first), t);
+    });
   }
 };
 
@@ -70,12 +70,9 @@ struct TwoLevelRows {
 
   void unpack(const uint8_t* step, uint8_t* to) const { unpack_block(step, 0, to); }
 
-  void write(int64_t row, int64_t column, const int32_t* left, const int32_t* right) const {
-    y.put(row, column, result(row, column, left), result(row, column + kLanes, right));
-  }
-
-  Vec result(int64_t row, int64_t column, const int32_t* dots) const {
-    return finished(a, row, column, mul(to_float(_mm512_load_si512(dots)), load(a.scale + column)));
+  void write(int64_t row, int64_t rows, int64_t column, const int32_t* sums) const {
+    write_rows(a, y, row, rows, column, sums,
+               [](int64_t, __m512i dots, Vec scale, int64_t) { return mul(to_float(dots), scale); });
   }
 };
 

@@ -249,9 +249,9 @@ class GroupWorker {
         if constexpr (kOffset) offset[i][half] = load_half(at + kPanel * 2);
       }
     }
-    for (int64_t r = rows.begin; r < rows.end; ++r) {
+    const auto sum_of = [&](int64_t r) {
       const int32_t* dots = row_of_sums(d.dots, r);
-      float* f = row_of_sums(floats_, r);
+      const float* f = row_of_sums(floats_, r);
       const int32_t* sums = a_.x.sums + (d.row + r) * groups + d.first_group;
       Vec v[2] = {zero(), zero()};
       if (d.first_group != 0) UNROLL for (int half = 0; half < 2; ++half) v[half] = load(f + half * kTileSums);
@@ -262,24 +262,24 @@ class GroupWorker {
           if constexpr (kOffset) v[half] = fused(broadcast(static_cast<float>(sums[i])), offset[i][half], v[half]);
         }
       }
-      if (d.last) {
-        write(d.row + r, d.column, v);
-      } else {
-        UNROLL for (int half = 0; half < 2; ++half) store(f + half * kTileSums, v[half]);
-      }
+      return Halves{v[0], v[1]};
+    };
+    if (d.last) {
+      const Halves power{load(a_.scale + d.column), load(a_.scale + d.column + kLanes)}, bias = y_.bias(a_.bias, d.column);
+      y_.put(d.row + rows.begin, rows.end - rows.begin, d.column, [&](int64_t r) {
+        const Vec x_scale = broadcast(a_.x.scale[d.row + rows.begin + r]);
+        const Halves v = sum_of(rows.begin + r);
+        return Halves{fused(mul(v.left, power.left), x_scale, bias.left),
+                      fused(mul(v.right, power.right), x_scale, bias.right)};
+      });
+      return;
     }
-  }
-
-  void write(int64_t row, int64_t column, const Vec (&v)[2]) const {
-    const Vec x_scale = broadcast(a_.x.scale[row]);
-    Vec y[2];
-    UNROLL for (int half = 0; half < 2; ++half) {
-      const int64_t at = column + half * kLanes;
-      const Vec t = mul(v[half], load(a_.scale + at));
-      const __mmask16 valid = static_cast<__mmask16>(y_.valid(column) >> (half * kLanes));
-      y[half] = a_.bias == nullptr ? mul(t, x_scale) : fused(t, x_scale, _mm512_maskz_loadu_ps(valid, a_.bias + at));
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+      const Halves v = sum_of(r);
+      float* f = row_of_sums(floats_, r);
+      store(f, v.left);
+      store(f + kTileSums, v.right);
     }
-    y_.put(row, column, y[0], y[1]);
   }
 
   static thread_local Scratch scratch_;
