@@ -19,11 +19,12 @@ constexpr int64_t kTile = kTilePositions;
 constexpr int64_t kStep = 64;
 constexpr int64_t kSplitSteps = 8;
 constexpr int64_t kUnitRows = 48;     // the state of a unit stays in L1
+constexpr int64_t kBlockRows = 16;    // rows of a unit whose products are asked for together
 constexpr int64_t kAheadSteps = 2;    // steps between a prefetch into L2 and its use
 // Lines of a tile that are prefetched. Where there is AMX (Intel) the hardware goes on from there with more misses in
-// flight than a thread may have itself (32 against 28 GB/s of random 4 KiB); others leave a tile's start to us as well.
+// flight than a thread may have itself; others leave a tile's start to us as well.
 #if defined(QUIRE_HAVE_AMX)
-constexpr int64_t kAheadLines = 8;
+constexpr int64_t kAheadLines = 24;
 #else
 constexpr int64_t kAheadLines = 1 << 20;
 #endif
@@ -158,6 +159,7 @@ class Ahead {
 
   // One quarter of the step: a burst of all of it would fill the queue of misses.
   void prefetch(int64_t quarter) const {
+    __asm__ volatile("");  // gcc takes a function that only prefetches for one without an effect, and drops its calls
     if (unit_ >= units_.end) return;
     const Unit& unit = plan_.units[unit_];
     const int64_t position = step_ * kStep + quarter * kTile;

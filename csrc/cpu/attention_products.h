@@ -41,13 +41,12 @@ inline void over_row_tiles(int64_t rows, const F& f) {
 class DotProducts {
  public:
   // Products of one layer; `dim` is the padded width of a query row.
-  DotProducts(const AttentionArgs& a, int64_t rows)
-      : rows_(rows), pairs_(a.head_dim / 2), k_elements_(kTile * a.head_dim), v_dim_(a.v_head_dim) {}
+  DotProducts(const AttentionArgs& a, int64_t) : pairs_(a.head_dim / 2), k_elements_(kTile * a.head_dim), v_dim_(a.v_head_dim) {}
 
   static int64_t padded_dim(int64_t head_dim) { return head_dim; }
 
-  void scores(const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores) const {
-    over_row_tiles(rows_, [&]<int R>(int64_t row) {
+  void scores(int64_t rows, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores) const {
+    over_row_tiles(rows, [&]<int R>(int64_t row) {
       int64_t t = tiles.first;
       if constexpr (kVectors == 1) {
         for (; t + 2 <= tiles.last; t += 2) score_tiles<R, 2>(query + row * dim, dim, tiles.tile + t,
@@ -58,8 +57,8 @@ class DotProducts {
     });
   }
 
-  void values(const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width) const {
-    over_row_tiles(rows_, [&]<int R>(int64_t row) {
+  void values(int64_t rows, const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width) const {
+    over_row_tiles(rows, [&]<int R>(int64_t row) {
       const uint16_t* w = weights + row * kStep;
       float* s = sums + row * width;
       int64_t column = 0;
@@ -132,7 +131,7 @@ class DotProducts {
     return load_pairs(padded);
   }
 
-  const int64_t rows_, pairs_, k_elements_, v_dim_;
+  const int64_t pairs_, k_elements_, v_dim_;
 };
 
 }  // namespace quire::cpu::QUIRE_ISA

@@ -16,8 +16,7 @@ namespace quire::cpu::QUIRE_ISA {
 class TileProducts {
  public:
   TileProducts(const AttentionArgs& a, int64_t rows)
-      : steps_(padded_dim(a.head_dim) / kStepDim), k_elements_(kTile * a.head_dim), v_dim_(a.v_head_dim),
-        blocks_((rows + kTileRows - 1) / kTileRows) {
+      : steps_(padded_dim(a.head_dim) / kStepDim), k_elements_(kTile * a.head_dim), v_dim_(a.v_head_dim) {
     // Few rows make small, fast tiles; buffers have room for whole ones.
     const int height = rows < kTileRows ? static_cast<int>(rows) : kTileRows;
     TileShapes shapes;
@@ -36,27 +35,18 @@ class TileProducts {
 
   static int64_t padded_dim(int64_t head_dim) { return (head_dim + kStepDim - 1) / kStepDim * kStepDim; }
 
-  void scores(const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores) const {
-    const bool whole = tiles.first == 0 && tiles.last == 4;
-    for (int64_t block = 0; block < blocks_; ++block) {
-      const uint16_t* q = query + block * kTileRows * dim;
-      float* s = scores + block * kTileRows * kStep;
-      if (whole) {
-        score_tiles<4>(q, dim, tiles.tile, s);
-      } else {
-        for (int64_t t = tiles.first; t < tiles.last; ++t) score_tiles<1>(q, dim, tiles.tile + t, s + t * kTile);
-      }
+  void scores(int64_t, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores) const {
+    if (tiles.first == 0 && tiles.last == 4) {
+      score_tiles<4>(query, dim, tiles.tile, scores);
+    } else {
+      for (int64_t t = tiles.first; t < tiles.last; ++t) score_tiles<1>(query, dim, tiles.tile + t, scores + t * kTile);
     }
   }
 
-  void values(const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width) const {
-    for (int64_t block = 0; block < blocks_; ++block) {
-      const uint16_t* w = weights + block * kTileRows * kStep;
-      float* s = sums + block * kTileRows * width;
-      int64_t column = 0;
-      for (; column + 64 <= v_dim_; column += 64) value_columns<4>(w, tiles, column, s, width);
-      for (; column < v_dim_; column += 16) value_columns<1>(w, tiles, column, s, width);
-    }
+  void values(int64_t, const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width) const {
+    int64_t column = 0;
+    for (; column + 64 <= v_dim_; column += 64) value_columns<4>(weights, tiles, column, sums, width);
+    for (; column < v_dim_; column += 16) value_columns<1>(weights, tiles, column, sums, width);
   }
 
  private:
@@ -100,7 +90,7 @@ class TileProducts {
     each<W>([&]<int v>() { tile_store<v>(sums + column + v * 16, width * 4); });
   }
 
-  const int64_t steps_, k_elements_, v_dim_, blocks_;
+  const int64_t steps_, k_elements_, v_dim_;
   Tiles tiles_;
 };
 

@@ -20,6 +20,7 @@
 #if defined(QUIRE_HAVE_AMX)
 #include "cpu/attention_products_amx.h"
 #endif
+#include "cpu/lane_masks.h"
 #include "cpu/vec_math.h"
 
 namespace quire::cpu::QUIRE_ISA {
@@ -28,7 +29,8 @@ namespace {
 
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLowest = -1e30f;  // maximum of a row that has seen nothing: 2^(anything - kLowest) is never used
-constexpr float kMasked = -3e38f;  // 2^(kMasked - maximum) is exactly 0
+constexpr float kMasked = -3e38f;  // 2^(scale * kMasked - maximum) is exactly 0
+constexpr float kRoom = 8.0f;      // weights grow to 2^kRoom before the maximum that they refer to is moved
 constexpr int64_t kSmallWork = 1 << 17;  // multiply-adds
 constexpr float kColumns[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -77,7 +79,7 @@ struct Sums {
     for (int64_t row = 0; row < rows; ++row) {
       if (next.top[row] == kLowest) continue;  // it saw nothing there
       const float both = std::max(top[row], next.top[row]);
-      const Vec mine = exp2_negative(broadcast(top[row] - both)), theirs = exp2_negative(broadcast(next.top[row] - both));
+      const Vec mine = exp2(broadcast(top[row] - both)), theirs = exp2(broadcast(next.top[row] - both));
       const auto add_in = [&](float* to, const float* from) {
         store(to, fma(load(from), theirs, mul(load(to), mine)));
       };
@@ -101,7 +103,8 @@ class TilesKernel {
  public:
   TilesKernel(const AttentionArgs& args, Scratch& scratch)
       : a(args), s(scratch), dim(Products::padded_dim(args.head_dim)), width(round_up(args.v_head_dim, kLanes)),
-        scale(args.cap != 0.0f ? args.scale / args.cap : args.scale * kLog2E) {}
+        scale(args.cap != 0.0f ? args.scale / args.cap : args.scale * kLog2E),
+        late(args.cap == 0.0f && scale > 1e-4f && scale < 1.0f ? scale : 1.0f) {}
 
   int64_t part_floats() const { return Sums::floats(kUnitRows, width); }
 
@@ -150,25 +153,39 @@ class TilesKernel {
 
   void step(const Unit& unit, const SeqRows& rows, const Products& products, int64_t base, const Sums& sums,
             Ahead& ahead) {
-    StepTiles tiles;
+    const StepTiles tiles = take_tiles(unit, base);
+    const uint16_t* query = s.query.at_least(0);
+    float* scores = s.scores.at_least(kUnitRows * kStep);
+    uint16_t* weights = s.weights.at_least(kUnitRows * kStep);
+    const auto count = [&](int64_t first) { return std::min(kBlockRows, unit.rows - first); };
+    const auto take_scores = [&](int64_t first) {
+      products.scores(count(first), query + first * dim, dim, tiles, scores + first * kStep);
+    };
+    const auto add_values = [&](int64_t first) {
+      products.values(count(first), weights + first * kStep, tiles, sums.values + first * width, width);
+    };
+    ahead.prefetch(0);
+    take_scores(0);
+    ahead.prefetch(1);
+    for (int64_t first = 0; first < unit.rows; first += kBlockRows) {
+      if (first + kBlockRows < unit.rows) take_scores(first + kBlockRows);
+      soften(unit, rows, base, first, count(first), scores, weights, sums);
+      if (first == 0) ahead.prefetch(2);
+      add_values(first);
+    }
+    ahead.prefetch(3);
+    ahead.advance();
+  }
+
+  StepTiles take_tiles(const Unit& unit, int64_t base) {
+    StepTiles tiles{};
     tiles.first = std::max<int64_t>(0, unit.low - base) / kTile;
     tiles.last = (std::min(kStep, unit.high - base) + kTile - 1) / kTile;
     for (int64_t t = tiles.first; t < tiles.last; ++t) {
       const char* tile = tile_at(a, unit.seq, unit.kv_head, base + t * kTile);
       tiles.tile[t] = kInt8 ? widened(t, tile) : reinterpret_cast<const uint16_t*>(tile);
     }
-    float* scores = s.scores.at_least(kUnitRows * kStep);
-    uint16_t* weights = s.weights.at_least(kUnitRows * kStep);
-    ahead.prefetch(0);
-    products.scores(s.query.at_least(0), dim, tiles, scores);
-    ahead.prefetch(1);
-    for (int64_t row = 0; row < unit.rows; row += kLanes) {
-      soften(unit, rows, base, row, std::min<int64_t>(kLanes, unit.rows - row), scores, weights, sums);
-    }
-    ahead.prefetch(2);
-    products.values(weights, tiles, sums.values, width);
-    ahead.prefetch(3);
-    ahead.advance();
+    return tiles;
   }
 
   // Tile t of the step in bf16: every int8 is one. Its scales go beside.
@@ -183,72 +200,89 @@ class TilesKernel {
     return to;
   }
 
-  // What the products leave and take, in the cache's units.
-  Vec score(const float* scores, int64_t i) const {
-    const Vec x = mul(load(scores + i), broadcast(scale));
-    return kInt8 ? mul(x, load(s.k_scales + i)) : x;
-  }
-  void put_weight(uint16_t* weights, int64_t i, Vec e) const {
-    store(weights + i, kInt8 ? mul(e, load(s.v_scales + i)) : e);
-  }
-
-  // Scores -> 2^(score - maximum) for up to kLanes rows. Maxima first, of all of them: whether one grows is not to be
-  // foreseen, and a branch a row stopped the core more often than the sums that it spared took. What a row does not see
-  // gets the weight 0, and a factor of a row whose maximum stays is 1: neither changes a bit.
+  // Scores -> 2^(score - maximum) for up to kBlockRows rows. The maximum is one that the row had once: while scores stay
+  // below it + kRoom there is nothing to do but the powers. Which rows outgrow theirs is looked up together, since a
+  // branch a row stops the core more often. What a row does not see gets the weight 0.
   void soften(const Unit& unit, const SeqRows& rows, int64_t base, int64_t first, int64_t count, float* scores,
               uint16_t* weights, const Sums& sums) {
-    alignas(64) float most[kLanes] = {}, factors[kLanes];
+    alignas(64) float limits[kBlockRows];
+    for (int64_t i = 0; i < kBlockRows; i += kLanes) {
+      store(limits + i, mul(add(load(sums.top + first + i), broadcast(kRoom)), broadcast(1.0f / late)));
+    }
+    Vec excess = broadcast(kMasked);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t r = unit.first_row + first + i;
       const int64_t begin = rows.lowest(r) - base, end = rows.position(r) + 1 - base;
       float* x = scores + (first + i) * kStep;
-      most[i] = begin <= 0 && end >= kStep && a.cap == 0.0f ? scaled(x) : scaled_part(x, begin, end);
+      if (begin > 0 || end < kStep || a.cap != 0.0f) prepare_part(x, begin, end);
+      else if (kInt8 || late != scale) prepare(x);
+      excess = max(excess, sub(highest(x), broadcast(limits[i])));
     }
-    const Vec before = load(sums.top + first), top = max(load(most), before);
-    bool grows = false;
-    for (int64_t i = 0; i < count; ++i) grows |= most[i] > sums.top[first + i];
-    if (grows) {
-      store(factors, exp2_negative(sub(before, top)));
-      store(sums.top + first, top);
-      for (int64_t i = 0; i < count; ++i) sums.scale_row(first + i, width, broadcast(factors[i]));
-    }
+    if (above(excess, zero())) raise(first, count, scores, limits, sums);
     for (int64_t row = first; row < first + count; ++row) {
-      const Vec highest = broadcast(sums.top[row]);
+      const Vec top = broadcast(-sums.top[row]), factor = broadcast(late);
+      const float* x = scores + row * kStep;
       Vec total = load(sums.total + row * kLanes);
-      UNROLL for (int64_t i = 0; i < kStep; i += kLanes) {
-        const Vec e = exp2_negative(sub(load(scores + row * kStep + i), highest));
-        put_weight(weights + row * kStep, i, e);
-        total = add(total, e);
+      UNROLL for (int64_t i = 0; i < kStep; i += 2 * kLanes) {
+        const Vec e = exp2(fma(load(x + i), factor, top)), f = exp2(fma(load(x + i + kLanes), factor, top));
+        put_weights(weights + row * kStep, i, e, f);
+        total = add(add(total, e), f);
       }
       store(sums.total + row * kLanes, total);
     }
   }
 
-  // A row's scores in powers of two, in their place. Returns the largest.
-  float scaled(float* x) const {
-    Vec most = broadcast(kMasked);
-    UNROLL for (int64_t i = 0; i < kStep; i += kLanes) {
-      const Vec v = score(x, i);
-      store(x + i, v);
-      most = max(most, v);
+  static Vec highest(const float* x) {
+    Vec most = load(x);
+    UNROLL for (int64_t i = kLanes; i < kStep; i += kLanes) most = max(most, load(x + i));
+    return most;
+  }
+
+  // New maxima for the rows whose scores go beyond their limits.
+  void raise(int64_t first, int64_t count, const float* scores, const float* limits, const Sums& sums) {
+    alignas(64) float factors[kLanes];
+    for (int64_t i = 0; i < count; ++i) {
+      const float most = largest(highest(scores + (first + i) * kStep));
+      if (!(most > limits[i])) continue;
+      float& top = sums.top[first + i];
+      const float before = top;
+      top = most * late;
+      if (before == kLowest) continue;  // its sums are 0
+      store(factors, exp2(broadcast(before - top)));
+      sums.scale_row(first + i, width, broadcast(factors[0]));
     }
-    return largest(most);
+  }
+
+  // What the products leave, in the cache's units.
+  Vec prepared(const float* x, int64_t i) const {
+    Vec v = load(x + i);
+    if (late != scale) v = mul(v, broadcast(scale));
+    return kInt8 ? mul(v, load(s.k_scales + i)) : v;
+  }
+  void put_weights(uint16_t* weights, int64_t i, Vec e, Vec f) const {
+    if (kInt8) {
+      e = mul(e, load(s.v_scales + i));
+      f = mul(f, load(s.v_scales + i + kLanes));
+    }
+    store(weights + i, e, f);
+  }
+
+  // A row's scores as the softmax takes them, but for the factor `late`; in their place.
+  void prepare(float* x) const {
+    UNROLL for (int64_t i = 0; i < kStep; i += kLanes) store(x + i, prepared(x, i));
   }
 
   // The same with a soft cap, and of columns [begin, end) alone.
-  float scaled_part(float* x, int64_t begin, int64_t end) const {
+  void prepare_part(float* x, int64_t begin, int64_t end) const {
     const Vec first = broadcast(static_cast<float>(begin)), last = broadcast(static_cast<float>(end));
     const Vec masked = broadcast(kMasked);
-    Vec most = masked, column = load(kColumns);
+    Vec column = load(kColumns);
     for (int64_t i = 0; i < kStep; i += kLanes) {
-      Vec v = score(x, i);
+      Vec v = prepared(x, i);
       if (a.cap != 0.0f) v = mul(tanh(v), broadcast(a.cap * kLog2E));
-      v = where_less(column, first, masked, where_less(column, last, v, masked));
-      store(x + i, v);
-      most = max(most, v);
+      store(x + i, where_less(column, first, masked, where_less(column, last, v, masked)));
       column = add(column, broadcast(static_cast<float>(kLanes)));
     }
-    return largest(most);
   }
 
   void finish(int64_t kv_head, int64_t first_row, int64_t count, const SeqRows& rows, const Sums& sums) {
@@ -259,8 +293,8 @@ class TilesKernel {
       if (a.sinks != nullptr) {
         const float sink = a.sinks[head] * kLog2E, top = std::max(sums.top[row], sink);
         alignas(64) float powers[2][kLanes];
-        store(powers[0], exp2_negative(broadcast(sums.top[row] - top)));
-        store(powers[1], exp2_negative(broadcast(sink - top)));
+        store(powers[0], exp2(broadcast(sums.top[row] - top)));
+        store(powers[1], exp2(broadcast(sink - top)));
         factor = powers[0][0];
         total = total * factor + powers[1][0];
       }
@@ -282,7 +316,8 @@ class TilesKernel {
   const AttentionArgs& a;
   Scratch& s;
   const int64_t dim, width;
-  const float scale;
+  const float scale;  // of what the products leave
+  const float late;   // the part of it that the powers take in: all, or 1
 };
 
 template <typename Products, bool kInt8>

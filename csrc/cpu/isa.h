@@ -9,6 +9,10 @@
 //   times_power(p,n)  p * 2^n for an integral n in [-126, 127]
 //   power(y)          2^n of y = n + 1.5 * 2^23, n in [-126, 127]: what adding that number leaves of a rounded exponent
 //   reciprocal(d)     1 / d to 2^-23, d in [2^-126, 2^126]
+//   fraction(x)       x - floor(x); for x below -127 any number in [0, 1]
+//   times_floor_power(p,x)  p * 2^floor(x) for p in [1, 2] and x < 127; below 2^-126 it may be rough, for x <= -150 it is 0
+//                     if p is 1
+//   store(to,a,b)     two vectors beside each other, as bf16
 //   widen(to, from)   kWidened int8 -> bf16, exactly
 //   sum, largest      over the lanes, in a fixed order
 //   transpose8        8 x 8 elements of 32 bits; target rows `stride` elements apart
@@ -74,6 +78,8 @@ inline Vec reciprocal(Vec d) {
   const Vec r = _mm512_rcp14_ps(d);
   return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1.0f)), r);
 }
+inline Vec fraction(Vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+inline Vec times_floor_power(Vec p, Vec x) { return _mm512_scalef_ps(p, x); }
 inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
 inline Vec load(const uint16_t* p) {
@@ -96,6 +102,7 @@ inline void widen(uint16_t* to, const int8_t* from) {
 inline void store(uint16_t* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
 }
+inline void store(uint16_t* p, Vec a, Vec b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a)); }
 
 #elif defined(__AVX2__)
 
@@ -148,6 +155,12 @@ inline Vec power(Vec y) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(y), 23), _mm256_set1_epi32(127 << 23)));
 }
 inline Vec reciprocal(Vec d) { return _mm256_div_ps(_mm256_set1_ps(1.0f), d); }
+inline Vec power_floor(Vec x) { return _mm256_floor_ps(_mm256_max_ps(_mm256_set1_ps(-127.0f), x)); }
+inline Vec fraction(Vec x) { return _mm256_sub_ps(_mm256_max_ps(_mm256_set1_ps(-127.0f), x), power_floor(x)); }
+inline Vec times_floor_power(Vec p, Vec x) {
+  const __m256i power = _mm256_slli_epi32(_mm256_cvttps_epi32(power_floor(x)), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), power));
+}
 inline float sum(Vec v) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -181,6 +194,10 @@ inline void store(uint16_t* p, Vec v) {
   h = _mm256_blendv_epi8(h, quiet, _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)));
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(h, h), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+inline void store(uint16_t* p, Vec a, Vec b) {
+  store(p, a);
+  store(p + kLanes, b);
 }
 
 #else
@@ -253,6 +270,24 @@ inline Vec power(Vec y) {
   });
 }
 inline Vec reciprocal(Vec d) { return div(broadcast(1.0f), d); }
+inline int32_t power_floor(float x) {  // a NaN has none; any will do
+  const float y = x > -127.0f ? x : -127.0f;
+  const int32_t n = static_cast<int32_t>(y);
+  return n - (static_cast<float>(n) > y);
+}
+inline Vec fraction(Vec x) {
+  return each([&](int i) { return (x.f[i] < -127.0f ? -127.0f : x.f[i]) - static_cast<float>(power_floor(x.f[i])); });
+}
+inline Vec times_floor_power(Vec p, Vec x) {
+  return each([&](int i) {
+    uint32_t bits;
+    std::memcpy(&bits, &p.f[i], 4);
+    bits += static_cast<uint32_t>(power_floor(x.f[i])) << 23;
+    float product;
+    std::memcpy(&product, &bits, 4);
+    return p.f[i] == p.f[i] ? product : p.f[i];
+  });
+}
 inline float sum(Vec v) { return (v.f[0] + v.f[2]) + (v.f[1] + v.f[3]); }
 inline float largest(Vec v) {
   float m = v.f[0];
@@ -266,6 +301,10 @@ inline void widen(uint16_t* to, const int8_t* from) {
 }
 inline void store(uint16_t* p, Vec v) {
   for (int i = 0; i < 4; ++i) p[i] = float_to_bf16(v.f[i]);
+}
+inline void store(uint16_t* p, Vec a, Vec b) {
+  store(p, a);
+  store(p + kLanes, b);
 }
 
 #endif

@@ -154,6 +154,20 @@ def test_a_shape_of_a_real_model(backend: Backend, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("backend", registry.backends("attention"))
+@pytest.mark.parametrize("scale", [3.0, 0.7])
+def test_maxima_that_grow_far(backend: Backend, scale: float) -> None:
+    """Scores some hundred apart: a row's maximum moves in many steps, beside rows whose maximum stays."""
+    case = cases.AttentionCase("steep", ((9, 700), (1, 130)), layout="tiles")
+    made = cases.attention_inputs(case, torch.bfloat16, generator())
+    made.q[::2] *= 8.0
+    made = dataclasses.replace(made, shape=AttentionShape(made.shape.num_heads, scale))
+    whole = run(made, backend)
+    assert_close("attention", whole, oracle(made))
+    for row in range(9):
+        assert_same_bits(run(part(made, 0, row, row + 1), backend), whole[row : row + 1], f"row {row}")
+
+
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 def test_scale_is_applied(backend: Backend) -> None:
     made = cases.attention_inputs(SMALL[3], torch.float32, generator())
     flat = dataclasses.replace(made, shape=AttentionShape(made.shape.num_heads, 0.0))
