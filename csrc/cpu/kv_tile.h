@@ -59,6 +59,7 @@ struct TileWriter {
 
   // Fetch the lines that `put` writes: in a batch of decodes every token's tile lies elsewhere, and a line takes 100 ns.
   void prefetch(const Element* piece, int64_t offset) const {
+    __asm__ volatile("");  // as in attention_plan.h: gcc drops calls of what only prefetches
     const Element* tile = piece + offset / kTilePositions * form.stride();
     const int64_t position = offset % kTilePositions, line = 64 / static_cast<int64_t>(sizeof(Element));
     const int64_t keys = position == 0 ? form.stride() : kTilePositions * form.head_dim;
