@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -316,7 +315,7 @@ def tables(results: Results) -> str:
     counts = ", ".join(f"{held[by]} of {total[by]} by the {source}" for by, source in SOURCES.items())
     text.append(
         f"\nFigures within their gates: {counts}. {' or '.join(map(str, limits))} requests a run, the "
-        f"engine on one thread. Last round {last} on {platform.processor() or 'CPU'}."
+        f"engine on one thread. Last round {last}."
     )
     text += [errors_of_rounds(done, by, source) for by, source in SOURCES.items()]
     for cell, rows in refused.items():

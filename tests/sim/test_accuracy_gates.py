@@ -74,3 +74,19 @@ def test_rounds_are_interleaved_over_cells_and_resumed(tmp_path: Path) -> None:
     assert accuracy.next_cell(again, names, 2) == "quill/azure_code/0.5"
     assert accuracy.next_cell(again, names, 1) is None
     assert accuracy.tables(accuracy.Results(tmp_path / "none.json")) == "No round has been run yet.\n"
+
+
+def test_the_published_figures_are_within_their_gates() -> None:
+    """By the step log all but KV peak, whose gate has no floor; and the page shows what the results say."""
+    results = accuracy.Results(accuracy.ROOT / "benchmarks" / "results" / "simulator-accuracy.json")
+    rounds = results.data["rounds"]
+    assert set(rounds) == set(accuracy.cells(list(accuracy.MODELS), list(accuracy.TRACES), accuracy.LOADS))
+    for cell, done in rounds.items():
+        assert len(done) >= 3, cell
+        for name, key, part, gate, times in accuracy.FIGURES:
+            if name != "KV peak":
+                _, _, error, floor = accuracy.judge(done, key, part, "from_log")
+                assert error <= max(gate, times * floor), f"{cell}: {name} is off by {error:.1%}"
+    page = (accuracy.ROOT / "docs" / "simulator.md").read_text()
+    shown = page.partition(accuracy.MARKS[0])[2].partition(accuracy.MARKS[1])[0]
+    assert shown.strip() == accuracy.tables(results).strip()
