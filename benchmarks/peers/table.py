@@ -59,20 +59,34 @@ def entry(results: Results, cells: list[Cell], metric: str, models: Path) -> str
 
 
 def ratio(results: Results, metric: str, **where: str) -> str:
-    """Return Quire's median over the best peer's, above 1 where Quire is better; the peer is named."""
+    """Return Quire's figure over the best peer's, above 1 where Quire is better; the peer is named.
+
+    Ratios are of one round, whose visits follow each other, and their median is shown with the least and the most: the
+    machine of one round is not that of another. Only where no peer has a round in common, by medians, marked ≈.
+    """
     workload, _, more = METRICS[metric]
-    found = {
-        engine: median(results.select(workload=workload, engine=engine, **where), metric)
-        for engine in ENGINES
-    }
-    peers = {e: v for e, v in found.items() if v is not None and e != "quire"}
-    if not peers:
-        return ""
-    best = (max if more else min)(peers, key=lambda e: peers[e])
-    ours = found["quire"]
-    if ours is None:
-        return f"best: {best}"
-    return f"**{ours / peers[best] if more else peers[best] / ours:.2f}×** {best}"
+
+    def values(engine: str) -> dict[int, float]:
+        cells = results.select(workload=workload, engine=engine, **where)
+        return {cell["round"]: metrics(cell)[metric] for cell in cells if "failed" not in cell}
+
+    ours = values("quire")
+    found: dict[str, tuple[float, str]] = {}
+    for engine in ENGINES[1:]:
+        theirs = values(engine)
+        both = [(ours[r], theirs[r]) for r in ours.keys() & theirs.keys()]
+        if not both and ours and theirs:
+            both = [(statistics.median(ours.values()), statistics.median(theirs.values()))]
+        ratios = sorted(x / y if more else y / x for x, y in both)
+        if ratios:
+            sign = "" if ours.keys() & theirs.keys() else "≈"
+            spread = f" ({ratios[0]:.2f} … {ratios[-1]:.2f})" if len(ratios) > 1 else ""
+            found[engine] = (
+                statistics.median(ratios),
+                f"**{sign}{statistics.median(ratios):.2f}×** {engine}{spread}",
+            )
+    paired = {value for value in found.values() if "≈" not in value[1]}
+    return min(paired or found.values())[1] if found else ""
 
 
 def grid(results: Results, models: Path, model: str, isa: str) -> list[str]:
@@ -144,9 +158,8 @@ def render(results: Results, models: Path, head: str) -> str:
         head,
         "",
         "Figures are medians over rounds; in brackets the share of the bound (bandwidth or dot units,",
-    ]
-    lines += [
-        "whichever binds, from the probes before and after each visit). Ratios above 1: Quire is faster."
+        "whichever binds, from the probes before and after each visit). Ratios are medians over the rounds that both",
+        "engines have (least … most), of one round each; above 1 Quire is faster.",
     ]
     for model in dict.fromkeys(cell["model"] for cell in cells):
         for isa in dict.fromkeys(cell["isa"] for cell in cells if cell["model"] == model):
