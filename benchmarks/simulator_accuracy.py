@@ -73,10 +73,8 @@ TRACES = {
 }
 LOADS = (0.5, 0.8, 1.0)
 MANY_PER_S = 1e6
-BUSY, PAUSE_S = (
-    0.1,
-    20.0,
-)  # share of the CPUs that others may use before a round; how long until the next look
+BUSY = 0.1  # share of the CPUs that others may use before a round
+PAUSE_S = 20.0  # until the next look where they use more
 MARKS = ("<!-- accuracy: begin -->", "<!-- accuracy: end -->")
 SOURCES = {"simulated": "profile", "from_log": "step log"}  # of step times, as the results name them
 # (name in the table, key of the summary, part of it, gate, times the floor)

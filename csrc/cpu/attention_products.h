@@ -41,7 +41,8 @@ inline void over_row_tiles(int64_t rows, const F& f) {
 class DotProducts {
  public:
   // Products of one layer; `dim` is the padded width of a query row.
-  DotProducts(const AttentionArgs& a, int64_t) : pairs_(a.head_dim / 2), k_elements_(kTile * a.head_dim), v_dim_(a.v_head_dim) {}
+  DotProducts(const AttentionArgs& a, int64_t)
+      : pairs_(a.head_dim / 2), k_elements_(kTile * a.head_dim), v_dim_(a.v_head_dim) {}
 
   static int64_t padded_dim(int64_t head_dim) { return head_dim; }
 

@@ -216,7 +216,7 @@ class TilesKernel {
       float* x = scores + (first + i) * kStep;
       if (begin > 0 || end < kStep || a.cap != 0.0f) prepare_part(x, begin, end);
       else if (kInt8 || late != scale) prepare(x);
-      excess = max(excess, sub(highest(x), broadcast(limits[i])));
+      excess = max(sub(highest(x), broadcast(limits[i])), excess);  // a NaN must not hide the rows before it
     }
     if (above(excess, zero())) raise(first, count, scores, limits, sums);
     for (int64_t row = first; row < first + count; ++row) {

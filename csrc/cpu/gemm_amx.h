@@ -101,7 +101,8 @@ class RowWriter {
   Halves bias(const float* bias, int64_t column) const {
     if (bias == nullptr) return {broadcast(-0.0f), broadcast(-0.0f)};
     const __mmask32 mask = valid(column);
-    return {_mm512_maskz_loadu_ps(mask & 0xffff, bias + column), _mm512_maskz_loadu_ps(mask >> 16, bias + column + kLanes)};
+    return {_mm512_maskz_loadu_ps(mask & 0xffff, bias + column),
+            _mm512_maskz_loadu_ps(mask >> 16, bias + column + kLanes)};
   }
 
   // Write `rows` rows from `row` on; `of(r)` are the Halves of row `row` + r.
@@ -220,10 +221,11 @@ inline Sum* row_of_sums(Sum* sums, int64_t r) {
   return sums + r / kTileRows * 2 * kTileSums + r % kTileRows * kTileRows;
 }
 
-// What one thread does of a pass: the panels that it takes, in groups. Op has the type `Sum`, the products `dot` of three
-// tiles, and `write(row, rows, column, sums)`, which makes results of some rows' sums (`row_of_sums`). Where its weights are packed more
-// tightly (`kUnpacks`), `unpack(step, to)` makes B tiles of one step of kStepBytes while the first block of rows is
-// multiplied with those before it; a single block needs few of them at a time, and they stay in L1.
+// What one thread does of a pass: the panels that it takes, in groups. Op has the type `Sum`, the products `dot` of
+// three tiles, and `write(row, rows, column, sums)`, which makes results of some rows' sums (`row_of_sums`). Where its
+// weights are packed more tightly (`kUnpacks`), `unpack(step, to)` makes B tiles of one step of kStepBytes while the
+// first block of rows is multiplied with those before it; a single block needs few of them at a time, and they stay in
+// L1.
 template <typename Op>
 class PanelWorker {
  public:

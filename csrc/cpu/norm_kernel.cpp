@@ -26,16 +26,7 @@ void norm(const NormArgs& a, ThreadPool& pool) {
       });
       x = total;
     }
-    Vec squares[4] = {zero(), zero(), zero(), zero()};  // element j is in chain j / kLanes % 4
-    for (int64_t first = 0; first < a.size; first += 4 * kLanes) {
-      UNROLL for (int c = 0; c < 4; ++c) {
-        const int64_t j = first + c * kLanes;
-        if (j >= a.size) break;
-        const Vec v = load_some(x + j, static_cast<int>(std::min<int64_t>(kLanes, a.size - j)));
-        squares[c] = fma(v, v, squares[c]);
-      }
-    }
-    const float square = QUIRE_ISA::sum(add(add(squares[0], squares[1]), add(squares[2], squares[3])));
+    const float square = sum_of_squares(x, a.size);
     const Vec scale = broadcast(1.0f / std::sqrt(square / static_cast<float>(a.size) + a.eps));
     over_vectors(a.size, [&](int64_t j, int n) {
       store_some(y + j, mul(mul(load_some(x + j, n), scale), load_some(weight + j, n)), n);

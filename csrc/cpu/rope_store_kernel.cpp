@@ -15,18 +15,6 @@ namespace quire::cpu::QUIRE_ISA {
 
 namespace {
 
-// The sum of squares of a row, in a fixed order: element j belongs to chain j / kLanes % 4.
-template <typename T>
-float sum_of_squares(const T* x, int64_t size) {
-  Vec squares[4] = {zero(), zero(), zero(), zero()};
-  over_vectors(size, [&](int64_t j, int n) {
-    const Vec v = load_some(x + j, n);
-    Vec& chain = squares[j / kLanes % 4];
-    chain = fma(v, v, chain);
-  });
-  return QUIRE_ISA::sum(add(add(squares[0], squares[1]), add(squares[2], squares[3])));
-}
-
 inline void put(float f, float* p) { *p = f; }
 inline void put(float f, uint16_t* p) { *p = float_to_bf16(f); }
 template <typename T, typename To>

@@ -70,6 +70,21 @@ inline void store_some(T* p, Vec v, int n) {
   std::copy(padded, padded + n, p);
 }
 
+// The sum of squares of a row, in a fixed order: element j is in chain j / kLanes % 4.
+template <typename T>
+inline float sum_of_squares(const T* x, int64_t size) {
+  Vec squares[4] = {zero(), zero(), zero(), zero()};
+  for (int64_t first = 0; first < size; first += 4 * kLanes) {
+    UNROLL for (int c = 0; c < 4; ++c) {
+      const int64_t j = first + c * kLanes;
+      if (j >= size) break;
+      const Vec v = load_some(x + j, static_cast<int>(std::min<int64_t>(kLanes, size - j)));
+      squares[c] = fma(v, v, squares[c]);
+    }
+  }
+  return QUIRE_ISA::sum(add(add(squares[0], squares[1]), add(squares[2], squares[3])));
+}
+
 template <typename Args, void (*wide)(const Args&, ThreadPool&), void (*half)(const Args&, ThreadPool&)>
 void by_type(const Args& a, ThreadPool& pool) {
   (a.type == Type::f32 ? wide : half)(a, pool);

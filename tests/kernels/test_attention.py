@@ -168,6 +168,21 @@ def test_maxima_that_grow_far(backend: Backend, scale: float) -> None:
 
 
 @pytest.mark.parametrize("backend", registry.backends("attention"))
+def test_a_broken_row_changes_no_bit_of_another(backend: Backend) -> None:
+    """Rows of a unit are looked at together: a NaN among them must not decide for the others."""
+    case = cases.AttentionCase("broken", ((9, 300),), layout="tiles")
+    made = cases.attention_inputs(case, torch.bfloat16, generator())
+    whole = run(made, backend)
+    for broken in range(9):
+        q = made.q.clone()
+        q[broken] = float("nan")
+        y = run(dataclasses.replace(made, q=q), backend)
+        others = [row for row in range(9) if row != broken]
+        assert_same_bits(y[others], whole[others], f"beside row {broken}")
+        assert torch.isnan(y[broken]).all()
+
+
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 def test_scale_is_applied(backend: Backend) -> None:
     made = cases.attention_inputs(SMALL[3], torch.float32, generator())
     flat = dataclasses.replace(made, shape=AttentionShape(made.shape.num_heads, 0.0))
