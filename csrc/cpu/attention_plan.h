@@ -3,7 +3,8 @@
 //   step   64 positions at an absolute multiple of 64: what a unit takes at a time
 //   split  512 positions: every split of a row's keys is a softmax of its own, and splits are folded in order of position,
 //          whoever computed them. So a long context of few rows can use every thread, and no bit depends on it.
-//   unit   up to `kUnitRows` rows (token, query head) of one kv head and all their splits, or one split of few rows
+//   unit   up to `kUnitRows` rows (token, query head) of one kv head and all their splits, or one split of few rows; or a
+//          few rows each of some kv heads, whose pieces of a block are neighbours in memory
 #pragma once
 
 #include <algorithm>
@@ -20,14 +21,30 @@ constexpr int64_t kStep = 64;
 constexpr int64_t kSplitSteps = 8;
 constexpr int64_t kUnitRows = 48;     // the state of a unit stays in L1
 constexpr int64_t kBlockRows = 16;    // rows of a unit whose products are asked for together
-constexpr int64_t kAheadSteps = 2;    // steps between a prefetch into L2 and its use
-// Lines of a tile that are prefetched. Where there is AMX (Intel) the hardware goes on from there with more misses in
-// flight than a thread may have itself; others leave a tile's start to us as well.
+constexpr int64_t kRunBytes = 1 << 15;  // read one after the other where a unit may choose: memory prefers it to single pages
+constexpr int64_t kAheadSteps = 1;      // steps between a prefetch into L2 and its use
+// Lines that are prefetched at a time: a step of a head has some 24 places for them where there is AMX, three elsewhere.
 #if defined(QUIRE_HAVE_AMX)
-constexpr int64_t kAheadLines = 24;
+constexpr int64_t kAheadLines = 12;
 #else
-constexpr int64_t kAheadLines = 1 << 20;
+constexpr int64_t kAheadLines = 96;
 #endif
+
+// Bytes of a tile of the cache (kv_tile.h).
+inline int64_t tile_bytes(const AttentionArgs& a) {
+  return a.int8 ? TileForm<int8_t>{a.head_dim, a.v_head_dim}.stride()
+                : TileForm<uint16_t>{a.head_dim, a.v_head_dim}.stride() * static_cast<int64_t>(sizeof(uint16_t));
+}
+
+// Bytes of a kv head's piece of a block.
+inline int64_t piece_bytes(const AttentionArgs& a) { return a.block_size / kTile * tile_bytes(a); }
+
+// Where the tile with position `position` of a sequence lies.
+inline const char* tile_at(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t position) {
+  const int64_t block = a.block_table[seq * a.table_width() + position / a.block_size];
+  const int64_t piece = (block * a.block_stride + kv_head * a.piece_stride) * (a.int8 ? 1 : 2);
+  return static_cast<const char*>(a.pieces) + piece + position % a.block_size / kTile * tile_bytes(a);
+}
 
 // The rows of one sequence and kv head: token-major, the group's query heads within a token.
 struct SeqRows {
@@ -45,19 +62,23 @@ struct SeqRows {
 };
 
 struct Unit {
-  int64_t seq, kv_head, first_row, rows;
-  int64_t low, high;  // positions that any of its rows sees, as far as they belong to this unit
-  int64_t part;       // where a unit of one split leaves its sums; -1: it finishes its rows
+  int64_t seq, kv_head, heads;  // kv heads [kv_head, kv_head + heads)
+  int64_t first_row, rows;      // of each of them
+  int64_t low, high;            // positions that any of its rows sees, as far as they belong to this unit
+  int64_t part;                 // where a unit of one split leaves its sums; -1: it finishes its rows
+
+  int64_t all_rows() const { return heads * rows; }
 
   int64_t first_step() const { return low / kStep; }
   int64_t last_step() const { return (high - 1) / kStep; }
   // A step costs its loads beside its rows.
-  int64_t cost() const { return (last_step() - first_step() + 1) * (rows + 4); }
+  int64_t cost() const { return (last_step() - first_step() + 1) * heads * (rows + 4); }
 };
 
-// Rows whose splits are in parts [first_part, first_part + parts).
+// A unit whose splits are in parts [first_part, first_part + parts).
 struct Fold {
-  int64_t seq, kv_head, rows, first_part, parts;
+  Unit unit;
+  int64_t first_part, parts;
 };
 
 struct Plan {
@@ -73,16 +94,17 @@ struct Plan {
     for (int64_t seq = 0; seq < a.num_seqs(); ++seq) {
       whole += (SeqRows(a, seq).rows + kUnitRows - 1) / kUnitRows * a.num_kv_heads;
     }
-    const bool split = whole < 8 * num_threads && num_threads > 1;
+    const int64_t enough = 8 * num_threads;
+    const bool split = whole < enough && num_threads > 1;
+    const int64_t heads = shares_keys(a) ? 1 : std::max<int64_t>(1, std::min(whole / enough, kRunBytes / piece_bytes(a)));
     // A kv head's sequences are neighbours: what they share of a prefix comes from L2 after the first of them.
-    for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
+    for (int64_t first = 0; first < a.num_kv_heads; first += heads) {
+      const int64_t end = std::min(first + heads, a.num_kv_heads);
       for (int64_t seq = 0; seq < a.num_seqs(); ++seq) {
         const SeqRows rows(a, seq);
-        for (int64_t row = 0; row < rows.rows; row += kUnitRows) {
-          const int64_t count = std::min(kUnitRows, rows.rows - row);
-          add({seq, kv_head, row, count, rows.lowest(row), rows.position(row + count - 1) + 1, -1},
-              split && rows.rows <= kUnitRows);
-        }
+        const bool together = rows.rows <= kBlockRows && rows.rows * (end - first) <= kUnitRows;
+        const int64_t step = together ? end - first : 1;
+        for (int64_t head = first; head < end; head += step) add_rows(seq, head, step, rows, split);
       }
     }
     for (const Unit& unit : units) cost += unit.cost();
@@ -107,6 +129,24 @@ struct Plan {
   }
 
  private:
+  // Whether most sequences have the middle of their keys in common with the one before.
+  static bool shares_keys(const AttentionArgs& a) {
+    int64_t shared = 0;
+    for (int64_t seq = 1; seq < a.num_seqs(); ++seq) {
+      const int64_t* block = a.block_table + seq * a.table_width() + a.seq_lens[seq] / 2 / a.block_size;
+      shared += *block == block[-a.table_width()];
+    }
+    return 2 * shared > a.num_seqs();
+  }
+
+  void add_rows(int64_t seq, int64_t kv_head, int64_t heads, const SeqRows& rows, bool split) {
+    for (int64_t row = 0; row < rows.rows; row += kUnitRows) {
+      const int64_t count = std::min(kUnitRows, rows.rows - row);
+      add({seq, kv_head, heads, row, count, rows.lowest(row), rows.position(row + count - 1) + 1, -1},
+          split && rows.rows <= kUnitRows);
+    }
+  }
+
   void add(const Unit& unit, bool split) {
     constexpr int64_t kPositions = kSplitSteps * kStep;
     const int64_t first = unit.low / kPositions, last = (unit.high - 1) / kPositions;
@@ -114,7 +154,7 @@ struct Plan {
       units.push_back(unit);
       return;
     }
-    folds.push_back({unit.seq, unit.kv_head, unit.rows, parts, last - first + 1});
+    folds.push_back({unit, parts, last - first + 1});
     for (int64_t s = first; s <= last; ++s) {
       Unit part = unit;
       part.low = std::max(unit.low, s * kPositions);
@@ -125,31 +165,20 @@ struct Plan {
   }
 };
 
-// Bytes of a tile of the cache (kv_tile.h).
-inline int64_t tile_bytes(const AttentionArgs& a) {
-  return a.int8 ? TileForm<int8_t>{a.head_dim, a.v_head_dim}.stride()
-                : TileForm<uint16_t>{a.head_dim, a.v_head_dim}.stride() * static_cast<int64_t>(sizeof(uint16_t));
-}
-
-// Where the tile with position `position` of a sequence lies.
-inline const char* tile_at(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t position) {
-  const int64_t block = a.block_table[seq * a.table_width() + position / a.block_size];
-  const int64_t piece = (block * a.block_stride + kv_head * a.piece_stride) * (a.int8 ? 1 : 2);
-  return static_cast<const char*>(a.pieces) + piece + position % a.block_size / kTile * tile_bytes(a);
-}
-
 // Prefetches into L2 what a thread reads some steps later, across its units. A hardware prefetcher does not follow a
 // block table, and into L1 it would be worse than nothing: its miss buffers are few (notes on CPU kernels).
 class Ahead {
  public:
   Ahead(const AttentionArgs& args, const Plan& plan, Range units)
-      : a(args), plan_(plan), units_(units), unit_(units.begin),
-        lines_(std::min(kAheadLines, tile_bytes(args) / 64)) {
+      : a(args), plan_(plan), units_(units), lines_(tile_bytes(args) / 64), unit_(units.begin) {
     if (unit_ < units_.end) step_ = plan_.units[unit_].first_step();
     for (int64_t i = 0; i < kAheadSteps; ++i) advance();
   }
 
+  // The step is done: go on to the next one.
   void advance() {
+    while (more()) few();
+    tile_ = 0;
     if (unit_ >= units_.end || ++step_ <= plan_.units[unit_].last_step()) return;
     do {
       ++unit_;
@@ -157,23 +186,39 @@ class Ahead {
     if (unit_ < units_.end) step_ = plan_.units[unit_].first_step();
   }
 
-  // One quarter of the step: a burst of all of it would fill the queue of misses.
-  void prefetch(int64_t quarter) const {
+  // The next few lines of the step, in order of memory. A burst of many would fill the queue of misses, and what is
+  // computed beside it would wait.
+  void few() {
     __asm__ volatile("");  // gcc takes a function that only prefetches for one without an effect, and drops its calls
-    if (unit_ >= units_.end) return;
-    const Unit& unit = plan_.units[unit_];
-    const int64_t position = step_ * kStep + quarter * kTile;
-    if (position + kTile <= unit.low || position >= unit.high) return;
-    const char* p = tile_at(a, unit.seq, unit.kv_head, position);
-    for (int64_t i = 0; i < lines_; ++i) __builtin_prefetch(p + i * 64, 0, 2);
+    if (!more()) return;
+    const int64_t count = std::min(left_, kAheadLines);
+    for (int64_t i = 0; i < count; ++i) __builtin_prefetch(at_ + i * 64, 0, 2);
+    at_ += count * 64;
+    left_ -= count;
   }
 
  private:
+  // Whether lines are left; takes the next tile where none of this one are.
+  bool more() {
+    while (left_ == 0) {
+      if (unit_ >= units_.end) return false;
+      const Unit& unit = plan_.units[unit_];
+      const int64_t position = step_ * kStep + tile_ / unit.heads * kTile;
+      if (position >= std::min(unit.high, (step_ + 1) * kStep)) return false;
+      const int64_t head = unit.kv_head + tile_++ % unit.heads;
+      if (position + kTile <= unit.low) continue;
+      at_ = tile_at(a, unit.seq, head, position);
+      left_ = lines_;
+    }
+    return true;
+  }
+
   const AttentionArgs& a;
   const Plan& plan_;
   const Range units_;
-  int64_t unit_, step_ = 0;
-  const int64_t lines_;
+  const int64_t lines_;  // of a tile
+  int64_t unit_, step_ = 0, tile_ = 0, left_ = 0;
+  const char* at_ = nullptr;
 };
 
 }  // namespace quire::cpu::QUIRE_ISA

@@ -18,6 +18,7 @@ namespace quire::cpu::QUIRE_ISA {
 struct StepTiles {
   const uint16_t* tile[kStep / kTile];
   int64_t first, last;
+  const float *k_scales, *v_scales;  // of the step's positions, int8 only
 };
 
 // Call f<R>(first row) for rows spread evenly over tiles of up to 4.
@@ -46,24 +47,30 @@ class DotProducts {
 
   static int64_t padded_dim(int64_t head_dim) { return head_dim; }
 
-  void scores(int64_t rows, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores) const {
+  void scores(int64_t rows, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores,
+              Ahead& ahead) const {
     over_row_tiles(rows, [&]<int R>(int64_t row) {
+      const auto take = [&]<int T>(int64_t t) {
+        ahead.few();
+        score_tiles<R, T>(query + row * dim, dim, tiles.tile + t, scores + row * kStep + t * kTile);
+        return T;
+      };
       int64_t t = tiles.first;
       if constexpr (kVectors == 1) {
-        for (; t + 2 <= tiles.last; t += 2) score_tiles<R, 2>(query + row * dim, dim, tiles.tile + t,
-                                                              scores + row * kStep + t * kTile);
+        while (t + 2 <= tiles.last) t += take.template operator()<2>(t);
       }
-      for (; t < tiles.last; ++t) score_tiles<R, 1>(query + row * dim, dim, tiles.tile + t,
-                                                    scores + row * kStep + t * kTile);
+      while (t < tiles.last) t += take.template operator()<1>(t);
     });
   }
 
-  void values(int64_t rows, const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width) const {
+  void values(int64_t rows, const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width,
+              Ahead& ahead) const {
     over_row_tiles(rows, [&]<int R>(int64_t row) {
       const uint16_t* w = weights + row * kStep;
       float* s = sums + row * width;
       int64_t column = 0;
       for (; column + kWide * kLanes <= v_dim_; column += kWide * kLanes) {
+        ahead.few();
         value_columns<R, kWide>(w, tiles, column, kWide * kLanes, s, width);
       }
       for (; column < v_dim_; column += kLanes) {

@@ -35,18 +35,20 @@ class TileProducts {
 
   static int64_t padded_dim(int64_t head_dim) { return (head_dim + kStepDim - 1) / kStepDim * kStepDim; }
 
-  void scores(int64_t, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores) const {
+  void scores(int64_t, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores, Ahead& ahead) const {
     if (tiles.first == 0 && tiles.last == 4) {
-      score_tiles<4>(query, dim, tiles.tile, scores);
+      score_tiles<4>(query, dim, tiles.tile, scores, ahead);
     } else {
-      for (int64_t t = tiles.first; t < tiles.last; ++t) score_tiles<1>(query, dim, tiles.tile + t, scores + t * kTile);
+      for (int64_t t = tiles.first; t < tiles.last; ++t) {
+        score_tiles<1>(query, dim, tiles.tile + t, scores + t * kTile, ahead);
+      }
     }
   }
 
-  void values(int64_t, const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width) const {
+  void values(int64_t, const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width, Ahead& ahead) const {
     int64_t column = 0;
-    for (; column + 64 <= v_dim_; column += 64) value_columns<4>(weights, tiles, column, sums, width);
-    for (; column < v_dim_; column += 16) value_columns<1>(weights, tiles, column, sums, width);
+    for (; column + 64 <= v_dim_; column += 64) value_columns<4>(weights, tiles, column, sums, width, ahead);
+    for (; column < v_dim_; column += 16) value_columns<1>(weights, tiles, column, sums, width, ahead);
   }
 
  private:
@@ -64,20 +66,22 @@ class TileProducts {
   }
 
   template <int T>
-  void score_tiles(const uint16_t* query, int64_t dim, const uint16_t* const* tiles, float* scores) const {
+  void score_tiles(const uint16_t* query, int64_t dim, const uint16_t* const* tiles, float* scores, Ahead& ahead) const {
     each<T>([&]<int t>() { tile_zero<t>(); });
     for (int64_t i = 0; i < steps_; ++i) {
       tile_load<kQuery>(query + i * kStepDim, dim * 2);
       each<T>([&]<int t>() {
         tile_load<kKeys>(tiles[t] + i * kStepDim * kTile, kTileBytes);
         tile_dot_bf16<t, kQuery, kKeys>();
+        ahead.few();
       });
     }
     each<T>([&]<int t>() { tile_store<t>(scores + t * kTile, kStep * 4); });
   }
 
   template <int W>
-  void value_columns(const uint16_t* weights, const StepTiles& tiles, int64_t column, float* sums, int64_t width) const {
+  void value_columns(const uint16_t* weights, const StepTiles& tiles, int64_t column, float* sums, int64_t width,
+                     Ahead& ahead) const {
     each<W>([&]<int v>() { tile_load<v>(sums + column + v * 16, width * 4); });
     for (int64_t t = tiles.first; t < tiles.last; ++t) {
       const uint16_t* values = tiles.tile[t] + k_elements_ + column * 2;
@@ -85,6 +89,7 @@ class TileProducts {
       each<W>([&]<int v>() {
         tile_load<kValues>(values + v * 32, v_dim_ * 4);
         tile_dot_bf16<v, kWeights, kValues>();
+        ahead.few();
       });
     }
     each<W>([&]<int v>() { tile_store<v>(sums + column + v * 16, width * 4); });

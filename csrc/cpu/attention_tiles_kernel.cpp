@@ -93,7 +93,7 @@ struct Sums {
 struct Scratch {
   Buffer<uint16_t> query, weights, tiles;
   Buffer<float> scores, split, sums;
-  alignas(64) float k_scales[kStep], v_scales[kStep];  // of the step's positions, int8 only
+  alignas(64) float scales[2][2][kStep];  // of the step's positions for two heads, K's and V's; int8 only
 };
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -111,92 +111,107 @@ class TilesKernel {
   void run(const Unit& unit, Ahead& ahead, float* parts) {
     const SeqRows rows(a, unit.seq);
     const Products products(a, unit.rows);
+    const int64_t count = unit.all_rows();
     take_query(unit, rows);
-    Sums split = Sums::in(s.split.at_least(part_floats()), unit.rows);
+    Sums split = Sums::in(s.split.at_least(part_floats()), count);
     const int64_t first = unit.first_step(), last = unit.last_step();
-    if (unit.part >= 0) split = Sums::in(parts + unit.part * part_floats(), unit.rows);
-    const Sums sums = Sums::in(s.sums.at_least(part_floats()), unit.rows);
-    split.clear(unit.rows, width);
+    if (unit.part >= 0) split = Sums::in(parts + unit.part * part_floats(), count);
+    const Sums sums = Sums::in(s.sums.at_least(part_floats()), count);
+    split.clear(count, width);
     bool folded = false;
     for (int64_t i = first; i <= last; ++i) {
       if (i > first && i % kSplitSteps == 0) {
-        if (!folded) sums.clear(unit.rows, width);
+        if (!folded) sums.clear(count, width);
         folded = true;
-        sums.fold(split, unit.rows, width);
-        split.clear(unit.rows, width);
+        sums.fold(split, count, width);
+        split.clear(count, width);
       }
       step(unit, rows, products, i * kStep, split, ahead);
     }
     if (unit.part >= 0) return;
-    if (folded) sums.fold(split, unit.rows, width);
-    finish(unit.kv_head, unit.first_row, unit.rows, rows, folded ? sums : split);
+    if (folded) sums.fold(split, count, width);
+    finish(unit, rows, folded ? sums : split);
   }
 
   void fold(const Fold& fold, float* parts) {
-    const Sums sums = Sums::in(parts + fold.first_part * part_floats(), fold.rows);
+    const int64_t count = fold.unit.all_rows();
+    const Sums sums = Sums::in(parts + fold.first_part * part_floats(), count);
     for (int64_t i = 1; i < fold.parts; ++i) {
-      sums.fold(Sums::in(parts + (fold.first_part + i) * part_floats(), fold.rows), fold.rows, width);
+      sums.fold(Sums::in(parts + (fold.first_part + i) * part_floats(), count), count, width);
     }
-    finish(fold.kv_head, 0, fold.rows, SeqRows(a, fold.seq), sums);
+    finish(fold.unit, SeqRows(a, fold.unit.seq), sums);
   }
 
  private:
+  // Row `i` of a unit's buffers: which query head of which token it is.
+  struct Place {
+    int64_t token, head;
+  };
+  static Place place(const Unit& unit, const SeqRows& rows, int64_t i) {
+    const int64_t r = unit.first_row + i % unit.rows;
+    return {rows.token(r), (unit.kv_head + i / unit.rows) * rows.group + r % rows.group};
+  }
+
   void take_query(const Unit& unit, const SeqRows& rows) {
     uint16_t* query = s.query.at_least(kUnitRows * dim);
-    for (int64_t row = 0; row < unit.rows; ++row) {
-      const int64_t r = unit.first_row + row, head = unit.kv_head * rows.group + r % rows.group;
-      const uint16_t* q = static_cast<const uint16_t*>(a.q) + rows.token(r) * a.q_stride + head * a.head_dim;
-      std::copy(q, q + a.head_dim, query + row * dim);
-      std::fill(query + row * dim + a.head_dim, query + (row + 1) * dim, uint16_t{0});
+    for (int64_t i = 0; i < unit.all_rows(); ++i) {
+      const auto [token, head] = place(unit, rows, i);
+      const uint16_t* q = static_cast<const uint16_t*>(a.q) + token * a.q_stride + head * a.head_dim;
+      std::copy(q, q + a.head_dim, query + i * dim);
+      std::fill(query + i * dim + a.head_dim, query + (i + 1) * dim, uint16_t{0});
     }
   }
 
+  // Blocks of rows in turn: up to kBlockRows of one head, or all of each head. Scores of the next are asked for first.
   void step(const Unit& unit, const SeqRows& rows, const Products& products, int64_t base, const Sums& sums,
             Ahead& ahead) {
-    const StepTiles tiles = take_tiles(unit, base);
     const uint16_t* query = s.query.at_least(0);
     float* scores = s.scores.at_least(kUnitRows * kStep);
     uint16_t* weights = s.weights.at_least(kUnitRows * kStep);
-    const auto count = [&](int64_t first) { return std::min(kBlockRows, unit.rows - first); };
+    const int64_t all = unit.all_rows(), block = unit.heads > 1 ? unit.rows : kBlockRows;
+    const auto count = [&](int64_t first) { return std::min(block, all - first); };
+    StepTiles tiles = take_tiles(unit, 0, base), next = tiles;
     const auto take_scores = [&](int64_t first) {
-      products.scores(count(first), query + first * dim, dim, tiles, scores + first * kStep);
+      products.scores(count(first), query + first * dim, dim, next, scores + first * kStep, ahead);
     };
-    const auto add_values = [&](int64_t first) {
-      products.values(count(first), weights + first * kStep, tiles, sums.values + first * width, width);
-    };
-    ahead.prefetch(0);
     take_scores(0);
-    ahead.prefetch(1);
-    for (int64_t first = 0; first < unit.rows; first += kBlockRows) {
-      if (first + kBlockRows < unit.rows) take_scores(first + kBlockRows);
-      soften(unit, rows, base, first, count(first), scores, weights, sums);
-      if (first == 0) ahead.prefetch(2);
-      add_values(first);
+    for (int64_t first = 0; first < all; first += block) {
+      if (first + block < all) {
+        if (unit.heads > 1) next = take_tiles(unit, first / block + 1, base);
+        take_scores(first + block);
+      }
+      soften(unit, rows, base, first, count(first), scores, weights, tiles, sums);
+      products.values(count(first), weights + first * kStep, tiles, sums.values + first * width, width,
+                      ahead);
+      tiles = next;
     }
-    ahead.prefetch(3);
     ahead.advance();
   }
 
-  StepTiles take_tiles(const Unit& unit, int64_t base) {
+  StepTiles take_tiles(const Unit& unit, int64_t head, int64_t base) {
     StepTiles tiles{};
     tiles.first = std::max<int64_t>(0, unit.low - base) / kTile;
     tiles.last = (std::min(kStep, unit.high - base) + kTile - 1) / kTile;
+    float(&scales)[2][kStep] = s.scales[head % 2];
+    tiles.k_scales = scales[0], tiles.v_scales = scales[1];
     for (int64_t t = tiles.first; t < tiles.last; ++t) {
-      const char* tile = tile_at(a, unit.seq, unit.kv_head, base + t * kTile);
-      tiles.tile[t] = kInt8 ? widened(t, tile) : reinterpret_cast<const uint16_t*>(tile);
+      const char* tile = tile_at(a, unit.seq, unit.kv_head + head, base + t * kTile);
+      tiles.tile[t] = kInt8 ? widened(head % 2, t, tile, scales[0] + t * kTile, scales[1] + t * kTile)
+                            : reinterpret_cast<const uint16_t*>(tile);
     }
     return tiles;
   }
 
-  // Tile t of the step in bf16: every int8 is one. Its scales go beside.
-  const uint16_t* widened(int64_t t, const char* tile) {
+  // Tile t of the step in bf16, in one of two places: every int8 is one. Its scales go beside.
+  const uint16_t* widened(int64_t place, int64_t t, const char* tile, float* k_scales, float* v_scales) {
     const TileForm<int8_t> form{a.head_dim, a.v_head_dim};
     const int8_t* from = reinterpret_cast<const int8_t*>(tile);
     // The last vector of a tile may go beyond it: into the next tile, which follows, and from the scales.
-    uint16_t* to = s.tiles.at_least(kStep / kTile * form.elements() + kWidened) + t * form.elements();
+    const int64_t step = kStep / kTile * form.elements() + kWidened;
+    uint16_t* to = s.tiles.at_least(2 * step) + place * step + t * form.elements();
     for (int64_t i = 0; i < form.elements(); i += kWidened) widen(to + i, from + i);
-    std::memcpy(s.k_scales + t * kTile, from + form.elements(), kTile * 4);
-    std::memcpy(s.v_scales + t * kTile, from + form.elements() + kTile * 4, kTile * 4);
+    std::memcpy(k_scales, from + form.elements(), kTile * 4);
+    std::memcpy(v_scales, from + form.elements() + kTile * 4, kTile * 4);
     return to;
   }
 
@@ -204,18 +219,18 @@ class TilesKernel {
   // below it + kRoom there is nothing to do but the powers. Which rows outgrow theirs is looked up together, since a
   // branch a row stops the core more often. What a row does not see gets the weight 0.
   void soften(const Unit& unit, const SeqRows& rows, int64_t base, int64_t first, int64_t count, float* scores,
-              uint16_t* weights, const Sums& sums) {
+              uint16_t* weights, const StepTiles& tiles, const Sums& sums) {
     alignas(64) float limits[kBlockRows];
     for (int64_t i = 0; i < kBlockRows; i += kLanes) {
       store(limits + i, mul(add(load(sums.top + first + i), broadcast(kRoom)), broadcast(1.0f / late)));
     }
     Vec excess = broadcast(kMasked);
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t r = unit.first_row + first + i;
+      const int64_t r = unit.first_row + (first + i) % unit.rows;
       const int64_t begin = rows.lowest(r) - base, end = rows.position(r) + 1 - base;
       float* x = scores + (first + i) * kStep;
-      if (begin > 0 || end < kStep || a.cap != 0.0f) prepare_part(x, begin, end);
-      else if (kInt8 || late != scale) prepare(x);
+      if (begin > 0 || end < kStep || a.cap != 0.0f) prepare_part(x, begin, end, tiles);
+      else if (kInt8 || late != scale) prepare(x, tiles);
       excess = max(sub(highest(x), broadcast(limits[i])), excess);  // a NaN must not hide the rows before it
     }
     if (above(excess, zero())) raise(first, count, scores, limits, sums);
@@ -225,7 +240,7 @@ class TilesKernel {
       Vec total = load(sums.total + row * kLanes);
       UNROLL for (int64_t i = 0; i < kStep; i += 2 * kLanes) {
         const Vec e = exp2(fma(load(x + i), factor, top)), f = exp2(fma(load(x + i + kLanes), factor, top));
-        put_weights(weights + row * kStep, i, e, f);
+        put_weights(weights + row * kStep, i, e, f, tiles);
         total = add(add(total, e), f);
       }
       store(sums.total + row * kLanes, total);
@@ -254,40 +269,40 @@ class TilesKernel {
   }
 
   // What the products leave, in the cache's units.
-  Vec prepared(const float* x, int64_t i) const {
+  Vec prepared(const float* x, int64_t i, const StepTiles& tiles) const {
     Vec v = load(x + i);
     if (late != scale) v = mul(v, broadcast(scale));
-    return kInt8 ? mul(v, load(s.k_scales + i)) : v;
+    return kInt8 ? mul(v, load(tiles.k_scales + i)) : v;
   }
-  void put_weights(uint16_t* weights, int64_t i, Vec e, Vec f) const {
+  void put_weights(uint16_t* weights, int64_t i, Vec e, Vec f, const StepTiles& tiles) const {
     if (kInt8) {
-      e = mul(e, load(s.v_scales + i));
-      f = mul(f, load(s.v_scales + i + kLanes));
+      e = mul(e, load(tiles.v_scales + i));
+      f = mul(f, load(tiles.v_scales + i + kLanes));
     }
     store(weights + i, e, f);
   }
 
   // A row's scores as the softmax takes them, but for the factor `late`; in their place.
-  void prepare(float* x) const {
-    UNROLL for (int64_t i = 0; i < kStep; i += kLanes) store(x + i, prepared(x, i));
+  void prepare(float* x, const StepTiles& tiles) const {
+    UNROLL for (int64_t i = 0; i < kStep; i += kLanes) store(x + i, prepared(x, i, tiles));
   }
 
   // The same with a soft cap, and of columns [begin, end) alone.
-  void prepare_part(float* x, int64_t begin, int64_t end) const {
+  void prepare_part(float* x, int64_t begin, int64_t end, const StepTiles& tiles) const {
     const Vec first = broadcast(static_cast<float>(begin)), last = broadcast(static_cast<float>(end));
     const Vec masked = broadcast(kMasked);
     Vec column = load(kColumns);
     for (int64_t i = 0; i < kStep; i += kLanes) {
-      Vec v = prepared(x, i);
+      Vec v = prepared(x, i, tiles);
       if (a.cap != 0.0f) v = mul(tanh(v), broadcast(a.cap * kLog2E));
       store(x + i, where_less(column, first, masked, where_less(column, last, v, masked)));
       column = add(column, broadcast(static_cast<float>(kLanes)));
     }
   }
 
-  void finish(int64_t kv_head, int64_t first_row, int64_t count, const SeqRows& rows, const Sums& sums) {
-    for (int64_t row = 0; row < count; ++row) {
-      const int64_t r = first_row + row, head = kv_head * rows.group + r % rows.group;
+  void finish(const Unit& unit, const SeqRows& rows, const Sums& sums) {
+    for (int64_t row = 0; row < unit.all_rows(); ++row) {
+      const auto [token, head] = place(unit, rows, row);
       float total = sum(load(sums.total + row * kLanes));
       float factor = 1.0f;
       if (a.sinks != nullptr) {
@@ -298,7 +313,7 @@ class TilesKernel {
         factor = powers[0][0];
         total = total * factor + powers[1][0];
       }
-      uint16_t* y = static_cast<uint16_t*>(a.y) + (rows.token(r) * a.num_heads + head) * a.v_head_dim;
+      uint16_t* y = static_cast<uint16_t*>(a.y) + (token * a.num_heads + head) * a.v_head_dim;
       const Vec scaled = broadcast(factor / total);
       for (int64_t i = 0; i < width; i += kLanes) {
         const Vec v = mul(load(sums.values + row * width + i), scaled);

@@ -183,6 +183,25 @@ def test_a_broken_row_changes_no_bit_of_another(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", registry.backends("attention"))
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("int8", [False, True])
+def test_many_sequences_agree_with_each_alone(int8: bool, window: int | None, backend: Backend) -> None:
+    """Few rows of many sequences take several KV heads in turn (attention_plan.h): one unit may have what others lack."""
+    lengths = tuple((1 + 3 * (i % 2) + 40 * (i == 5), 20 + 53 * i) for i in range(12))
+    for heads, kv_heads in ((12, 4), (6, 3), (20, 1)):
+        case = cases.AttentionCase("many", lengths, heads, kv_heads, window=window, layout="tiles", int8=int8)
+        made = cases.attention_inputs(case, torch.bfloat16, generator())
+        with threads(1):
+            whole = run(made, backend)
+            alone = torch.cat([run(part(made, seq, 0, n), backend) for seq, (n, _) in enumerate(lengths)])
+        assert_close("attention", whole, oracle(made))
+        assert_same_bits(whole, alone, "alone")
+        with threads(2):
+            made.batch.plans.clear()
+            assert_same_bits(run(made, backend), alone, "two threads")
+
+
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 def test_scale_is_applied(backend: Backend) -> None:
     made = cases.attention_inputs(SMALL[3], torch.float32, generator())
     flat = dataclasses.replace(made, shape=AttentionShape(made.shape.num_heads, 0.0))
