@@ -37,7 +37,8 @@ constexpr int64_t kGroupPanels = 8;                     // panels that a chunk o
 constexpr int64_t kCachedTiles = 1024;                  // A tiles that stay in L2: a MiB
 constexpr int64_t kCachedResults = 1 << 20;             // bytes: more than these do not stay in L2
 constexpr int64_t kSmallWork = 1 << 17;                 // bytes of weights times rows, see `over_threads`
-constexpr int64_t kAheadBytes = 16 << 10;               // how far ahead the weights of a single block are fetched
+constexpr int64_t kAheadBytes = 8 << 10;                // how far ahead the weights of a single block are fetched
+constexpr int64_t kFetches = 4;                         // times a step: see Ahead
 constexpr int64_t kUnpackSteps = 4;                     // ahead: what is just stored cannot be loaded as tiles at once
 constexpr int64_t kUnpackSlots = 8;                     // of unpacked steps, where each is used once
 constexpr int64_t kWriteRows = 4;                       // results written a step
@@ -67,7 +68,8 @@ void over_threads(int64_t items, int64_t work, ThreadPool& pool, const F& body) 
   }
 }
 
-// Cache lines to fetch into L2 while something else computes, some every step.
+// Cache lines to fetch into L2 while something else computes, a few at a time: more would fill the queue of misses, and
+// tiles that are loaded next would wait for them.
 struct Ahead {
   const uint8_t *next, *end;
   int64_t lines;
@@ -170,19 +172,23 @@ inline void pack_tile(const Gemm& g, const Pass& pass, int64_t t, uint8_t* packe
   }
 }
 
-// One or two tiles of rows by the two tiles of a panel's step.
+// One or two tiles of rows by the two tiles of a panel's step, and kFetches from `ahead` between them.
 template <bool kLower, typename Op>
-inline void step(const uint8_t* x, int64_t stride, const uint8_t* w) {
+inline void step(const uint8_t* x, int64_t stride, const uint8_t* w, Ahead& ahead) {
   tile_load<kB0>(w, 2 * kTileBytes);
+  ahead.fetch();
   tile_load<kA0>(x, stride);
   tile_load<kB1>(w + kTileBytes, 2 * kTileBytes);
+  ahead.fetch();
   Op::template dot<kC00, kA0, kB0>();
   if constexpr (kLower) tile_load<kA1>(x + kTile, stride);
   Op::template dot<kC01, kA0, kB1>();
+  ahead.fetch();
   if constexpr (kLower) {
     Op::template dot<kC10, kA1, kB0>();
     Op::template dot<kC11, kA1, kB1>();
   }
+  ahead.fetch();
 }
 
 template <bool kLower>
@@ -266,8 +272,8 @@ class PanelWorker {
   // next chunk.
   Ahead ahead_of(int64_t p, int64_t c, int64_t next_p, int64_t next_c) const {
     const uint8_t* end = weights(g_.panels(), 0);
-    if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, Op::kStepBytes / 64};
-    const int64_t lines = pass_.chunk * Op::kStepBytes / 64, turns = pass_.blocks() * pass_.chunk_steps(c);
+    if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, (Op::kStepBytes / 64 + kFetches - 1) / kFetches};
+    const int64_t lines = pass_.chunk * Op::kStepBytes / 64, turns = pass_.blocks() * pass_.chunk_steps(c) * kFetches;
     const uint8_t* next = weights(next_p, next_c);
     return {next, std::min(next + lines * 64, end), (lines + turns - 1) / turns};
   }
@@ -311,11 +317,10 @@ class PanelWorker {
     for (int64_t s = 0; s < std::min(kUnpackSteps, fresh); ++s) unpack(w, s);
     for (int64_t s = 0; s < whole; ++s) {
       if (s + kUnpackSteps < fresh) unpack(w, s + kUnpackSteps);
-      step<kLower, Op>(x + s * pass_.step, pass_.stride, Op::kUnpacks ? slot(s) : w + s * kPanelStep);
-      ahead.fetch();
+      step<kLower, Op>(x + s * pass_.step, pass_.stride, Op::kUnpacks ? slot(s) : w + s * kPanelStep, ahead);
       write(kWriteRows);
     }
-    if (last != nullptr) step<kLower, Op>(x + whole * pass_.step, pass_.stride, last);
+    if (last != nullptr) step<kLower, Op>(x + whole * pass_.step, pass_.stride, last, ahead);
     write(kBlockRows);
     store_sums<kLower>(sums);
   }
