@@ -109,13 +109,20 @@ def run_visit(environment: Environment, given: argparse.Namespace, results: Resu
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line.removeprefix("CELL ") for line in done.stdout.splitlines() if line.startswith("CELL ")]
     assert lines, done.stderr
-    stamp = {"date": date.today().isoformat(), "version": environment.versions.get(cell["engine"], "")}
+    version = commit() if cell["engine"] == "quire" else environment.versions.get(cell["engine"], "")
+    stamp = {"date": date.today().isoformat(), "version": version}
     cells = [cell | stamp | json.loads(line) for line in lines]
     results.add(cells)
     for made in cells:
         shown = made.get("failed") or [round(s, 2) for s in made["total_s"]]
         words = [str(made[k]) for k in ("round", "model", "precision", "isa", "engine", "workload")]
         print(*words, shown, f"read {made['before']['read'] / 1e9:.1f} GB/s", flush=True)
+
+
+def commit() -> str:
+    """Return the commit of this tree, "-dirty" if it is not all."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def run(given: argparse.Namespace) -> None:
@@ -133,9 +140,15 @@ def write_table(given: argparse.Namespace) -> None:
     results = Results(given.results)
     environment = Environment(given.home, given.checkpoints)
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
+    outdated = results.outdated(given.since)
+    for cell in outdated:
+        del results.cells[key(cell)]
     dates = sorted({cell["date"] for cell in results.select()})
     head = f"# Quire beside its peers: {machine_words()}, {' … '.join(dict.fromkeys((dates[0], dates[-1])))}"
     head += f"\n\nVersions: {versions}.\nWritten by `benchmarks/peers/bench.py table` from `{given.results.name}`."
+    if outdated:
+        ours = sorted({c["version"] for c in results.select(engine="quire") if c["round"] >= given.since})
+        head += f"\nQuire's figures are of rounds {given.since} and later where a column has such: {', '.join(ours)}."
     given.results.with_suffix(".md").write_text(render(results, given.checkpoints, head))
     print(given.results.with_suffix(".md"))
 
@@ -159,6 +172,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--first-round", type=int, default=0)
+    parser.add_argument(
+        "--since", type=int, default=0, help="the table leaves Quire's rounds before this one out: older code"
+    )
     parser.add_argument("--again", action="store_true", help="measure cells that are there once more")
     parser.add_argument("--timeout", type=float, default=240, help="seconds a visit may take")
     parser.add_argument("--wrap", default="", help="command in front of each visit")

@@ -38,6 +38,13 @@ class Results:
             if all(cell.get(name) == value for name, value in wanted.items()):
                 yield cell
 
+    def outdated(self, since: int) -> list[Cell]:
+        """Return Quire's cells of rounds before ``since`` where it has later ones: figures of older code."""
+        newest: dict[tuple[Any, ...], int] = {}
+        for cell in self.select(engine="quire"):
+            newest[key(cell)[:-1]] = max(cell["round"], newest.get(key(cell)[:-1], 0))
+        return [c for c in self.select(engine="quire") if c["round"] < since <= newest[key(c)[:-1]]]
+
     def steady(self, cell: Cell) -> bool:
         """Whether the machine was ours alone: a probe beside another load gives half of what it gave at best.
 

@@ -186,7 +186,7 @@ def test_a_broken_row_changes_no_bit_of_another(backend: Backend) -> None:
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("int8", [False, True])
 def test_many_sequences_agree_with_each_alone(int8: bool, window: int | None, backend: Backend) -> None:
-    """Few rows of many sequences take several KV heads in turn (attention_plan.h): one unit may have what others lack."""
+    """Few rows of many sequences take several KV heads in turn (attention_plan.h)."""
     lengths = tuple((1 + 3 * (i % 2) + 40 * (i == 5), 20 + 53 * i) for i in range(12))
     for heads, kv_heads in ((12, 4), (6, 3), (20, 1)):
         case = cases.AttentionCase("many", lengths, heads, kv_heads, window=window, layout="tiles", int8=int8)
