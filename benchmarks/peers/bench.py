@@ -120,9 +120,13 @@ def run_visit(environment: Environment, given: argparse.Namespace, results: Resu
 
 
 def commit() -> str:
-    """Return the commit of this tree, "-dirty" if it is not all."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    """Return the last commit of this tree that changed the engine, with "-dirty" if more has changed since."""
+    git, code = ["git", "-C", str(ROOT)], ["--", "src", "csrc"]
+    last = subprocess.run(
+        [*git, "log", "-1", "--format=%h", *code], capture_output=True, text=True, check=False
+    )
+    clean = subprocess.run([*git, "diff", "--quiet", "HEAD", *code], check=False).returncode == 0
+    return last.stdout.strip() + ("" if clean else "-dirty")
 
 
 def run(given: argparse.Namespace) -> None:
