@@ -151,7 +151,13 @@ def write_table(given: argparse.Namespace) -> None:
     head = f"# Quire beside its peers: {machine_words()}, {' … '.join(dict.fromkeys((dates[0], dates[-1])))}"
     head += f"\n\nVersions: {versions}.\nWritten by `benchmarks/peers/bench.py table` from `{given.results.name}`."
     if outdated:
-        ours = sorted({c["version"] for c in results.select(engine="quire") if c["round"] >= given.since})
+        ours = sorted(
+            {
+                c["version"] or "commit not noted"
+                for c in results.select(engine="quire")
+                if c["round"] >= given.since
+            }
+        )
         head += f"\nQuire's figures are of rounds {given.since} and later where a column has such: {', '.join(ours)}."
     given.results.with_suffix(".md").write_text(render(results, given.checkpoints, head))
     print(given.results.with_suffix(".md"))
