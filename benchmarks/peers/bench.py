@@ -149,7 +149,8 @@ def write_table(given: argparse.Namespace) -> None:
         del results.cells[key(cell)]
     dates = sorted({cell["date"] for cell in results.select()})
     head = f"# Quire beside its peers: {machine_words()}, {' … '.join(dict.fromkeys((dates[0], dates[-1])))}"
-    head += f"\n\nVersions: {versions}.\nWritten by `benchmarks/peers/bench.py table` from `{given.results.name}`."
+    head += f"\n\nVersions: {versions}.\nWritten by `benchmarks/peers/bench.py table"
+    head += f"{f' --since {given.since}' if given.since else ''}` from `{given.results.name}`."
     if outdated:
         ours = sorted(
             {
