@@ -1,31 +1,66 @@
-"""The waist between core and worker: `StepPlan` down, `StepResult` up (DESIGN §2).
+"""The waist between core and worker: `StepPlan` down, `StepResult` up.
 
-The worker keeps the state of each sequence (ids, block tables); a plan is a difference against it. Order of
-effect inside a step: ``gone`` → ``kv_moves`` in list order → ``adapter_moves`` → ``new_seqs`` → forward over ``seqs``.
+The worker keeps the state of each sequence (token ids, block tables); a plan is a difference against it. Order of
+effect inside a step: ``gone`` → ``kv_moves`` in list order → ``adapter_moves`` → ``new_seqs`` → ``transfers`` begin →
+forward over ``seqs``.
 
-`SeqPlan` and `SeqResult` are made once a sequence and step, so they are named tuples: immutable like the
-frozen dataclasses beside them, and cheaper to make.
+`SeqPlan` and `SeqResult` are made once per sequence and step, so they are named tuples: immutable like the frozen
+dataclasses beside them, and cheaper to make.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from quire.request import Adapter, Pooling, SamplingParams, TokenLogprobs
 
-LEAST_ROWS = 16  # of a step: where these find no memory, fewer would not either, and the sequence fails
+# Smallest step worth retrying after an out-of-memory error, in tokens.
+MIN_RETRY_TOKENS = 16
 
 
 class KvMove(NamedTuple):
-    """Copy the whole page ``src_block_id`` to ``dst_block_id`` (all layers of the page's group)."""
+    """Copy block ``src_block_id`` to ``dst_block_id``: K and V of all layers of the block's group."""
 
     src_block_id: int
     dst_block_id: int
 
 
+class TransferBlock(NamedTuple):
+    """One block of a `KvTransfer`. ``block_hash`` names its content, which the other side looks up or stores."""
+
+    group: int
+    block_id: int
+    block_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KvTransfer:
+    """Bytes of blocks on their way from or to another tier or peer, for as many steps as they take.
+
+    A transfer begins with the step that carries it, and no step waits for it. The scheduler holds references of its
+    own to the blocks until a `TransferDone` with the same id arrives, in a `StepResult` or as a message to the core.
+    """
+
+    transfer_id: int
+    direction: Literal["load", "store"]
+    blocks: tuple[TransferBlock, ...]
+    remote: str  # the tier ("host", "disk") or the peer (its address)
+    seq_id: int | None = None  # the sequence that waits for a load
+    epoch: int = 0
+    handle: str = ""  # what the other side calls this transfer
+
+
+class TransferDone(NamedTuple):
+    """The end of a `KvTransfer`: its first ``num_blocks`` blocks are whole, and nothing more will be written."""
+
+    transfer_id: int
+    num_blocks: int
+    error: str | None = None
+
+
 class AdapterMove(NamedTuple):
-    """Load an adapter into a slot (from 1 on), in the place of what was there."""
+    """Load an adapter into a slot (1, 2, …); it replaces what the slot held."""
 
     slot: int
     adapter: Adapter
@@ -35,8 +70,8 @@ class AdapterMove(NamedTuple):
 class NewSeq:
     """What a worker needs to know of a sequence, sent at every admission.
 
-    First admission, after preemption, after a restart and for a fork alike: the worker rebuilds all state of
-    the sampler from ``prompt_token_ids`` and ``output_token_ids``, so rebuilding equals having continued.
+    First admission, readmission after a preemption or a restart, and a fork look alike: the worker rebuilds all state
+    of the sampler from ``prompt_token_ids`` and ``output_token_ids``, so rebuilding equals having continued.
     """
 
     seq_id: int
@@ -47,23 +82,26 @@ class NewSeq:
     sample_index: int  # which of n: part of the RNG key
     adapter_slot: int = 0  # 0: the base model
     grammar: str | None = None  # source text, as `Request.grammar`
-    prompt_logprobs: int | None = (
-        None  # alternatives wanted beside each prompt token; None: not wanted (any more)
-    )
+    prompt_logprobs: int | None = None  # alternatives per prompt token; None: not wanted, or already sent
     pooling: Pooling | None = None
 
     @property
     def prompt_only(self) -> bool:
-        """Whether nothing is drawn when the prompt is computed."""
+        """Whether no token is sampled when the prompt is computed."""
         return self.pooling is not None or self.sampling.max_tokens == 0
 
 
 class SeqPlan(NamedTuple):
     """What to compute of one sequence in this step.
 
-    The rows computed are the absolute positions ``num_computed_tokens … num_computed_tokens +
-    num_scheduled_tokens − 1``. A token is sampled when the last of them is the last known token of the
-    sequence, i.e. when ``num_computed_tokens + num_scheduled_tokens == number of known tokens`` (+ drafts).
+    The tokens computed are those at the absolute positions ``num_computed_tokens … num_computed_tokens +
+    num_scheduled_tokens − 1``. Tokens are sampled when the last known token of the sequence is among them:
+
+        known tokens (prompt, output)             drafts of the worker
+        … | num_computed_tokens … last known   |  num_draft_tokens of them
+
+    The worker samples at the last known token and at each draft, and returns the accepted drafts and the one token
+    that follows them: 1 … 1 + num_draft_tokens ids.
     """
 
     seq_id: int
@@ -72,8 +110,8 @@ class SeqPlan(NamedTuple):
     num_scheduled_tokens: int  # a prompt chunk, 1, or 1 + drafts
     block_start: tuple[int, ...] = ()  # per cache group: row index from which new_block_ids are written
     new_block_ids: tuple[tuple[int, ...], ...] = ()  # per cache group; both empty when no block changes
-    num_draft_tokens: int = 0
-    max_next_drafts: int = 0
+    num_draft_tokens: int = 0  # how many of the scheduled tokens are drafts, which only the worker knows
+    max_next_drafts: int = 0  # how many drafts the worker may propose for the next step
     forced_token_ids: tuple[int, ...] = ()  # overrides the worker's last id (beams)
 
 
@@ -87,23 +125,25 @@ class StepPlan:
     gone: tuple[int, ...] = ()  # seq_ids whose state the worker drops first
     kv_moves: tuple[KvMove, ...] = ()
     adapter_moves: tuple[AdapterMove, ...] = ()
+    transfers: tuple[KvTransfer, ...] = ()
 
 
 class SeqResult(NamedTuple):
-    """What one sequence got out of a step. ``token_ids`` is empty for a prompt chunk that is not the last."""
+    """What one sequence got out of a step.
+
+    ``token_ids`` has k ≥ 0 ids: none for a prompt chunk that is not the last, one for a decode, more with drafts.
+    """
 
     seq_id: int
     epoch: int
     token_ids: tuple[int, ...]
-    num_next_drafts: int = 0
+    num_next_drafts: int = 0  # drafts that the worker holds for the next step
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of token_ids, when asked for
-    # Of the prompt tokens that the rows of this step predict: row p (absolute) gives that of token p + 1.
+    # Of the prompt tokens that this step predicts: position p gives the log-probability of token p + 1.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    pooled: tuple[float, ...] | None = None  # with the prompt's last row
+    pooled: tuple[float, ...] | None = None  # with the prompt's last token
     error: str | None = None  # this sequence failed; the others of the step did not
-    out_of_memory: bool = (
-        False  # the error was that fewer of its rows might fit: it is computed again, not ended
-    )
+    out_of_memory: bool = False  # with error: a smaller chunk might fit, so the sequence is computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,5 +154,6 @@ class StepResult:
     seqs: tuple[SeqResult, ...] = ()
     moves_done: int = 0  # how many of kv_moves took effect
     device_s: float = 0.0  # seconds the device (or the compute threads) worked
-    max_rows: int | None = None  # found on the way: a step of more rows runs out of memory
+    max_tokens: int | None = None  # found out in this step: one of more tokens runs out of memory
     error: str | None = None
+    transfers_done: tuple[TransferDone, ...] = ()

@@ -96,7 +96,7 @@ def check_memory(config: EngineConfig, run: Run, meter: Meter) -> MemoryCheck:
         other=RUNTIME_BYTES["accelerator"] + GRAPH_BYTES["accelerator"],
     )
     found = DeviceBytes(weights=before - kv, kv=kv, step=peak - before, other=meter.used())
-    return MemoryCheck(expected, found, fits=result.max_rows is None)
+    return MemoryCheck(expected, found, fits=result.max_tokens is None)
 
 
 def trial_plans(config: EngineConfig) -> tuple[StepPlan, StepPlan, StepPlan]:

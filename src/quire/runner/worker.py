@@ -22,16 +22,16 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.prompt_rows import PromptOutput, PromptRows, rows_of
 from quire.runner.runner import Runner, Wait
 from quire.sampling.sampler import SeqSample
-from quire.step import LEAST_ROWS, NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
+from quire.step import MIN_RETRY_TOKENS, NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Shortage:
-    """Memory that a step lacked. ``max_rows``: half of the fewest that were too many; None where all fitted."""
+    """Memory that a step lacked. ``max_tokens``: half of the fewest that were too many; None where all fitted."""
 
-    max_rows: int | None = None
+    max_tokens: int | None = None
     seq_ids: set[int] = field(default_factory=set)  # refused, and worth another try with fewer rows
 
 
@@ -120,7 +120,7 @@ class Worker:
             results,
             moves_done=len(plan.kv_moves),
             device_s=took_s,
-            max_rows=launched.shortage.max_rows,
+            max_tokens=launched.shortage.max_tokens,
         )
 
     def _drop(self, seq_id: int) -> None:
@@ -181,13 +181,13 @@ class Worker:
             reason = str(error).partition(".")[0]
         self.runner.free_memory()
         num_rows = sum(plan.num_scheduled_tokens for plan in plans)
-        self._shortage.max_rows = num_rows // 2
+        self._shortage.max_tokens = num_rows // 2
         _log.warning(
             "%d rows are too many for the memory, steps have half of them from now on: %s", num_rows, reason
         )
         if len(plans) == 1:
             self._refused[plans[0].seq_id] = f"there is too little memory for its {num_rows} rows: {reason}"
-            if num_rows > LEAST_ROWS:
+            if num_rows > MIN_RETRY_TOKENS:
                 self._shortage.seq_ids.add(plans[0].seq_id)
             return []
         half = len(plans) // 2

@@ -30,8 +30,8 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     """Apply the result of the oldest step in flight."""
     record = state.in_flight.popleft()
     assert record.step == result.step, "results come in order of submission"
-    if result.max_rows is not None:
-        shrink_budget(state, result.max_rows)
+    if result.max_tokens is not None:
+        shrink_budget(state, result.max_tokens)
     if result.error is not None:
         return _fail_step(state, record, result.error)
     results = result.seqs

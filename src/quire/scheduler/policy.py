@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 from quire.scheduler.gate import Gate
 from quire.scheduler.order import sort_key
 from quire.scheduler.state import SchedulerState
-from quire.step import LEAST_ROWS
+from quire.step import MIN_RETRY_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ def change_policy(state: SchedulerState, change: PolicyChange) -> None:
         state.waiting.reorder()
 
 
-def shrink_budget(state: SchedulerState, max_rows: int) -> None:
-    """Plan steps of at most ``max_rows`` rows, and no fewer than `LEAST_ROWS`, until somebody raises the setting."""
-    rows = min(state.config.max_num_batched_tokens, max(max_rows, LEAST_ROWS))
-    state.config = replace(state.config, max_num_batched_tokens=rows)
+def shrink_budget(state: SchedulerState, max_tokens: int) -> None:
+    """Lower the token budget to ``max_tokens``, but not below `MIN_RETRY_TOKENS`, until a policy change raises it."""
+    budget = min(state.config.max_num_batched_tokens, max(max_tokens, MIN_RETRY_TOKENS))
+    state.config = replace(state.config, max_num_batched_tokens=budget)
 
 
 def changed(config: SchedulerConfig, change: PolicyChange, start: SchedulerConfig) -> SchedulerConfig:
