@@ -26,7 +26,6 @@ app = typer.Typer(
 )
 
 
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(__version__)
