@@ -150,7 +150,7 @@ def modules_of(*names: str) -> list[str]:
 TORCH_FREE = modules_of(
     *(name for rank, names in LINES if rank <= 2 for name in names if name != "_native"),
     "models.quill", "models.hub", "models.checkpoint", "lora.adapter",
-    "executor.base", "executor.fake",
+    "executor.base",
     "engine.core", "engine.inbox", "engine.client", "engine.frontend", "engine.supervisor", "engine.process",
     "api", "gateway", "bench.summary", "bench.serve", "bench.report", "bench.startup", "sim", "cli",
 )  # fmt: skip
