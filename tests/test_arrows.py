@@ -152,7 +152,7 @@ TORCH_FREE = modules_of(
     "models.quill", "models.hub", "models.checkpoint", "lora.adapter",
     "executor.base",
     "engine.core", "engine.inbox", "engine.client", "engine.frontend", "engine.supervisor", "engine.process",
-    "api", "gateway", "bench.summary", "bench.serve", "bench.report", "bench.startup", "sim", "cli",
+    "api", "gateway", "bench.summary", "bench.serve", "bench.report", "sim", "cli",
 )  # fmt: skip
 # What a bare PyTorch container lacks.
 BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "fastapi", "uvicorn", "pydantic", "quire._native"]
