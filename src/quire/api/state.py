@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quire.api.forecast import TtftForecast
 from quire.api.response_store import ResponseStore
@@ -17,9 +16,6 @@ from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.request import Adapter
 from quire.text.output import FORMATS, OutputFormat, detect_format
-
-if TYPE_CHECKING:  # it runs generations, which have this state
-    from quire.api.background import BackgroundResponses
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +31,8 @@ class ApiState:
     started_unix: int
     responses: ResponseStore
     running: RunningRequests
-    background: BackgroundResponses
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
-
-    def is_busy(self) -> bool:
-        """Whether somebody waits for the engine now, or nobody can be taken: batches stand back then."""
-        return self.frontend.state != "ready" or self.frontend.stats().num_waiting > 0
 
     def output_format(self, has_tools: bool) -> OutputFormat:
         """Return how the model writes reasoning and calls: --tool-format, or what its chat template shows."""
@@ -94,3 +85,8 @@ class ApiState:
         if registry is None or model in self.model.names:
             return None
         return registry.find(model)
+
+
+def is_busy(frontend: Frontend) -> bool:
+    """Whether requests wait for the engine now, or it takes none: batches pause then."""
+    return frontend.state != "ready" or frontend.stats().num_waiting > 0
