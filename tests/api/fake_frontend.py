@@ -255,7 +255,7 @@ class FakeFrontend:
                 error_kind="step",
             )
         reason = None
-        if token_id == END and not sampling.ignore_eos:
+        if token_id in sampling.eos_token_ids:
             reason = FinishReason.STOP
         elif position + 1 == sampling.max_tokens:
             reason = FinishReason.LENGTH
