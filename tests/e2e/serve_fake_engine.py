@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from tests.api.asgi_client import app_with_jobs
+from tests.fakes.engine import FAKE
 
 from quire.api.server import run
 from quire.args import EngineArgs, ServerArgs
@@ -24,7 +25,7 @@ def main(model: str, template: str, step_ms: str, batch_dir: str) -> int:
     configure_log("info")
     args = EngineArgs(model=model, num_kv_blocks=512)
     config, checkpoint = configure(args, detect_device())
-    client = ProcessClient(config, executor=f"fake@{step_ms}")
+    client = ProcessClient(config, executor=f"{FAKE}@{step_ms}")
     text = load_text(args, config, checkpoint, names=("tiny",), chat_template=template)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
     app = app_with_jobs(frontend, batch_dir=batch_dir)
