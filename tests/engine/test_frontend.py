@@ -14,9 +14,8 @@ from tests.engine.scripted import ScriptedClient
 from tests.engine.toy import BOS, VOCAB, byte_tokenizer, engine_config, ids, model_info
 
 from quire.clock import WallClock
-from quire.engine.client import EngineClient
+from quire.engine.client import EngineClient, InProcessClient
 from quire.engine.frontend import Frontend
-from quire.engine.inproc import InProcessClient
 from quire.engine.output import OutputChunk, merge
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor

@@ -16,9 +16,8 @@ from tests.engine.toy import VOCAB, engine_config
 
 from quire.clock import WallClock
 from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
-from quire.engine.process import ProcessClient
+from quire.engine.process import Boot, Events, ProcessClient, decode, encode
 from quire.engine.supervisor import RestartPolicy, Supervisor
-from quire.engine.wire import Boot, Events, decode, encode
 from quire.errors import EngineDeadError, ModelLoadError
 from quire.executor.fake_tokens import FakeModel, fake_tokens
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs

@@ -12,8 +12,8 @@ from quire.api.generation import Job
 from quire.api.protocol import Boolean, Integer, RequestFields, Text, parse
 from quire.api.replies import Usage, WholeAnswer, new_head
 from quire.api.state import ApiState
-from quire.engine.embedding import NOTHING_DRAWN, embedding
 from quire.engine.output import OutputChunk
+from quire.engine.pooling import NOTHING_DRAWN, embedding
 from quire.errors import RequestError
 from quire.request import Pooling
 

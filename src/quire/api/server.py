@@ -22,7 +22,7 @@ from quire.api.admin_server import AdminListener, admin_server
 from quire.api.batch_runner import BatchRunner
 from quire.api.listen import UVICORN, bind, url_of
 from quire.api.state import ApiState
-from quire.engine.client import EngineInfo
+from quire.engine.build import EngineInfo
 from quire.engine.frontend import Frontend
 from quire.errors import QuireError
 from quire.metrics.log import Log

@@ -46,7 +46,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     from quire.api.listen import bind
     from quire.api.server import run
     from quire.clock import WallClock
-    from quire.engine.client import EngineInfo
+    from quire.engine.build import EngineInfo
     from quire.engine.frontend import Frontend
 
     names = tuple(name.strip() for name in (server_args.served_model_name or "").split(",") if name.strip())
