@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from tests.fakes.executor import FakeExecutor
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -23,7 +24,6 @@ from quire.engine.output import RequestOutputState
 from quire.engine.prepare import prepare_request
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
-from quire.executor.fake import FakeExecutor
 from quire.metrics.engine_stats import EngineStats
 from quire.request import Adapter, Deadline, FinishReason, Pooling, SamplingParams, TokenEvent, TokenLogprobs
 from quire.scheduler.scheduler import Scheduler
@@ -255,7 +255,7 @@ class FakeFrontend:
                 error_kind="step",
             )
         reason = None
-        if token_id == END and not sampling.ignore_eos:
+        if token_id in sampling.eos_token_ids:
             reason = FinishReason.STOP
         elif position + 1 == sampling.max_tokens:
             reason = FinishReason.LENGTH

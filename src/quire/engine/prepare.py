@@ -7,7 +7,6 @@ same words.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from quire.engine.model_info import ModelInfo
 from quire.errors import RequestError
@@ -53,13 +52,11 @@ def prepare_request(
         ("allowed_token_ids", sampling.allowed_token_ids or ()),
     ):
         check_token_ids(name, tuple(named), model.vocab_size)
-    resolved = replace(
-        sampling,
+    resolved = sampling.resolve(
         seed=seed if sampling.seed is None else sampling.seed,
         max_tokens=_max_tokens(len(ids), sampling, model.max_model_len, prompt_only=pooling is not None),
-        eos_token_ids=() if sampling.ignore_eos else model.eos_token_ids,
+        eos_token_ids=model.eos_token_ids,
         bad_words_token_ids=bad_words_ids(sampling.bad_words, tokenizer),
-        structured_outputs=None,
     )
     return Request(
         request_id=request_id,
