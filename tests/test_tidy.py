@@ -62,7 +62,7 @@ LATE_IMPORTS: dict[str, str] = {
     "bench/figures.py": "matplotlib is the extra `bench`",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/build.py": "the choice of an executor",
-    "text/grammar_library.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
+    "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
     "__init__.py": "LLM and friends are resolved lazily",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",

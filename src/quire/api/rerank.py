@@ -1,4 +1,4 @@
-"""``/v1/rerank`` and ``/v1/score``: documents by how well they answer a query (`quire.engine.scoring`)."""
+"""``/v1/rerank`` and ``/v1/score``: documents by how well they answer a query (`quire.engine.pooling`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.api.job import Job
 from quire.api.replies import Usage, WholeAnswer, new_head
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.scoring import likelihood, scoring_prompts, yes_no
+from quire.engine.pooling import likelihood, scoring_prompts, yes_no
 from quire.errors import RequestError
 from quire.http.wire import Boolean, Integer, Text, Wire, clip, parse
 

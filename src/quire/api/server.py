@@ -15,7 +15,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from quire.api.state import ApiState
-from quire.engine.client import EngineInfo
+from quire.engine.build import EngineInfo
 from quire.engine.frontend import Frontend
 from quire.errors import QuireError
 from quire.http.drain import DrainingServer, SideApp, served_beside

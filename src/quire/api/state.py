@@ -10,7 +10,7 @@ from quire.api.response_store import ResponseStore
 from quire.api.running import RunningRequests
 from quire.api.settings import ApiSettings
 from quire.engine.frontend import Frontend
-from quire.engine.model_info import ModelInfo
+from quire.engine.prepare import ModelInfo
 from quire.errors import NotFoundError
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer

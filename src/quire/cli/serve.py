@@ -46,7 +46,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     from quire.api.server import run
     from quire.api.state import is_busy
     from quire.clock import WallClock
-    from quire.engine.client import EngineInfo
+    from quire.engine.build import EngineInfo
     from quire.engine.frontend import Frontend
     from quire.http.listen import bind
     from quire.jobs.extension import jobs_of
