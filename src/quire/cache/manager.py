@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.cache.block_hash import extend_chain, root_hash
+from quire.cache.block_hash import extend_chain, page_hash, root_hash
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import BlockTable, Windows
 from quire.cache.events import EventBuffer
-from quire.cache.node import NO_BLOCK
+from quire.cache.node import NO_BLOCK, Node
 from quire.cache.prefix_cache import Hit, PrefixCache
-from quire.cache.references import Publisher, References
+from quire.cache.references import Publisher, References, TransferBlocks
 from quire.config import CacheConfig
+from quire.step import TransferBlock
 
 
 class Admitted(NamedTuple):
@@ -46,7 +47,9 @@ class CacheManager:
     def new_table(self, *, adapter: str = "", cache_salt: str = "") -> BlockTable:
         """Return an empty table whose blocks are shared within one adapter and salt only."""
         root = root_hash(self.config.model_key, self.block_size, adapter=adapter, cache_salt=cache_salt)
-        return BlockTable(self._num_groups, root, publishes=self.config.enable_prefix_caching)
+        return BlockTable(
+            self._num_groups, root, self.block_size, publishes=self.config.enable_prefix_caching
+        )
 
     def match(self, table: BlockTable, token_ids: Sequence[int], step: int = -1) -> Hit:
         """Find what the tree has of ``token_ids``, without taking it. ``step``: see `PrefixCache.find`."""
@@ -112,7 +115,6 @@ class CacheManager:
         target.chain = source.chain[:full_rows]
         target.num_published, target.tip = source.num_published, source.tip
         target.publishable = source.publishable
-        self._resized(target)
         return True
 
     def slide(self, table: BlockTable, position: int) -> None:
@@ -124,22 +126,100 @@ class CacheManager:
                 self.references.drop(rows[row])
                 rows[row] = NO_BLOCK
                 table.first_rows[group] = row + 1
-        table.slide_at = self.windows.next_slide(table.first_rows)
 
     def settle(self, table: BlockTable, token_ids: Sequence[int], end: int) -> None:
-        """A step that brought ``table`` to ``end`` was applied: publish what is full, let go what nobody sees.
-
-        Worth a call from `BlockTable.due_at` tokens on.
-        """
+        """A step that brought ``table`` to ``end`` was applied: publish the full rows, drop rows that no query sees."""
         self.publisher.publish(table, token_ids, end, planned=False)
-        if end >= table.slide_at:
+        if self.windows.sliding:
             self.slide(table, end)
-        self._set_due(table)
+
+    def next_event_at(self, table: BlockTable) -> int:
+        """Return the token count at which ``table`` needs a block, fills one to be published, or can drop one.
+
+        It is 0 while the worker does not know all rows.
+        """
+        if table.unsent:
+            return 0
+        row = min(table.num_rows, table.num_published + 1) if table.publishable else table.num_rows
+        at = row * self.block_size
+        return min(at, self.windows.next_slide(table.first_rows)) if self.windows.sliding else at
+
+    def rollback(self, table: BlockTable, num_tokens: int) -> None:
+        """Give up the blocks past token ``num_tokens``: what was computed there was rejected."""
+        removed = table.truncate(-(-num_tokens // self.block_size))
+        if removed:
+            self.references.give_up(table, removed)
 
     def release(self, table: BlockTable) -> None:
         """Give up every block; those that a step in flight uses go when the last such step is applied."""
         self.references.give_up(table, table.block_ids())
         table.clear()
+
+    def begin_load(
+        self, transfer_id: int, table: BlockTable, token_ids: Sequence[int], num_blocks: int
+    ) -> tuple[TransferBlock, ...]:
+        """Take blocks for the full rows of ``token_ids`` below ``num_blocks`` that the tree does not have.
+
+        The transfer holds them, and those before them, in a table of its own; ``table`` (of the sequence) stays empty.
+        Returns the blocks to fill, row by row: none where nothing is missing or no block is available.
+        """
+        own = BlockTable(self._num_groups, table.root, self.block_size)
+        own.chain = table.chain
+        hit = self.match(own, token_ids)
+        num_rows = min(num_blocks, len(own.chain)) - len(hit.nodes)
+        num_rows = min(num_rows, (self.references.num_available - self._num_idle(hit)) // self._num_groups)
+        if num_rows <= 0 or hit.copy_tail:
+            return ()
+        self._take_hit(own, hit)
+        self._grow(own, num_rows)
+        self.references.transfers[transfer_id] = TransferBlocks([], own, tuple(token_ids))
+        return tuple(
+            TransferBlock(group, own.rows[group][row], page_hash(own.chain[row], group))
+            for row in range(own.num_rows - num_rows, own.num_rows)
+            for group in range(self._num_groups)
+        )
+
+    def begin_store(self, transfer_id: int, block_hash: bytes, num_blocks: int) -> tuple[TransferBlock, ...]:
+        """Hold the block that ``block_hash`` names and all before it; return the last ``num_blocks`` rows of these.
+
+        None where the tree does not have it, or the step that computes it is still in flight.
+        """
+        node = self.prefix.nodes.get(block_hash)
+        if node is None or node.step > self.references.applied_step:
+            return ()
+        path: list[Node] = []
+        while node is not None:
+            path.append(node)
+            node = node.parent
+        held = [block_id for each in path for block_id in each.block_ids if block_id != NO_BLOCK]
+        for block_id in held:
+            self.references.share(block_id)
+        self.references.transfers[transfer_id] = TransferBlocks(held)
+        return tuple(
+            TransferBlock(group, each.block_ids[group], page_hash(each.block_hash, group))
+            for each in reversed(path[:num_blocks])
+            for group in each.groups
+        )
+
+    def end_transfer(self, transfer_id: int, num_blocks: int) -> None:
+        """Publish the rows of a load of whose blocks the first ``num_blocks`` are whole; give up what was held."""
+        transfer = self.references.transfers.pop(transfer_id)
+        table = transfer.table
+        if table is not None:
+            num_rows = transfer.num_hit_rows + num_blocks // self._num_groups
+            self.references.drop_all(table.truncate(num_rows))
+            self.publisher.publish(table, transfer.token_ids, num_rows * self.block_size, planned=False)
+            self.release(table)
+        self.references.drop_all(transfer.held)
+
+    def _num_idle(self, hit: Hit) -> int:
+        """Return how many of the blocks that a hit takes count as available now."""
+        counts = self.pool.ref_counts
+        return sum(
+            counts[node.block_ids[group]] == 1
+            for group, first in enumerate(hit.first_rows)
+            for node in hit.nodes[first:]
+        )
 
     def _admissible_end(
         self, hit: Hit, num_known: int, target: int, budget: int, *, whole: bool
@@ -150,13 +230,7 @@ class CacheManager:
         if whole and todo > budget:
             return None
         end = hit.num_tokens + min(todo, budget)
-        counts = self.pool.ref_counts
-        idle = sum(
-            counts[node.block_ids[group]] == 1
-            for group, first in enumerate(hit.first_rows)
-            for node in hit.nodes[first:]
-        )
-        room = self.references.num_available - idle - self._num_groups * hit.copy_tail
+        room = self.references.num_available - self._num_idle(hit) - self._num_groups * hit.copy_tail
         room -= self.windows.num_full * (-(-num_known // self.block_size) - len(hit.nodes))
         if room < 0:
             return None
@@ -185,23 +259,9 @@ class CacheManager:
         table.first_rows = list(hit.first_rows)
         table.num_published = num_rows - hit.copy_tail
         table.tip = hit.nodes[table.num_published - 1] if table.num_published else None
-        self._resized(table)
 
     def _grow(self, table: BlockTable, num_rows: int) -> None:
         if num_rows > 0:
             ids = self.references.take_many(num_rows * self._num_groups)
             for group, rows in enumerate(table.rows):
                 rows.extend(ids[group :: self._num_groups])
-            table.capacity += num_rows * self.block_size
-            table.unsent = True
-
-    def _resized(self, table: BlockTable) -> None:
-        table.capacity = table.num_rows * self.block_size
-        table.unsent = True
-        if self.windows.sliding:
-            table.slide_at = self.windows.next_slide(table.first_rows)
-        self._set_due(table)
-
-    def _set_due(self, table: BlockTable) -> None:
-        full_at = (table.num_published + 1) * self.block_size
-        table.due_at = min(full_at, table.slide_at) if table.publishable else table.slide_at
