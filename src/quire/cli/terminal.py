@@ -63,7 +63,7 @@ def open_frontend(
             try:
                 with err.status(f"loading {args.model} …"):
                     runner.run(frontend.start())
-                if note := slow_kernels(config.device, config.runner.cpu_isa):
+                if note := slow_kernels(config.device, config.runner.kernels):
                     err.print(note, style="dim", markup=False)
                 yield frontend, runner
             finally:

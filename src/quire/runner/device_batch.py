@@ -18,8 +18,8 @@ from quire.kernels.attention.triton import (
     plan_works,
     work_key,
 )
-from quire.kernels.kv_view import KvView
-from quire.kernels.lora.rows import DeviceRows
+from quire.kernels.kv_blocks import KvView
+from quire.kernels.lora.stack import DeviceRows
 from quire.kernels.lora.triton import most_tiles, tiles_of
 from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
 from quire.modelspec import KvLayout, ModelSpec

@@ -14,7 +14,7 @@ from tests.kernels.triton.device import WARNINGS, on_device
 from quire.kernels import cases
 from quire.kernels.attention import RaggedBatch
 from quire.kernels.attention.triton import most_works, plan_works
-from quire.kernels.kv_view import view_layer
+from quire.kernels.kv_blocks import view_layer
 from quire.kernels.registry import GPU_KERNELS, Backend
 
 pytestmark = WARNINGS

@@ -11,7 +11,7 @@ import torch
 
 from quire.kernels.attention import native, reference  # noqa: F401  registers them
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import Backend, find
 
 __all__ = ["AttentionShape", "RaggedBatch", "attention"]

@@ -17,7 +17,7 @@ import torch
 
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.block_sizes import Sizes
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 
 WORKSPACE_BYTES = 128 << 20  # what its documentation asks for
 DIMS = (64, 128, 256)

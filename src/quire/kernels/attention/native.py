@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import NATIVE_LEVELS, register
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty

@@ -23,7 +23,7 @@ import torch
 
 from quire.kernels.attention import tiling
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import register
 from quire.kernels.threads import one_torch_thread
 

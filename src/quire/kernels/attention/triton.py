@@ -24,7 +24,7 @@ from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.attention.triton_kernels import attend_items, fold_items
 from quire.kernels.attention.work import WHOLE, Work, cut_work, split_for
 from quire.kernels.block_sizes import block_sizes
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import register
 
 SPLIT = 512  # positions of a split of the invariant version: a constant, since it is part of the result

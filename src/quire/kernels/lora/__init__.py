@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from quire.kernels.lora import native, reference  # noqa: F401  registers both
-from quire.kernels.lora.rows import AdapterRows, group_rows
-from quire.kernels.lora.stack import RANK_ALIGN, LoraStack, LowRank
+from quire.kernels.lora.stack import RANK_ALIGN, AdapterRows, LoraStack, LowRank, group_rows
 from quire.kernels.registry import Backend, find
 
 __all__ = ["AdapterRows", "LoraStack", "LowRank", "add_lora", "group_rows", "stack_empty", "write_slot"]
