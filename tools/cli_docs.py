@@ -33,7 +33,8 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
                                    the workload, load and results flags of bench serve, and the engine's scheduling
     quire doctor                   what this machine has, which kernels are used and why, what to install
     quire doctor --check MODEL     read all weights: do shapes and types fit config.json, is anything NaN or infinite
-    quire version
+    quire plan [MODEL]             does it fit, how fast, at what cost: formulas (docs/planner.md)
+    quire version                  also quire --version
 
 MODEL is `quill` (the default), `quill-draft`, a local folder, a `.gguf` file, `folder:Q8_0` for one GGUF of several, or
 a hub id. Every setting can also stand in a TOML file given with `--config`; tables only group the keys, and flags win:

@@ -94,7 +94,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "window-slides-early",
         "the cache lets go of a window's first row one token too early",
-        "src/quire/cache/windows.py",
+        "src/quire/cache/block_table.py",
         "max(0, position - w + 1) // self._block_size",
         "max(0, position - w + 2) // self._block_size",
         FUZZ,
@@ -134,7 +134,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "failed-step-stays-published",
         "the blocks of a failed step stay in the prefix tree",
-        "src/quire/cache/publisher.py",
+        "src/quire/cache/references.py",
         "        self._prefix.withdraw(withdrawn)\n",
         "        pass\n",
         FUZZ,

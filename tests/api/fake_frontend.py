@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from tests.fakes.executor import FakeExecutor
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -23,7 +24,6 @@ from quire.engine.output import RequestOutputState
 from quire.engine.prepare import prepare_request
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
-from quire.executor.fake import FakeExecutor
 from quire.metrics.engine_stats import EngineStats
 from quire.request import Adapter, Deadline, FinishReason, Pooling, SamplingParams, TokenEvent, TokenLogprobs
 from quire.scheduler.scheduler import Scheduler

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fakes.engine import FAKE
 
 from quire.args import EngineArgs
 from quire.bench import batching
@@ -24,7 +25,7 @@ from quire.workload.request import WorkloadRequest
 @pytest.fixture(scope="module")
 def engine() -> Iterator[OfflineEngine]:
     args = EngineArgs(num_kv_blocks=512, max_num_seqs=4, max_queue=5, enable_prefix_caching=False)
-    made = OfflineEngine(args, executor="fake@1")
+    made = OfflineEngine(args, executor=f"{FAKE}@1")
     yield made
     made.close()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.cache.cache_bench import NO, Bench
 
-from quire.cache.block_table import BlockTable
-from quire.cache.windows import Windows
+from quire.cache.block_table import BlockTable, Windows
 
 PROMPT = tuple(range(10))  # two full blocks of 4 and a half
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 
+from tests.fakes.engine import FAKE
+
 from quire.api.app import create_app
 from quire.api.server import run
 from quire.api.settings import ApiSettings
@@ -24,7 +26,7 @@ def main(model: str, template: str, step_ms: str, batch_dir: str) -> int:
     configure_log("info")
     args = EngineArgs(model=model, num_kv_blocks=512)
     config, checkpoint = configure(args, detect_device())
-    client = ProcessClient(config, executor=f"fake@{step_ms}")
+    client = ProcessClient(config, executor=f"{FAKE}@{step_ms}")
     text = load_text(args, config, checkpoint, names=("tiny",), chat_template=template)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
     app = create_app(frontend, ApiSettings(batch_dir=batch_dir))

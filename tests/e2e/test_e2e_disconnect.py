@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.api.raw_asgi import RawCall
 from tests.engine.toy import byte_tokenizer, engine_config, model_info
+from tests.fakes.engine import FAKE
 
 from quire.api.app import create_app
 from quire.api.settings import ApiSettings
@@ -32,7 +33,7 @@ async def until(condition: Any) -> None:
 def test_blocks_are_free_within_two_steps(stream: bool, n: int) -> None:
     async def go() -> None:
         clock, tokenizer = WallClock(), byte_tokenizer()
-        client = InProcessClient(engine_config(), clock, executor=f"fake@{STEP_MS}")
+        client = InProcessClient(engine_config(), clock, executor=f"{FAKE}@{STEP_MS}")
         template = ChatTemplate.of(tokenizer, datetime.now)
         frontend = Frontend(client, tokenizer, template, model_info(), clock)
         app = create_app(frontend, ApiSettings())

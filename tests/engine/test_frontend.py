@@ -12,6 +12,8 @@ from datetime import datetime
 import pytest
 from tests.engine.scripted import ScriptedClient
 from tests.engine.toy import BOS, VOCAB, byte_tokenizer, engine_config, ids, model_info
+from tests.fakes.engine import FAKE
+from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
 from quire.engine.client import EngineClient
@@ -21,7 +23,6 @@ from quire.engine.output import OutputChunk, merge
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import CapacityError, EngineDeadError, ModelLoadError, RequestError
-from quire.executor.fake_tokens import FakeModel, fake_tokens
 from quire.request import FinishReason, SamplingParams
 from quire.text.chat_template import ChatTemplate
 
@@ -35,7 +36,7 @@ def frontend_over(client: EngineClient) -> Frontend:
 
 
 def with_frontend(
-    body: Callable[[Frontend, InProcessClient], Awaitable[None]], executor: str = "fake", **settings: object
+    body: Callable[[Frontend, InProcessClient], Awaitable[None]], executor: str = FAKE, **settings: object
 ) -> None:
     """Run ``body`` with a started frontend; everything must be free at the end."""
 
@@ -130,7 +131,7 @@ def test_stop_string_over_tokens_ends_the_sample_in_the_engine_too() -> None:
         generated = client.core.stats().num_generated_tokens - before
         assert generated <= len(cut.token_ids) + 3, "the core went on after the stop string"
 
-    with_frontend(body, "fake@5")
+    with_frontend(body, f"{FAKE}@5")
 
 
 @pytest.mark.parametrize("how", ["break", "cancel", "abort", "aclose"])
@@ -159,7 +160,7 @@ def test_leaving_a_stream_frees_its_blocks_within_two_steps(how: str) -> None:
         assert stats.num_steps <= steps + 2
         assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks
 
-    with_frontend(body, "fake@5")
+    with_frontend(body, f"{FAKE}@5")
 
 
 def test_an_aborted_stream_ends_each_sample_once() -> None:
@@ -173,7 +174,7 @@ def test_an_aborted_stream_ends_each_sample_once() -> None:
         ends = [c.index for c in chunks if c.finish_reason is FinishReason.ABORT]
         assert sorted(ends) == [0, 1]
 
-    with_frontend(body, "fake@5")
+    with_frontend(body, f"{FAKE}@5")
 
 
 def test_a_name_may_come_again_while_late_events_of_the_first_are_under_way() -> None:
@@ -189,7 +190,7 @@ def test_a_name_may_come_again_while_late_events_of_the_first_are_under_way() ->
                 (chunk,) = await stream.collect()
                 assert list(chunk.token_ids) == tokens_of("p4", sampling)
 
-    with_frontend(body, "fake@2")
+    with_frontend(body, f"{FAKE}@2")
 
 
 def test_chats_are_rendered_without_a_second_bos() -> None:
@@ -257,7 +258,7 @@ def test_a_full_queue_is_an_answer() -> None:
         assert all(c.error_kind == "capacity" for c in refused)
         assert sum(c.finish_reason is FinishReason.LENGTH for (c,) in answers) == 12 - len(refused)
 
-    with_frontend(body, "fake@5", max_num_seqs=2, max_queue=3)
+    with_frontend(body, f"{FAKE}@5", max_num_seqs=2, max_queue=3)
 
 
 def test_draining_finishes_what_runs_and_aborts_what_takes_too_long() -> None:
@@ -274,12 +275,12 @@ def test_draining_finishes_what_runs_and_aborts_what_takes_too_long() -> None:
         assert first.finish_reason is FinishReason.LENGTH
         assert second.finish_reason is FinishReason.ABORT
 
-    with_frontend(body, "fake@10")
+    with_frontend(body, f"{FAKE}@10")
 
 
 def test_closing_ends_every_stream() -> None:
     async def main() -> None:
-        client = InProcessClient(engine_config(), WallClock(), executor="fake@5")
+        client = InProcessClient(engine_config(), WallClock(), executor=f"{FAKE}@5")
         frontend = frontend_over(client)
         with pytest.raises(CapacityError, match="loading"):
             await frontend.submit("a", GREEDY)
@@ -325,7 +326,7 @@ def test_a_load_error_is_raised_by_start() -> None:
 
 def test_closing_while_loading_ends_start() -> None:
     async def main() -> None:
-        frontend = frontend_over(ProcessClient(engine_config(), executor="fake"))
+        frontend = frontend_over(ProcessClient(engine_config(), executor=FAKE))
         started = asyncio.ensure_future(frontend.start())
         await asyncio.sleep(0.01)
         await frontend.close()
@@ -341,7 +342,7 @@ def test_text_streams_go_on_when_the_engine_is_killed() -> None:
         started: list[ProcessClient] = []
 
         def start() -> ProcessClient:
-            started.append(ProcessClient(config, executor="fake@5"))
+            started.append(ProcessClient(config, executor=f"{FAKE}@5"))
             return started[-1]
 
         frontend = frontend_over(Supervisor(start(), start, WallClock(), RestartPolicy(backoff_s=0.0)))
@@ -367,7 +368,7 @@ def test_two_engines_in_one_process_do_not_mix() -> None:
     async def main() -> None:
         frontends = []
         for _ in range(2):
-            frontend = frontend_over(InProcessClient(engine_config(), WallClock(), executor="fake@1"))
+            frontend = frontend_over(InProcessClient(engine_config(), WallClock(), executor=f"{FAKE}@1"))
             await frontend.start()
             frontends.append(frontend)
         sampling = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from tests.engine.toy import VOCAB, engine_config
+from tests.fakes.engine import FAKE
+from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
 from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
@@ -20,7 +22,6 @@ from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.engine.wire import Boot, Events, decode, encode
 from quire.errors import EngineDeadError, ModelLoadError
-from quire.executor.fake_tokens import FakeModel, fake_tokens
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from quire.scheduler.policy import PolicyChange
 
@@ -69,7 +70,7 @@ class Collected:
 
 @pytest.fixture
 def client() -> Iterator[ProcessClient]:
-    made = ProcessClient(engine_config(), executor="fake")
+    made = ProcessClient(engine_config(), executor=FAKE)
     yield made
     made.close()
 
@@ -125,7 +126,7 @@ def test_wire_keeps_every_field() -> None:
 
 
 def test_a_killed_child_is_reported() -> None:
-    client = ProcessClient(engine_config(), executor="fake")
+    client = ProcessClient(engine_config(), executor=FAKE)
     client.wait_ready()
     os.kill(client.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
@@ -165,7 +166,7 @@ def test_no_orphan_stays_when_the_parent_is_killed() -> None:
     code = (
         "from tests.engine.toy import engine_config\n"
         "from quire.engine.process import ProcessClient\n"
-        "client = ProcessClient(engine_config(), executor='fake@50')\n"
+        "client = ProcessClient(engine_config(), executor='tests.fakes.engine:build@50')\n"
         "client.wait_ready()\n"
         "print(client.pid, client._process.directory, flush=True)\n"
         "client.receive()\n"
@@ -184,7 +185,7 @@ def test_streams_survive_sigkill_of_the_engine() -> None:
     config = engine_config()
 
     def start() -> ProcessClient:
-        return ProcessClient(config, executor="fake@5")
+        return ProcessClient(config, executor=f"{FAKE}@5")
 
     first = start()
     supervisor = Supervisor(first, start, WallClock(), RestartPolicy(backoff_s=0.0))

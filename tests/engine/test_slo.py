@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from tests.engine.toy import engine_config
+from tests.fakes.engine import FAKE
 from tests.scheduler.harness import Engine, make_scheduler, oracle, request
 
 from quire.args import EngineArgs, ServerArgs
@@ -56,10 +57,10 @@ def test_a_configuration_with_an_slo_reaches_the_child_and_builds_a_controller()
     config = replace(engine_config(), slo=SLO)
     boot = decode(encode(Boot(config, "info")))
     assert boot.config.slo == SLO
-    assert build_core(boot.config, "fake", VirtualClock()).controller is not None
+    assert build_core(boot.config, FAKE, VirtualClock()).controller is not None
     ttft_alone = replace(config, slo=replace(SLO, tpot_s=None))
-    assert build_core(ttft_alone, "fake", VirtualClock()).controller is None
-    assert build_core(engine_config(), "fake", VirtualClock()).controller is None
+    assert build_core(ttft_alone, FAKE, VirtualClock()).controller is None
+    assert build_core(engine_config(), FAKE, VirtualClock()).controller is None
     assert forecast_of(config) is not None
     assert forecast_of(engine_config()) is None
 

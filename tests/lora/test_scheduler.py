@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tests.fakes.executor import FakeExecutor
+from tests.fakes.model import fake_tokens
+
 from quire.config import CacheConfig, SchedulerConfig
-from quire.executor.fake import FakeExecutor
-from quire.executor.fake_tokens import fake_tokens
 from quire.request import Adapter, FinishReason, Request, SamplingParams, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.step import AdapterMove

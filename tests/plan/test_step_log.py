@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.fakes.engine import FAKE
 
 from quire.args import EngineArgs
 from quire.clock import VirtualClock
@@ -63,7 +64,7 @@ def test_an_engine_writes_it_where_its_settings_say(tmp_path: Path) -> None:
         EngineArgs(step_log=str(tmp_path / "steps.jsonl"), num_kv_blocks=64, max_model_len=512),
         detect_device(),
     )
-    core = build_core(config, "fake", VirtualClock())
+    core = build_core(config, FAKE, VirtualClock())
     core.put(AddRequest(Request("r", (5, 6, 7), SamplingParams(max_tokens=4, seed=1, ignore_eos=True), 0.0)))
     while core.has_work:
         core.step()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from tests.fakes.executor import FakeExecutor, FakeFaults
+from tests.fakes.model import FakeModel, fake_tokens
+
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.inbox import AddRequest
-from quire.executor.fake import FakeExecutor, FakeFaults
-from quire.executor.fake_tokens import FakeModel, fake_tokens
 from quire.request import Request, SamplingParams, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.step import SeqResult, StepPlan, StepResult

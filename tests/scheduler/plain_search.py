@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quire.executor.fake_tokens import FakeModel, chain, next_state
+from tests.fakes.model import FakeModel, chain, next_state
+
 from quire.request import Request
 
 

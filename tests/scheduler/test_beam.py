@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
+from tests.fakes.executor import FakeFaults
+from tests.fakes.model import chain
 from tests.scheduler.harness import MODEL, Engine, make_scheduler, oracle, request
 from tests.scheduler.plain_search import plain_search
 
 from quire.engine.inbox import AbortRequest
-from quire.executor.fake import FakeFaults
-from quire.executor.fake_tokens import chain
 from quire.request import FinishReason, Request
 
 SEED = 20261121

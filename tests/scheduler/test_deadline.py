@@ -8,7 +8,7 @@ import pytest
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, step
 
 from quire.request import Deadline, FinishReason, Request
-from quire.scheduler.pace import Backlog, Pace, first_token_s
+from quire.scheduler.predictor import Backlog, Pace, first_token_s
 
 
 def due(one: Request, first_s: float | None = None, total_s: float | None = None) -> Request:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.fakes.executor import FakeFaults
+from tests.fakes.model import chain
 from tests.scheduler.harness import MODEL, Engine, make_scheduler, oracle, request
 
-from quire.executor.fake import FakeFaults
-from quire.executor.fake_tokens import chain
 from quire.request import FinishReason, Pooling, Request, TokenLogprobs
 
 

@@ -7,13 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tests.fakes.executor import FakeExecutor
 from tests.sim.scenario import RequestMaker, Scenario, expected_output
 
 from quire.clock import VirtualClock
 from quire.config import GATES, ORDERS
 from quire.engine.core import EngineCore
 from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, ResetPrefixCache, Shutdown
-from quire.executor.fake import FakeExecutor
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.policy import PolicyChange
 from quire.scheduler.scheduler import Scheduler

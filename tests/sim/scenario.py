@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from tests.fakes.executor import FakeFaults
+from tests.fakes.model import FakeModel, fake_tokens
 from tests.scheduler.plain_search import plain_search
 
 from quire.config import GATES, ORDERS, CacheConfig, SchedulerConfig
-from quire.executor.fake import FakeFaults
-from quire.executor.fake_tokens import FakeModel, fake_tokens
 from quire.request import Adapter, Deadline, Request, SamplingParams
 
 ADAPTERS = tuple(Adapter(name, f"/adapters/{name}", f"key of {name}", 8) for name in "abcde")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tests.fakes.executor import FakeFaults
 from tests.scheduler.harness import Engine, make_scheduler, oracle, request
 from tests.sim.driver import Driver
 from tests.sim.scenario import make_scenario
@@ -19,7 +20,6 @@ from quire.engine.inbox import (
     ResetPrefixCache,
     Shutdown,
 )
-from quire.executor.fake import FakeFaults
 from quire.request import FinishReason
 from quire.scheduler.policy import PolicyChange, settings
 from quire.step import StepPlan

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.fakes.executor import FakeExecutor, FakeFaults
+from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.config import CacheConfig
-from quire.executor.fake import FakeExecutor, FakeFaults
-from quire.executor.fake_tokens import FakeModel, fake_tokens
 from quire.request import SamplingParams
 from quire.step import KvMove, NewSeq, SeqPlan, StepPlan
 

@@ -15,13 +15,11 @@ from typing import NamedTuple
 
 from quire.cache.block_hash import extend_chain, root_hash
 from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import BlockTable
+from quire.cache.block_table import BlockTable, Windows
 from quire.cache.events import EventBuffer
 from quire.cache.node import NO_BLOCK
 from quire.cache.prefix_cache import Hit, PrefixCache
-from quire.cache.publisher import Publisher
-from quire.cache.references import References
-from quire.cache.windows import Windows
+from quire.cache.references import Publisher, References
 from quire.config import CacheConfig
 
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import Windows
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer
 from quire.cache.node import NO_BLOCK, IdleQueue, Node
-from quire.cache.windows import Windows
 
 
 class Hit(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quire import __version__
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.bench import bench_app
 from quire.cli.command_args import ChatArgs, PlanArgs, RunArgs
@@ -23,6 +24,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
 
 app.add_typer(bench_app, name="bench")
 app.command()(profile)
@@ -117,9 +134,7 @@ def doctor(
 @app.command()
 def version() -> None:
     """Print the version."""
-    from importlib.metadata import version
-
-    typer.echo(version("quire"))
+    typer.echo(__version__)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from rich.console import Console
 from rich.table import Table
 
+from quire import __version__
 from quire.device import cpu_features, detect_device, slow_kernels
 from quire.gpu import FP8_CAPABILITY, find_gpu, gpu_problem
 
@@ -78,7 +79,7 @@ def report() -> None:
     console = Console()
     device = detect_device()
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("Quire", f"{_version('quire')}, Python {platform.python_version()}, {platform.platform()}")
+    table.add_row("Quire", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
     table.add_row("CPU", f"{device.name}, {device.num_cores} cores for this process")
     features = [name for name, has in cpu_features().items() if has]
     table.add_row(

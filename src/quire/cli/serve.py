@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from importlib.metadata import version
 from typing import Any
 
+from quire import __version__
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.flags import pick
 from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
@@ -59,8 +59,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         RestartPolicy(max_restarts=server_args.max_restarts),
     )
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
-    release = version("quire")
-    api = api_settings(server_args, config, release)
+    api = api_settings(server_args, config, __version__)
 
     def announce(url: str, info: EngineInfo) -> None:
         print(
@@ -72,7 +71,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     weights = weights_report(config.model)
     note = slow_kernels(config.device, config.runner.kernels)
     sock = bind(server_args.host, server_args.port)
-    tracer = make_tracer(server_args.otlp_traces_endpoint, clock, release)
+    tracer = make_tracer(server_args.otlp_traces_endpoint, clock, __version__)
     app = create_app(frontend, api, tracer=tracer, forecast=forecast_of(config))
     admin = admin_listener(app, server_args)
     try:
@@ -89,8 +88,8 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     from quire.api.settings import ApiSettings, fingerprint
 
     return ApiSettings(
-        version=release,
-        system_fingerprint=fingerprint(config, release),
+        version=__version__,
+        system_fingerprint=fingerprint(config, __version__),
         api_keys=(args.api_key,) if args.api_key else (),
         cors_origins=_list(args.cors_origins),
         lenient=args.lenient,

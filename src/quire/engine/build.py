@@ -1,8 +1,8 @@
 """Where an executor is chosen and the core is put together; torch is imported here and not before.
 
 "local"    the model, in this process, on the device of its configuration
-"fake"     no model: tokens from a hash, over real pages (tests; "fake@20" takes 20 ms a step)
-"timed"    no model, no pages: steps sleep as long as a cost model says ("timed@FILE", that of `CostModel.to_json`)
+"timed"    no model, no KV cache: steps sleep as long as a cost model says ("timed@FILE", that of `CostModel.to_json`)
+"M:F"      the executor that the function F of the module M makes of (config, argument), "M:F@argument"
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import time
 from pathlib import Path
 
 from quire.clock import Clock
@@ -22,7 +21,6 @@ from quire.executor.logged import LoggedExecutor
 from quire.plan.cost_model import CostModel
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
-from quire.step import StepPlan, StepResult
 
 
 def preload(executor: str) -> None:
@@ -66,7 +64,8 @@ def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
 
 
 def _module(executor: str) -> str:
-    return f"quire.executor.{executor.partition('@')[0]}"
+    module, colon, _ = executor.partition("@")[0].partition(":")
+    return module if colon else f"quire.executor.{module}"
 
 
 def _executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
@@ -83,12 +82,9 @@ def _executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
         from quire.executor.timed import TimedExecutor
 
         return TimedExecutor(CostModel.from_json(json.loads(Path(argument).read_text())), clock)
-    from quire.executor.fake import FakeExecutor
-    from quire.executor.fake_tokens import FakeModel
-
-    assert kind == "fake", executor
-    fake = FakeExecutor(config.cache, model=FakeModel(vocab_size=config.model.spec.vocab_size))
-    return _Paced(fake, float(argument) / 1e3) if argument else fake
+    factory = kind.partition(":")[2]
+    made: Executor = getattr(importlib.import_module(_module(executor)), factory)(config, argument)
+    return made
 
 
 def _kernels(config: EngineConfig, executor: str) -> str:
@@ -105,22 +101,3 @@ def _kernels(config: EngineConfig, executor: str) -> str:
     torch = sorted({backend for backend in chosen.values() if backend not in registry.NATIVE_LEVELS})
     parts += [f"{' and '.join(torch)} (torch)" + (" for the rest" if parts else "")] if torch else []
     return "; ".join([*parts, f"{config.runner.num_threads} threads"])
-
-
-class _Paced:
-    """An executor slowed down to a step of at least ``step_s`` seconds."""
-
-    def __init__(self, inner: Executor, step_s: float) -> None:
-        self.max_in_flight = inner.max_in_flight
-        self._inner = inner
-        self._step_s = step_s
-
-    def submit(self, plan: StepPlan) -> None:
-        self._inner.submit(plan)
-
-    def collect(self) -> StepResult:
-        time.sleep(self._step_s)
-        return self._inner.collect()
-
-    def close(self) -> None:
-        self._inner.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.beam_steps import start_search
 from quire.scheduler.deadline import hopeless
-from quire.scheduler.order import sort_key
 from quire.scheduler.outcome import finish_reason
+from quire.scheduler.queue import sort_key
 from quire.scheduler.sequence import RequestState, Sequence, SequenceState
 from quire.scheduler.state import SchedulerState
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from quire.config import OrderKind
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.pace import Backlog, first_token_s
+from quire.scheduler.predictor import Backlog, first_token_s
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from itertools import repeat
 
 from quire.cache.manager import CacheManager
+from quire.config import SchedulerConfig
 from quire.scheduler.adapters import Turnstile
 from quire.scheduler.beam_steps import fork_beams
-from quire.scheduler.budget import Budget
-from quire.scheduler.fork import fork_siblings
-from quire.scheduler.preempt import make_room
 from quire.scheduler.sequence import Sequence, SequenceState, SortKey
 from quire.scheduler.state import Entry, SchedulerState, StepRecord
 from quire.step import NewSeq, SeqPlan, StepPlan
@@ -312,3 +310,60 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     match = state.cache.match
     nearest.sort(key=lambda seq: -match(seq.table, seq.token_ids).num_tokens)  # stable: ties by arrival
     return nearest[:count]
+
+
+class Budget:
+    """Rows left in the step being planned."""
+
+    __slots__ = ("_limit", "_whole_prompts", "left")
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._limit = config.max_num_batched_tokens
+        self._whole_prompts = not config.enable_chunked_prefill
+        self.left = self._limit
+
+    def must_be_whole(self, num_tokens: int) -> bool:
+        """Tell whether a chunk of ``num_tokens`` may not be cut.
+
+        Without chunked prefill a prompt is computed in one step or waits. Only what can never fit a step is cut:
+        a sequence preempted after its output outgrew the budget, which cannot be refused any more.
+        """
+        return self._whole_prompts and num_tokens <= self._limit
+
+
+def fork_siblings(state: SchedulerState, leader: Sequence) -> None:
+    """Fork every sibling of a running ``leader`` that is about to compute its last prompt token.
+
+    Full blocks are shared, a partial tail is copied by a move, and each computes the last prompt token itself. A
+    sibling that finds no seat or no block waits like anybody else; most of its prompt is in the prefix tree by then.
+    """
+    num_shared = leader.num_prompt - 1
+    assert leader.num_planned == num_shared
+    siblings, leader.siblings = leader.siblings, []
+    for sibling in siblings:
+        has_seat = len(state.running) < state.config.max_num_seqs
+        if has_seat and state.cache.fork(leader.table, sibling.table, num_shared):
+            state.start(sibling, num_shared)
+            state.counters.num_forks += 1
+        else:
+            state.gate.return_seat()
+            state.enqueue(sibling)
+
+
+def make_room(state: SchedulerState, seq: Sequence, end: int) -> bool:
+    """Give ``seq`` blocks up to token ``end``, preempting sequences that rank behind it; False: not in this step.
+
+    Blocks of a victim that is in flight come free when its step is applied, so nobody else is thrown out for what is
+    already on its way. The first in rank always gets room at last: it can preempt all others, and it was not admitted
+    unless it fits alone.
+    """
+    cache = state.cache
+    while not cache.allocate(seq.table, end):
+        num_needed = (-(-end // cache.block_size) - seq.table.num_rows) * cache.windows.num_groups
+        if cache.references.num_available + cache.references.num_coming >= num_needed:
+            return False
+        victim = max(state.running, key=lambda s: s.key)
+        if victim is seq:
+            return False
+        state.preempt(victim)
+    return True

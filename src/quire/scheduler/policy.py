@@ -8,8 +8,7 @@ from typing import Any
 
 from quire.config import GATES, ORDERS, GateKind, OrderKind, SchedulerConfig
 from quire.errors import ConfigError
-from quire.scheduler.gate import Gate
-from quire.scheduler.order import sort_key
+from quire.scheduler.queue import Gate, sort_key
 from quire.scheduler.state import SchedulerState
 from quire.step import MIN_RETRY_TOKENS
 

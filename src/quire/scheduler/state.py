@@ -12,10 +12,8 @@ from quire.metrics.engine_stats import STEP_TOKENS
 from quire.metrics.histogram import Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
-from quire.scheduler.deadline_heap import Deadlines
-from quire.scheduler.gate import Gate
-from quire.scheduler.order import WaitingQueue, sort_key
-from quire.scheduler.pace import Pace
+from quire.scheduler.predictor import Pace
+from quire.scheduler.queue import Deadlines, Gate, WaitingQueue, sort_key
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
 from quire.step import AdapterMove, SeqPlan
 

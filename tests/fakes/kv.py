@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.fakes.model import MASK, chain, next_state, start_state
 
-from quire.executor.fake_tokens import MASK, chain, next_state, start_state
 from quire.request import Adapter
 from quire.step import NewSeq, SeqPlan
 

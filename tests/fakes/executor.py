@@ -12,11 +12,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tests.fakes.adapters import FakeAdapters
+from tests.fakes.kv import FakePages, WorkerSeq
+from tests.fakes.model import MASK, FakeModel
+
 from quire.config import CacheConfig
 from quire.errors import StepError
-from quire.executor.fake_adapters import FakeAdapters
-from quire.executor.fake_pages import FakePages, WorkerSeq
-from quire.executor.fake_tokens import MASK, FakeModel
 from quire.request import TokenLogprobs
 from quire.step import SeqPlan, SeqResult, StepPlan, StepResult
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire.executor.fake_pages import WorkerSeq
-from quire.executor.fake_tokens import start_state
+from tests.fakes.kv import WorkerSeq
+from tests.fakes.model import start_state
+
 from quire.request import Adapter
 from quire.step import StepPlan
 

@@ -1,0 +1,139 @@
+"""What waits: sequences by rank (`WaitingQueue`), the batch being formed (`Gate`), limits of time (`Deadlines`).
+
+An order is a sort key; equal ranks fall back to arrival, then to the sequence id.
+
+    fcfs             arrival
+    priority         Request.priority (smaller first), then arrival
+    shortest-first   number of prompt tokens, then arrival; the output's length is not known
+    longest-prefix   most tokens in the prefix tree at this moment, then arrival; among the first 128 that wait
+
+The same key ranks running sequences when blocks run out: the last one is preempted first. Running sequences have
+their prefix already, so under longest-prefix they rank by arrival.
+
+A gate decides when sequences may enter.
+
+    continuous   always
+    static       when nothing runs: a batch of those that wait, and nothing joins it
+    dynamic      as static, but the batch starts only when it is full or its oldest has waited long enough
+
+A batch is a number of seats. A sequence that left its seat without ending (preempted, or a sibling that found no
+room at its fork) gets it back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from quire.config import OrderKind, SchedulerConfig
+from quire.request import Deadline, Request
+from quire.scheduler.sequence import Sequence, SortKey
+
+
+def sort_key(order: OrderKind, seq: Sequence) -> SortKey:
+    """Return the rank of a sequence; smaller comes first."""
+    request = seq.group.request
+    if order == "priority":
+        return (request.priority, request.arrival_s, seq.seq_id)
+    if order == "shortest-first":
+        return (seq.num_prompt, request.arrival_s, seq.seq_id)
+    return (request.arrival_s, seq.seq_id)
+
+
+class WaitingQueue:
+    """Waiting sequences by rank."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[SortKey, Sequence]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for _, seq in self._entries)
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._entries, (seq.key, seq), key=lambda entry: entry[0])
+
+    def remove(self, seq: Sequence) -> None:
+        index = bisect_left(self._entries, seq.key, key=lambda entry: entry[0])
+        assert self._entries[index][1] is seq
+        del self._entries[index]
+
+    def first(self, count: int) -> list[Sequence]:
+        """Return the first ``count`` by rank."""
+        return [seq for _, seq in self._entries[:count]]
+
+    def reorder(self) -> None:
+        """The keys changed."""
+        waiting = list(self)
+        self._entries.clear()
+        for seq in waiting:
+            self.add(seq)
+
+    def oldest_arrival_s(self) -> float:
+        return min(seq.group.request.arrival_s for seq in self)
+
+
+class Gate:
+    """Counts the seats that the batch being formed still has."""
+
+    def __init__(self) -> None:
+        self._num_seats = 0
+
+    def seats(
+        self, config: SchedulerConfig, now: float, num_running: int, num_waiting: int, oldest_s: float
+    ) -> int:
+        """Return how many may enter now. ``oldest_s``: arrival of the oldest that waits."""
+        if config.gate == "continuous":
+            return num_waiting
+        if num_waiting == 0:
+            self._num_seats = 0  # what is left of a batch whose members went away
+        elif self._num_seats == 0 and num_running == 0:
+            full = num_waiting >= config.max_num_seqs
+            if config.gate == "static" or full or now >= oldest_s + config.dynamic_max_wait_s:
+                self._num_seats = min(num_waiting, config.max_num_seqs)
+        return min(self._num_seats, num_waiting)
+
+    def enter(self) -> None:
+        """A sequence took a seat."""
+        self._num_seats = max(0, self._num_seats - 1)
+
+    def return_seat(self) -> None:
+        """A sequence of the batch has to enter again."""
+        self._num_seats += 1
+
+    def opens_at(self, config: SchedulerConfig, num_running: int, oldest_s: float) -> float | None:
+        """Return when time alone will open the gate (dynamic), or None."""
+        if config.gate == "dynamic" and self._num_seats == 0 and num_running == 0:
+            return oldest_s + config.dynamic_max_wait_s
+        return None
+
+
+class Deadlines:
+    """The limits of the requests at work, the next one first. Those of requests that ended stay until they are due."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+
+    def add(self, request: Request) -> None:
+        for limit_s in _limits(request.deadline):
+            heapq.heappush(self._heap, (request.arrival_s + limit_s, request.request_id))
+
+    def due(self, now: float) -> Iterator[str]:
+        """Take out and yield the requests of which a limit has passed."""
+        while self._heap and self._heap[0][0] <= now:
+            yield heapq.heappop(self._heap)[1]
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next limit passes."""
+        return self._heap[0][0] if self._heap else None
+
+
+def _limits(deadline: Deadline | None) -> Iterator[float]:
+    if deadline is not None:
+        for limit_s in (deadline.first_token_s, deadline.total_s):
+            if limit_s is not None:
+                yield limit_s

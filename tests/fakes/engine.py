@@ -1,0 +1,46 @@
+"""The fake executor by its name, for clients that build an engine: ``FAKE``, or ``f"{FAKE}@20"`` for 20 ms per step."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from tests.fakes.executor import FakeExecutor
+from tests.fakes.model import FakeModel
+
+from quire.config import EngineConfig
+from quire.executor.base import Executor
+from quire.step import StepPlan, StepResult
+
+FAKE = "tests.fakes.engine:build"
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+# The engine's child process imports this module too.
+if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _ROOT]))
+
+
+def build(config: EngineConfig, step_ms: str) -> Executor:
+    """Return a fake executor for ``config`` whose steps take at least ``step_ms``."""
+    fake = FakeExecutor(config.cache, model=FakeModel(vocab_size=config.model.spec.vocab_size))
+    return Paced(fake, float(step_ms) / 1e3) if step_ms else fake
+
+
+class Paced:
+    """An executor slowed down to a step of at least ``step_s`` seconds."""
+
+    def __init__(self, inner: Executor, step_s: float) -> None:
+        self.max_in_flight = inner.max_in_flight
+        self._inner = inner
+        self._step_s = step_s
+
+    def submit(self, plan: StepPlan) -> None:
+        self._inner.submit(plan)
+
+    def collect(self) -> StepResult:
+        time.sleep(self._step_s)
+        return self._inner.collect()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,167 @@
+"""README and docs/ name only what exists: files, links, flags, make targets; generated tables are those of today."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from quire import __version__
+from quire.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src" / "quire"
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "benchmarks/README.md",
+        ROOT / "deploy/README.md",
+    ]
+)
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TREES = ("src", "csrc", "tests", "tools", "benchmarks", "docs", "deploy", ".github")
+PACKAGES = tuple(path.name for path in SRC.iterdir() if path.is_dir() and path.name != "__pycache__")
+# Flags of other programs that the pages name.
+FOREIGN_FLAGS = {
+    *("--strict-data", "--config.file", "--unix-socket", "--no-build-isolation", "--no-deps"),
+    *("--only", "--only-binary", "--version", "--jinja"),
+}
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def spans(text: str) -> Iterator[str]:
+    """Each inline code span, and each line of a code block."""
+    for block in re.findall(r"```[^\n]*\n(.*?)```", text, re.DOTALL):
+        yield from block.splitlines()
+    yield from re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that headings get on GitHub."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    tree = "|".join(re.escape(name) for name in TREES)
+    paths = re.findall(rf"(?<![\w./-])(?:{tree})/[\w./-]*\w", page.read_text())
+    missing = {path for path in paths if not (ROOT / path).exists() and not path.endswith("CSV")}
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_modules_that_a_page_names_exist(page: Path) -> None:
+    """``kernels/linear``, ``engine/core.py`` and ``scheduler/slo.SloController`` are within ``src/quire``."""
+    missing = set()
+    for span in spans(page.read_text()):
+        match = re.fullmatch(rf"((?:{'|'.join(PACKAGES)})(?:/\w+)+)(\.\w+)*(?:\(\))?/?", span)
+        if (
+            match is None or (ROOT / span).exists()
+        ):  # metrics/, text/ ... may be folders of tests/ or docs/ as well
+            continue
+        path = SRC / match.group(1)
+        if not (path.is_dir() or path.with_suffix(".py").exists() or (SRC / span).exists()):
+            missing.add(span)
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        goal = page if not path else (page.parent / path)
+        if not goal.exists() or (anchor and anchor not in anchors(goal.read_text())):
+            broken.append(target)
+    assert not broken
+
+
+def flags_by_command() -> dict[str, set[str]]:
+    """``quire bench serve`` -> its flags; "" -> those of all commands."""
+    found: dict[str, set[str]] = {"": set()}
+
+    def visit(command: Any, name: str) -> None:
+        options = {opt for param in command.params for opt in (*param.opts, *param.secondary_opts)}
+        found[name] = options | {"--help"}
+        found[""] |= found[name]
+        for word, child in getattr(command, "commands", {}).items():
+            visit(child, f"{name} {word}")
+
+    visit(typer.main.get_command(app), "quire")
+    return found
+
+
+FLAGS = flags_by_command()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_that_a_page_names_exist(page: Path) -> None:
+    wrong = []
+    for span in spans(page.read_text()):
+        for call in re.findall(r"(?:^|[\s/])(quire (?:bench \w+|\w+)[^|;&]*)", re.sub(r"\s#.*", "", span)):
+            words = call.split()
+            name = " ".join(words[:3] if words[1] == "bench" and len(words) > 2 else words[:2])
+            flags = {re.split(r"[=\[]", word)[0] for word in words if word.startswith("--")}
+            if name not in FLAGS and words[1] in {"serve", "run", "chat", "bench", "plan"}:
+                wrong.append(span)
+            elif name in FLAGS and flags - FLAGS[name]:
+                wrong.append(f"{span}: {flags - FLAGS[name]}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "benchmarks"], ids=named)
+def test_flags_that_a_page_names_exist(page: Path) -> None:
+    words = {word for span in spans(page.read_text()) for word in re.findall(r"^--[a-z][a-z-]+", span)}
+    assert not words - FLAGS[""] - FOREIGN_FLAGS
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *WORKFLOWS], ids=named)
+def test_make_targets_that_a_file_names_exist(page: Path) -> None:
+    text = page.read_text()
+    calls = spans(text) if page.suffix == ".md" else text.splitlines()
+    wanted = {
+        word
+        for call in calls
+        for words in re.findall(r"(?:^|run: |\s)make ((?:[a-z][a-z-]*(?: |$))+)", re.sub(r"\s#.*", "", call))
+        for word in words.split()
+    }
+    assert not wanted - make_targets()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_no_page_cites_what_a_reader_lacks(page: Path) -> None:
+    assert not re.findall(r"\bDESIGN\b|\bSTYLE\b|\b[Ii]ssue \d+|\.\./shared", page.read_text())
+
+
+def test_the_table_of_mutants_is_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import mutant_docs
+
+    text = mutant_docs.PAGE.read_text()
+    assert mutant_docs.page(text) == text, "run python tools/mutant_docs.py"
+
+
+def test_workflows_parse_and_have_time_limits() -> None:
+    for path in WORKFLOWS:
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        assert all("timeout-minutes" in job for job in jobs.values())
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
