@@ -102,7 +102,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "window-off-by-one",
         "attention sees one token more than the window",
-        "src/quire/kernels/attention/tiling.py",
+        "src/quire/kernels/attention/reference.py",
         "position[:, None, :] <= limit[:, :, None] - window",
         "position[:, None, :] < limit[:, :, None] - window",
         KERNELS,

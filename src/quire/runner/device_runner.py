@@ -67,7 +67,7 @@ class DeviceRunner:
         self.observe_logits: ObserveLogits | None = None
         self._batches = DeviceBatches(
             model.spec, config.kv_layout, self.kv.views, self.device,
-            invariant=config.runner.batch_invariant,
+            backend=kernels.backend("attention"),
         )  # fmt: skip
         self._last_ids = torch.zeros(4 * config.scheduler.max_num_seqs, dtype=torch.int32, device=self.device)
         self._block_size = size

@@ -11,6 +11,7 @@ import torch
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.registry import Backend
 
+TILE_ROWS = 16  # rows per tile of a GPU's kernels
 RANK_ALIGN = 16  # ranks that lie together in the native layout
 
 
@@ -89,3 +90,18 @@ def group_rows(slots: IntArray, num_slots: int) -> AdapterRows:
     rows = AdapterRows(np.zeros(len(slots), np.int64), np.zeros(num_slots + 1, np.int64))
     rows.group(slots)
     return rows
+
+
+def tiles_of(rows: AdapterRows) -> IntArray:
+    """Return int64 ``[num_tiles, 3]``: slot from 0 on, first and end place in ``rows.order``."""
+    counts = -(-np.diff(rows.starts) // TILE_ROWS)
+    slot = np.repeat(np.arange(len(counts)), counts)
+    first = (
+        rows.starts[slot] + (np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_ROWS
+    )
+    return np.stack((slot, first, np.minimum(first + TILE_ROWS, rows.starts[slot + 1])), axis=1)
+
+
+def most_tiles(num_rows: int, num_slots: int) -> int:
+    """Return how many tiles so many rows can have at most."""
+    return num_rows // TILE_ROWS + num_slots

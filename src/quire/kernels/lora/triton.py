@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.lora.stack import AdapterRows, DeviceRows, IntArray, LoraStack, LowRank
+from quire.kernels.lora.stack import TILE_ROWS, AdapterRows, DeviceRows, LoraStack, LowRank, tiles_of
 from quire.kernels.registry import register
 
-ROWS, RANKS, INNER, COLUMNS, SPLITS = 16, 16, 128, 64, 4
+RANKS, INNER, COLUMNS, SPLITS = 16, 128, 64, 4
 MAX_PARTS = 3
 
 
@@ -56,26 +55,13 @@ def add_lora(x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows: AdapterRo
     precision = "ieee" if stack.dtype == torch.float32 else "tf32"
     shrink_rows[(num_tiles, parts, SPLITS * blocks)](
         x, x.stride(0), stack.a, stack.ranks, there.order, there.tiles, low, low.stride(0), stack.in_features,
-        per_split, stack.max_rank, blocks, ROWS=ROWS, RANKS=RANKS, INNER=INNER, PRECISION=precision, num_warps=4,
+        per_split, stack.max_rank, blocks, ROWS=TILE_ROWS, RANKS=RANKS, INNER=INNER, PRECISION=precision, num_warps=4,
     )  # fmt: skip
     expand_rows[(num_tiles, parts, triton.cdiv(max(stack.widths), COLUMNS))](
         low, low.stride(0), stack.b, stack.ranks, stack.scales, there.order, there.tiles, y, y.stride(0),
-        stack.max_rank, *stack.widths, *(0,) * (MAX_PARTS - parts), ROWS=ROWS, RANKS=RANKS, COLUMNS=COLUMNS,
+        stack.max_rank, *stack.widths, *(0,) * (MAX_PARTS - parts), ROWS=TILE_ROWS, RANKS=RANKS, COLUMNS=COLUMNS,
         SPLITS=SPLITS, PRECISION=precision, num_warps=4,
     )  # fmt: skip
-
-
-def tiles_of(rows: AdapterRows) -> IntArray:
-    """int64 ``[num_tiles, 3]``: slot from 0 on, first and end place in ``rows.order``."""
-    counts = -(-np.diff(rows.starts) // ROWS)
-    slot = np.repeat(np.arange(len(counts)), counts)
-    first = rows.starts[slot] + (np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)) * ROWS
-    return np.stack((slot, first, np.minimum(first + ROWS, rows.starts[slot + 1])), axis=1)
-
-
-def most_tiles(num_rows: int, num_slots: int) -> int:
-    """Tiles that so many rows can have: a graph's room."""
-    return num_rows // ROWS + num_slots
 
 
 @triton.jit
