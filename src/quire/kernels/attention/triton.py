@@ -91,7 +91,8 @@ def _run(
         shape.scale, shape.soft_cap or 1.0, shape.window or 0,
         GROUP=group, HEAD_DIM=kv.head_dim, HEAD_PAD=_power_of_two(kv.head_dim - rope_dim), ROPE_DIM=rope_dim,
         ROPE_PAD=_power_of_two(rope_dim), V_DIM=kv.v_head_dim, V_PAD=v_pad, BLOCK_SIZE=kv.block_size,
-        ROWS=work.shape.rows, KEYS=work.shape.keys, V_IN_K=kv.v_in_k, SCALED=kv.scaled, CAPPED=shape.soft_cap is not None,
+        ROWS=work.shape.rows, KEYS=work.shape.keys, V_IN_K=kv.v_in_k, SCALED=kv.scaled,
+        CAPPED=shape.soft_cap is not None,
         WINDOWED=shape.window is not None, SINKS=sinks is not None, DIRECT=work.shape.direct,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=work.shape.num_warps,
     )  # fmt: skip
