@@ -24,7 +24,6 @@ from statistics import median
 import torch
 from safetensors.torch import save_file
 
-from quire.adaptable import adaptable
 from quire.args import EngineArgs
 from quire.clock import WallClock
 from quire.device import detect_device
@@ -36,6 +35,7 @@ from quire.families import weight_map
 from quire.modelspec import ModelSpec
 from quire.request import Adapter, Request, SamplingParams
 from quire.scheduler.scheduler import Scheduler
+from quire.weight_plan import adaptable
 
 
 class Engine:

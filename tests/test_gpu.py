@@ -11,8 +11,8 @@ from tests.runner.tiny import llama
 
 from quire.args import EngineArgs
 from quire.config import DeviceInfo, EngineConfig
+from quire.device import GpuInfo, find_gpu, gpu_problem
 from quire.errors import ConfigError
-from quire.gpu import GpuInfo, find_gpu, gpu_problem
 from quire.resolve import resolve
 from quire.weight_format import WeightFormat
 

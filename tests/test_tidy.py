@@ -57,8 +57,7 @@ LARGE_CLASSES: dict[str, str] = {}
 # Where an import inside a function is allowed : start-up cost, lazy names, optional dependencies.
 LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
-    "cli/bench.py": "each command imports what it needs, so that --help is quick",
-    "cli/simulation.py": "each command imports what it needs, so that --help is quick",
+    "cli/measure.py": "each command imports what it needs, so that --help is quick",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/build.py": "the choice of an executor",
     "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",

@@ -190,7 +190,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "prompts-share-nothing",
         "prompts of equal hashes get tokens of their own",
-        "src/quire/workload/prompts.py",
+        "src/quire/workload/request.py",
         'self._key("hash", hash_id)',
         'self._key("hash", request.index)',
         MEASURES,

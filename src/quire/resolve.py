@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from quire.adaptable import adapter_bytes
 from quire.args import EngineArgs
 from quire.config import (
     CacheConfig,
@@ -19,14 +18,14 @@ from quire.config import (
     RunnerConfig,
     SchedulerConfig,
 )
+from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
-from quire.gpu import FP8_CAPABILITY
 from quire.modelspec import ModelSpec
 from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, row_bytes
 from quire.plan.split import Split
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
-from quire.weight_plan import WeightPlan, plan_weights
+from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
 
 DEFAULT_LORA_RANK = 16
 KV_SHARE = 0.5  # of the available memory that the weights leave, when nothing is said

@@ -22,8 +22,7 @@ from quire.engine.build import build_core
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel
 from quire.plan.fit import MeasuredStep, cross_validate, fit
-from quire.plan.profile import HostCost, Profile
-from quire.plan.step_log import fit_steps, read_steps
+from quire.plan.profile import HostCost, Profile, fit_steps, read_steps
 from quire.request import SamplingParams
 
 MAX_KV_BYTES = 1 << 30  # that the measurement writes to

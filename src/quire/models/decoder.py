@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from quire.adaptable import adaptable
 from quire.config import LoraConfig
 from quire.errors import ModelLoadError
 from quire.kernels.kv_blocks import KvView
@@ -32,6 +31,7 @@ from quire.layers.weights import NO_FORMATS, Formats, Place, prefixed, under
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
+from quire.weight_plan import adaptable
 
 
 class Decoder:

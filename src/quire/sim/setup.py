@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from quire.args import EngineArgs, make_args
+from quire.bench.args import SimulateArgs
 from quire.config import CacheConfig
 from quire.errors import ConfigError
 from quire.models.spec_only import spec_of
 from quire.plan.cost_model import StepTime
-from quire.plan.efficiency import efficiencies
 from quire.plan.hardware import find_hardware
 from quire.plan.memory import plan_memory
 from quire.plan.profile import HostCost, load_profile
-from quire.plan.roofline import Roofline, work_of
+from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split
 from quire.resolve import parse_bytes, scheduler_config
 from quire.sim.cluster import ClusterConfig
 from quire.sim.faults import parse_fault
 from quire.sim.latency import Speculation, Swap
-from quire.sim.simulate_args import SimulateArgs
 
 ROOFLINE_STEPS_IN_FLIGHT = 2  # of a GPU (DESIGN §2)
 # Settings of the engine that its step times do not depend on, or only through what a step has to do.
