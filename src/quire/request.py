@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
@@ -14,6 +14,15 @@ from quire.structured_outputs import StructuredOutputsParams
 MAX_LOGPROBS = 20
 MAX_N = 128
 SEED_MAX = 2**63 - 1
+
+if TYPE_CHECKING:  # users may give lists, of which `SamplingParams` makes tuples
+    Strings = Sequence[str]
+    TokenIds = Sequence[int]
+    TokenSequences = Sequence[Sequence[int]]
+else:  # what the wire decodes to
+    Strings = tuple[str, ...]
+    TokenIds = tuple[int, ...]
+    TokenSequences = tuple[tuple[int, ...], ...]
 
 
 class FinishReason(StrEnum):
@@ -27,7 +36,7 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of one drawn token, of the raw logits (before penalties and temperature)."""
+    """Log-probabilities of one sampled token, of the raw logits (before penalties and temperature)."""
 
     token_id: int
     logprob: float
@@ -38,7 +47,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """At most ``num_tokens`` tokens of reasoning, over all its sections; then its end is drawn in any case.
+    """At most ``num_tokens`` tokens of reasoning, over all its sections; then its end is forced.
 
     ``begin_id`` and ``end_id`` are the tokens around reasoning; ``is_open``: the prompt ends inside of it.
     """
@@ -48,25 +57,21 @@ class ThinkingBudget:
     end_id: int
     is_open: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("num_tokens", "begin_id", "end_id"):
-            if not _is_int(getattr(self, name)) or getattr(self, name) < 0:
-                raise _bad(f"thinking_budget.{name}", getattr(self, name), "an integer ≥ 0")
-
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to sample, in vLLM's names. Wrong values raise `RequestError` that names the field.
+class Sampling:
+    """How a request is sampled, in vLLM's names: what the core and the worker read.
 
-    The last block of fields is filled by the frontend before the request leaves the API side.
+    `SamplingParams` checks the values at the edge and `SamplingParams.resolve` fills in what the model decides; nothing
+    inward checks them again, and neither does decoding them in another process.
     """
 
     n: int = 1
-    # Draw so many, return the n of the largest mean log-probability; the beams' width.
+    # How many to sample; the n with the largest mean log-probability are returned. With beam search: the width.
     best_of: int | None = None
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # (0, 1]
-    top_k: int = 0  # 0 or -1: off
+    top_k: int = 0  # 0: off
     min_p: float = 0.0  # [0, 1]
     typical_p: float = 1.0  # (0, 1]; 1: off
     presence_penalty: float = 0.0  # [-2, 2]
@@ -76,36 +81,19 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16  # None: to the end of the context; 0, with prompt_logprobs: the prompt alone
     min_tokens: int = 0
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: Strings = ()
+    stop_token_ids: TokenIds = ()
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    bad_words: Sequence[str] = ()
-    allowed_token_ids: Sequence[int] | None = None
+    allowed_token_ids: TokenIds | None = None
     thinking_budget: ThinkingBudget | None = None
-    logprobs: int | None = None  # how many alternatives beside the drawn token, 0…20
+    logprobs: int | None = None  # how many alternatives beside the sampled token, 0…20
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     skip_special_tokens: bool = True
     use_beam_search: bool = False  # of width best_of, or n
     length_penalty: float = 1.0  # of beams: their scores are divided by length ** length_penalty
     early_stopping: bool | str = False  # of beams: true, false or "never"
-    # Taken out by the frontend: it goes as `Request.grammar`.
-    structured_outputs: StructuredOutputsParams | None = None
-    # Filled by the frontend:
-    eos_token_ids: Sequence[int] = ()  # empty with ignore_eos
-    bad_words_token_ids: Sequence[Sequence[int]] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids", "bad_words", "eos_token_ids", "allowed_token_ids"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, tuple):
-                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-        object.__setattr__(self, "bad_words_token_ids", tuple(tuple(ids) for ids in self.bad_words_token_ids))
-        _check(self)
-        if self.best_of == self.n:  # nothing to choose
-            object.__setattr__(self, "best_of", None)
+    eos_token_ids: TokenIds = ()  # the model's; empty with ignore_eos
+    bad_words_token_ids: TokenSequences = ()  # every spelling of `SamplingParams.bad_words`
 
     @property
     def greedy(self) -> bool:
@@ -124,12 +112,41 @@ class SamplingParams:
     def num_top_logprobs(self) -> int | None:
         """How many of the most likely tokens the sampler names with each token; None: not even the token's own.
 
-        For beams as many as always leave ``beam_width`` that do not end, whatever ends there are.
+        For beams as many as always leave ``beam_width`` that do not end, however many ends there are.
         """
         if self.use_beam_search:
             num_ends = len({*self.eos_token_ids, *self.stop_token_ids})
             return max(2, 1 + num_ends) * self.beam_width
         return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(Sampling):
+    """What a user asks for. Wrong values raise `RequestError` that names the field."""
+
+    bad_words: Strings = ()
+    ignore_eos: bool = False
+    structured_outputs: StructuredOutputsParams | None = None  # compiled by the frontend: `Request.grammar`
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "eos_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, tuple):
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        object.__setattr__(self, "bad_words_token_ids", tuple(tuple(ids) for ids in self.bad_words_token_ids))
+        _check(self)
+        if self.best_of == self.n:  # nothing to choose
+            object.__setattr__(self, "best_of", None)
+
+    def resolve(
+        self, *, seed: int, max_tokens: int, eos_token_ids: TokenIds, bad_words_token_ids: TokenSequences
+    ) -> Sampling:
+        """Return the sampling of a request, with what only the model, the tokenizer and the prompt can tell."""
+        values = {each.name: getattr(self, each.name) for each in fields(Sampling)}
+        values |= {"seed": seed, "max_tokens": max_tokens, "bad_words_token_ids": bad_words_token_ids}
+        return Sampling(**{**values, "eos_token_ids": () if self.ignore_eos else eos_token_ids})
 
 
 _RANGES: dict[str, tuple[float, float, str]] = {
@@ -191,6 +208,10 @@ def _check(params: SamplingParams) -> None:
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise _bad("allowed_token_ids", [], "a list of at least one token id, or null")
     budget = params.thinking_budget
+    for name in ("num_tokens", "begin_id", "end_id") if budget is not None else ():
+        value = getattr(budget, name)
+        if not _is_int(value) or value < 0:
+            raise _bad(f"thinking_budget.{name}", value, "an integer ≥ 0")
     if budget is not None and params.allowed_token_ids and budget.end_id not in params.allowed_token_ids:
         raise _bad(
             "allowed_token_ids",
@@ -290,12 +311,12 @@ class Deadline:
 class Request:
     """One request as the core sees it: ids only, every default resolved, valid by construction.
 
-    ``sampling.seed`` and ``sampling.max_tokens`` are set. Times are seconds of the core's clock.
+    ``sampling`` has its seed, ``max_tokens`` and ids by now. Times are seconds of the core's clock.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: Sampling
     arrival_s: float
     priority: int = 0  # smaller runs first, as in vLLM
     cache_salt: str = ""  # requests share cached blocks only within one salt
@@ -311,7 +332,7 @@ class Request:
 
     @property
     def prompt_only(self) -> bool:
-        """Whether it ends with its prompt computed, and draws no token."""
+        """Whether it ends with its prompt computed, and samples no token."""
         return self.pooling is not None or self.sampling.max_tokens == 0
 
 
@@ -321,7 +342,7 @@ class TokenEvent(NamedTuple):
     How the sequence came to its tokens (the fields from ``num_cached_tokens`` to ``ttft_s``, ``num_steps`` and those
     behind it) is told with the first token after an admission and at the end; other events have the defaults.
 
-    Made once a sequence and step, so it is a named tuple (as in `quire.step`): six times cheaper to make.
+    One is made per sequence and step, so it is a named tuple (as in `quire.step`): six times cheaper to make.
     """
 
     request_id: str

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from quire.request import Adapter, Pooling, SamplingParams, TokenLogprobs
+from quire.request import Adapter, Pooling, Sampling, TokenLogprobs
 
 # Smallest step worth retrying after an out-of-memory error, in tokens.
 MIN_RETRY_TOKENS = 16
@@ -78,7 +78,7 @@ class NewSeq:
     epoch: int  # + 1 at each admission; results of an older epoch are dropped
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]  # not empty on resumption
-    sampling: SamplingParams  # seed, eos_token_ids and max_tokens are set by now
+    sampling: Sampling
     sample_index: int  # which of n: part of the RNG key
     adapter_slot: int = 0  # 0: the base model
     grammar: str | None = None  # source text, as `Request.grammar`

@@ -18,10 +18,9 @@ from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
 from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
-from quire.engine.process import ProcessClient
+from quire.engine.process import Boot, Events, ProcessClient, decode, encode
 from quire.engine.supervisor import RestartPolicy, Supervisor
-from quire.engine.wire import Boot, Events, decode, encode
-from quire.errors import EngineDeadError, ModelLoadError
+from quire.errors import EngineDeadError, ModelLoadError, RequestError
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from quire.scheduler.policy import PolicyChange
 
@@ -114,8 +113,8 @@ def test_requests_through_a_child(client: ProcessClient) -> None:
 
 def test_wire_keeps_every_field() -> None:
     sampling = SamplingParams(
-        n=2, stop=["a"], logit_bias={3: -1.5}, seed=7, max_tokens=3, bad_words_token_ids=[[1, 2]], logprobs=2
-    )
+        n=2, stop=["a"], logit_bias={3: -1.5}, max_tokens=3, bad_words=["b"], logprobs=2, stop_token_ids=[4]
+    ).resolve(seed=7, max_tokens=2, eos_token_ids=(9,), bad_words_token_ids=((1, 2),))
     asked = Request("r", (1, 2), sampling, 1.5, output_token_ids=((1,), ()), finished_samples=(1,))
     entry = TokenLogprobs(5, -0.25, 1, (5, 6), (-0.25, -2.0))
     event = TokenEvent("r", 1, (5,), (entry,), FinishReason.STOP, 5, num_cached_tokens=3, ttft_s=0.5)
@@ -231,3 +230,13 @@ def test_idle_costs_less_than_one_percent_of_a_core(client: ProcessClient) -> No
     print(f"idle for 20 s: child {child:.3f} s, parent {parent:.3f} s of CPU")
     assert child < 0.2
     assert parent < 0.2
+
+
+def test_sampling_is_checked_at_the_edge_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="temperature = -1"):
+        SamplingParams(temperature=-1)
+    asked = SamplingParams(temperature=0.5, stop="x")
+    monkeypatch.setattr("quire.request._check", None)
+    resolved = asked.resolve(seed=1, max_tokens=2, eos_token_ids=(3,), bad_words_token_ids=())
+    value = AddRequest(Request("r", (1,), resolved, 0.0))
+    assert decode(encode(value)) == value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.request import Adapter, Pooling, SamplingParams, TokenLogprobs
+from quire.request import Adapter, Pooling, Sampling, TokenLogprobs
 
 MASK = (1 << 64) - 1
 _SEED = 0x9E3779B97F4A7C15
@@ -23,7 +23,7 @@ class FakeModel:
     vocab_size: int = 1000
     eos_probability: float = 0.02
 
-    def token(self, state: int, sampling: SamplingParams, sample_index: int, num_output: int) -> int:
+    def token(self, state: int, sampling: Sampling, sample_index: int, num_output: int) -> int:
         """Return the token drawn after a context with this ``state``; ``num_output`` tokens were drawn before."""
         noise = mix(state, 0 if sampling.greedy else mix((sampling.seed or 0) & MASK, sample_index + 1))
         may_end = bool(sampling.eos_token_ids) and num_output >= sampling.min_tokens
@@ -91,7 +91,7 @@ def chain(token_ids: Sequence[int], state: int = 0, start: int = 0) -> list[int]
 
 def fake_tokens(
     prompt_token_ids: Sequence[int],
-    sampling: SamplingParams,
+    sampling: Sampling,
     sample_index: int,
     num_tokens: int,
     model: FakeModel | None = None,

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 
 from quire.engine.inbox import FinishSample
 from quire.errors import CapacityError, QuireError, RequestError, StepError
-from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
-from quire.text.detokenizer import IncrementalDetokenizer
+from quire.request import FinishReason, Request, Sampling, TokenEvent, TokenLogprobs
 from quire.text.stop import StopMatcher
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
     )
 
 
-def choose_best(chunks: Sequence[OutputChunk], sampling: SamplingParams) -> list[OutputChunk]:
+def choose_best(chunks: Sequence[OutputChunk], sampling: Sampling) -> list[OutputChunk]:
     """Return what the client gets of a request's whole samples: with best_of the n of the largest mean log-probability.
 
     Best first; ties by index. Without `SamplingParams.logprobs` the chosen ones carry none.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from quire.clock import Clock
 from quire.plan.cost_model import StepFeatures, StepTime, chunk_pairs
-from quire.request import SamplingParams
+from quire.request import Sampling
 from quire.step import NewSeq, SeqResult, StepPlan, StepResult
 
 FIRST_TOKEN_ID = 25  # below it are the special ids of most vocabularies, Quill's among them
@@ -21,7 +21,7 @@ NUM_TOKEN_IDS = 80
 _start_of = itemgetter(2)  # of a SeqPlan
 
 
-def drawn_token(sampling: SamplingParams, sample_index: int) -> int:
+def drawn_token(sampling: Sampling, sample_index: int) -> int:
     """Return the token that a sequence draws, always: none of its stop ids, so that it ends by length."""
     barred = {*sampling.eos_token_ids, *sampling.stop_token_ids}
     token_id = FIRST_TOKEN_ID + ((sampling.seed or 0) + sample_index) % NUM_TOKEN_IDS

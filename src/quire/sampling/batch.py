@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels.sampling.columns import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED
-from quire.request import SamplingParams
+from quire.kernels.sampling.reference import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED
+from quire.request import Sampling
 from quire.sampling.penalties import Penalties, penalties_of
 from quire.step import NewSeq
 from quire.text.constraint import AllowedTokens, TokenConstraint, build_constraints, check_token_ids
@@ -166,11 +166,11 @@ def _column_values(seq: NewSeq, edited: bool, vocab_size: int) -> tuple[float | 
     )
 
 
-def _temperature(params: SamplingParams) -> float:
+def _temperature(params: Sampling) -> float:
     """One that float32 does not round to 0."""
     return max(params.temperature, float(np.finfo(np.float32).tiny))
 
 
-def _truncation_features(params: SamplingParams, vocab_size: int) -> int:
+def _truncation_features(params: Sampling, vocab_size: int) -> int:
     truncated = params.top_p < 1.0 or 0 < params.top_k < vocab_size
     return (TRUNCATED if truncated else 0) | (MIN_P if params.min_p > 0.0 else 0)

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.request import SamplingParams
+from quire.request import Sampling
 
 
 class Penalties:
     """Bias and penalties of one sequence; grows with its output, where a device does not count that itself."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: Sampling) -> None:
         self.frequency = np.float32(params.frequency_penalty)
         self.presence = np.float32(params.presence_penalty)
         self.repetition = params.repetition_penalty
@@ -30,7 +30,7 @@ class Penalties:
         self.biases = np.fromiter(params.logit_bias.values(), np.float32)
 
     @staticmethod
-    def needed(params: SamplingParams) -> bool:
+    def needed(params: Sampling) -> bool:
         penalised = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         return penalised or params.repetition_penalty != 1.0 or bool(params.logit_bias)
 
@@ -95,7 +95,7 @@ class TokenCounts:
             self.add(token_id)
 
 
-def penalties_of(params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Penalties | None:
+def penalties_of(params: Sampling, prompt: Sequence[int], output: Sequence[int]) -> Penalties | None:
     """The state after ``output``, or None where ``params`` asks for no bias and no penalty."""
     if not Penalties.needed(params):
         return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceABC
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.request import SamplingParams, TokenLogprobs
+from quire.request import Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from quire.scheduler.sequence import Sequence
@@ -51,7 +51,7 @@ class Child(NamedTuple):
 class BeamSearch:
     """The state of one request's search. ``stop_ids`` end a hypothesis, and so does its token ``max_outputs``."""
 
-    def __init__(self, sampling: SamplingParams, stop_ids: frozenset[int], max_outputs: int) -> None:
+    def __init__(self, sampling: Sampling, stop_ids: frozenset[int], max_outputs: int) -> None:
         self.width = sampling.beam_width
         self.paths: dict[Sequence, Path] = {}  # of the live beams, best first
         self.found: dict[Sequence, TokenLogprobs] = {}  # what the live beams gave at this depth

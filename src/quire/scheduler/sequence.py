@@ -13,7 +13,7 @@ from __future__ import annotations
 from enum import Enum
 
 from quire.cache.block_table import BlockTable
-from quire.request import Request, SamplingParams
+from quire.request import Request, Sampling
 from quire.scheduler.beam import BeamSearch
 
 SortKey = tuple[float, ...]
@@ -74,7 +74,7 @@ class Sequence:
         self.request_id = request.request_id
         self.group = group
         self.sample_index = sample_index
-        self.sampling: SamplingParams = sampling
+        self.sampling: Sampling = sampling
         self.table = table
         self.token_ids: list[int] = [*request.prompt_token_ids, *output]
         self.num_prompt = len(request.prompt_token_ids)

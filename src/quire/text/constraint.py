@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import RequestError
-from quire.request import SamplingParams, ThinkingBudget
+from quire.request import Sampling, ThinkingBudget
 
 BoolMask = NDArray[np.bool_]
 
@@ -145,7 +145,7 @@ class ThinkingLimit:
         del self._states[len(self._states) - num_tokens :]
 
 
-def build_constraints(params: SamplingParams, vocab_size: int) -> list[TokenConstraint]:
+def build_constraints(params: Sampling, vocab_size: int) -> list[TokenConstraint]:
     """The constraints that ``params`` asks for, before any output token. EOS ids beyond the vocabulary are inert."""
     constraints: list[TokenConstraint] = []
     if params.allowed_token_ids is not None:
@@ -160,7 +160,7 @@ def build_constraints(params: SamplingParams, vocab_size: int) -> list[TokenCons
     return constraints
 
 
-def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+def check_token_ids(params: Sampling, vocab_size: int) -> None:
     """Raise `RequestError` naming the field if an id in ``params`` is not in the vocabulary.
 
     Stop ids beyond it are let through: they can never be drawn, and checkpoints do list such EOS ids.

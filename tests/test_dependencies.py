@@ -1,0 +1,44 @@
+"""The declared dependencies are those that the package imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tools.house import INDIRECT, ROOT, declared, undeclared, unused
+
+PYPROJECT = """
+[project]
+dependencies = ["torch>=2", "pyzmq>=26", "never-imported"]
+[project.optional-dependencies]
+dev = ["pytest"]
+"""
+
+
+def test_every_import_is_declared() -> None:
+    assert not undeclared(ROOT), "add to the dependencies of pyproject.toml"
+
+
+def test_every_dependency_is_imported() -> None:
+    assert not unused(ROOT), "delete from pyproject.toml, or move to the extra `dev`"
+
+
+def test_indirect_dependencies_are_declared() -> None:
+    assert set(INDIRECT) <= declared(ROOT)["core"]
+
+
+@pytest.fixture
+def small_tree(tmp_path: Path) -> Path:
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    folder = tmp_path / "src" / "quire"
+    folder.mkdir(parents=True)
+    (folder / "one.py").write_text("import os\nimport zmq.asyncio\nfrom torch import nn\nimport yaml\n")
+    return tmp_path
+
+
+def test_an_undeclared_import_is_found(small_tree: Path) -> None:
+    assert undeclared(small_tree) == {"yaml"}
+
+
+def test_a_dependency_without_import_is_found(small_tree: Path) -> None:
+    assert unused(small_tree) == {"never_imported"}
