@@ -13,15 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.cache.block_hash import extend_chain, page_hash, root_hash
+from quire.cache.block_hash import extend_chain, root_hash
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import BlockTable, Windows
 from quire.cache.events import EventBuffer
-from quire.cache.node import NO_BLOCK, Node
+from quire.cache.node import NO_BLOCK
 from quire.cache.prefix_cache import Hit, PrefixCache
-from quire.cache.references import Publisher, References, TransferBlocks
+from quire.cache.references import Publisher, References
 from quire.config import CacheConfig
-from quire.step import TransferBlock
 
 
 class Admitted(NamedTuple):
@@ -76,8 +75,7 @@ class CacheManager:
             end = self._admissible_end(hit, len(token_ids), target, budget, whole=whole)
         if end is None:
             return None
-        self._take_hit(table, hit)
-        self._grow(table, -(-end // self.block_size) - len(hit.nodes))
+        self.fill(table, hit, -(-end // self.block_size) - len(hit.nodes))
         return Admitted(hit.num_tokens, end - hit.num_tokens)
 
     def allocate(self, table: BlockTable, end: int) -> bool:
@@ -155,72 +153,6 @@ class CacheManager:
         self.references.give_up(table, table.block_ids())
         table.clear()
 
-    def begin_load(
-        self, transfer_id: int, table: BlockTable, token_ids: Sequence[int], num_blocks: int
-    ) -> tuple[TransferBlock, ...]:
-        """Take blocks for the full rows of ``token_ids`` below ``num_blocks`` that the tree does not have.
-
-        The transfer holds them, and those before them, in a table of its own; ``table`` (of the sequence) stays empty.
-        Returns the blocks to fill, row by row: none where nothing is missing or no block is available.
-        """
-        own = BlockTable(self._num_groups, table.root, self.block_size)
-        own.chain = table.chain
-        hit = self.match(own, token_ids)
-        num_rows = min(num_blocks, len(own.chain)) - len(hit.nodes)
-        num_rows = min(num_rows, (self.references.num_available - self._num_idle(hit)) // self._num_groups)
-        if num_rows <= 0 or hit.copy_tail:
-            return ()
-        self._take_hit(own, hit)
-        self._grow(own, num_rows)
-        self.references.transfers[transfer_id] = TransferBlocks([], own, tuple(token_ids))
-        return tuple(
-            TransferBlock(group, own.rows[group][row], page_hash(own.chain[row], group))
-            for row in range(own.num_rows - num_rows, own.num_rows)
-            for group in range(self._num_groups)
-        )
-
-    def begin_store(self, transfer_id: int, block_hash: bytes, num_blocks: int) -> tuple[TransferBlock, ...]:
-        """Hold the block that ``block_hash`` names and all before it; return the last ``num_blocks`` rows of these.
-
-        None where the tree does not have it, or the step that computes it is still in flight.
-        """
-        node = self.prefix.nodes.get(block_hash)
-        if node is None or node.step > self.references.applied_step:
-            return ()
-        path: list[Node] = []
-        while node is not None:
-            path.append(node)
-            node = node.parent
-        held = [block_id for each in path for block_id in each.block_ids if block_id != NO_BLOCK]
-        for block_id in held:
-            self.references.share(block_id)
-        self.references.transfers[transfer_id] = TransferBlocks(held)
-        return tuple(
-            TransferBlock(group, each.block_ids[group], page_hash(each.block_hash, group))
-            for each in reversed(path[:num_blocks])
-            for group in each.groups
-        )
-
-    def end_transfer(self, transfer_id: int, num_blocks: int) -> None:
-        """Publish the rows of a load of whose blocks the first ``num_blocks`` are whole; give up what was held."""
-        transfer = self.references.transfers.pop(transfer_id)
-        table = transfer.table
-        if table is not None:
-            num_rows = transfer.num_hit_rows + num_blocks // self._num_groups
-            self.references.drop_all(table.truncate(num_rows))
-            self.publisher.publish(table, transfer.token_ids, num_rows * self.block_size, planned=False)
-            self.release(table)
-        self.references.drop_all(transfer.held)
-
-    def _num_idle(self, hit: Hit) -> int:
-        """Return how many of the blocks that a hit takes count as available now."""
-        counts = self.pool.ref_counts
-        return sum(
-            counts[node.block_ids[group]] == 1
-            for group, first in enumerate(hit.first_rows)
-            for node in hit.nodes[first:]
-        )
-
     def _admissible_end(
         self, hit: Hit, num_known: int, target: int, budget: int, *, whole: bool
     ) -> int | None:
@@ -230,7 +162,11 @@ class CacheManager:
         if whole and todo > budget:
             return None
         end = hit.num_tokens + min(todo, budget)
-        room = self.references.num_available - self._num_idle(hit) - self._num_groups * hit.copy_tail
+        room = (
+            self.references.num_available
+            - hit.num_idle(self.pool.ref_counts)
+            - self._num_groups * hit.copy_tail
+        )
         room -= self.windows.num_full * (-(-num_known // self.block_size) - len(hit.nodes))
         if room < 0:
             return None
@@ -241,13 +177,14 @@ class CacheManager:
             end = min(end, reachable)
         return end
 
-    def _take_hit(self, table: BlockTable, hit: Hit) -> None:
+    def fill(self, table: BlockTable, hit: Hit, num_rows: int) -> None:
+        """Give an empty table the blocks of ``hit``, and ``num_rows`` rows behind them."""
         assert table.num_rows == 0
-        num_rows = len(hit.nodes)
+        num_hit_rows = len(hit.nodes)
         table.reads = {n.step for n in hit.nodes if n.step > self.references.applied_step}
         for group, first in enumerate(hit.first_rows):
             rows = table.rows[group]
-            rows.extend([NO_BLOCK] * min(first, num_rows))
+            rows.extend([NO_BLOCK] * min(first, num_hit_rows))
             for node in hit.nodes[first:]:
                 self.references.share(node.block_ids[group])
                 rows.append(node.block_ids[group])
@@ -257,8 +194,9 @@ class CacheManager:
                 rows[-1] = self.references.copy(table, shared)
                 self.references.drop(shared)
         table.first_rows = list(hit.first_rows)
-        table.num_published = num_rows - hit.copy_tail
+        table.num_published = num_hit_rows - hit.copy_tail
         table.tip = hit.nodes[table.num_published - 1] if table.num_published else None
+        self._grow(table, num_rows)
 
     def _grow(self, table: BlockTable, num_rows: int) -> None:
         if num_rows > 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
 from quire.scheduler.adapters import AdapterGate
@@ -40,7 +42,9 @@ class Planner:
         decodes, prefills, crossing = self._sort_running()
         decodes = self._choose_decodes(decodes, crossing)
         self._budget.left -= len(decodes)
-        drafts = self._choose_drafts(decodes) if state.config.max_num_drafts else {}
+        drafts: dict[Sequence, int] = {}
+        if state.config.max_num_drafts and self._starved is None:
+            drafts = choose_drafts(state, decodes, self._budget)
         for seq in sorted(prefills, key=lambda s: s.key):
             if self._budget.left == 0:
                 break
@@ -116,24 +120,6 @@ class Planner:
                 self._state.next_turn += 1
                 if len(chosen) == self._budget.left:
                     break
-        return chosen
-
-    def _choose_drafts(self, decodes: list[Sequence]) -> dict[Sequence, int]:
-        """Return how many drafts each decode verifies: as many as its worker holds and tokens and free blocks allow.
-
-        No sequence is preempted for a draft.
-        """
-        chosen: dict[Sequence, int] = {}
-        for seq in decodes:
-            start, table = seq.num_planned + 1, seq.table
-            num_drafts = min(seq.num_drafts, self._budget.left, seq.max_planned - start)
-            if num_drafts <= 0 or seq.state is not SequenceState.RUNNING:
-                continue
-            if self._starved is not None or not self._state.cache.allocate(table, start + num_drafts):
-                num_drafts = min(num_drafts, table.capacity - start)
-            if num_drafts > 0:
-                chosen[seq] = num_drafts
-                self._budget.left -= num_drafts
         return chosen
 
     def _find_room(self, seq: Sequence, end: int) -> bool:
@@ -332,6 +318,25 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     match = state.cache.match
     nearest.sort(key=lambda seq: -match(seq.table, seq.token_ids).num_tokens)  # stable: ties by arrival
     return nearest[:count]
+
+
+def choose_drafts(state: SchedulerState, decodes: Iterable[Sequence], budget: Budget) -> dict[Sequence, int]:
+    """Return how many drafts each decode verifies: as many as its worker holds and tokens and free blocks allow.
+
+    No sequence is preempted for a draft.
+    """
+    chosen: dict[Sequence, int] = {}
+    for seq in decodes:
+        start, table = seq.num_planned + 1, seq.table
+        num_drafts = min(seq.num_drafts, budget.left, seq.max_planned - start)
+        if num_drafts <= 0 or seq.state is not SequenceState.RUNNING:
+            continue
+        if not state.cache.allocate(table, start + num_drafts):
+            num_drafts = min(num_drafts, table.capacity - start)
+        if num_drafts > 0:
+            chosen[seq] = num_drafts
+            budget.left -= num_drafts
+    return chosen
 
 
 class Budget:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from quire.cache.transfers import begin_load, begin_store, end_transfer
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import SchedulerState
 from quire.step import KvTransfer, TransferBlock, TransferDone
@@ -32,7 +33,7 @@ def load(
     if seq is None or not (seq.group.reads_prefix and state.cache.config.enable_prefix_caching):
         return None
     transfer_id = state.next_transfer_id
-    blocks = state.cache.begin_load(transfer_id, seq.table, seq.token_ids, num_blocks)
+    blocks = begin_load(state.cache, transfer_id, seq.table, seq.token_ids, num_blocks)
     if not blocks:
         return None
     state.waiting.remove(seq)
@@ -48,7 +49,7 @@ def store(
 
     Returns the id of the transfer, or None where the block is not in the prefix tree or not computed yet.
     """
-    blocks = state.cache.begin_store(state.next_transfer_id, block_hash, num_blocks)
+    blocks = begin_store(state.cache, state.next_transfer_id, block_hash, num_blocks)
     return _begin(state, "store", blocks, remote, handle) if blocks else None
 
 
@@ -64,7 +65,7 @@ def end_transfers(state: SchedulerState, ended: Iterable[TransferDone]) -> None:
         else:
             counters.num_stored_blocks += done.num_blocks
         counters.num_failed_transfers += done.error is not None
-        state.cache.end_transfer(done.transfer_id, done.num_blocks)
+        end_transfer(state.cache, done.transfer_id, done.num_blocks)
         seq = state.loading.pop(done.transfer_id, None)
         if seq is not None:
             state.enqueue(seq)
