@@ -102,7 +102,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "window-off-by-one",
         "attention sees one token more than the window",
-        "src/quire/kernels/attention/tiling.py",
+        "src/quire/kernels/attention/reference.py",
         "position[:, None, :] <= limit[:, :, None] - window",
         "position[:, None, :] < limit[:, :, None] - window",
         KERNELS,
@@ -119,16 +119,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "old-epoch-applied",
         "the result of a sequence's life before its preemption is applied",
         "src/quire/scheduler/outcome.py",
-        "        if seq.epoch != epoch:  # a zombie",
+        "        if seq.epoch != plan.epoch:  # a zombie",
         "        if seq.epoch < 0:  # a zombie",
         FUZZ,
     ),
     Mutant(
-        "quiet-after-preemption",
+        "plain-after-preemption",
         "a preempted sequence is planned and applied as if it still had its blocks",
         "src/quire/scheduler/state.py",
-        "        seq.quiet_until = 0\n",
-        "",
+        "        seq.next_event_at = 0\n        seq.forced",
+        "        seq.forced",
         FUZZ,
     ),
     Mutant(
@@ -190,7 +190,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "prompts-share-nothing",
         "prompts of equal hashes get tokens of their own",
-        "src/quire/workload/prompts.py",
+        "src/quire/workload/request.py",
         'self._key("hash", hash_id)',
         'self._key("hash", request.index)',
         MEASURES,
