@@ -31,7 +31,7 @@ class Paced:
     """An executor slowed down to a step of at least ``step_s`` seconds."""
 
     def __init__(self, inner: Executor, step_s: float) -> None:
-        self.max_in_flight = inner.max_in_flight
+        self.max_in_flight, self.chains_steps = inner.max_in_flight, inner.chains_steps
         self._inner = inner
         self._step_s = step_s
 
