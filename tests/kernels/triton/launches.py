@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from tests.kernels import cases
 
 import quire.kernels.triton_ops  # noqa: F401  registers
-from quire.kernels import cases
 from quire.kernels.attention import attention
 from quire.kernels.kv_blocks import KvView, view_layer
 from quire.kernels.linear import linear, pack_empty, pack_many
