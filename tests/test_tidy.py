@@ -64,7 +64,6 @@ LATE_IMPORTS: dict[str, str] = {
     "__init__.py": "LLM and friends are resolved lazily",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
-    "models/spec_only.py": "the same",
 }
 
 
