@@ -84,11 +84,7 @@ def _iter_mapped(
 
 
 def _weight(
-    model: ModelConfig,
-    canonical: str,
-    source: Source,
-    stored: Mapping[str, StoredTensor],
-    dtype: torch.dtype,
+    model: ModelConfig, canonical: str, source: Source, stored: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> Weight:
     """Return a weight as ``model.formats`` says; one that will be quantized on load comes plain."""
     if not source.held.quantized:
@@ -126,8 +122,8 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
 def expand_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``[…, rows, 32 · groups]`` of ``dtype``: value = fp4 · 2 ** (scale − 127), exact in bfloat16 too.
 
-    ``blocks [..., rows, groups, 16]`` uint8, two values per byte with the low half first; ``scales [..., rows, groups]``
-    uint8.
+    ``blocks [..., rows, groups, 16]`` uint8, two values per byte, the low half first;
+    ``scales [..., rows, groups]`` uint8.
     """
     pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)], dtype=dtype)
     out = torch.empty((*scales.shape[:-1], 32 * scales.shape[-1]), dtype=dtype)

@@ -175,14 +175,10 @@ def _check_index(index: torch.Tensor, scheme: Scheme, name: str) -> None:
 def _check_zeros(zero: torch.Tensor, scheme: Scheme, name: str) -> None:
     """Check that every zero point of a symmetric checkpoint is the middle."""
     middle = 0
-    if scheme.encoding in ("gptq", "awq"):
-        each = (1 << scheme.bits - 1) - scheme.zero_minus_one
-        middle = int(
-            torch.tensor([each * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)]).to(torch.int32)
-        )
-    if scheme.encoding == "packed":
-        middle = int(torch.tensor([(1 << scheme.bits - 1) * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)])
-                     .to(torch.int32))  # fmt: skip
+    if scheme.encoding in ("gptq", "awq", "packed"):  # as a word of zero points
+        each = (1 << scheme.bits - 1) - (scheme.zero_minus_one and scheme.encoding != "packed")
+        word = each * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)
+        middle = int(torch.tensor([word]).to(torch.int32))
     if (zero != middle).any():
         raise ModelLoadError(
             f"{name} has zero points, and quantization_config says that the weights are symmetric; config.json and "

@@ -156,17 +156,8 @@ def round_to_nearest_native(isa: str, weight: torch.Tensor, held: WeightFormat) 
     scale = torch.empty(num_rows, 1 if held.two_level else groups)
     multiplier = torch.empty(num_rows, groups, dtype=torch.uint8) if held.two_level else None
     native.quantize_weights(
-        num_native_threads(),
-        isa,
-        BITS[held.kind],
-        held.group or in_features,
-        weight.dtype == torch.bfloat16,
-        weight.data_ptr(),
-        weight.stride(0),
-        num_rows,
-        in_features,
-        q.data_ptr(),
-        scale.data_ptr(),
+        num_native_threads(), isa, BITS[held.kind], held.group or in_features, weight.dtype == torch.bfloat16,
+        weight.data_ptr(), weight.stride(0), num_rows, in_features, q.data_ptr(), scale.data_ptr(),
         0 if multiplier is None else multiplier.data_ptr(),
-    )
+    )  # fmt: skip
     return QuantizedWeight(held, q, scale, multiplier=multiplier)
