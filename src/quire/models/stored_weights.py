@@ -176,7 +176,7 @@ def _check_zeros(zero: torch.Tensor, scheme: Scheme, name: str) -> None:
     """Check that every zero point of a symmetric checkpoint is the middle."""
     middle = 0
     if scheme.encoding in ("gptq", "awq", "packed"):  # as a word of zero points
-        each = (1 << scheme.bits - 1) - (scheme.zero_minus_one and scheme.encoding != "packed")
+        each = (1 << scheme.bits - 1) - scheme.zero_minus_one
         word = each * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)
         middle = int(torch.tensor([word]).to(torch.int32))
     if (zero != middle).any():
