@@ -30,6 +30,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (1, ("gpu",)),
     (1, ("device",)),
     (1, ("metrics",)),
+    (1, ("http",)),
     (1, ("cache",)),
     (1, ("text",)),
     (1, ("workload",)),
@@ -54,7 +55,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (5, ("lora", "sampling", "speculate", "runner")),
     (6, ("executor",)),
     (7, ("engine",)),
-    (8, ("quantize", "disagg", "gateway", "bench", "sim", "api")),
+    (8, ("quantize", "disagg", "gateway", "jobs", "bench", "sim", "api")),
     (9, ("cockpit", "cli")),
 ]
 PLACE = {name: (line, column) for line, (_, names) in enumerate(LINES) for column, name in enumerate(names)}
@@ -152,10 +153,10 @@ TORCH_FREE = modules_of(
     "models.quill", "models.hub", "models.checkpoint", "lora.adapter",
     "executor.base",
     "engine.core", "engine.inbox", "engine.client", "engine.frontend", "engine.supervisor", "engine.process",
-    "api", "gateway", "bench.summary", "bench.serve", "bench.report", "bench.startup", "sim", "cli",
+    "api", "jobs", "gateway", "bench.summary", "bench.serve", "bench.report", "bench.startup", "sim", "cli",
 )  # fmt: skip
 # What a bare PyTorch container lacks.
-BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "fastapi", "uvicorn", "pydantic", "quire._native"]
+BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "starlette", "uvicorn", "pydantic", "quire._native"]
 
 
 def run_blocked(blocked: list[str], code: str) -> None:

@@ -20,7 +20,7 @@ MAX_CLASS_METHODS = 15
 # in lines and raises the row of its package by that, in the same commit.
 MAX_LINES: dict[str, int] = {
     "": 2_350,
-    "api": 7_250,
+    "api": 5_500,
     "bench": 3_300,
     "cache": 1_350,
     "cli": 1_600,
@@ -28,6 +28,8 @@ MAX_LINES: dict[str, int] = {
     "executor": 1_000,
     "families": 1_800,
     "gateway": 400,
+    "http": 960,
+    "jobs": 1_060,
     "kernels": 7_350,
     "layers": 1_000,
     "lora": 500,
@@ -60,7 +62,7 @@ LATE_IMPORTS: dict[str, str] = {
     "bench/figures.py": "matplotlib is the extra `bench`",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/build.py": "the choice of an executor",
-    "text/grammar_library.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
+    "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
     "__init__.py": "LLM and friends are resolved lazily",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",

@@ -230,7 +230,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "answered-line-run-again",
         "a restarted server runs the lines of a batch that have an answer",
-        "src/quire/api/batch_runner.py",
+        "src/quire/jobs/runner.py",
         "                if line.custom_id in done:\n",
         "                if False:\n",
         ("tests/api/test_api_batches.py",),

@@ -16,12 +16,11 @@ from tokenizers import Tokenizer as Backend
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.adapters import AdapterRegistry
-from quire.engine.client import EngineInfo
+from quire.engine.build import EngineInfo
 from quire.engine.core import EngineCore
 from quire.engine.inbox import Call, Reply
-from quire.engine.model_info import ModelInfo
 from quire.engine.output import RequestOutputState
-from quire.engine.prepare import prepare_request
+from quire.engine.prepare import ModelInfo, prepare_request
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats

@@ -16,9 +16,8 @@ from tests.fakes.engine import FAKE
 from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
-from quire.engine.client import EngineClient
+from quire.engine.client import EngineClient, InProcessClient
 from quire.engine.frontend import Frontend
-from quire.engine.inproc import InProcessClient
 from quire.engine.output import OutputChunk, merge
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor

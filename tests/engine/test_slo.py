@@ -18,7 +18,7 @@ from quire.cli.serve_slo import forecast_of, with_slo
 from quire.clock import VirtualClock
 from quire.config import SloConfig
 from quire.engine.build import build_core
-from quire.engine.wire import Boot, decode, encode
+from quire.engine.process import Boot, decode, encode
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.efficiency import efficiencies

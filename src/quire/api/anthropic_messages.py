@@ -8,12 +8,13 @@ from quire.api.anthropic_answer import MessageAnswer
 from quire.api.anthropic_prompt import chat_fields, effort_of
 from quire.api.anthropic_protocol import CountTokensRequest, MessagesRequest, Metadata
 from quire.api.chat import chat_prompt
-from quire.api.generation import Job
-from quire.api.protocol import ChatRequest, parse
+from quire.api.job import Job
+from quire.api.protocol import ChatRequest
 from quire.api.replies import new_head
 from quire.api.state import ApiState
 from quire.api.tools import tool_use
 from quire.api.translated import Words
+from quire.http.wire import parse
 
 _WORDS = Words(
     (

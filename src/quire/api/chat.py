@@ -7,16 +7,17 @@ from typing import Any
 
 from quire.api.chat_choices import ChatChoices
 from quire.api.deadline import deadline_of
-from quire.api.generation import Answer, Job
+from quire.api.job import Answer, Job
 from quire.api.logprobs import TokenNames
 from quire.api.messages import template_messages
-from quire.api.protocol import ChatPrompt, ChatRequest, parse, stream_options
+from quire.api.protocol import ChatPrompt, ChatRequest, stream_options
 from quire.api.replies import ChoicesAnswer, new_head
 from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
 from quire.api.thinking import thinking_budget
 from quire.api.tools import OutputPlan, ToolUse, output_plan, tool_use
 from quire.errors import RequestError
+from quire.http.wire import parse
 from quire.request import Deadline, SamplingParams
 
 # What the server itself hands to a template; a client may not replace it through chat_template_kwargs.

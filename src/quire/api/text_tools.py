@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from quire.api.chat import chat_job, chat_prompt
-from quire.api.fields import clip
-from quire.api.protocol import Boolean, ChatPrompt, Text, TokenIds, Wire, parse
+from quire.api.protocol import ChatPrompt
 from quire.api.state import ApiState
 from quire.api.tools import tool_use
 from quire.errors import RequestError
+from quire.http.wire import Boolean, Text, TokenIds, Wire, clip, parse
 
 
 class TokenizeRequest(ChatPrompt):

@@ -10,17 +10,33 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from quire.clock import Clock
 from quire.config import EngineConfig
-from quire.engine.client import EngineInfo
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.executor.logged import LoggedExecutor
 from quire.plan.cost_model import CostModel
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
+
+Determinism = Literal["exact", "batch-dependent"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself once it is loaded."""
+
+    num_kv_tokens: int  # tokens the block pool holds
+    kv_bytes: int
+    weight_bytes: int
+    kernels: str  # one line for a person: "native avx512 (2 threads)"
+    determinism: Determinism
+    load_s: float  # from the start of the load to ready
+    pid: int
 
 
 def preload(executor: str) -> None:

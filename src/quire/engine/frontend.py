@@ -16,16 +16,13 @@ from typing import Any, Literal
 
 from quire.clock import Clock
 from quire.engine.adapters import AdapterRegistry
-from quire.engine.calls import Calls
-from quire.engine.client import EngineClient, EngineInfo
+from quire.engine.build import EngineInfo
+from quire.engine.client import EngineClient
 from quire.engine.grammar_check import GrammarChecker
 from quire.engine.inbox import AddRequest, Call, Reply
-from quire.engine.model_info import ModelInfo
-from quire.engine.open_streams import OpenStreams
 from quire.engine.output import RequestOutputState
-from quire.engine.prepare import SEED_BITS, prepare_request
-from quire.engine.pump import EventPump
-from quire.engine.stream import RequestStream
+from quire.engine.prepare import SEED_BITS, ModelInfo, prepare_request
+from quire.engine.stream import Calls, EventPump, OpenStreams, RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log

@@ -25,7 +25,7 @@ import quire
 from quire.errors import CapacityError, RequestError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar import grammar_source
-from quire.text.grammar_tokens import TokenTable, token_table
+from quire.text.grammar_matcher import TokenTable, token_table
 from quire.text.tokenizer import Tokenizer
 
 COMPILE_LIMIT_S = 5.0  # by the clock, on a machine that may be busy; `grammar_helper` limits CPU time to less

@@ -19,9 +19,7 @@ from typing import Any, TextIO
 
 from quire.errors import RequestError
 from quire.text.grammar import build_grammar
-from quire.text.grammar_library import compile_matcher, ll_tokenizer
-from quire.text.grammar_matcher import first_error
-from quire.text.grammar_tokens import TokenTable
+from quire.text.grammar_matcher import TokenTable, compile_matcher, first_error, ll_tokenizer
 
 _MAX_ERROR_CHARS = 600
 # The engine compiles it once more while others wait for their tokens. The slowest of JSONSchemaBench takes 0.2 s.

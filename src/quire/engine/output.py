@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from quire.engine.inbox import FinishSample
 from quire.errors import CapacityError, QuireError, RequestError, StepError
 from quire.request import FinishReason, Request, Sampling, TokenEvent, TokenLogprobs
-from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.stop import StopMatcher
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""`BatchRunner`: runs batches beside everything else, and goes on with them after a restart.
+"""`BatchRunner`: runs batches beside all other requests, and continues them after a restart.
 
-A line runs when a slot is free (``concurrency``, all batches together) and nobody waits for the engine; its priority is
-the lowest there is. What only this moment refuses (503: drain, full queue, dead engine) is tried again.
+A line runs when a slot is free (``concurrency`` for all batches together) and no other request waits; it has the lowest
+priority. A line that is refused only for now (429 or 503: drain, full queue, dead engine) is tried again.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp
 
-from quire.api.batch_lines import (
+from quire.http.client import post_local
+from quire.jobs.files import FileStore, write_json
+from quire.jobs.lines import (
     Line,
     LineError,
     check_lines,
@@ -25,13 +27,12 @@ from quire.api.batch_lines import (
     read_lines,
     unanswered_line,
 )
-from quire.api.file_store import FileStore, write_json
-from quire.api.internal_call import call_endpoint
 from quire.metrics.log import Log
 
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 LOWEST_PRIORITY = 2**31 - 1  # smaller runs first
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
-_PAUSE_S = 0.05  # between looks at the load
+_PAUSE_S = 0.05  # between checks of the load
 _RETRY_S = 1.0  # before a line that was refused for now is tried again
 _EXPIRED = "The batch expired before this request was run."
 _ID = re.compile(r"batch_[0-9a-f]{32}")
@@ -39,13 +40,12 @@ log = Log("batch")
 
 
 class BatchRunner:
-    """``endpoints``: path → ASGI application. ``is_busy`` tells whether requests of others wait for the engine."""
+    """Runs the lines of batches as calls of an application. ``is_busy`` tells whether other requests wait."""
 
     def __init__(
         self,
         root: Path,
         files: FileStore,
-        endpoints: Mapping[str, ASGIApp],
         *,
         new_id: Callable[[], str],
         unix_time: Callable[[], float],
@@ -53,7 +53,7 @@ class BatchRunner:
         concurrency: int,
     ) -> None:
         self.files = files
-        self.endpoints = endpoints
+        self._app: ASGIApp | None = None
         self._disk = BatchFolder(root, unix_time)
         self._new_id = new_id
         self._unix_time = unix_time
@@ -63,15 +63,16 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._done: dict[str, set[str]] = {}  # custom ids of the lines that have an answer
 
-    def resume(self) -> None:
-        """Go on with what a server before this one left open. In the event loop."""
+    def resume(self, app: ASGIApp) -> None:
+        """Run batches as calls of ``app`` from now on, beginning with those that an earlier server left open."""
+        self._app = app
         for batch in self.all():
             if batch["status"] in OPEN:
                 log.info("batch_resumed", batch=batch["id"], status=batch["status"])
                 self._start(batch)
 
     def create(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Begin a batch of ``values`` (what the client said) and return its object."""
+        """Begin a batch and return its object. ``values``: the fields that the client set."""
         batch_id = f"batch_{self._new_id()}"
         batch = {"id": batch_id, "object": "batch", **values, "created_s": self._unix_time()}
         batch["created_at"] = int(batch["created_s"])
@@ -94,7 +95,7 @@ class BatchRunner:
         return any(b["input_file_id"] == file_id and b["status"] in OPEN for b in self._batches.values())
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        """End an open batch: what is answered is kept, what runs is aborted."""
+        """End an open batch: answers are kept, running requests are aborted."""
         batch = self._batches[batch_id]
         self._disk.set_status(batch, "cancelling")
         task = self._tasks.get(batch_id)
@@ -103,7 +104,7 @@ class BatchRunner:
         return batch
 
     async def close(self) -> None:
-        """Stop working; the state on disk is what the next server goes on from."""
+        """Stop working; the next server continues from the state on disk."""
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
             task.cancel()
@@ -124,10 +125,10 @@ class BatchRunner:
                         await self._run_lines(batch)
             self._finish(batch)
         except asyncio.CancelledError:
-            if batch_id not in self._tasks:  # the server ends: the next one goes on
+            if batch_id not in self._tasks:  # the server ends: the next one continues
                 raise
             self._finish(batch)
-        except Exception as error:  # one batch must not take the others along
+        except Exception as error:  # one batch must not end the others
             log.exception("batch_failed", batch=batch_id)
             entry = LineError("internal", f"{type(error).__name__}: {error}")._asdict()
             batch["errors"] = {"object": "list", "data": [entry]}
@@ -146,7 +147,7 @@ class BatchRunner:
         return not errors
 
     async def _run_lines(self, batch: dict[str, Any]) -> None:
-        """Answer every line that has no answer. Cancelled from outside, everything that runs ends."""
+        """Answer every line that has no answer. Cancelling this call ends all running requests."""
         counts = batch["request_counts"]
         completed = await asyncio.to_thread(done_ids, self._disk.lines(batch, "output"))
         failed = await asyncio.to_thread(done_ids, self._disk.lines(batch, "errors"))
@@ -167,15 +168,12 @@ class BatchRunner:
                 task.add_done_callback(lambda _: self._slots.release())
 
     async def _answer(self, batch: dict[str, Any], line: Line) -> None:
-        """Run a line until it has an answer, and write that down."""
+        """Run a line until it has an answer, and write the answer to disk."""
+        assert self._app is not None
         request_id = self._new_id()
         while True:
-            status, body = await call_endpoint(
-                self.endpoints[batch["endpoint"]],
-                batch["endpoint"],
-                line.body,
-                request_id=request_id,
-                priority=LOWEST_PRIORITY,
+            status, body = await post_local(
+                self._app, batch["endpoint"], line.body, request_id=request_id, priority=LOWEST_PRIORITY
             )
             if status not in (429, 503):
                 break
@@ -186,7 +184,7 @@ class BatchRunner:
         batch["request_counts"]["completed" if status == 200 else "failed"] += 1
 
     def _finish(self, batch: dict[str, Any]) -> None:
-        """Write down what has no answer, and give out the files. Done again after a crash, it does no more."""
+        """Write the lines without an answer, and publish the files. Repeating this after a crash is harmless."""
         batch_id, counts = batch["id"], batch["request_counts"]
         done = self._done.pop(batch_id, None)
         if done is None:
@@ -216,11 +214,11 @@ class BatchRunner:
 
 
 class BatchFolder:
-    """What batches leave on disk, in ``root/batches``.
+    """The files of batches, in ``root/batches``. A line in one of the two .jsonl files is not run again.
 
-    ID.json           the batch object: written whole at each change of its state
-    ID.output.jsonl   answered lines, appended as they come; what is in here, or in
-    ID.errors.jsonl   … is not run again
+    ID.json           the batch object: replaced at each change of its state
+    ID.output.jsonl   answered lines, appended as they arrive
+    ID.errors.jsonl   lines that were refused, failed or not run
     """
 
     def __init__(self, root: Path, unix_time: Callable[[], float]) -> None:
@@ -229,12 +227,12 @@ class BatchFolder:
         self._unix_time = unix_time
 
     def load(self) -> dict[str, dict[str, Any]]:
-        """Return the batches that are there, by id."""
+        """Return all batches by id."""
         paths = [path for path in self._folder.glob("*.json") if _ID.fullmatch(path.stem)]
         return {path.stem: msgspec.json.decode(path.read_bytes()) for path in paths}
 
     def lines(self, batch: dict[str, Any], kind: str) -> Path:
-        """Where lines of a batch are; ``kind``: output or errors."""
+        """Return the path of the lines of a batch; ``kind``: output or errors."""
         return self._folder / f"{batch['id']}.{kind}.jsonl"
 
     def append(self, batch: dict[str, Any], kind: str, line: bytes) -> None:
@@ -242,7 +240,7 @@ class BatchFolder:
             file.write(line)
 
     def set_status(self, batch: dict[str, Any], status: str) -> None:
-        """Change the state of a batch, with its time, and write it down."""
+        """Change the state of a batch, with its time, and save it."""
         batch["status"] = status
         batch[f"{status}_at"] = int(self._unix_time())
         self.save(batch)

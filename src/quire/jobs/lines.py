@@ -1,4 +1,4 @@
-"""The lines of a batch: reading and checking its input, and what is written of each."""
+"""The lines of a batch: reading and checking its input, and the output that is written for each line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 MAX_LINES = 50_000  # OpenAI's
-_MAX_ERRORS = 100  # that a failed batch shows
+_MAX_ERRORS = 100  # shown of a failed batch
 _REFUSED = {"stream": "A batch has whole answers.", "priority": "Batches have the lowest."}
 
 
@@ -30,7 +30,7 @@ class LineError(NamedTuple):
 
 
 def check_lines(path: Path, endpoint: str) -> tuple[int, list[LineError]]:
-    """Return the number of requests in the file and what is wrong with it; empty where it can run."""
+    """Return the number of requests in the file and its errors; without errors the batch can run."""
     errors: list[LineError] = []
     seen: set[str] = set()
     num_lines = 0
@@ -47,20 +47,20 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, list[LineError]]:
         )
     if not num_lines:
         errors.append(
-            LineError("empty_file", "The input file has no requests: one JSON object a line is expected.")
+            LineError("empty_file", "The input file has no requests: one JSON object per line is expected.")
         )
     return num_lines, errors
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the requests of a file that `check_lines` has found to be right."""
+    """Yield the requests of a file in which `check_lines` found no error."""
     for _, raw in _numbered(path):
         value = msgspec.json.decode(raw)
         yield Line(value["custom_id"], msgspec.json.encode(value["body"]))
 
 
 def done_ids(path: Path) -> set[str]:
-    """Return the custom ids that were answered; a line that was cut off by a crash is cut away."""
+    """Return the custom ids that were answered; an incomplete last line, left by a crash, is removed."""
     if not path.exists():
         return set()
     raw = path.read_bytes()
@@ -72,13 +72,13 @@ def done_ids(path: Path) -> set[str]:
 
 
 def output_line(request_id: str, custom_id: str, status: int, body: bytes) -> bytes:
-    """A line of the output file (200) or of the error file (all others)."""
+    """Return a line of the output file (status 200) or of the error file (any other)."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _encoded(request_id, custom_id, response, None)
 
 
 def unanswered_line(request_id: str, custom_id: str, code: str, message: str) -> bytes:
-    """A line of the error file for a request that was not run to its end."""
+    """Return a line of the error file for a request that was not run to its end."""
     return _encoded(request_id, custom_id, None, {"code": code, "message": message})
 
 

@@ -1,38 +1,53 @@
-"""Where the admin surface listens: a port or a unix socket of its own, beside the API in the same event loop."""
+"""Binding the sockets of a server: TCP, or a unix socket."""
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Generator
-from dataclasses import dataclass
 
-import uvicorn
-from fastapi import FastAPI
-
-from quire.api.listen import UVICORN, bind
 from quire.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class AdminListener:
-    """The admin app (`create_admin_app`) and its bound socket; ``path`` of a unix socket is removed at the end."""
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound TCP socket; port 0 takes a free one.
 
-    app: FastAPI
-    sock: socket.socket
-    path: str | None = None
+    Raises:
+        ConfigError: the address cannot be used, with what to change.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"--host {host} cannot be used: {error}. Try 127.0.0.1 or 0.0.0.0.") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port (0 takes a free one)."
+        ) from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Return ``http://host:port`` as a client on this machine would type it."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
 
 
 def bind_admin(
     *, host: str, port: int | None, path: str | None, has_key: bool
 ) -> tuple[socket.socket, str | None] | None:
-    """Return the socket (and its path, where it is a file), or None where neither port nor path is asked for.
+    """Return the socket of an admin surface (and its path, for a unix socket), or None without port and path.
 
     Raises:
-        ConfigError: both are, the address cannot be had, or it would be open to other machines without a key.
+        ConfigError: both are given, the address cannot be used, or other machines could reach it without a key.
     """
     if port is not None and path is not None:
         raise ConfigError(
@@ -51,7 +66,7 @@ def bind_admin(
 
 
 def bind_unix(path: str) -> socket.socket:
-    """Return a bound unix socket that only this user may use; a file that a dead server left is replaced.
+    """Return a bound unix socket that only this user may use; the file of a dead server is replaced.
 
     Raises:
         ConfigError: another server listens there, or the path cannot be used.
@@ -78,7 +93,7 @@ def _remove_stale(path: str) -> None:
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise ConfigError(
-            f"--admin-socket {path} is a file that is there already, and no socket: give another path."
+            f"--admin-socket {path} is a file that exists already, and no socket: give another path."
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
@@ -94,15 +109,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-class AdminServer(uvicorn.Server):
-    """Leaves the signals to the API's server, and ends when it is told to."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-def admin_server(listener: AdminListener) -> AdminServer:
-    return AdminServer(uvicorn.Config(listener.app, **UVICORN, timeout_graceful_shutdown=1))

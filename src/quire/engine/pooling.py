@@ -14,7 +14,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
-from quire.engine.embedding import NOTHING_DRAWN
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.errors import RequestError
 from quire.request import Pooling, SamplingParams
 from quire.text.chat_template import ChatTemplate
@@ -139,3 +141,30 @@ def _likelihood_prompt(query: str, document: str, tokenizer: Tokenizer) -> Scori
         raise RequestError("query has no tokens: give another text.", param="query")
     before = tokenizer.encode(f"Document:\n{document}\n\nQuery:\n")
     return ScoringPrompt(before + query_ids, PROMPT_SCORED, None, len(query_ids))
+
+
+# What a request with a `Pooling` is sampled with: nothing is drawn.
+NOTHING_DRAWN = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True)
+
+
+def embedding(
+    pooled: Sequence[float], *, dimensions: int | None = None, normalize: bool = True
+) -> NDArray[np.float32]:
+    """Return the first ``dimensions`` numbers of ``pooled`` (None: all), scaled to Euclidean length one.
+
+    Cutting before scaling is what models of Matryoshka embeddings are trained for (Kusupati et al. 2022).
+
+    Raises:
+        RequestError: more ``dimensions`` than there are.
+    """
+    if dimensions is not None and not 1 <= dimensions <= len(pooled):
+        raise RequestError(
+            f"dimensions = {dimensions} is not allowed: the vectors of this model have {len(pooled)}; ask for "
+            f"1…{len(pooled)}.",
+            param="dimensions",
+        )
+    vector = np.array(pooled[:dimensions], np.float64)
+    length = float(np.sqrt(np.square(vector).sum()))
+    if normalize and length > 0.0:
+        vector /= length
+    return vector.astype(np.float32)

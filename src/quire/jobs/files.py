@@ -1,6 +1,6 @@
-"""`FileStore`: uploaded and made files under ``--batch-dir``.
+"""`FileStore`: the files that clients uploaded or that batches wrote, under ``--batch-dir``.
 
-files/ID.json    what ``/v1/files/ID`` says; written last, so a file is there whole or not at all
+files/ID.json    the object of ``/v1/files/ID``; written last, so a file exists completely or not at all
 files/ID.data    its bytes
 """
 
@@ -10,9 +10,10 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -20,7 +21,7 @@ _ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` by ``value``, whole or not at all, also when the power goes."""
+    """Replace the contents of ``path`` with ``value`` atomically, also if the power fails."""
     made = path.with_suffix(".tmp")
     with made.open("wb") as file:
         file.write(msgspec.json.encode(value))
@@ -30,30 +31,31 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class FileStore:
-    """Files by id. Everything is read from disk: there are few, and a restart changes nothing."""
+    """Files by id. Nothing is cached: there are few files, and a restart changes nothing."""
 
     def __init__(self, root: Path, new_id: Callable[[], str], unix_time: Callable[[], float]) -> None:
         self._folder = root / "files"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._new_id = new_id
         self._unix_time = unix_time
-        for left in self._folder.glob("*.tmp"):  # of a server that died while it wrote
+        for left in self._folder.glob("*.tmp"):  # a server died while it wrote
             left.unlink()
 
     def add(
-        self, data: bytes, filename: str, purpose: str, expires_after_s: int | None = None
+        self, source: BinaryIO, filename: str, purpose: str, expires_after_s: int | None = None
     ) -> dict[str, Any]:
-        """Keep ``data`` and return its file object."""
+        """Copy ``source`` and return its file object."""
         file_id = f"file-{self._new_id()}"
-        self.path(file_id).write_bytes(data)
+        with self.path(file_id).open("wb") as file:
+            shutil.copyfileobj(source, file)
         return self._describe(file_id, filename, purpose, expires_after_s)
 
     def adopt(
         self, path: Path, filename: str, purpose: str, expires_after_s: int | None = None
     ) -> dict[str, Any] | None:
-        """Take over the file at ``path``, which is moved; None where there is none.
+        """Move the file at ``path`` into the store; None if there is none.
 
-        The id is a function of ``filename``: adopting again after a crash finds what was moved before it.
+        The id is a function of ``filename``, so adopting again after a crash finds the file that was moved before it.
         """
         file_id = f"file-{hashlib.blake2b(filename.encode(), digest_size=16).hexdigest()}"
         if path.exists():
@@ -63,7 +65,7 @@ class FileStore:
         return self.get(file_id) or self._describe(file_id, filename, purpose, expires_after_s)
 
     def get(self, file_id: str) -> dict[str, Any] | None:
-        """Return the file object, or None where there is none (any more)."""
+        """Return the file object, or None if the file does not exist or has expired."""
         if _ID.fullmatch(file_id) is None:
             return None
         try:
@@ -77,20 +79,19 @@ class FileStore:
         return value
 
     def path(self, file_id: str) -> Path:
-        """Where the bytes of a known file are."""
+        """Return the path of the bytes of a file."""
         assert _ID.fullmatch(file_id), file_id
         return self._folder / f"{file_id}.data"
 
     def all(self) -> list[dict[str, Any]]:
         """Return every file object, the oldest first."""
-        paths = sorted(
-            self._folder.glob("file-*.json"), key=lambda path: path.stat().st_mtime_ns
-        )  # written once
+        # Descriptions are written once, so their times are those of creation.
+        paths = sorted(self._folder.glob("file-*.json"), key=lambda path: path.stat().st_mtime_ns)
         found = [self.get(path.stem) for path in paths]
         return [value for value in found if value is not None]
 
     def delete(self, file_id: str) -> bool:
-        """Forget a file; return whether it was there."""
+        """Delete a file; return whether it existed."""
         if _ID.fullmatch(file_id) is None or not self._meta(file_id).exists():
             return False
         self._meta(file_id).unlink()

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
+from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
+from starlette.routing import Route
 
-from quire.api.batch_runner import OPEN, BatchRunner
-from quire.api.body import header, json_response, read_body, read_json
-from quire.api.fields import clip
-from quire.api.multipart import parse_multipart
-from quire.api.pages import page_of
-from quire.api.protocol import Text, Wire, parse
-from quire.api.state import ApiState
 from quire.errors import NotFoundError, RequestError
+from quire.http.body import json_response, page_of, read_json
+from quire.http.wire import Metadata, Text, Wire, clip, not_allowed, parse
+from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
+from quire.jobs.upload import read_form
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -34,7 +35,7 @@ class BatchRequest(Wire):
     input_file_id: Text
     endpoint: Text
     completion_window: Annotated[str, Field(description="'24h', or another number with s, m, h or d")]
-    metadata: Annotated[dict[str, str] | None, Field(description="an object of strings")] = None
+    metadata: Metadata | None = None
     output_expires_after: Annotated[
         dict[str, Any] | None, Field(description="an object with anchor and seconds")
     ] = None
@@ -47,12 +48,32 @@ class ExpiresAfter(Wire):
     seconds: int
 
 
-class Batches:
-    """The handlers. ``runner`` None: no --batch-dir."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the bodies of requests may be."""
 
-    def __init__(self, state: ApiState, runner: BatchRunner | None) -> None:
-        self._state = state
+    max_file_bytes: int
+    max_body_bytes: int
+    lenient: bool  # accept unknown fields
+
+
+class JobRoutes:
+    """The handlers. ``runner`` None: the server has no ``--batch-dir``."""
+
+    def __init__(self, runner: BatchRunner | None, limits: Limits, unix_time: Callable[[], float]) -> None:
         self._given = runner
+        self._limits = limits
+        self._unix_time = unix_time
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/files", self.files, methods=["GET", "POST"]),
+            Route("/v1/files/{file_id}", self.file, methods=["GET", "DELETE"]),
+            Route("/v1/files/{file_id}/content", self.content, methods=["GET"]),
+            Route("/v1/batches", self.batches, methods=["GET", "POST"]),
+            Route("/v1/batches/{batch_id}", self.batch, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
+        ]
 
     @property
     def _runner(self) -> BatchRunner:
@@ -64,7 +85,7 @@ class Batches:
         return self._given
 
     async def files(self, request: Request) -> Response:
-        """Upload a file (POST), or list those that are here."""
+        """Upload a file (POST), or list the files."""
         if request.method == "POST":
             return await self._upload(request)
         files = [
@@ -75,7 +96,7 @@ class Batches:
         return page_of(request, files, default=10_000, most=10_000)
 
     async def file(self, request: Request) -> Response:
-        """The object of one file, or forget the file."""
+        """Return the object of a file, or delete the file."""
         found = self._file(request)
         if request.method != "DELETE":
             return json_response(found)
@@ -94,7 +115,7 @@ class Batches:
         return FileResponse(self._runner.files.path(found["id"]), media_type="application/octet-stream")
 
     async def batches(self, request: Request) -> Response:
-        """Begin a batch (POST), or list those that are here."""
+        """Begin a batch (POST), or list the batches."""
         if request.method == "POST":
             return await self._create(request)
         return page_of(request, [_shown(batch) for batch in self._runner.all()], default=20, most=100)
@@ -107,7 +128,7 @@ class Batches:
         """End an open batch.
 
         Raises:
-            RequestError: it is over.
+            RequestError: it has ended already.
         """
         batch = self._batch(request)
         if batch["status"] not in OPEN:
@@ -120,51 +141,38 @@ class Batches:
 
     async def _upload(self, request: Request) -> Response:
         runner = self._runner
-        limit = self._state.settings.max_file_bytes
-        body = await read_body(
-            request.receive, limit + 65_536, "--max-file-mib", header(request.scope, b"content-length")
-        )
-        parts = parse_multipart((header(request.scope, b"content-type") or b"").decode("latin-1"), body)
-        values: dict[str, Any] = {}
-        upload = None
-        for part in parts:
-            if part.name == "file" and part.filename is not None:
-                upload = part
-            else:
-                values[part.name] = part.data.decode("utf-8", "replace")
-        expires = _bracketed(values, "expires_after")
-        for name in values:
-            if name != "purpose":
-                raise RequestError(f"Unknown field {clip(name)}.", param=name, code="unknown_parameter")
-        if upload is None:
-            raise RequestError(
-                "file is required: a part with a file name.", param="file", code="missing_required_parameter"
+        async with read_form(request.scope, request.receive, self._limits.max_file_bytes) as form:
+            upload = form.get("file")
+            values = {name: item for name, item in form.items() if name != "file"}
+            expires = _bracketed(values, "expires_after")
+            for name in values:
+                if name != "purpose":
+                    raise RequestError(f"Unknown field {clip(name)}.", param=name, code="unknown_parameter")
+            if not isinstance(upload, UploadFile):
+                raise RequestError(
+                    "file is required: a part with a file name.",
+                    param="file",
+                    code="missing_required_parameter",
+                )
+            if values.get("purpose") != "batch":
+                raise not_allowed("purpose", values.get("purpose"), "'batch'")
+            after_s = None if expires is None else _expires_after(expires, "expires_after", self._ignored())
+            name = upload.filename or "file"
+            return json_response(
+                await asyncio.to_thread(runner.files.add, upload.file, name, "batch", after_s)
             )
-        if values.get("purpose") != "batch":
-            raise RequestError(
-                f"purpose = {clip(values.get('purpose'))} is not allowed: it must be 'batch'.",
-                param="purpose",
-            )
-        after_s = None if expires is None else _expires_after(expires, "expires_after", self._ignored())
-        return json_response(runner.files.add(upload.data, upload.filename or "file", "batch", after_s))
 
     async def _create(self, request: Request) -> Response:
         runner, ignored = self._runner, self._ignored()
-        body = await read_json(request.scope, request.receive, self._state.settings.max_body_bytes)
+        body = await read_json(request.scope, request.receive, self._limits.max_body_bytes)
         asked = parse(BatchRequest, body, ignored=ignored)
-        if asked.endpoint not in runner.endpoints:
-            raise RequestError(
-                f"endpoint = {clip(asked.endpoint)} is not allowed: it must be one of {', '.join(runner.endpoints)}.",
-                param="endpoint",
-            )
+        if asked.endpoint not in ENDPOINTS:
+            raise not_allowed("endpoint", asked.endpoint, f"one of {', '.join(ENDPOINTS)}")
         window = _WINDOW.fullmatch(asked.completion_window)
         seconds = int(window[1]) * _SECONDS[window[2]] if window else 0
         if not 0 < seconds <= _EXPIRES_S[1]:
-            raise RequestError(
-                f"completion_window = {clip(asked.completion_window)} is not allowed: it must be '24h', or another "
-                "number with s, m, h or d, up to 30d.",
-                param="completion_window",
-            )
+            allowed = "'24h', or another number with s, m, h or d, up to 30d"
+            raise not_allowed("completion_window", asked.completion_window, allowed)
         source = runner.files.get(asked.input_file_id)
         if source is None or source["purpose"] != "batch":
             raise RequestError(
@@ -178,7 +186,7 @@ class Batches:
                 "endpoint": asked.endpoint,
                 "input_file_id": asked.input_file_id,
                 "completion_window": asked.completion_window,
-                "expires_at": int(self._state.unix_time()) + seconds,
+                "expires_at": int(self._unix_time()) + seconds,
                 "metadata": asked.metadata,
                 "output_expires_after_s": after_s,
             }
@@ -186,7 +194,7 @@ class Batches:
         return json_response(_shown(batch))
 
     def _ignored(self) -> list[str] | None:
-        return [] if self._state.settings.lenient else None
+        return [] if self._limits.lenient else None
 
     def _file(self, request: Request) -> dict[str, Any]:
         file_id = request.path_params["file_id"]
@@ -207,30 +215,15 @@ class Batches:
         return found
 
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-def batch_routes(batches: Batches) -> list[tuple[str, Handler, list[str]]]:
-    """Path, handler and methods of each."""
-    return [
-        ("/v1/files", batches.files, ["GET", "POST"]),
-        ("/v1/files/{file_id}", batches.file, ["GET", "DELETE"]),
-        ("/v1/files/{file_id}/content", batches.content, ["GET"]),
-        ("/v1/batches", batches.batches, ["GET", "POST"]),
-        ("/v1/batches/{batch_id}", batches.batch, ["GET"]),
-        ("/v1/batches/{batch_id}/cancel", batches.cancel, ["POST"]),
-    ]
-
-
 def _shown(batch: dict[str, Any]) -> dict[str, Any]:
-    """The object as clients know it: every time stamp, and nothing of ours."""
+    """Return the object that clients see: every time stamp, and none of the private fields."""
     stamps: dict[str, Any] = dict.fromkeys(_STAMPS)
     shown = {**stamps, **batch}
     return {name: value for name, value in shown.items() if name not in _OURS}
 
 
 def _bracketed(values: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Take ``name[key]`` fields out of a form, as OpenAI's client sends an object."""
+    """Take the ``name[key]`` fields, with which OpenAI's client sends an object, out of a form; return the object."""
     taken: dict[str, Any] = {}
     for key in [k for k in values if k.startswith(name + "[") and k.endswith("]")]:
         text = values.pop(key)
