@@ -41,10 +41,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.client import StreamingClient, Target, api_url
-from quire.bench.live_server import LiveServer
 from quire.bench.load import Load, Runner
+from quire.bench.profile_serving import LiveServer
+from quire.bench.runs import knee, sweep
 from quire.bench.summary import RequestRecord, summarize
-from quire.bench.sweep import knee, sweep
 from quire.plan.fit import fit
 from quire.plan.profile import Profile, load_profile
 from quire.plan.step_log import fit_steps, read_steps

@@ -153,7 +153,7 @@ TORCH_FREE = modules_of(
     "models.quill", "models.hub", "models.checkpoint", "lora.adapter",
     "executor.base",
     "engine.core", "engine.inbox", "engine.client", "engine.frontend", "engine.supervisor", "engine.process",
-    "api", "jobs", "gateway", "bench.summary", "bench.serve", "bench.report", "bench.startup", "sim", "cli",
+    "api", "jobs", "gateway", "bench.summary", "bench.serve", "bench.report", "sim", "cli",
 )  # fmt: skip
 # What a bare PyTorch container lacks.
 BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "starlette", "uvicorn", "pydantic", "quire._native"]

@@ -59,7 +59,6 @@ LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
     "cli/bench.py": "each command imports what it needs, so that --help is quick",
     "cli/simulation.py": "each command imports what it needs, so that --help is quick",
-    "bench/figures.py": "matplotlib is the extra `bench`",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/build.py": "the choice of an executor",
     "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",

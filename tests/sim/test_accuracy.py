@@ -17,8 +17,8 @@ from benchmarks import simulator_accuracy as accuracy
 
 from quire.args import EngineArgs
 from quire.bench.client import StreamingClient, Target, api_url
-from quire.bench.live_server import LiveServer
 from quire.bench.load import Load, Runner
+from quire.bench.profile_serving import LiveServer
 from quire.bench.summary import RequestRecord, summarize
 from quire.clock import WallClock
 from quire.config import EngineConfig

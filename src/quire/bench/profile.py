@@ -11,11 +11,9 @@ from random import Random
 from typing import Any
 
 from quire.args import EngineArgs
-from quire.bench.live_server import LiveServer
-from quire.bench.profile_args import ProfileArgs
-from quire.bench.profile_grid import cases
-from quire.bench.profile_serving import measure_host
-from quire.bench.profile_steps import StepProfiler
+from quire.bench.args import ProfileArgs
+from quire.bench.profile_serving import LiveServer, measure_host
+from quire.bench.profile_steps import StepProfiler, cases
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.device import detect_device

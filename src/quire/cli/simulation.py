@@ -8,8 +8,7 @@ from typing import Any
 import typer
 
 from quire.args import EngineArgs, ServerArgs, flag_name, settings_of
-from quire.bench.profile_args import ProfileArgs
-from quire.bench.serve_args import ServeBenchArgs
+from quire.bench.args import ProfileArgs, ServeBenchArgs
 from quire.cli.flags import ModelArgument, command_with, pick, with_model
 from quire.sim.simulate_args import SimulateArgs
 

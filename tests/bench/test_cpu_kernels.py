@@ -1,4 +1,4 @@
-"""`quire bench kernel`: what it claims about bytes, operations and bounds, on a machine that a test cannot know."""
+"""`benchmarks/cpu_kernels.py`: its bytes, operations and bounds, on a machine that a test cannot know."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from benchmarks import cpu_kernels as kernel
 
-from quire.bench import kernel
-from quire.bench.bounds import Bounds
+from quire.errors import ConfigError
 from quire.kernels import registry
 from quire.kernels.cases import LINEAR
+from quire.plan.hardware import Bounds
 
 native = pytest.importorskip("quire._native")
 
@@ -55,7 +56,7 @@ def test_the_linear_jobs_are_the_bench_cases_and_count_the_weights() -> None:
 
 @pytest.mark.skipif(not native.has_isa("avx2"), reason="needs AVX2")
 def test_the_command_prints_json() -> None:
-    command = [sys.executable, "-m", "quire.cli", "bench", "kernel", "--op", "norm", "--isa", "avx2"]
+    command = [sys.executable, "-m", "benchmarks.cpu_kernels", "--op", "norm", "--isa", "avx2"]
     done = subprocess.run(
         [*command, "--threads", "1", "--seconds", "0", "--json"], capture_output=True, text=True, timeout=120
     )
@@ -65,3 +66,12 @@ def test_the_command_prints_json() -> None:
     assert made["bounds"]["read"] > 1e8
     assert {row["op"] for row in made["rows"]} == {"norm"}
     assert all(row["microseconds"] > 0 and row["isa"] == "avx2" for row in made["rows"])
+
+
+def test_an_unknown_op_or_level_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"one of linear, attention, norm, sampling \(did you mean 'norm'\?\)"
+    ):
+        kernel.check_choices("norms", "avx2")
+    with pytest.raises(ConfigError, match="this CPU and build have "):
+        kernel.check_choices(None, "mmx")

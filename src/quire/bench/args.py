@@ -1,4 +1,9 @@
-"""The flags of `quire bench serve` (see `quire.args`)."""
+"""The flags of `quire bench serve` (see `quire.args`).
+
+The flags of `quire bench latency|throughput|batching|startup|kernel` (see `quire.args`).
+
+The flags of `quire profile` (see `quire.args`).
+"""
 
 from __future__ import annotations
 
@@ -41,3 +46,37 @@ class ServeBenchArgs:
     json: str | None = None
     jsonl: str | None = None
     html: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyArgs:
+    """One batch, again and again."""
+
+    input_len: int = 128
+    output_len: int = 128
+    batch_size: int = 1
+    warmup: int = 2
+    iterations: int = 10
+    json: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputArgs:
+    """Many requests at once."""
+
+    trace: str | None = None
+    limit: int | None = None
+    input_len: str = "512"
+    output_len: str = "128"
+    slo: str | None = None
+    json: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileArgs:
+    """What to measure and where to write it."""
+
+    out: str | None = None
+    seconds: float = 100.0
+    steps: str | None = None
+    serving: bool = True

@@ -1,15 +1,16 @@
-"""`quire bench batching`: what continuous batching and the KV cache bring, measured on one engine.
+"""What continuous batching and the KV cache bring, on one engine: `python benchmarks/batching.py [MODEL]`.
 
 The same requests run one at a time, in static batches, in dynamic batches and continuously: one model, one scheduler,
-and nothing changes but its gate. In a batch that nobody joins, a slot whose request has ended is empty until the
-longest one has; with lengths that differ much that is most of the time (Yu et al., Orca, OSDI 2022).
+and only its gate changes. Nothing can join a static batch, so the slot of a request that has ended stays empty until
+the longest request has ended; where lengths differ much, that is most of the time (Yu et al., Orca, OSDI 2022).
 
-Decoding without a KV cache computes the whole context again for each token: the time of T tokens grows with T² (and the
-attention part with T³), with a cache with T (plus the attention over the context).
+Decoding without a KV cache computes the whole context again for each token: the time of T tokens grows with T² (its
+attention with T³), and with a cache with T (plus the attention over the context).
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import json
 import math
@@ -17,13 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.args import EngineArgs
-from quire.bench.figures import Series, bars, chart, need_plots
+from quire.args import EngineArgs, make_args
+from quire.bench.figures import Axis, Series, chart, colour, frame
 from quire.bench.offline import OfflineEngine
-from quire.bench.offline_args import BatchingArgs
-from quire.bench.page import Page, write
+from quire.bench.page import Page, console, print_table, write
 from quire.bench.summary import RequestRecord, summarize
-from quire.bench.table import console, print_table
 from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
 from quire.scheduler.policy import PolicyChange
@@ -32,8 +31,23 @@ from quire.workload.build import Synthetic
 from quire.workload.lengths import parse_lengths
 from quire.workload.request import Workload, WorkloadRequest
 
-NUM_CONTEXTS = 12  # at which decoding without a cache is timed; between them it is interpolated
+# Decoding without a cache is timed at so many contexts, and interpolated between them.
+NUM_CONTEXTS = 12
 Span = tuple[float, float]  # (start, length) in seconds
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingArgs:
+    """What to run and where to write it."""
+
+    limit: int = 64  # requests
+    input_len: str = "64"
+    output_len: str = "lognormal:48,1.0,512"
+    rate: float | None = None  # requests per second; None: all at once
+    slots: int = 16
+    decode_len: int = 512  # tokens decoded with and without the KV cache
+    json: str | None = None
+    html: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +73,7 @@ class DecodeCurve:
 
 def batching(engine_args: EngineArgs, args: BatchingArgs) -> int:
     """Run all gates, then both ways of decoding; print and write what came out."""
-    if args.html:
-        need_plots()
-    # Random prompts share nothing, and a gate must not find the blocks of the one before.
+    # Random prompts share nothing, and a gate must not find the cached blocks of the previous gate's run.
     engine_args = replace(engine_args, max_num_seqs=args.slots, enable_prefix_caching=False)
     lengths = parse_lengths(args.input_len, "--input-len"), parse_lengths(args.output_len, "--output-len")
     arrivals = Arrivals() if args.rate is None else Arrivals(args.rate)
@@ -134,7 +146,7 @@ def assign_slots(records: Sequence[RequestRecord], admitted_s: dict[int, float])
 def decode_curve(engine: OfflineEngine, num_tokens: int) -> DecodeCurve:
     """Time ``num_tokens`` of output behind a prompt of one token, with the cache and without.
 
-    Without: a token at context T is a request with a prompt of T tokens that computes all of them and draws one.
+    Without: a token at context T is a request with a prompt of T tokens that computes all of them and samples one.
     """
     engine.change(PolicyChange(gate="continuous", max_num_seqs=1))
     prompts = engine.prompts(seed=1)
@@ -213,12 +225,10 @@ def busy_share(run: GateRun) -> float:
 
 def report(model: str, figures: dict[str, Any], gates: Sequence[GateRun], curve: DecodeCurve | None) -> str:
     """The HTML report: slots over time for each gate, what ran, and the two decode curves."""
-    page = Page(
-        f"quire bench batching: {model}", f"{figures['run']['workload']}. {figures['run']['kernels']}"
-    )
+    page = Page(f"Batching: {model}", f"{figures['run']['workload']}. {figures['run']['kernels']}")
     page.table(_HEADER, _rows(figures))
     page.heading("Slots over time")
-    page.plots([bars(g.slots, title=g.name, x="s", y="slot", size=(6.4, 3.2)) for g in gates[1:]])
+    page.plots([bars(g.slots, g.name) for g in gates[1:]])
     running = [Series(g.name, g.times_s, [float(n) for n in g.running], "steps") for g in gates]
     page.plots([chart(running, title="Running sequences", x="s", y="sequences")])
     if curve is not None:
@@ -231,6 +241,20 @@ def report(model: str, figures: dict[str, Any], gates: Sequence[GateRun], curve:
         page.plots([chart(lines, **options), chart(lines[:], **options, log_x=True, log_y=True)])  # type: ignore[arg-type]
         page.paragraph(_decode_words(figures["decode"]))
     return page.html()
+
+
+def bars(slots: Sequence[Sequence[Span]], title: str) -> str:
+    """The spans of each slot on its own row, as an ``<svg>`` element."""
+    ends = [start + length for spans in slots for start, length in spans]
+    across = Axis.over([0.0, *ends], 58, 548, log=False, from_zero=True)
+    up = Axis.over([0.0, len(slots)], 270, 46, log=False, from_zero=True)
+    drawn = [
+        f'<rect x="{across.at(start):.1f}" y="{up.at(row + 0.92):.1f}" fill="{colour(i)}" '
+        f'width="{across.at(length) - across.at(0):.2f}" height="{up.at(0) - up.at(0.84):.1f}"/>'
+        for row, spans in enumerate(slots)
+        for i, (start, length) in enumerate(spans)
+    ]
+    return frame(across, up, drawn, title=title, x="s", y="slot")
 
 
 _HEADER = ("", "tokens/s", "× static", "× one at a time", "slots busy", "TTFT p50 ms", "E2EL p50 ms", "s")
@@ -264,3 +288,29 @@ def _print(figures: dict[str, Any]) -> None:
 def _warm_up(engine: OfflineEngine) -> None:
     work = [WorkloadRequest(0.0, 16, 4, i) for i in range(4)]
     engine.run(work, engine.prompts(seed=2))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="quill")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--quantize")
+    parser.add_argument("--limit", type=int, default=64, help="requests")
+    parser.add_argument(
+        "--input-len", default="64", help="512, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MAX]"
+    )
+    parser.add_argument("--output-len", default="lognormal:48,1.0,512", help="as --input-len")
+    parser.add_argument("--rate", type=float, help="requests per second, as a Poisson process [all at once]")
+    parser.add_argument("--slots", type=int, default=16, help="requests in a batch at most")
+    parser.add_argument("--decode-len", type=int, default=512, help="tokens decoded both ways; 0: none")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--html", help="file for a report with plots")
+    given = vars(parser.parse_args())
+    engine = {name: given.pop(name) for name in ("model", "threads", "quantize")}
+    return batching(make_args(EngineArgs, engine, origin="flag"), BatchingArgs(**given))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

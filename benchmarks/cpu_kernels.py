@@ -1,4 +1,4 @@
-"""Time single ops of one level beside the bounds of the machine (``quire bench kernel``).
+"""Time single CPU ops of one level beside the bounds of the machine: `python -m benchmarks.cpu_kernels [--op …]`.
 
 Shapes are the cases marked ``bench`` of `quire.kernels.cases`, those that the tests use. A `Job` says what its op must
 move and compute; its bound is the slower of bytes over read bandwidth and operations over the dot peak, both measured
@@ -7,6 +7,7 @@ before and after. Weights rotate over copies that no cache holds. Times are medi
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -20,8 +21,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from quire.bench.bounds import Bounds, mean, measure
-from quire.bench.offline_args import KernelArgs
 from quire.device import detect_device
 from quire.errors import ConfigError, nearest
 from quire.kernels import cases, registry
@@ -33,6 +32,7 @@ from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
 from quire.kernels.sampling import Streams, gumbel_argmax
 from quire.kernels.threads import choose_threads
+from quire.plan.hardware import Bounds, measure
 from quire.weight_format import PLAIN, WeightFormat
 
 COLD_BYTES = 512 << 20
@@ -230,6 +230,14 @@ def row_of(job: Job, seconds: float, bounds: Bounds) -> Row:
     )  # fmt: skip
 
 
+def mean(before: Bounds, after: Bounds) -> Bounds:
+    """Return the bounds halfway between two measurements."""
+    return Bounds(
+        (before.read + after.read) / 2,
+        {name: (rate + after.dots[name]) / 2 for name, rate in before.dots.items()},
+    )
+
+
 def check_choices(op: str | None, isa: str) -> None:
     """Refuse an op or a level that is not there.
 
@@ -270,32 +278,39 @@ def as_dict(bounds: Bounds, rows: list[Row]) -> dict[str, Any]:
     return {"bounds": asdict(bounds), "rows": [asdict(row) for row in rows]}
 
 
-def kernel(args: KernelArgs) -> None:
-    """Time the kernels and print them.
-
-    Raises:
-        ConfigError: an op or a level that is not there, or no native kernels at all.
-    """
-    device = detect_device()
-    level, num_threads = args.isa or device.isa, args.threads or device.num_cores
-    bounds, rows = run(args.op, level, num_threads, args.seconds)  # type: ignore[arg-type]
-    if args.json:
-        print(json.dumps({"isa": level, "threads": num_threads, **as_dict(bounds, rows)}))
-        return
+def print_rows(level: str, num_threads: int, bounds: Bounds, rows: list[Row]) -> None:
+    """Print the table."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(f"{level}, {num_threads} threads. Bounds now: {bounds}")
     table = Table("op", "case", "level", box=None, pad_edge=False)
     for heading in ("µs", "GB/s", "Gop/s", "bound µs", "of bound"):
         table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(
-            row.op,
-            row.case,
-            row.isa,
-            f"{row.microseconds:.1f}",
-            f"{row.gb_s:.1f}",
-            f"{row.gop_s:.0f}",
-            "" if row.bound_us is None else f"{row.bound_us:.1f}",
-            "" if row.share is None else f"{row.share:.0%}",
-        )
+        bound = "" if row.bound_us is None else f"{row.bound_us:.1f}"
+        share = "" if row.share is None else f"{row.share:.0%}"
+        speeds = (f"{row.microseconds:.1f}", f"{row.gb_s:.1f}", f"{row.gop_s:.0f}", bound, share)
+        table.add_row(row.op, row.case, row.isa, *speeds)
     console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--op", help=f"{', '.join(JOBS)} [all]")
+    parser.add_argument("--isa", help="level of the kernels [the best of this CPU]")
+    parser.add_argument("--threads", type=int, help="threads [one per core]")
+    parser.add_argument("--seconds", type=float, default=0.3, help="time for each row")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    device = detect_device()
+    level, num_threads = args.isa or device.isa, args.threads or device.num_cores
+    bounds, rows = run(args.op, level, num_threads, args.seconds)
+    if args.json:
+        print(json.dumps({"isa": level, "threads": num_threads, **as_dict(bounds, rows)}))
+    else:
+        print_rows(level, num_threads, bounds, rows)
+
+
+if __name__ == "__main__":
+    main()
