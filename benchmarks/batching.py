@@ -26,9 +26,8 @@ from quire.bench.summary import RequestRecord, summarize
 from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
 from quire.scheduler.policy import PolicyChange
-from quire.workload.arrivals import Arrivals
 from quire.workload.build import Synthetic
-from quire.workload.lengths import parse_lengths
+from quire.workload.distributions import Arrivals, parse_lengths
 from quire.workload.request import Workload, WorkloadRequest
 
 # Decoding without a cache is timed at so many contexts, and interpolated between them.

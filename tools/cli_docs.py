@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, Setting, defaults, flag_name, settings_of
-from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, ThroughputArgs
-from quire.cli.command_args import PlanArgs
-from quire.sim.simulate_args import SimulateArgs
+from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
+from quire.cli.flags import PlanArgs
 
 HEAD = """\
 # The command line

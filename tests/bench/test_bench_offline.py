@@ -17,7 +17,7 @@ from quire.bench.offline import OfflineEngine, latency, throughput
 from quire.bench.summary import RequestRecord
 from quire.errors import ConfigError
 from quire.workload.build import Synthetic
-from quire.workload.lengths import Fixed, LogNormal
+from quire.workload.distributions import Fixed, LogNormal
 from quire.workload.request import WorkloadRequest
 
 

@@ -19,8 +19,7 @@ from quire.bench.load import Conversation, Load, Runner
 from quire.bench.serve import LiveProgress, run
 from quire.bench.summary import RequestRecord
 from quire.errors import ConfigError
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import WorkloadRequest
+from quire.workload.request import PromptMaker, WorkloadRequest
 
 PROMPTS = PromptMaker(1000, seed=1, first_id=10)
 

@@ -20,12 +20,10 @@ from quire.engine.process import Boot, decode, encode
 from quire.errors import ConfigError
 from quire.plan import hardware
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
-from quire.plan.efficiency import efficiencies
 from quire.plan.hardware import Bounds, find_hardware
 from quire.plan.presets import preset_spec
 from quire.plan.profile import Profile
-from quire.plan.roofline import Roofline, work_of
-from quire.plan.sampled import sampled
+from quire.plan.roofline import Roofline, efficiencies, sampled, work_of
 from quire.scheduler.slo import SloController
 
 MODEL = CostModel(1e-3, Curve((0.0, 1.0), (0.0, 1e-3)))

@@ -22,8 +22,7 @@ import msgspec
 from quire.bench.client import StreamingClient, Target
 from quire.bench.summary import ERROR, RequestRecord
 from quire.errors import ConfigError
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import WorkloadRequest
+from quire.workload.request import PromptMaker, WorkloadRequest
 
 START_DELAY_S = 0.05  # from the start of the run to arrival 0: the pacer is ready by then
 Observe = Callable[[WorkloadRequest | RequestRecord], None]  # a request as it is sent, and later its record

@@ -24,9 +24,8 @@ from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.scheduler.policy import PolicyChange
 from quire.workload.build import Synthetic, from_trace
-from quire.workload.lengths import Fixed, parse_lengths
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import WorkloadRequest
+from quire.workload.distributions import Fixed, parse_lengths
+from quire.workload.request import PromptMaker, WorkloadRequest
 from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
 

@@ -31,8 +31,7 @@ from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, StepFeatures, chunk_pairs
 from quire.plan.fit import cut_mean, nnls
 from quire.plan.profile import HostCost
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import WorkloadRequest
+from quire.workload.request import PromptMaker, WorkloadRequest
 
 PROMPT, OUTPUT = 32, 96  # tokens of a request of the closed loops
 USERS = (1, 2, 4, 8, 16, 32)

@@ -18,9 +18,8 @@ from quire.bench.page import console, finite, print_summary, write
 from quire.bench.report import run_report, sweep_report
 from quire.bench.summary import RequestRecord
 from quire.errors import ConfigError
-from quire.workload.arrivals import Arrivals
 from quire.workload.build import Synthetic, at_rate, from_trace, with_cancellations
-from quire.workload.lengths import parse_lengths
+from quire.workload.distributions import Arrivals, parse_lengths
 from quire.workload.request import Workload
 from quire.workload.traces import read_trace
 

@@ -25,8 +25,7 @@ from quire.bench.page import console, show
 from quire.bench.runs import Measured, Outcome, make_workload
 from quire.bench.summary import ERROR, RequestRecord, percentile, summarize
 from quire.errors import ConfigError
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import Workload, WorkloadRequest
+from quire.workload.request import PromptMaker, Workload, WorkloadRequest
 from quire.workload.slo import Slo
 
 

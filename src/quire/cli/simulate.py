@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quire.bench.args import ServeBenchArgs
+from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.bench.page import console, show
 from quire.bench.runs import Measured, Outcome, make_workload
 from quire.errors import ConfigError
 from quire.sim.report import both_sweeps, read_sweep, summary_of, timeline_charts
 from quire.sim.run import simulate
 from quire.sim.setup import Setup, set_up
-from quire.sim.simulate_args import SimulateArgs
 from quire.workload.request import Workload
 from quire.workload.slo import Slo
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from quire.args import EngineArgs, make_args
-from quire.bench.args import ServeBenchArgs
+from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.bench.figures import Series, chart
 from quire.bench.page import Page, console, finite, print_table, write
 from quire.bench.runs import make_workload
@@ -22,7 +22,6 @@ from quire.errors import ConfigError, nearest
 from quire.sim.report import summary_of
 from quire.sim.run import simulate
 from quire.sim.setup import FREE, set_up
-from quire.sim.simulate_args import SimulateArgs
 from quire.workload.slo import Slo
 
 # In the order of the lesson: each answers what the one before leaves open.

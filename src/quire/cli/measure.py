@@ -1,4 +1,7 @@
-"""`quire profile` and `quire simulate`."""
+"""`quire bench`: serve | latency | throughput.
+
+`quire profile` and `quire simulate`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,40 @@ from typing import Any
 import typer
 
 from quire.args import EngineArgs, ServerArgs, flag_name, settings_of
-from quire.bench.args import ProfileArgs, ServeBenchArgs
+from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
 from quire.cli.flags import ModelArgument, command_with, pick, with_model
-from quire.sim.simulate_args import SimulateArgs
+
+bench_app = typer.Typer(help="Measure: serve, latency, throughput.", no_args_is_help=True)
+
+
+@bench_app.command("serve")
+@command_with(ServeBenchArgs)
+def bench_serve(*, settings: dict[str, Any]) -> None:
+    """Put load on a server: TTFT, TPOT, ITL, E2EL, throughput and goodput, from the intended send times."""
+    from quire.bench.serve import run
+
+    raise typer.Exit(run(pick(ServeBenchArgs, settings)))
+
+
+@bench_app.command("latency")
+@command_with(EngineArgs, LatencyArgs, skip=("model",))
+def bench_latency(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
+    """Time batches of equal requests, without a server."""
+    from quire.bench.offline import latency
+
+    raise typer.Exit(latency(pick(EngineArgs, with_model(model, settings)), pick(LatencyArgs, settings)))
+
+
+@bench_app.command("throughput")
+@command_with(EngineArgs, ThroughputArgs, skip=("model",))
+def bench_throughput(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
+    """All requests at once, without a server: tokens a second."""
+    from quire.bench.offline import throughput
+
+    raise typer.Exit(
+        throughput(pick(EngineArgs, with_model(model, settings)), pick(ThroughputArgs, settings))
+    )
+
 
 # Settings of the engine that a simulation takes; the others belong to what its step times were measured with.
 SIMULATED = (
