@@ -58,5 +58,5 @@ async def count_tokens(state: ApiState, body: Any, ignored: list[str] | None) ->
     state.check_model(chat.model)
     with _WORDS.kept():
         use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls, ignored)
-        text = chat_prompt(state, chat, ignored, use)
-    return {"input_tokens": len(await state.frontend.tokenize(text, add_special_tokens=False))}
+        prompt = await chat_prompt(state, chat, ignored, use)
+    return {"input_tokens": len(prompt.token_ids)}
