@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def folder_of(name: str) -> str:
     return "/".join(parts[:2]) if parts[0] == "tests" and len(parts) > 2 else parts[0]
 
 
+@cache
 def hits() -> dict[str, list[str]]:
     """Return by folder each line with a pattern, as ``file:line: text``."""
     found: dict[str, list[str]] = defaultdict(list)

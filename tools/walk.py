@@ -80,7 +80,15 @@ def walk(tree: Path) -> dict[str, list[str]]:
 def start(tree: Path, folder: Path, log: object) -> subprocess.Popen[bytes]:
     own = tree / ".venv" / "bin" / "python"
     path = os.pathsep.join((str(folder), str(tree / "src")))
-    command = [str(own) if own.exists() else sys.executable, "-m", "quire.cli", "serve", "quill", "--port", "0"]
+    command = [
+        str(own) if own.exists() else sys.executable,
+        "-m",
+        "quire.cli",
+        "serve",
+        "quill",
+        "--port",
+        "0",
+    ]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tree)  # type: ignore[call-overload,no-any-return]
 
