@@ -154,12 +154,20 @@ class FakeFrontend:
         task.add_done_callback(self._tasks.discard)
         return stream
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **kwargs: Any) -> str:
-        self.rendered.append((list(messages), kwargs))
+    async def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        *,
+        add_special_tokens: bool = False,
+        **options: Any,
+    ) -> tuple[str, list[int]]:
+        self.rendered.append((list(messages), options))
         self.rendered_tools.append(tools)
         if any(m["role"] == "tool" and not m.get("tool_call_id") for m in messages):
             raise RequestError("The chat template refuses these messages.", param="messages")
-        return self.chat_template.render(messages)
+        text = self.chat_template.render(messages)
+        return text, await self.tokenize(text, add_special_tokens=add_special_tokens)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [END] * add_special_tokens + self.tokenizer.encode(text)

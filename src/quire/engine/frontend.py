@@ -147,7 +147,7 @@ class Frontend:
         self._client.send(AddRequest(request))
         return stream
 
-    def chat_text(
+    async def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -155,9 +155,10 @@ class Frontend:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         **variables: Any,
-    ) -> str:
-        """Return the prompt text of a chat. The template writes BOS itself: tokenize it without special tokens.
+    ) -> tuple[str, list[int]]:
+        """Return the prompt of a chat: its text and its token ids. The template itself writes BOS.
 
         ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are more
         for the template to see (`enable_thinking` …).
@@ -171,7 +172,7 @@ class Frontend:
                 "--chat-template FILE.",
                 param="messages",
             )
-        return self.chat_template.render(
+        text = self.chat_template.render(
             messages,
             tools=tools,
             documents=documents,
@@ -181,6 +182,7 @@ class Frontend:
             continue_final_message=continue_final_message,
             variables=variables,
         )
+        return text, await self.tokenize(text, add_special_tokens=add_special_tokens)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``; a long text is tokenized on a thread, so that streams keep flowing."""
