@@ -23,11 +23,9 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (0, ("weight_format",)),
     (0, ("modelspec",)),
     (0, ("weight_plan",)),
-    (0, ("adaptable",)),
     (0, ("families",)),
     (0, ("config",)),
     (0, ("args",)),
-    (1, ("gpu",)),
     (1, ("device",)),
     (1, ("metrics",)),
     (1, ("http",)),
@@ -153,7 +151,7 @@ TORCH_FREE = modules_of(
     "models.quill", "models.hub", "models.checkpoint", "lora.adapter",
     "executor.base",
     "engine.core", "engine.inbox", "engine.client", "engine.frontend", "engine.supervisor", "engine.process",
-    "api", "jobs", "gateway", "bench.summary", "bench.serve", "bench.report", "bench.startup", "sim", "cli",
+    "api", "jobs", "gateway", "bench.summary", "bench.serve", "bench.report", "sim", "cli",
 )  # fmt: skip
 # What a bare PyTorch container lacks.
 BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "starlette", "uvicorn", "pydantic", "quire._native"]

@@ -14,7 +14,7 @@ import yaml
 from quire import __version__
 from quire.cli import app
 from quire.families import SUPPORTED
-from quire.families.gguf_types import BLOCK_TYPES
+from quire.families.gguf import BLOCK_TYPES
 from quire.text.output.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -102,7 +102,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "window-off-by-one",
         "attention sees one token more than the window",
-        "src/quire/kernels/attention/tiling.py",
+        "src/quire/kernels/attention/reference.py",
         "position[:, None, :] <= limit[:, :, None] - window",
         "position[:, None, :] < limit[:, :, None] - window",
         KERNELS,
@@ -190,7 +190,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "prompts-share-nothing",
         "prompts of equal hashes get tokens of their own",
-        "src/quire/workload/prompts.py",
+        "src/quire/workload/request.py",
         'self._key("hash", hash_id)',
         'self._key("hash", request.index)',
         MEASURES,

@@ -122,7 +122,7 @@ def fingerprint(config: EngineConfig, version: str) -> str:
         config.model.quantize,
         config.cache.block_size,
         config.device.kind,
-        config.device.isa if config.runner.cpu_isa == "auto" else config.runner.cpu_isa,
+        config.runner.kernels,
         config.device.native,
     )
     return "fp_" + hashlib.blake2b(repr(scope).encode(), digest_size=6).hexdigest()

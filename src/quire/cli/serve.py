@@ -71,7 +71,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         )
 
     weights = weights_report(config.model)
-    note = slow_kernels(config.device, config.runner.cpu_isa)
+    note = slow_kernels(config.device, config.runner.kernels)
     sock = bind(server_args.host, server_args.port)
     tracer = make_tracer(server_args.otlp_traces_endpoint, clock, __version__)
     jobs = jobs_of(job_settings(server_args), lambda: is_busy(frontend), time.time)

@@ -14,8 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from quire.args import EngineArgs
-from quire.cli.command_args import ChatArgs, RunArgs
-from quire.cli.flags import pick
+from quire.cli.flags import ChatArgs, RunArgs, pick
 from quire.clock import WallClock
 from quire.device import detect_device, slow_kernels
 from quire.engine.assemble import configure, load_text
@@ -63,7 +62,7 @@ def open_frontend(
             try:
                 with err.status(f"loading {args.model} …"):
                     runner.run(frontend.start())
-                if note := slow_kernels(config.device, config.runner.cpu_isa):
+                if note := slow_kernels(config.device, config.runner.kernels):
                     err.print(note, style="dim", markup=False)
                 yield frontend, runner
             finally:
