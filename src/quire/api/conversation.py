@@ -16,6 +16,7 @@ from quire.api.job import Answer, Head, Job, new_head
 from quire.api.protocol import Message, ToolCall, text_of
 from quire.api.state import ApiState
 from quire.api.tools import OutputPlan, Thinking, ToolUse, output_plan, thinking_budget
+from quire.engine.prompts import RenderedChat
 from quire.errors import RequestError
 from quire.http.wire import clip, parse
 from quire.request import SamplingParams
@@ -42,11 +43,12 @@ class Conversation:
     separate_reasoning: bool = True
     with_reasoning: bool = True
 
-    async def prompt(self, state: ApiState, *, add_special_tokens: bool = False) -> tuple[str, list[int]]:
+    async def prompt(self, state: ApiState, *, add_special_tokens: bool = False) -> RenderedChat:
         """Return the text that the model's template makes, and its token ids.
 
         Raises:
-            RequestError: the template refuses the messages.
+            RequestError: the template rejects the messages.
+            CapacityError: too many conversations wait to be rendered (503).
         """
         messages = self.messages
         template = state.frontend.chat_template

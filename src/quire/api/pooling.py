@@ -208,7 +208,8 @@ async def _job(
     _check_at_least_1("max_tokens_per_doc", limit)
     if limit is not None:
         pairs = [(query, await _cut(state, document, limit, found)) for query, document in pairs]
-    arguments = (pairs, request.scoring, request.instruction, frontend.tokenizer, frontend.chat_template)
+    render = frontend.prompts.render if frontend.chat_template.names else None
+    arguments = (pairs, request.scoring, request.instruction, frontend.tokenizer, render)
     prompts = await asyncio.to_thread(scoring_prompts, *arguments)
     found.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
     return Job(
