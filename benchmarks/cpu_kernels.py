@@ -25,7 +25,7 @@ from quire.device import detect_device
 from quire.errors import ConfigError, nearest
 from quire.kernels import cases, registry
 from quire.kernels.attention import attention
-from quire.kernels.kv_view import SCALE_BYTES
+from quire.kernels.kv_blocks import SCALE_BYTES
 from quire.kernels.linear import PackedLinear, QuantizedWeight, linear, pack_empty, write_rows
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.quantized_rows import num_groups

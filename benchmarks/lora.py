@@ -156,7 +156,7 @@ def main() -> None:
         other = Engine(replace(args, lora=named), tape=not given.no_tape)
         print(f"{given.model}, {given.batch} requests, {given.adapters} adapters of rank {given.rank} on "
               f"{given.targets or 'all linears'}, {base.config.runner.num_threads} threads, "
-              f"{base.config.runner.cpu_isa}, recorded steps: {base.taped}, {other.taped}")  # fmt: skip
+              f"{base.config.runner.kernels}, recorded steps: {base.taped}, {other.taped}")  # fmt: skip
         print(
             "| | base ms | with ms | base tok/s | with tok/s | throughput lost | base prefill s | with prefill s |"
         )

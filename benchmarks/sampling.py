@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from quire.config import RunnerConfig
 from quire.device import detect_device
 from quire.kernels.registry import choose
 from quire.kernels.threads import choose_threads
@@ -52,7 +53,7 @@ def main() -> None:
         for rows in (1, 32):
             logits = torch.randn(rows, args.vocab, generator=torch.Generator().manual_seed(0)) * spread
             for kind, options in KINDS.items():
-                sampler = Sampler(args.vocab, choose(args.isa))
+                sampler = Sampler(args.vocab, choose(RunnerConfig(1, "native", args.isa)))
                 for row in range(rows):
                     params = SamplingParams(**{"temperature": 1.0, "seed": row, **options})  # type: ignore[arg-type]
                     sampler.add(NewSeq(row, 0, (1, 2), (), params, 0))

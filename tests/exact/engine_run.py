@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.exact.models import MAX_MODEL_LEN
 from tests.exact.traffic import STEP_S, Job
+from tests.kernels.checks import runner_config
 
 from quire.clock import VirtualClock
 from quire.config import (
@@ -16,7 +17,6 @@ from quire.config import (
     GateKind,
     ModelConfig,
     OrderKind,
-    RunnerConfig,
     SchedulerConfig,
 )
 from quire.engine.core import EngineCore
@@ -127,7 +127,7 @@ def engine_config(
             max_model_len=max_model_len,
             dynamic_max_wait_s=3 * STEP_S,
         ),
-        runner=RunnerConfig(num_threads, cpu_isa=cpu_isa),
+        runner=runner_config(cpu_isa, num_threads),
         device=DeviceInfo("cpu", "test", 1, 2**30, 2**30),
     )
 

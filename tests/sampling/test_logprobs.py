@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.sampling import top_candidates
-from quire.kernels.sampling.logprobs import log_normalizer, token_logprobs
+from quire.kernels.sampling.reference import log_normalizer, token_logprobs
 from quire.request import SamplingParams
 from quire.sampling import Sampler
 from quire.step import NewSeq

@@ -77,7 +77,7 @@ def measure_steps(
     config: EngineConfig, sampling: SamplingParams, seconds: float, clock: Clock
 ) -> list[MeasuredStep]:
     """Time the grid on the real executor, once from cheap to dear, then in random order for about ``seconds``."""
-    page = config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype)
+    page = config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype)
     max_blocks = min(config.cache.num_blocks, MAX_KV_BYTES // page)
     executor = build_core(config, "local", clock).executor
     try:
@@ -131,10 +131,10 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
         "kv_dtype": config.model.kv_dtype,
         "quantize": config.model.quantize,
         "threads": config.runner.num_threads,
-        "cpu_isa": config.runner.cpu_isa,
+        "cpu_isa": config.runner.kernels,
         "block_size": config.cache.block_size,
         "num_kv_blocks": config.cache.num_blocks,
-        "kv_block_bytes": config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype),
+        "kv_block_bytes": config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype),
         "windows": list(config.cache.windows),
         "max_model_len": config.scheduler.max_model_len,
         "max_num_seqs": config.scheduler.max_num_seqs,

@@ -71,7 +71,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         )
 
     weights = weights_report(config.model)
-    note = slow_kernels(config.device, config.runner.cpu_isa)
+    note = slow_kernels(config.device, config.runner.kernels)
     sock = bind(server_args.host, server_args.port)
     tracer = make_tracer(server_args.otlp_traces_endpoint, clock, __version__)
     jobs = jobs_of(job_settings(server_args), lambda: is_busy(frontend), time.time)
@@ -88,7 +88,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     """What the API is built with."""
-    from quire.api.settings import ApiSettings, fingerprint
+    from quire.api.state import ApiSettings, fingerprint
 
     return ApiSettings(
         version=__version__,

@@ -70,7 +70,7 @@ def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
     full = sum(window is None for window in config.cache.windows) or len(config.cache.windows)
     return EngineInfo(
         num_kv_tokens=blocks * config.cache.block_size // full,
-        kv_bytes=blocks * config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype),
+        kv_bytes=blocks * config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype),
         weight_bytes=config.model.spec.weight_bytes(config.model.dtype, config.model.formats),
         kernels=_kernels(config, executor),
         determinism=config.determinism,
@@ -109,7 +109,7 @@ def _kernels(config: EngineConfig, executor: str) -> str:
         return executor
     from quire.kernels import registry
 
-    chosen = registry.choose(config.runner.cpu_isa).describe()
+    chosen = registry.choose(config.runner).describe()
     parts = []
     for level in registry.NATIVE_LEVELS:
         ops = sorted({op.split(".")[0] for op, backend in chosen.items() if backend == level})

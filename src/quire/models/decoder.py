@@ -14,10 +14,9 @@ import torch
 
 from quire.config import LoraConfig
 from quire.errors import ModelLoadError
-from quire.kernels.embedding import take_rows
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.lora import LoraStack
-from quire.kernels.pointwise import add_rows, cap_logits, scale_rows
+from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.attention import Attention, CosSin

@@ -14,7 +14,7 @@ import triton
 from numpy.typing import NDArray
 
 from quire.kernels.sampling import keep_typical
-from quire.kernels.sampling.edit_triton_kernels import edit_rows
+from quire.kernels.sampling.triton import edit_rows
 from quire.runner.step_upload import StepUpload
 from quire.sampling.batch import RowEdits
 from quire.text.grammar_matcher import bitmask_words

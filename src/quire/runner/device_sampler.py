@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.kernels.sampling.columns import EDITED
-from quire.kernels.sampling.logprobs import assemble, logprob_tensors
+from quire.kernels.sampling.reference import EDITED, assemble, logprob_tensors
 from quire.kernels.sampling.triton import draw_rows, facts_of, logprobs_wanted, truncated
 from quire.request import TokenLogprobs
 from quire.runner.device_edits import DeviceEdits

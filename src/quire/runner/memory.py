@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.errors import ConfigError
-from quire.kernels.kv_view import KvView, can_tile, view_layer
-from quire.kernels.kvcopy import clear_pages, copy_pages
+from quire.kernels.kv_blocks import KvView, can_tile, clear_blocks, copy_blocks, view_layer
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
 from quire.modelspec import DTYPE_BYTES, KvLayout, ModelSpec
 
@@ -46,7 +45,7 @@ def keep_freed_memory(limit_bytes: int = 64 << 20) -> bool:
 
 
 class KvCache:
-    """Pages of all layers: ``storage [num_blocks, page_elements]``. See `kernels.kv_view` for what a page holds."""
+    """Blocks of all layers: ``storage [num_blocks, block_elements]``. `kernels.kv_blocks` says what a block holds."""
 
     def __init__(
         self,
@@ -58,32 +57,30 @@ class KvCache:
         kernels: KernelChoice,
         device: torch.device = _CPU,
     ) -> None:
-        page_elements = layout.page_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
+        block_elements = layout.block_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
         kind = _EIGHT_BITS.get(dtype) or torch_dtype(dtype)
         if device.type == "cpu":
-            self.storage = _reserve(num_blocks, page_elements, kind)
+            self.storage = _reserve(num_blocks, block_elements, kind)
         else:
-            self.storage = torch.zeros(num_blocks, page_elements, dtype=kind, device=device)
+            self.storage = torch.zeros(num_blocks, block_elements, dtype=kind, device=device)
         attends = kernels.backend("attention")
         self._masks = attends in GPU_KERNELS  # what no row sees is not read, so rubbish does not matter
         tiles = attends in NATIVE_LEVELS or (dtype == "int8" and not self._masks)
         self.views: tuple[KvView, ...] = tuple(
             _view(self.storage, spec, layout, index, block_size, tiles) for index in range(spec.num_layers)
         )
-        self._copy_backend = kernels.backend("copy_pages")
-        self._clear_backend = kernels.backend("clear_pages")
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages (source, target) in list order."""
-        copy_pages(self.storage, moves, backend=self._copy_backend)
+        """Copy whole blocks (source, target) in list order."""
+        copy_blocks(self.storage, moves)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero pages that a sequence just got: what another left there might be inf or NaN, and 0 · NaN is NaN.
+        """Zero blocks that a sequence just got: another may have left inf or NaN there, and 0 · NaN is NaN.
 
-        Tiles need it not: who stores the first position of one clears it.
+        Tiles need no clearing, because storing the first position of a tile clears it.
         """
         if block_ids and not self._masks and any(view.layout == "rows" for view in self.views):
-            clear_pages(self.storage, torch.tensor(block_ids, dtype=torch.int64), backend=self._clear_backend)
+            clear_blocks(self.storage, torch.tensor(block_ids, dtype=torch.int64))
 
 
 def _view(
@@ -113,10 +110,10 @@ def _view(
     )
 
 
-def _reserve(num_blocks: int, page_elements: int, dtype: torch.dtype) -> torch.Tensor:
+def _reserve(num_blocks: int, block_elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Map zeroed memory without touching it; 2 MiB pages where the pool is large (they read 9 … 25 % faster)."""
     assert num_blocks > 0
-    size = num_blocks * page_elements * dtype.itemsize
+    size = num_blocks * block_elements * dtype.itemsize
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -126,4 +123,4 @@ def _reserve(num_blocks: int, page_elements: int, dtype: torch.dtype) -> torch.T
         ) from error
     if size >= 16 * _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(num_blocks, page_elements)
+    return torch.frombuffer(memory, dtype=dtype).view(num_blocks, block_elements)

@@ -87,7 +87,7 @@ def check_memory(config: EngineConfig, run: Run, meter: Meter) -> MemoryCheck:
     peak = meter.peak()
     run(forget)
     model, cache, scheduler = config.model, config.cache, config.scheduler
-    kv = cache.num_blocks * config.kv_layout.page_bytes(cache.block_size, model.kv_dtype)
+    kv = cache.num_blocks * config.kv_layout.block_bytes(cache.block_size, model.kv_dtype)
     expected = DeviceBytes(
         weights=model.spec.weight_bytes(model.dtype, model.formats),
         kv=kv,

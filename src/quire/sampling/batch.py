@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels.sampling.columns import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED
+from quire.kernels.sampling.reference import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED
 from quire.request import Sampling
 from quire.sampling.penalties import Penalties, penalties_of
 from quire.step import NewSeq

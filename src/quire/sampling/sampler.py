@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.registry import KernelChoice, choose
 from quire.kernels.sampling import keep_typical, sample, token_logprobs
-from quire.kernels.sampling.columns import EDITED, LOGPROBS
+from quire.kernels.sampling.reference import EDITED, LOGPROBS
 from quire.request import TokenLogprobs
 from quire.sampling.batch import RowEdits, SamplerBatch
 from quire.sampling.rng import Purpose

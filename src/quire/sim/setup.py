@@ -153,7 +153,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
     )  # fmt: skip
     block_size = 16
     layout = spec.kv_layout(spec.max_position_embeddings)
-    page = layout.page_bytes(block_size, "bfloat16")
+    page = layout.block_bytes(block_size, "bfloat16")
     num_blocks = int(memory.kv_pool * split.tp // page)
     if num_blocks < 2:
         raise ConfigError(
