@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.house import ROOT, import_circles, import_graph
+from tools.house import ROOT, import_circles, import_graph, parsed
 
 SRC = ROOT / "src"
 
@@ -87,7 +87,7 @@ def place(module: str) -> str:
 def imports(path: Path) -> set[str]:
     """Return the modules of quire, without the leading ``quire.``, that the file imports."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -150,7 +150,8 @@ TORCH_FREE = modules_of(
     *(name for rank, names in LINES if rank <= 2 for name in names if name != "_native"),
     "models.quill", "models.hub", "models.checkpoint", "lora.adapter",
     "executor.base",
-    "engine.core", "engine.inbox", "engine.client", "engine.frontend", "engine.supervisor", "engine.process",
+    "engine.core", "engine.inbox", "engine.client", "engine.prompts", "engine.frontend", "engine.supervisor",
+    "engine.process",
     "api", "jobs", "gateway", "bench.summary", "bench.serve", "bench.report", "sim", "cli",
 )  # fmt: skip
 # What a bare PyTorch container lacks.

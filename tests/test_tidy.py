@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tools.house import ROOT, lines_per_package
+from tools.house import ROOT, lines_per_package, parsed
 
 SRC = ROOT / "src" / "quire"
 FILES = sorted(SRC.rglob("*.py"))
@@ -20,11 +20,11 @@ MAX_CLASS_METHODS = 15
 # in lines and raises the row of its package by that, in the same commit.
 MAX_LINES: dict[str, int] = {
     "": 2_350,
-    "api": 5_500,
+    "api": 5_200,
     "bench": 3_300,
-    "cache": 1_350,
+    "cache": 1400_350,
     "cli": 1_600,
-    "engine": 3_800,
+    "engine": 3_830,
     "executor": 1_000,
     "families": 1_800,
     "gateway": 400,
@@ -39,9 +39,9 @@ MAX_LINES: dict[str, int] = {
     "quant": 550,
     "runner": 2_400,
     "sampling": 550,
-    "scheduler": 2_400,
+    "scheduler": 2500_400,
     "sim": 1_700,
-    "text": 4_550,
+    "text": 4_170,
     "workload": 900,
 }
 MAX_TOTAL_LINES = 47_600
@@ -67,13 +67,17 @@ LATE_IMPORTS: dict[str, str] = {
 }
 
 
+# Packages that no test of tests/quick.txt imports by name: they run below the engine or the API in those tests.
+TOUCHED_BY_OTHERS = {"layers", "executor", "http", "jobs"}
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(SRC).as_posix()
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
     for path in FILES:
-        yield name_of(path), ast.parse(path.read_text(), filename=str(path))
+        yield name_of(path), parsed(path)
 
 
 def length(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
@@ -142,6 +146,18 @@ def test_no_import_inside_functions() -> None:
                 late.add(file)
     assert late <= set(LATE_IMPORTS), f"imports inside functions: {late - set(LATE_IMPORTS)}"
     assert set(LATE_IMPORTS) <= late | {"__init__.py"}, "an entry of the allow-list is not needed any more"
+
+
+def test_quick_tests_exist_and_touch_every_package() -> None:
+    listed = (ROOT / "tests" / "quick.txt").read_text().split()
+    assert not [line for line in listed if not (ROOT / line).exists()]
+    texts = [
+        file.read_text()
+        for line in listed
+        for file in ([ROOT / line] if line.endswith(".py") else (ROOT / line).rglob("*.py"))
+    ]
+    packages = {name for name in lines_per_package(ROOT) if name} - TOUCHED_BY_OTHERS
+    assert not {name for name in packages if not any(f"quire.{name}" in text for text in texts)}
 
 
 def test_no_bare_or_silent_except() -> None:

@@ -65,6 +65,7 @@ class SchedulerConfig:
     # Dynamic gate: a batch starts when full or when its oldest waited this long.
     dynamic_max_wait_s: float = 0.05
     max_loras: int = 0  # adapters in running sequences at once; 0: the base model alone
+    max_num_drafts: int = 0  # speculated tokens per sequence and step at most; 0: no speculation
 
 
 @dataclass(frozen=True, slots=True)

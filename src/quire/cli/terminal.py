@@ -169,8 +169,7 @@ async def _answer(
 ) -> tuple[str, bool]:
     """Render, submit and print; drop the oldest exchange, saying so, where the context is full."""
     while True:
-        text = frontend.chat_text(conversation.messages, add_generation_prompt=True)
-        ids = await frontend.tokenize(text, add_special_tokens=False)
+        _, ids = await frontend.chat_prompt(conversation.messages, add_generation_prompt=True)
         room = frontend.model.max_model_len - len(ids)
         if room > 0 or len(conversation.turns) < 3:
             break

@@ -7,6 +7,8 @@ spawn, child       the engine process
 process            its client (ZeroMQ, msgspec)
 supervisor         restarts a dead engine and admits its requests again
 assemble           EngineArgs -> configuration, tokenizer, chat template
+prompts            text, messages -> token ids
+helper, helper_pool, grammar_check    grammars and unknown templates, in processes with limits
 prepare            prompt + SamplingParams -> Request
 output             token events -> text, stop strings
 frontend, stream   asyncio

@@ -66,6 +66,7 @@ class LLM:
         self.adapters = text.adapters
         self._tokenizer = text.tokenizer
         self._chat_template = text.chat_template
+        self._chat_template.compile()  # rendered in this process, which is the caller's own
         self._clock = clock
         self._seeds = random.Random(args.seed)
         self._grammars = GrammarChecker(text.tokenizer, text.model.vocab_size, text.model.eos_token_ids)
@@ -199,7 +200,8 @@ class LLM:
             StepError: the model failed on a pair.
         """
         pairs = pairs_of(query, documents)
-        prompts = scoring_prompts(pairs, scoring, instruction, self._tokenizer, self._chat_template)
+        render = self._chat_template.render if self._chat_template.names else None
+        prompts = scoring_prompts(pairs, scoring, instruction, self._tokenizer, render)
         requests = [self._request(p.token_ids, p.sampling, pooling=p.pooling) for p in prompts]
         outputs = self._run(requests, [None] * len(requests), use_tqdm, continues=True)
         return [scored(output, p.num_query_tokens) for output, p in zip(outputs, prompts, strict=True)]

@@ -11,7 +11,7 @@ Both lie in 0…1, the larger the better.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from quire.errors import RequestError
 from quire.request import Pooling, SamplingParams
-from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 Scoring = Literal["likelihood", "yes_no"]
@@ -66,9 +65,9 @@ def scoring_prompts(
     scoring: Scoring,
     instruction: str | None,
     tokenizer: Tokenizer,
-    chat_template: ChatTemplate | None,
+    render: Callable[..., str] | None,
 ) -> list[ScoringPrompt]:
-    """Return the prompt of each pair.
+    """Return the prompt of each pair. ``render``: `ChatTemplate.render`, None for a model without a template.
 
     Raises:
         RequestError: ``scoring`` is unknown, or does not go with ``instruction``.
@@ -86,8 +85,8 @@ def scoring_prompts(
     prompts = []
     for query, document in pairs:
         asked = (query, document, INSTRUCTION if instruction is None else instruction)
-        if chat_template is not None and chat_template.names:
-            text = chat_template.render(_messages(*asked), variables={"enable_thinking": False})
+        if render is not None:
+            text = render(_messages(*asked), variables={"enable_thinking": False})
             ids = tokenizer.encode(text, add_special_tokens=False)
         else:
             ids = tokenizer.encode(_plain_text(*asked))

@@ -33,7 +33,7 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention:
-    """MHA, GQA and MQA with every option of `AttentionSpec` but MLA (`layers.mla`)."""
+    """MHA, GQA and MQA with every option of `AttentionSpec` but MLA (`LatentAttention`)."""
 
     def __init__(
         self,
