@@ -12,10 +12,8 @@ from typing import Any
 from starlette.types import Send
 
 from quire.api.forecast import Ticket
-from quire.api.job import Job
-from quire.api.replies import Usage
+from quire.api.job import Job, Usage, timing_of
 from quire.api.state import ApiState
-from quire.api.timing import timing_of
 from quire.engine.output import OutputChunk, choose_best, merge
 from quire.engine.stream import RequestStream, ended
 from quire.errors import QuireError, RequestError
@@ -63,7 +61,7 @@ class Generation:
             for i, given in enumerate(job.prompts):
                 prompt, num_cut = await _cut(self._state, job, given)
                 self.usage.truncated_tokens += num_cut
-                if i >= _PROMPTS_AT_ONCE and job.draws_nothing:
+                if i >= _PROMPTS_AT_ONCE and job.samples_nothing:
                     await ended(self._streams[i - _PROMPTS_AT_ONCE])
                 if job.echo:
                     self._echoes.append(
