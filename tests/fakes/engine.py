@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from tests.fakes.executor import FakeExecutor
+from tests.fakes.executor import FakeDrafts, FakeExecutor
 from tests.fakes.model import FakeModel
 
 from quire.config import EngineConfig
@@ -25,6 +25,17 @@ def build(config: EngineConfig, step_ms: str) -> Executor:
     """Return a fake executor for ``config`` whose steps take at least ``step_ms``."""
     fake = FakeExecutor(config.cache, model=FakeModel(vocab_size=config.model.spec.vocab_size))
     return Paced(fake, float(step_ms) / 1e3) if step_ms else fake
+
+
+DRAFTING = "tests.fakes.engine:build_drafting"
+
+
+def build_drafting(config: EngineConfig, drafts: str) -> Executor:
+    """Return a fake executor that proposes as many drafts as it may; ``drafts``: the share that is wrong."""
+    model = FakeModel(vocab_size=config.model.spec.vocab_size)
+    return FakeExecutor(
+        config.cache, model=model, drafts=FakeDrafts(config.scheduler.max_num_drafts, float(drafts))
+    )
 
 
 class Paced:

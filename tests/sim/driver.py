@@ -179,7 +179,11 @@ class Driver:
             self.seen["policy changes"] += 1
             self.core.put(change)
         hashes = self.scheduler.cache.prefix.nodes
-        if self.scheduler._state.sequences and hashes and self.transfer_rng.random() < self.scenario.store_rate:
+        if (
+            self.scheduler._state.sequences
+            and hashes
+            and self.transfer_rng.random() < self.scenario.store_rate
+        ):
             index = self.transfer_rng.randrange(len(hashes))
             block_hash = next(itertools.islice(hashes, index, None))
             self.core.put(StoreKv(block_hash, "remote", self.transfer_rng.choice((1, 4))))
