@@ -92,7 +92,7 @@ class Driver:
         )
         self.executor.transfers.on_done = lambda done: self.core.put(TransfersDone((done,)))
         self.transfer_rng = random.Random(f"transfers-{scenario.seed}")
-        self.scheduler = Scheduler(scenario.scheduler, scenario.cache)
+        self.scheduler = Scheduler(scenario.scheduler, scenario.cache, chains_steps=scenario.chains_steps)
         self.core = EngineCore(self.scheduler, Watched(self.executor, self.seen), self.clock)
         self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.scored: dict[str, dict[int, TokenLogprobs]] = defaultdict(dict)  # by place in the prompt

@@ -57,7 +57,6 @@ class EngineCore:
         self._out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
         self._draining = False
         self._rest: Sleep | Wait | None = Wait()
-        scheduler.follow_executor(chains_steps=executor.chains_steps)
 
     def put(self, message: Message) -> None:
         """Hand in a message; it takes effect at the start of the next `step`."""
@@ -134,11 +133,11 @@ class EngineCore:
             case FinishSample(request_id, sample_index, num_output_tokens):
                 return self.scheduler.finish(request_id, sample_index, num_output_tokens)
             case LoadKv(request_id, remote, num_blocks, handle):
-                self.scheduler.load(request_id, remote, num_blocks, handle)
+                self.scheduler.transfers.load(request_id, remote, num_blocks, handle)
             case StoreKv(block_hash, remote, num_blocks, handle):
-                self.scheduler.store(block_hash, remote, num_blocks, handle)
+                self.scheduler.transfers.store(block_hash, remote, num_blocks, handle)
             case TransfersDone(ended):
-                self.scheduler.end_transfers(ended)
+                self.scheduler.transfers.end(ended)
             case Drain():
                 self._draining = True
             case Shutdown():

@@ -1,7 +1,7 @@
 """`Scheduler`: requests in, plans out, results in, events out. A function of its inputs and of ``now``; no clock.
 
     add / abort / finish / abort_all        → TokenEvents (refusals and other ends)
-    load / store / end_transfers            blocks from or to another tier or peer
+    transfers.load / store / end            blocks from or to another tier or peer
     next_action(now)                        → Step(plan) | Sleep(until_s) | Wait()
     apply(result, now)                      → TokenEvents
     fail_in_flight(error)                   → TokenEvents: what is in flight will never come back
@@ -11,7 +11,6 @@ Every sequence ends with exactly one terminal event, whatever happens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
@@ -29,8 +28,8 @@ from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.state import Counters, SchedulerState
-from quire.scheduler.transfers import end_transfers, fail_transfers, load, store
-from quire.step import StepPlan, StepResult, TransferDone
+from quire.scheduler.transfers import Transfers
+from quire.step import StepPlan, StepResult
 
 
 class Step(NamedTuple):
@@ -53,16 +52,21 @@ class Scheduler:
     """gate × order × budget over one cache."""
 
     def __init__(
-        self, config: SchedulerConfig, cache_config: CacheConfig, events: EventBuffer | None = None
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        events: EventBuffer | None = None,
+        *,
+        chains_steps: bool = True,
     ) -> None:
+        """``chains_steps``: the executor's."""
         self.cache = CacheManager(cache_config, events)
         self.cache_events = events  # for a gateway to drain; None: off
-        self._state = SchedulerState(config, config, self.cache, AdapterSlots(config.max_loras))
+        self._state = SchedulerState(
+            config, config, self.cache, AdapterSlots(config.max_loras), chains_steps=chains_steps
+        )
+        self.transfers = Transfers(self._state)
         self._num_peak_blocks = 0
-
-    def follow_executor(self, *, chains_steps: bool) -> None:
-        """Plan for an executor that takes a sequence again while its last token is out, or for one that does not."""
-        self._state.chains_steps = chains_steps
 
     @property
     def config(self) -> SchedulerConfig:
@@ -102,18 +106,6 @@ class Scheduler:
         """End the sequences whose deadlines have passed. Before each plan."""
         return expire(self._state, now)
 
-    def load(self, request_id: str, remote: str, num_blocks: int, handle: str = "") -> int | None:
-        """Let a waiting request wait for blocks of its prompt; see `quire.scheduler.transfers`."""
-        return load(self._state, request_id, remote, num_blocks, handle)
-
-    def store(self, block_hash: bytes, remote: str, num_blocks: int = 1, handle: str = "") -> int | None:
-        """Copy published blocks to ``remote``; see `quire.scheduler.transfers`."""
-        return store(self._state, block_hash, remote, num_blocks, handle)
-
-    def end_transfers(self, ended: Iterable[TransferDone]) -> None:
-        """Take in ends of transfers that no `StepResult` tells."""
-        end_transfers(self._state, ended)
-
     def next_action(self, now: float) -> Step | Sleep | Wait:
         """Return what the engine's loop does next while it may submit a step."""
         plan = self.plan(now)
@@ -150,7 +142,7 @@ class Scheduler:
         events = []
         while self._state.in_flight:
             events += self.apply(StepResult(self._state.in_flight[0].step, error=error), now)
-        fail_transfers(self._state, error)
+        self.transfers.fail(error)
         return events
 
     def change_policy(self, change: PolicyChange) -> None:
