@@ -71,7 +71,7 @@ class Transfers:
                 self._state.enqueue(seq)
 
     def fail(self, error: str) -> None:
-        """The executor died: what it was told to transfer has ended. What it was not told yet begins with the next plan."""
+        """The executor died: the transfers that it was told of have ended; others begin with the next plan."""
         untold = {transfer.transfer_id for transfer in self._state.new_transfers}
         open_ids = [key for key in self._state.cache.references.transfers if key not in untold]
         self.end([TransferDone(key, 0, error) for key in open_ids])
