@@ -38,8 +38,7 @@ from quire.errors import RequestError
 from quire.models.checkpoint import read_tokenizer
 from quire.models.quill import quill_path
 from quire.request import FinishReason
-from quire.text.grammar_library import compile_matcher, ll_tokenizer
-from quire.text.grammar_tokens import encode_forced, token_table
+from quire.text.grammar_matcher import compile_matcher, encode_forced, ll_tokenizer, token_table
 
 SEED = 20261121
 NUM_SAMPLED = 400

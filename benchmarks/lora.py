@@ -24,7 +24,6 @@ from statistics import median
 import torch
 from safetensors.torch import save_file
 
-from quire.adaptable import adaptable
 from quire.args import EngineArgs
 from quire.clock import WallClock
 from quire.device import detect_device
@@ -36,6 +35,7 @@ from quire.families import weight_map
 from quire.modelspec import ModelSpec
 from quire.request import Adapter, Request, SamplingParams
 from quire.scheduler.scheduler import Scheduler
+from quire.weight_plan import adaptable
 
 
 class Engine:
@@ -156,7 +156,7 @@ def main() -> None:
         other = Engine(replace(args, lora=named), tape=not given.no_tape)
         print(f"{given.model}, {given.batch} requests, {given.adapters} adapters of rank {given.rank} on "
               f"{given.targets or 'all linears'}, {base.config.runner.num_threads} threads, "
-              f"{base.config.runner.cpu_isa}, recorded steps: {base.taped}, {other.taped}")  # fmt: skip
+              f"{base.config.runner.kernels}, recorded steps: {base.taped}, {other.taped}")  # fmt: skip
         print(
             "| | base ms | with ms | base tok/s | with tok/s | throughput lost | base prefill s | with prefill s |"
         )

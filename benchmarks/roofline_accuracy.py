@@ -25,12 +25,11 @@ from pathlib import Path
 
 from quire.families import spec_from_config
 from quire.modelspec import ModelSpec
-from quire.plan.efficiency import IDEAL, Efficiency, efficiencies
 from quire.plan.estimate import Load, Replica
 from quire.plan.hardware import Hardware, find_hardware
 from quire.plan.memory import plan_memory
 from quire.plan.presets import PRESETS, preset_of, preset_spec
-from quire.plan.roofline import Roofline, Work, work_of
+from quire.plan.roofline import IDEAL, Efficiency, Roofline, Work, efficiencies, work_of
 from quire.plan.split import Split
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/gpu_profiles/measured_ttft_tpot.csv.gz"

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import torch
 
+from quire.config import RunnerConfig
 from quire.device import detect_device
 from quire.kernels.registry import choose
 from quire.kernels.threads import choose_threads
@@ -33,7 +34,7 @@ KINDS = {
 def milliseconds(params: list[SamplingParams], logits: torch.Tensor, isa: str, rounds: int) -> float:
     """The median of ``rounds`` steps of a sequence per row of ``logits``."""
     vocab = logits.shape[1]
-    grammars, sampler = Grammars("", vocab, 1), Sampler(vocab, choose(isa))
+    grammars, sampler = Grammars("", vocab, 1), Sampler(vocab, choose(RunnerConfig(1, "native", isa)))
     table = WorkerSeqs(vocab, len(params), 64, max_blocks=4, num_groups=1, grammars=grammars)
     seqs = [table.admit(NewSeq(i, 0, (1, 2), (), each, 0)) for i, each in enumerate(params)]
     rows = np.array([seq.row for seq in seqs])

@@ -40,21 +40,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from quire.bench.args import SimulateArgs
 from quire.bench.client import StreamingClient, Target, api_url
-from quire.bench.live_server import LiveServer
 from quire.bench.load import Load, Runner
+from quire.bench.profile_serving import LiveServer
+from quire.bench.runs import knee, sweep
 from quire.bench.summary import RequestRecord, summarize
-from quire.bench.sweep import knee, sweep
 from quire.plan.fit import fit
-from quire.plan.profile import Profile, load_profile
-from quire.plan.step_log import fit_steps, read_steps
+from quire.plan.profile import Profile, fit_steps, load_profile, read_steps
 from quire.sim.requests import FIRST_ID, VOCAB_SIZE
 from quire.sim.run import simulate
 from quire.sim.setup import Setup, set_up
-from quire.sim.simulate_args import SimulateArgs
 from quire.workload.build import at_rate, from_trace
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import Workload, WorkloadRequest
+from quire.workload.request import PromptMaker, Workload, WorkloadRequest
 from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
 

@@ -20,11 +20,10 @@ from typing import Any
 from quire.bench.summary import summarize
 from quire.config import CacheConfig, SchedulerConfig
 from quire.plan.cost_model import StepTime
-from quire.plan.efficiency import efficiencies
 from quire.plan.hardware import find_hardware
 from quire.plan.memory import plan_memory
 from quire.plan.presets import preset_spec
-from quire.plan.roofline import Roofline, work_of
+from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import Split
 from quire.sim.cluster import ClusterConfig
 from quire.sim.run import simulate

@@ -1,4 +1,4 @@
-// The bounds of the machine, for benchmarks and `quire bench kernel`.
+// The bounds of the machine, for `quire plan --cpu`, `quire serve --slo` and benchmarks.
 #include <nanobind/stl/vector.h>
 
 #include "bind.h"

@@ -23,13 +23,12 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (0, ("weight_format",)),
     (0, ("modelspec",)),
     (0, ("weight_plan",)),
-    (0, ("adaptable",)),
     (0, ("families",)),
     (0, ("config",)),
     (0, ("args",)),
-    (1, ("gpu",)),
     (1, ("device",)),
     (1, ("metrics",)),
+    (1, ("http",)),
     (1, ("cache",)),
     (1, ("text",)),
     (1, ("workload",)),
@@ -54,7 +53,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (5, ("lora", "sampling", "speculate", "runner")),
     (6, ("executor",)),
     (7, ("engine",)),
-    (8, ("quantize", "disagg", "gateway", "bench", "sim", "api")),
+    (8, ("quantize", "disagg", "gateway", "jobs", "bench", "sim", "api")),
     (9, ("cockpit", "cli")),
 ]
 PLACE = {name: (line, column) for line, (_, names) in enumerate(LINES) for column, name in enumerate(names)}
@@ -151,11 +150,12 @@ TORCH_FREE = modules_of(
     *(name for rank, names in LINES if rank <= 2 for name in names if name != "_native"),
     "models.quill", "models.hub", "models.checkpoint", "lora.adapter",
     "executor.base",
-    "engine.core", "engine.inbox", "engine.client", "engine.frontend", "engine.supervisor", "engine.process",
-    "api", "gateway", "bench.summary", "bench.serve", "bench.report", "bench.startup", "sim", "cli",
+    "engine.core", "engine.inbox", "engine.client", "engine.prompts", "engine.frontend", "engine.supervisor",
+    "engine.process",
+    "api", "jobs", "gateway", "bench.summary", "bench.serve", "bench.report", "sim", "cli",
 )  # fmt: skip
 # What a bare PyTorch container lacks.
-BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "fastapi", "uvicorn", "pydantic", "quire._native"]
+BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "starlette", "uvicorn", "pydantic", "quire._native"]
 
 
 def run_blocked(blocked: list[str], code: str) -> None:

@@ -13,6 +13,9 @@ import yaml
 
 from quire import __version__
 from quire.cli import app
+from quire.families import SUPPORTED
+from quire.families.gguf import BLOCK_TYPES
+from quire.text.output.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "quire"
@@ -165,3 +168,29 @@ def test_workflows_parse_and_have_time_limits() -> None:
 
 def test_the_changelog_has_this_version() -> None:
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_readme_speeds_are_in_the_results() -> None:
+    """Each ratio of README with its range stands in the results page, and rests on more than one round."""
+    results = (ROOT / "benchmarks/results/cpu-emeraldrapids-2core.md").read_text()
+    cells = re.findall(r"([\d.]+×) \(([\d.]+ … [\d.]+); (\d+)\)", (ROOT / "README.md").read_text())
+    assert len(cells) >= 10
+    for ratio, spread, rounds in cells:
+        assert f"**{ratio}** vllm ({spread})" in results
+        assert int(rounds) >= 2
+
+
+def test_readme_counts_are_those_of_the_tables() -> None:
+    text = (ROOT / "README.md").read_text()
+    calls = {name for name, form in FORMATS.items() if form.calls is not None or form.harmony}
+    assert (
+        f"in {len(calls - {'json'})} model formats" in text
+    )  # json is for models without a format of their own
+    assert len(SUPPORTED) == 16
+    assert "Sixteen architectures" in text
+
+
+def test_readme_names_the_gguf_types_that_are_read() -> None:
+    listed = re.search(r"GGUF: ([\w, ]+) are read", (ROOT / "README.md").read_text())
+    assert listed is not None
+    assert set(re.split(r", | and ", listed.group(1))) == {"F32", "F16", "BF16", *map(str.upper, BLOCK_TYPES)}

@@ -11,8 +11,8 @@ from tests.runner.tiny import llama
 
 from quire.args import EngineArgs
 from quire.config import DeviceInfo, EngineConfig
+from quire.device import GpuInfo, find_gpu, gpu_problem
 from quire.errors import ConfigError
-from quire.gpu import GpuInfo, find_gpu, gpu_problem
 from quire.resolve import resolve
 from quire.weight_format import WeightFormat
 
@@ -111,16 +111,16 @@ CPU = DeviceInfo("cpu", "CPU", 8, 8 << 30, 8 << 30)
 
 
 def test_kernels_and_promise() -> None:
-    assert (resolved(GPU).runner.cpu_isa, resolved(GPU).determinism) == ("triton", "batch-dependent")
+    assert (resolved(GPU).runner.kernels, resolved(GPU).determinism) == ("triton", "batch-dependent")
     invariant = resolved(GPU, batch_invariant=True)
-    assert (invariant.runner.cpu_isa, invariant.determinism) == ("invariant", "exact")
+    assert (invariant.runner.kernels, invariant.determinism) == ("invariant", "exact")
     assert resolved(CPU, batch_invariant=True).determinism == "exact"
 
 
 def test_the_cache_takes_what_is_left() -> None:
     """Weights, activations, workspace and graphs come first."""
     config = resolved(GPU)
-    page = config.kv_layout.page_bytes(16, config.model.kv_dtype)
+    page = config.kv_layout.block_bytes(16, config.model.kv_dtype)
     left = (8 << 30) * 0.9 - (1 << 30) - (512 << 20)
     assert left - (64 << 20) < config.cache.num_blocks * page < left
     small = resolved(GPU, gpu_memory="2GiB").cache.num_blocks * page

@@ -40,7 +40,7 @@ def test_kv_bytes_of_llama_3_70b() -> None:
     (group,) = layout.groups
     assert LLAMA_70B.kv_bytes_per_token(group) == 2 * 80 * 8 * 128 * 2
     assert LLAMA_70B.kv_bytes_per_token(group) * 4096 == 1.25 * 2**30
-    assert layout.page_bytes(16, "bfloat16") == 16 * LLAMA_70B.kv_bytes_per_token(group)
+    assert layout.block_bytes(16, "bfloat16") == 16 * LLAMA_70B.kv_bytes_per_token(group)
 
 
 def test_only_the_chosen_experts_are_active() -> None:
@@ -67,7 +67,7 @@ def test_layers_form_groups_of_equal_pages(
     layers = tuple(LayerSpec(attention(4, 2, 16, 64 if c == "S" else None), MlpSpec(64)) for c in pattern)
     layout = model(layers, 64, 100).kv_layout(1024)
     assert layout.groups == tuple(KvGroup(*g) for g in groups)
-    assert layout.layers_per_page == per_page
+    assert layout.layers_per_block == per_page
     for group, spec in enumerate(layout.groups):
         for slot, layer in enumerate(spec.layers):
             assert layout.group_of_layer(layer) == (group, slot)

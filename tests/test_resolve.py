@@ -54,7 +54,7 @@ def test_default_kv_is_half_of_what_the_weights_leave_or_what_can_be_used() -> N
     assert small.cache.num_blocks == most  # a tiny model cannot use half of the memory
     tight = dataclasses.replace(DEVICE, memory_available_bytes=64 * 2**20)
     config = resolve(EngineArgs(), spec_of(), tight)
-    page = config.kv_layout.page_bytes(16, "bfloat16")
+    page = config.kv_layout.block_bytes(16, "bfloat16")
     left = (
         tight.memory_available_bytes
         - spec_of().weight_bytes("bfloat16")
@@ -129,7 +129,7 @@ def test_at_most_forty_flags_each_with_help() -> None:
 def test_the_isa_level_is_the_best_unless_forced_lower() -> None:
     def level(asked: str, **device: object) -> str:
         machine = dataclasses.replace(DEVICE, **device)  # type: ignore[arg-type]
-        return resolve(EngineArgs(cpu_isa=asked), spec_of(), machine).runner.cpu_isa
+        return resolve(EngineArgs(cpu_isa=asked), spec_of(), machine).runner.kernels
 
     assert level("auto") == "avx512"
     assert level("avx2") == "avx2"

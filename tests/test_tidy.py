@@ -20,14 +20,16 @@ MAX_CLASS_METHODS = 15
 # in lines and raises the row of its package by that, in the same commit.
 MAX_LINES: dict[str, int] = {
     "": 2_350,
-    "api": 7_250,
+    "api": 5_500,
     "bench": 3_300,
-    "cache": 1_350,
+    "cache": 1400_350,
     "cli": 1_600,
-    "engine": 3_800,
+    "engine": 3_830,
     "executor": 1_000,
     "families": 1_800,
     "gateway": 400,
+    "http": 960,
+    "jobs": 1_060,
     "kernels": 7_350,
     "layers": 1_000,
     "lora": 500,
@@ -37,9 +39,9 @@ MAX_LINES: dict[str, int] = {
     "quant": 550,
     "runner": 2_400,
     "sampling": 550,
-    "scheduler": 2_400,
+    "scheduler": 2500_400,
     "sim": 1_700,
-    "text": 4_550,
+    "text": 4_170,
     "workload": 900,
 }
 MAX_TOTAL_LINES = 47_600
@@ -47,20 +49,18 @@ MAX_TOTAL_LINES = 47_600
 # Kernels and tables may be listed; each entry says why.
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {
-    "kernels/attention/triton_kernels.py:attend_items": "a Triton kernel: its state is one loop's registers",
-    "kernels/linear/triton_kernels.py:matmul_tiles": "the same",
-    "kernels/rope/triton_kernels.py:rope_store_heads": "the same",
+    "kernels/attention/triton.py:attend_items": "a Triton kernel: its state is one loop's registers",
+    "kernels/linear/triton_matmul.py:matmul_tiles": "the same",
+    "kernels/rope/triton.py:rope_store_heads": "the same",
 }
 LARGE_CLASSES: dict[str, str] = {}
 # Where an import inside a function is allowed : start-up cost, lazy names, optional dependencies.
 LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
-    "cli/bench.py": "each command imports what it needs, so that --help is quick",
-    "cli/simulation.py": "each command imports what it needs, so that --help is quick",
-    "bench/figures.py": "matplotlib is the extra `bench`",
+    "cli/measure.py": "each command imports what it needs, so that --help is quick",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/build.py": "the choice of an executor",
-    "text/grammar_library.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
+    "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
     "__init__.py": "LLM and friends are resolved lazily",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
@@ -80,6 +80,11 @@ def trees() -> Iterator[tuple[str, ast.Module]]:
 def length(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
     assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
+
+
+def is_triton_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Triton types a kernel when it is launched."""
+    return any(ast.unparse(each) == "triton.jit" for each in function.decorator_list)
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -184,6 +189,6 @@ def test_public_functions_have_return_types() -> None:
         f"{f}:{d.name}"
         for f, t in trees()
         for d in functions(t)
-        if d.returns is None and not f.endswith("triton_kernels.py")  # Triton types a kernel at its launch
+        if d.returns is None and not is_triton_kernel(d)
     ]
     assert not bad

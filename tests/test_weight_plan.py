@@ -88,7 +88,7 @@ def test_the_memory_budget_counts_quantized_bytes() -> None:
     for quantize in (None, "int8", "int4"):
         config = resolve(EngineArgs(quantize=quantize), SPEC, tight)
         weights = SPEC.weight_bytes("bfloat16", config.model.formats)
-        page = config.kv_layout.page_bytes(16, "bfloat16")
+        page = config.kv_layout.block_bytes(16, "bfloat16")
         left = tight.memory_available_bytes - step_bytes(EngineArgs(), SPEC) - weights
         assert config.cache.num_blocks == left // 2 // page
         budgets[quantize] = weights

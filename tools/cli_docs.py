@@ -8,11 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, Setting, defaults, flag_name, settings_of
-from quire.bench.offline_args import BatchingArgs, KernelArgs, LatencyArgs, StartupArgs, ThroughputArgs
-from quire.bench.profile_args import ProfileArgs
-from quire.bench.serve_args import ServeBenchArgs
-from quire.cli.command_args import PlanArgs
-from quire.sim.simulate_args import SimulateArgs
+from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
+from quire.cli.flags import PlanArgs
 
 HEAD = """\
 # The command line
@@ -25,9 +22,6 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire bench serve              put load on any OpenAI-compatible server (docs/benchmarking.md)
     quire bench latency [MODEL]    batches of equal requests, without a server
     quire bench throughput [MODEL] all requests at once, without a server
-    quire bench batching [MODEL]   static, dynamic, continuous batching; with and without the KV cache
-    quire bench startup [MODEL]    seconds to ready and to the first token, CPU at rest, memory
-    quire bench kernel             time single ops beside this machine's bounds (--op, --isa, --threads, --json)
     quire profile [MODEL]          measure step times for simulate and serve --slo (and every flag of the engine)
     quire simulate                 a workload through the real scheduler on a virtual clock (docs/simulator.md); also
                                    the workload, load and results flags of bench serve, and the engine's scheduling
@@ -72,9 +66,6 @@ def document() -> str:
         ("Load generator: bench serve", ServeBenchArgs),
         ("Offline: bench latency", LatencyArgs),
         ("Offline: bench throughput", ThroughputArgs),
-        ("Offline: bench batching", BatchingArgs),
-        ("Starting: bench startup", StartupArgs),
-        ("Single ops: bench kernel", KernelArgs),
         ("Formulas: plan", PlanArgs),
         ("Step times: profile", ProfileArgs),
         ("Virtual clock: simulate", SimulateArgs),

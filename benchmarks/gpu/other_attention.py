@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from quire.kernels.attention import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 
 PAGE = 16  # tokens of a block, as Quire's cache has it
 Calls = dict[str, Callable[[], object]]

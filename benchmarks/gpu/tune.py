@@ -25,7 +25,7 @@ from quire.kernels import block_sizes as table
 from quire.kernels import cases
 from quire.kernels.attention import attention
 from quire.kernels.linear import linear
-from quire.kernels.linear.fp8_triton import multiplies
+from quire.kernels.linear.triton import multiplies
 from quire.weight_format import WeightFormat
 
 Shape = tuple[str, Callable[[], object]]  # key as the op writes it, and a call at that shape

@@ -65,6 +65,7 @@ class SchedulerConfig:
     # Dynamic gate: a batch starts when full or when its oldest waited this long.
     dynamic_max_wait_s: float = 0.05
     max_loras: int = 0  # adapters in running sequences at once; 0: the base model alone
+    max_num_drafts: int = 0  # speculated tokens per sequence and step at most; 0: no speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,18 @@ class RunnerConfig:
     """How a worker executes."""
 
     num_threads: int
-    # Level of the native kernels; "reference": torch alone; on a GPU "triton", or "invariant" to the batch.
-    cpu_isa: str = "reference"
+    backend: Literal["reference", "native", "triton"] = "reference"  # torch alone; C++ on a CPU; a GPU's
+    isa: str = ""  # level of the native kernels: "scalar", "avx2", "avx512" or "amx"
+    batch_invariant: bool = False  # on a GPU: slower kernels whose bits do not depend on the batch
     graphs: bool = True  # on a GPU: decode steps are captured and replayed
     step_log: str | None = None  # file that gets a line for each step
+
+    @property
+    def kernels(self) -> str:
+        """One word for reports: "reference", the native level, "triton" or "invariant"."""
+        if self.backend == "triton":
+            return "invariant" if self.batch_invariant else "triton"
+        return self.isa if self.backend == "native" else "reference"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +130,4 @@ class EngineConfig:
     @property
     def determinism(self) -> Literal["exact", "batch-dependent"]:
         """Whether tokens depend on what else is in the batch: only with a GPU's faster kernels (DESIGN §1.3)."""
-        return "batch-dependent" if self.runner.cpu_isa == "triton" else "exact"
+        return "batch-dependent" if self.runner.kernels == "triton" else "exact"

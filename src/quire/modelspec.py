@@ -126,7 +126,7 @@ class LayerSpec:
 class KvGroup:
     """Layers that share block tables. ``window`` None keeps every block, else those of the last window.
 
-    Position j of ``layers`` lives in slot j of a page; a group shorter than ``layers_per_page`` pads.
+    Position j of ``layers`` lives in slot j of a page; a group shorter than ``layers_per_block`` pads.
     """
 
     layers: tuple[int, ...]
@@ -233,23 +233,23 @@ class ModelSpec:
 class KvLayout:
     """How the cache is cut: groups of layers, and the page (block) that all groups draw from one pool.
 
-    A page holds ``block_size`` tokens of ``layers_per_page`` layers::
+    A page holds ``block_size`` tokens of ``layers_per_block`` layers::
 
-        page of group g:   [ layer slot 0 | layer slot 1 | … | layer slot layers_per_page − 1 ]
+        page of group g:   [ layer slot 0 | layer slot 1 | … | layer slot layers_per_block − 1 ]
                              groups[g].layers[0]  …[1]
     """
 
     groups: tuple[KvGroup, ...]
-    layers_per_page: int
+    layers_per_block: int
     elements_per_token: int  # of one layer
     num_kv_heads: int
 
-    def page_bytes(self, block_size: int, dtype: str) -> int:
+    def block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes of a page; in int8 and fp8 K and V of a token and head have a scale of 4 bytes each."""
         per_token = self.elements_per_token * DTYPE_BYTES[dtype]
         if dtype in ("int8", "fp8"):
             per_token += self.num_kv_heads * 2 * 4
-        return self.layers_per_page * block_size * per_token
+        return self.layers_per_block * block_size * per_token
 
     def group_of_layer(self, layer: int) -> tuple[int, int]:
         """Return (group index, slot in the page) of a layer."""

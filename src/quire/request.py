@@ -339,6 +339,9 @@ class Request:
 class TokenEvent(NamedTuple):
     """Progress of one sequence of a request. The last one of each sequence carries ``finish_reason``.
 
+    How the sequence came to its tokens (the fields from ``num_cached_tokens`` to ``ttft_s``, ``num_steps`` and those
+    behind it) is told with the first token after an admission and at the end; other events have the defaults.
+
     One is made per sequence and step, so it is a named tuple (as in `quire.step`): six times cheaper to make.
     """
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from quire.adaptable import adapter_bytes
 from quire.args import EngineArgs
 from quire.config import (
     CacheConfig,
@@ -19,14 +18,14 @@ from quire.config import (
     RunnerConfig,
     SchedulerConfig,
 )
+from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
-from quire.gpu import FP8_CAPABILITY
 from quire.modelspec import ModelSpec
 from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, row_bytes
 from quire.plan.split import Split
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
-from quire.weight_plan import WeightPlan, plan_weights
+from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
 
 DEFAULT_LORA_RANK = 16
 KV_SHARE = 0.5  # of the available memory that the weights leave, when nothing is said
@@ -111,7 +110,7 @@ def resolve(
             model_key=model_key,
         ),
         scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
-        runner=RunnerConfig(args.threads or device.num_cores, _isa(args, device), step_log=args.step_log),
+        runner=_runner(args, device),
         device=device,
         lora=lora,
     )
@@ -194,29 +193,27 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
 LEVELS = ("scalar", "avx2", "avx512", "amx")  # each has what those before it have
 
 
-def _isa(args: EngineArgs, device: DeviceInfo) -> str:
-    """Return the level of the kernels: a CPU's, or "triton" and "invariant" of a GPU."""
-    asked = args.cpu_isa
+def _runner(args: EngineArgs, device: DeviceInfo) -> RunnerConfig:
+    threads, asked = args.threads or device.num_cores, args.cpu_isa
     if device.kind != "cpu":
         if asked != "auto":
             raise ConfigError(f"cpu_isa = {asked!r} is for a CPU, and the model runs on {device.name}")
-        return "invariant" if args.batch_invariant else "triton"
+        return RunnerConfig(threads, "triton", batch_invariant=args.batch_invariant, step_log=args.step_log)
     if args.gpu_memory is not None:
         raise ConfigError(
             f"gpu_memory = {args.gpu_memory!r} is for a GPU, and the model runs on this CPU: see kv_memory"
         )
     if asked == "reference" or (asked == "auto" and not device.native):
-        return "reference"
+        return RunnerConfig(threads, step_log=args.step_log)
     if not device.native:
         raise ConfigError(
             f"cpu_isa = {asked!r} needs the native extension, which is not built: see `quire doctor`"
         )
     best = device.isa if device.isa in LEVELS else "scalar"
-    if asked == "auto":
-        return best
-    if LEVELS.index(asked) > LEVELS.index(best):
+    level = best if asked == "auto" else asked
+    if LEVELS.index(level) > LEVELS.index(best):
         raise ConfigError(f"cpu_isa = {asked!r} is more than this CPU has: at most {best!r}")
-    return asked
+    return RunnerConfig(threads, "native", level, step_log=args.step_log)
 
 
 def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -> SchedulerConfig:
@@ -286,7 +283,7 @@ def _blocks_in_memory(
         available = _gpu_memory_left(args, spec, device)
     else:
         available -= step_bytes(args, spec)
-    page = spec.kv_layout(max_len).page_bytes(args.block_size, kv_dtype)
+    page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
         if weights + budget > available:

@@ -3,10 +3,16 @@
 Quantized are the matrices of linears. Not norms, biases and sinks (no matrices), not routers and gates (small, and a
 choice has no small error), not MLA's ``kv_b`` (multiplied head by head), and not an embedding table of its own, of
 which a token reads one row; a checkpoint may store that one quantized, and then it is held so.
+
+Which matrices of a model a LoRA adapter may change, and the bytes of the slots that hold adapters. Torch-free.
+
+The linears of attention, of dense MLPs and of shared experts. Not routers, experts and MLA's ``kv_b`` (which is
+multiplied into two other products), nor the embedding and the output matrix.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +20,7 @@ from math import prod
 from typing import Literal
 
 from quire.errors import ConfigError
-from quire.modelspec import ModelSpec, matrix_bytes, weight_shapes
+from quire.modelspec import DTYPE_BYTES, ModelSpec, matrix_bytes, weight_shapes
 from quire.weight_format import PLAIN, WeightFormat, parse_format
 
 Role = Literal["linear", "head", "table", "other"]
@@ -150,3 +156,24 @@ def _read_share(spec: ModelSpec, name: str, shape: tuple[int, ...], size: int) -
 def activations_of(dtype: str, formats: Formats) -> str:
     """What linears multiply: int8 rows with quantized weights, else the engine's type."""
     return f"int8, a scale a token ({dtype} elsewhere)" if formats else dtype
+
+
+RANK_ALIGN = 16  # slots have room for a multiple of it
+_ADAPTABLE = re.compile(
+    r"layers\.\d+\.(attn\.(q|k|v|o|q_a|q_b|kv_a)|(mlp|moe\.shared)\.(gate|up|down))\.weight"
+)
+
+
+def adaptable(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return "layers.0.attn.q" … → (out_features, in_features)."""
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in weight_shapes(spec).items()
+        if _ADAPTABLE.fullmatch(name)
+    }
+
+
+def adapter_bytes(spec: ModelSpec, max_rank: int, dtype: str) -> int:
+    """Bytes of one slot: an A and a B of ``max_rank`` for every matrix."""
+    ranks = -(-max_rank // RANK_ALIGN) * RANK_ALIGN
+    return sum(out + into for out, into in adaptable(spec).values()) * ranks * DTYPE_BYTES[dtype]

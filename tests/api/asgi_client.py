@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from dataclasses import fields
 from typing import Any
 
 import httpx
+from starlette.applications import Starlette
 from tests.api.fake_frontend import FakeFrontend
 
 from quire.api.app import create_app
 from quire.api.settings import ApiSettings
+from quire.api.state import is_busy
+from quire.jobs.extension import JobSettings, jobs_of
+
+
+def app_with_jobs(frontend: Any, **settings: Any) -> Starlette:
+    """The app that `quire serve` runs, over any frontend. ``settings``: those of the API and of jobs, by name."""
+    of = {field.name for field in fields(JobSettings)}
+    jobs = JobSettings(**{name: value for name, value in settings.items() if name in of})
+    api = {name: value for name, value in settings.items() if name in {f.name for f in fields(ApiSettings)}}
+    assert set(settings) <= of | set(api)
+    return create_app(
+        frontend, ApiSettings(**api), extension=jobs_of(jobs, lambda: is_busy(frontend), time.time)
+    )
 
 
 class Api:
@@ -18,7 +34,7 @@ class Api:
 
     def __init__(self, frontend: FakeFrontend | None = None, **settings: Any) -> None:
         self.frontend = frontend or FakeFrontend()
-        self.app = create_app(self.frontend, ApiSettings(**settings))  # type: ignore[arg-type]
+        self.app = app_with_jobs(self.frontend, **settings)
 
     def call(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         async def go() -> httpx.Response:

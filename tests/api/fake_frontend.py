@@ -16,12 +16,12 @@ from tokenizers import Tokenizer as Backend
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.adapters import AdapterRegistry
-from quire.engine.client import EngineInfo
+from quire.engine.build import EngineInfo
 from quire.engine.core import EngineCore
 from quire.engine.inbox import Call, Reply
-from quire.engine.model_info import ModelInfo
 from quire.engine.output import RequestOutputState
-from quire.engine.prepare import prepare_request
+from quire.engine.prepare import ModelInfo, prepare_request
+from quire.engine.prompts import Prompts, RenderedChat
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
@@ -85,6 +85,8 @@ class FakeFrontend:
     ) -> None:
         self.tokenizer = byte_tokenizer(thinks=thinks)
         self.chat_template = ChatTemplate({"default": template}, self.tokenizer.special, datetime.now)
+        self.chat_template.is_known = True  # rendered without a helper process
+        self.prompts = Prompts(self.tokenizer, self.chat_template)
         self.model = ModelInfo(
             names=("tiny", "alias"),
             max_model_len=max_model_len,
@@ -155,12 +157,20 @@ class FakeFrontend:
         task.add_done_callback(self._tasks.discard)
         return stream
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **kwargs: Any) -> str:
+    async def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        *,
+        add_special_tokens: bool = False,
+        **kwargs: Any,
+    ) -> RenderedChat:
         self.rendered.append((list(messages), kwargs))
         self.rendered_tools.append(tools)
         if any(m["role"] == "tool" and not m.get("tool_call_id") for m in messages):
             raise RequestError("The chat template refuses these messages.", param="messages")
-        return self.chat_template.render(messages)
+        text = self.chat_template.render(messages)
+        return RenderedChat(text, await self.tokenize(text, add_special_tokens=add_special_tokens))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [END] * add_special_tokens + self.tokenizer.encode(text)

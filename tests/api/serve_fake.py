@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import sys
 
+from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend, default_script, say
 
-from quire.api.app import create_app
 from quire.api.server import run
-from quire.api.settings import ApiSettings
 from quire.metrics.log import configure
 
 
@@ -19,7 +18,7 @@ def main(step_ms: str, drain_s: str, answer: str = "", batch_dir: str | None = N
     configure("info")
     script = default_script if not answer else lambda prompt, index, seed: say(answer)
     frontend = FakeFrontend(script, max_model_len=1024, step_s=float(step_ms) / 1000, thinks=bool(answer))
-    app = create_app(frontend, ApiSettings(tool_format="hermes", batch_dir=batch_dir))  # type: ignore[arg-type]
+    app = app_with_jobs(frontend, tool_format="hermes", batch_dir=batch_dir)
     return run(app, port=0, drain_timeout_s=float(drain_s), on_ready=lambda url, _: print(url, flush=True))
 
 

@@ -16,10 +16,10 @@ from tests.api.asgi_client import Api, error_of
 from tests.api.raw_asgi import RawCall
 
 from quire.api.admin import RUNTIME, create_admin_app
-from quire.api.admin_server import bind_admin
 from quire.config import SchedulerConfig
 from quire.engine.inbox import ControlPolicy
 from quire.errors import ConfigError
+from quire.http.listen import bind_admin
 from quire.plan.cost_model import CostModel, Curve
 from quire.scheduler.policy import PolicyChange
 from quire.scheduler.slo import SloController

@@ -11,8 +11,7 @@ from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
 from quire.api import anthropic_protocol as protocol
-from quire.api.fields import Use
-from quire.api.protocol import table_of
+from quire.http.wire import Use, table_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"name": "get", "description": "d", "input_schema": SCHEMA}, {"name": "now", "input_schema": {}}]

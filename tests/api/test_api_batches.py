@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 from tests.api.asgi_client import Api, error_of
 from tests.api.test_api_server import server
 
-from quire.api.batch_lines import check_lines, done_ids, output_line, unanswered_line
-from quire.api.file_store import FileStore
-from quire.api.multipart import parse_multipart
 from quire.errors import RequestError
+from quire.jobs.files import FileStore
+from quire.jobs.lines import check_lines, done_ids, output_line, unanswered_line
+from quire.jobs.upload import read_form
 
 CHAT = "/v1/chat/completions"
 
@@ -63,12 +64,32 @@ NO_NAME = b"--b\r\nContent-Disposition: form-data\r\n\r\nv\r\n--b--"
 BROKEN = [b"", b"--b\r\n\r\n--b--", b"--b\r\nX: 1\r\n\r\nv\r\n--b--", NO_NAME, NO_NAME[:-2]]
 
 
+def read(content_type: str, body: bytes, size: int = 7) -> dict[str, Any]:
+    """The parts of a form that arrives in pieces of ``size`` bytes: texts, and (file name, bytes)."""
+    pieces = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    messages[-1]["more_body"] = False
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def go() -> dict[str, Any]:
+        scope = {"headers": [(b"content-type", content_type.encode())]}
+        async with read_form(scope, receive, 10_000) as form:
+            return {
+                name: item if isinstance(item, str) else (item.filename, await item.read())
+                for name, item in form.items()
+            }
+
+    return asyncio.run(go())
+
+
 @pytest.mark.parametrize("body", BROKEN)
 def test_broken_forms(body: bytes) -> None:
     with pytest.raises(RequestError, match="multipart"):
-        parse_multipart("multipart/form-data; boundary=b", body)
+        read("multipart/form-data; boundary=b", body)
     with pytest.raises(RequestError, match="boundary"):
-        parse_multipart("application/json", body)
+        read("application/json", body)
 
 
 def test_a_form_keeps_every_byte() -> None:
@@ -76,10 +97,10 @@ def test_a_form_keeps_every_byte() -> None:
     request = httpx.Request(
         "POST", "http://x", files={"file": ('a b".jsonl', data)}, data={"purpose": "batch"}
     )
-    parts = {part.name: part for part in parse_multipart(request.headers["content-type"], request.read())}
-    assert parts["file"].data == data
-    assert parts["purpose"].data == b"batch"
-    assert parts["purpose"].filename is None
+    parts = read(request.headers["content-type"], request.read())
+    assert set(parts) == {"file", "purpose"}
+    assert parts["file"][1] == data
+    assert parts["purpose"] == "batch"
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,22 @@ import json
 import re
 from pathlib import Path
 
+from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend
 
 from quire.api import anthropic_protocol as anthropic
 from quire.api import protocol as wire
 from quire.api import response_protocol as responses
 from quire.api.app import create_app
-from quire.api.batches import BatchRequest, ExpiresAfter
 from quire.api.deadline import DeadlineMs
 from quire.api.embeddings import EmbeddingRequest
-from quire.api.fields import Table, Use
 from quire.api.rerank import Document, RerankRequest, ScoreRequest
 from quire.api.settings import ApiSettings
 from quire.api.structured import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
 from quire.api.tools import FUNCTION, TOOL
+from quire.http.wire import Table, Use, table_of
+from quire.jobs.routes import BatchRequest, ExpiresAfter
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEGIN = "<!-- fields: written by `python -m tests.api.test_api_docs` -->\n"
@@ -69,7 +70,7 @@ MODELS: dict[str, type[wire.Wire] | Table] = {
     "/v1/responses: reasoning (item)": responses.ReasoningItem,
     "/v1/responses: parts of a content": wire.TextPart,
 }
-TABLES = {title: wire.table_of(m) if isinstance(m, type) else m for title, m in MODELS.items()}
+TABLES = {title: table_of(m) if isinstance(m, type) else m for title, m in MODELS.items()}
 
 
 def render(tables: dict[str, Table]) -> str:
@@ -99,7 +100,7 @@ def test_the_field_tables_in_the_docs_are_those_of_the_code() -> None:
 
 def test_every_route_is_in_the_docs() -> None:
     text = (DOCS / "api.md").read_text()
-    app = create_app(FakeFrontend(), ApiSettings())  # type: ignore[arg-type]
+    app = app_with_jobs(FakeFrontend())
     for route in app.router.routes:
         path = route.path.replace("{model_id:path}", "{id}")  # type: ignore[attr-defined]
         assert f"{path}`" in text, path

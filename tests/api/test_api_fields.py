@@ -13,8 +13,8 @@ from tests.api.asgi_client import Api, error_of
 
 import quire.api.app  # noqa: F401 - every wire model is there then
 from quire.api.embeddings import EmbeddingRequest
-from quire.api.fields import Table, Use, sections
-from quire.api.protocol import ChatRequest, CompletionRequest, Message, StreamOptions, Wire, table_of
+from quire.api.protocol import ChatRequest, CompletionRequest, Message, StreamOptions
+from quire.http.wire import Table, Use, Wire, sections, table_of
 
 ENDPOINTS = [
     ("CreateChatCompletionRequest", table_of(ChatRequest), "chat"),

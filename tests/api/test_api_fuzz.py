@@ -13,9 +13,9 @@ from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
 from quire.api.anthropic_protocol import CountTokensRequest, MessagesRequest
-from quire.api.fields import Table
-from quire.api.protocol import ChatRequest, CompletionRequest, table_of
+from quire.api.protocol import ChatRequest, CompletionRequest
 from quire.api.response_protocol import ResponsesRequest
+from quire.http.wire import Table, table_of
 
 NUM_REQUESTS = 300
 STRINGS = ["", "a", "user", "system", "text", "tiny", "\u0000", "🙂", "0", "true", "json_object", "x" * 300]

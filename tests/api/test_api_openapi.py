@@ -9,9 +9,8 @@ from starlette.routing import Route
 from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
-from quire.api.fields import Use
 from quire.api.openapi import BODIES
-from quire.api.protocol import table_of
+from quire.http.wire import Use, table_of
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from tests.api.fake_frontend import FakeFrontend, say
 from tests.api.test_api_fields import properties
 
 from quire.api import response_protocol as protocol
-from quire.api.fields import Use
-from quire.api.protocol import TextPart, table_of
+from quire.api.protocol import TextPart
 from quire.api.response_store import ResponseStore, Stored
+from quire.http.wire import Use, table_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"type": "function", "name": "get", "parameters": SCHEMA}, {"type": "function", "name": "now"}]

@@ -18,10 +18,10 @@ import pytest
 from tests.api.fake_frontend import ANSWER, FailingFrontend
 
 from quire.api.app import create_app
-from quire.api.listen import bind, url_of
 from quire.api.server import run
 from quire.api.settings import ApiSettings
 from quire.errors import ConfigError
+from quire.http.listen import bind, url_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = "/v1/chat/completions"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.e2e.live import LiveServer
 
+from quire.bench.args import ServeBenchArgs
 from quire.bench.serve import run
-from quire.bench.serve_args import ServeBenchArgs
 from quire.models.quill import quill_path
 
 STEP_MS = 20.0

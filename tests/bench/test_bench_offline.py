@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks import batching
+from benchmarks.startup import startup
 from tests.fakes.engine import FAKE
 
 from quire.args import EngineArgs
-from quire.bench import batching
-from quire.bench.batch import latency, throughput
-from quire.bench.offline import OfflineEngine
-from quire.bench.offline_args import LatencyArgs, StartupArgs, ThroughputArgs
-from quire.bench.startup import startup
+from quire.bench.args import LatencyArgs, ThroughputArgs
+from quire.bench.offline import OfflineEngine, latency, throughput
 from quire.bench.summary import RequestRecord
 from quire.errors import ConfigError
 from quire.workload.build import Synthetic
-from quire.workload.lengths import Fixed, LogNormal
+from quire.workload.distributions import Fixed, LogNormal
 from quire.workload.request import WorkloadRequest
 
 
@@ -65,7 +64,6 @@ def test_gates_differ_as_they_should(engine: OfflineEngine) -> None:
 
 
 def test_the_decode_curve_and_the_report(engine: OfflineEngine) -> None:
-    pytest.importorskip("matplotlib")
     curve = batching.decode_curve(engine, 24)
     assert curve.tokens == list(range(1, 25))
     assert curve.with_cache_s == sorted(curve.with_cache_s)
@@ -114,13 +112,13 @@ def test_throughput_of_a_trace(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start_is_one_line() -> None:
     with pytest.raises(ConfigError, match="no file or folder"):
-        startup("/no/such/model", [], StartupArgs(rounds=1))
+        startup("/no/such/model", [], rounds=1)
 
 
 @pytest.mark.slow
 def test_startup_of_quill(tmp_path: Path) -> None:
     out = tmp_path / "a.json"
-    assert startup("quill", ["--num-kv-blocks", "64"], StartupArgs(rounds=1, idle_s=0.5, json=str(out))) == 0
+    assert startup("quill", ["--num-kv-blocks", "64"], rounds=1, idle_s=0.5, path=str(out)) == 0
     found = json.loads(out.read_text())
     assert 0.0 < found["ready_s"] < found["first_token_s"]
     assert found["engine_pss_mib"] > 20

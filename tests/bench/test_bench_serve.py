@@ -13,16 +13,13 @@ from pathlib import Path
 import pytest
 from tests.bench.mock_openai import MockOpenAI
 
+from quire.bench.args import ServeBenchArgs
 from quire.bench.client import StreamingClient, Target, api_url, settle
-from quire.bench.conversation import Conversation
-from quire.bench.load import Load, Runner
-from quire.bench.progress import LiveProgress
-from quire.bench.serve import run
-from quire.bench.serve_args import ServeBenchArgs
+from quire.bench.load import Conversation, Load, Runner
+from quire.bench.serve import LiveProgress, run
 from quire.bench.summary import RequestRecord
 from quire.errors import ConfigError
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import WorkloadRequest
+from quire.workload.request import PromptMaker, WorkloadRequest
 
 PROMPTS = PromptMaker(1000, seed=1, first_id=10)
 
@@ -200,7 +197,6 @@ def test_urls() -> None:
 
 
 def test_the_command_writes_its_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     out, lines, page = (str(tmp_path / n) for n in ("a.json", "a.jsonl", "a.html"))
     with MockOpenAI(step_s=0.002) as server:
         flags = ServeBenchArgs(

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from quire.args import EngineArgs
+from quire.bench.args import ProfileArgs
 from quire.bench.profile import profile
-from quire.bench.profile_args import ProfileArgs
-from quire.bench.profile_grid import cases
 from quire.bench.profile_serving import _line
-from quire.bench.profile_steps import REPEATS, StepProfiler
+from quire.bench.profile_steps import REPEATS, StepProfiler, cases
 from quire.clock import VirtualClock
 from quire.config import EngineConfig
 from quire.device import detect_device

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
+from quire.bench.figures import BOTTOM, HEIGHT, TOP, Series, chart
 from quire.bench.report import sweep_report
-from quire.bench.serve import run
-from quire.bench.serve_args import ServeBenchArgs
+from quire.bench.runs import knee, sweep
 from quire.bench.summary import RequestRecord, summarize
-from quire.bench.sweep import knee, sweep
-from quire.errors import ConfigError
 
 
 def curve(goodput: Callable[[float], float], asked: list[float]) -> Callable[[float], Mapping[str, Any]]:
@@ -40,7 +39,6 @@ def test_a_plateau_ends_the_sweep() -> None:
 
 
 def test_the_report_of_a_sweep_is_one_file() -> None:
-    pytest.importorskip("matplotlib")
     records = [RequestRecord(i, 0.1 * i, 0.1 * i, i + 1.0, 5, 3, i + 0.5, (0.2, 0.3)) for i in range(4)]
     records.append(RequestRecord(4, 0.0, 0.0, 1.0, 5, 0, status="error", error="<http 503>"))
     points = [summarize(records) | {"offered_per_s": rate} for rate in (1.0, 2.0)]
@@ -52,10 +50,21 @@ def test_the_report_of_a_sweep_is_one_file() -> None:
     assert html == sweep_report("a <title>", {"url": "http://x"}, points, knee(points), records)
 
 
-def test_plots_without_matplotlib_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'quire\[bench\]'"):
-        run(ServeBenchArgs(url="http://127.0.0.1:9", html="x.html"))
+def test_plots_keep_within_the_axes_and_show_no_nan() -> None:
+    lines = [
+        Series("a", [1.0, 2.0, 3.0], [0.0, math.inf, 5.0], "points"),
+        Series("b & c", [float(i) for i in range(9000)], [1.0] * 9000, "steps"),
+        Series("", [], []),
+    ]
+    for log in (False, True):
+        svg = chart(lines, title="T", x="x", y="y", log_x=log, log_y=log, marks=[(2.0, "knee")])
+        assert "nan" not in svg
+        assert "inf" not in svg
+        assert "b &amp; c" in svg
+        assert svg.count("<circle") == (1 if log else 2)
+        ys = [float(y) for y in re.findall(r'cy="([\d.]+)"', svg)]
+        assert all(TOP <= y <= HEIGHT - BOTTOM for y in ys)
+        assert len(svg) < 100_000
 
 
 def test_nothing_good_ends_it_too() -> None:

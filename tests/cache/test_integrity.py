@@ -82,8 +82,8 @@ def hole_in_a_full_group(bench: Bench) -> None:
     bench.tables[0].first_rows[0] = 1
 
 
-def forgotten_change(bench: Bench) -> None:
-    bench.tables[0].sent_rows[0] -= 1
+def row_sent_but_not_held(bench: Bench) -> None:
+    bench.tables[0].num_sent_rows += 1
 
 
 def used_below_idle(bench: Bench) -> None:
@@ -114,7 +114,7 @@ FAULTS: list[Callable[[Bench], None]] = [
     table_off_its_path,
     rows_of_different_length,
     hole_in_a_full_group,
-    forgotten_change,
+    row_sent_but_not_held,
     used_below_idle,
 ]
 

@@ -240,10 +240,9 @@ def test_a_table_sends_only_what_is_new() -> None:
 
 
 def test_the_first_rows_sent_are_those_held() -> None:
-    table = BlockTable(2, b"r" * 32)
+    table = BlockTable(2, b"r" * 32, 4)
     table.rows = [[5, 6, 7], [NO, NO, 8]]
     table.first_rows = [0, 2]
-    table.unsent = True
     assert table.take_unsent() == ((0, 2), ((5, 6, 7), (8,)))
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import sys
 
+from tests.api.asgi_client import app_with_jobs
 from tests.fakes.engine import FAKE
 
-from quire.api.app import create_app
 from quire.api.server import run
-from quire.api.settings import ApiSettings
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.serve import admin_listener
 from quire.clock import WallClock
@@ -29,7 +28,7 @@ def main(model: str, template: str, step_ms: str, batch_dir: str) -> int:
     client = ProcessClient(config, executor=f"{FAKE}@{step_ms}")
     text = load_text(args, config, checkpoint, names=("tiny",), chat_template=template)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
-    app = create_app(frontend, ApiSettings(batch_dir=batch_dir))
+    app = app_with_jobs(frontend, batch_dir=batch_dir)
     return run(app, port=0, admin=admin_listener(app, ServerArgs(admin_port=0)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-from quire.engine.client import EngineInfo
+from quire.engine.build import EngineInfo
 from quire.engine.inbox import AddRequest, Message, Reply
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats

@@ -16,9 +16,8 @@ from tests.fakes.engine import FAKE
 from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
-from quire.engine.client import EngineClient
+from quire.engine.client import EngineClient, InProcessClient
 from quire.engine.frontend import Frontend
-from quire.engine.inproc import InProcessClient
 from quire.engine.output import OutputChunk, merge
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor
@@ -195,12 +194,11 @@ def test_a_name_may_come_again_while_late_events_of_the_first_are_under_way() ->
 
 def test_chats_are_rendered_without_a_second_bos() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
-        text = frontend.chat_text([{"role": "user", "content": "hi"}])
-        prompt = await frontend.tokenize(text, add_special_tokens=False)
+        text, prompt = await frontend.chat_prompt([{"role": "user", "content": "hi"}])
+        assert text.startswith("<bos>")
         assert prompt == [BOS, *ids("[user] hi\n[assistant] ")]
         last = {"role": "assistant", "content": "well"}
-        text = frontend.chat_text([last], continue_final_message=True)
-        prompt = await frontend.tokenize(text, add_special_tokens=False)
+        _, prompt = await frontend.chat_prompt([last], continue_final_message=True)
         assert prompt == [BOS, *ids("[assistant] well")]
         assert await frontend.tokenize("y" * 9000) == list(ids("y" * 9000))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.engine.toy import EOS, VOCAB, byte_tokenizer
 
-from quire.engine import grammar_check
+from quire.engine import helper_pool
 from quire.engine.grammar_check import GrammarChecker
 from quire.errors import CapacityError, RequestError
 from quire.structured_outputs import StructuredOutputsParams
@@ -56,11 +56,11 @@ def test_what_is_wrong_is_named(checker: GrammarChecker) -> None:
         assert caught.value.param == "structured_outputs"
         assert len(str(caught.value)) < 800
     assert "json_schema" in checker.check(FINE)
-    assert len(checker._all) == 1, "one process was enough"
+    assert len(checker._pool._all) == 1, "one process was enough"
 
 
 def test_what_takes_too_long_is_refused(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "COMPILE_LIMIT_S", 2.0)
+    monkeypatch.setattr(helper_pool, "TASK_LIMIT_S", 2.0)
     checker.check(FINE)
     start = time.monotonic()
     with pytest.raises(RequestError, match="longer than"):
@@ -73,7 +73,7 @@ def test_what_takes_too_long_is_refused(checker: GrammarChecker, monkeypatch: py
 
 def test_a_helper_that_dies_is_an_answer(checker: GrammarChecker) -> None:
     checker.check(FINE)
-    (helper,) = checker._all
+    (helper,) = checker._pool._all
     helper._popen.kill()
     with pytest.raises(RequestError, match="memory or stack"):
         checker.check(StructuredOutputsParams(regex="ab"))
@@ -84,7 +84,7 @@ def test_a_helper_that_dies_is_an_answer(checker: GrammarChecker) -> None:
 def test_a_bad_grammar_does_not_hold_up_a_good_one(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_check, "COMPILE_LIMIT_S", 3.0)
+    monkeypatch.setattr(helper_pool, "TASK_LIMIT_S", 3.0)
     slow = checker.submit(SLOW)
     assert checker.check(FINE)
     assert not slow.done()
@@ -93,7 +93,7 @@ def test_a_bad_grammar_does_not_hold_up_a_good_one(
 
 
 def test_the_queue_is_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "_MAX_WAITING", 2)
+    monkeypatch.setattr(helper_pool, "MAX_WAITING", 2)
     futures = [checker.submit(StructuredOutputsParams(regex=f"a{i}")) for i in range(2)]
     with pytest.raises(CapacityError) as caught:
         checker.submit(StructuredOutputsParams(regex="b"))

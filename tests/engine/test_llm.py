@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.engine.inproc import InProcessClient
-from quire.engine.llm_args import llm_args
+from quire.engine.assemble import llm_args
+from quire.engine.client import InProcessClient
 from quire.errors import ConfigError, RequestError
 from quire.request import FinishReason
 

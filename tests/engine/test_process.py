@@ -18,9 +18,8 @@ from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
 from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
-from quire.engine.process import ProcessClient
+from quire.engine.process import Boot, Events, ProcessClient, decode, encode
 from quire.engine.supervisor import RestartPolicy, Supervisor
-from quire.engine.wire import Boot, Events, decode, encode
 from quire.errors import EngineDeadError, ModelLoadError, RequestError
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from quire.scheduler.policy import PolicyChange

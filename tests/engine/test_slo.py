@@ -12,21 +12,18 @@ from tests.fakes.engine import FAKE
 from tests.scheduler.harness import Engine, make_scheduler, oracle, request
 
 from quire.args import EngineArgs, ServerArgs
-from quire.bench import bounds
-from quire.bench.bounds import Bounds
 from quire.cli.serve_slo import forecast_of, with_slo
 from quire.clock import VirtualClock
 from quire.config import SloConfig
 from quire.engine.build import build_core
-from quire.engine.wire import Boot, decode, encode
+from quire.engine.process import Boot, decode, encode
 from quire.errors import ConfigError
+from quire.plan import hardware
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
-from quire.plan.efficiency import efficiencies
-from quire.plan.hardware import find_hardware
+from quire.plan.hardware import Bounds, find_hardware
 from quire.plan.presets import preset_spec
 from quire.plan.profile import Profile
-from quire.plan.roofline import Roofline, work_of
-from quire.plan.sampled import sampled
+from quire.plan.roofline import Roofline, efficiencies, sampled, work_of
 from quire.scheduler.slo import SloController
 
 MODEL = CostModel(1e-3, Curve((0.0, 1.0), (0.0, 1e-3)))
@@ -73,10 +70,10 @@ def test_a_profile_is_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_without_a_profile_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "measure", lambda threads: Bounds(2e10, {"fma_avx512": 1e12}))
+    monkeypatch.setattr(hardware, "measure", lambda threads: Bounds(2e10, {"fma_avx512": 1e12}))
     config = engine_config()
     native = replace(config, device=replace(config.device, native=True, isa="avx512"))
-    assert bounds.FLOAT_DOTS["avx512"][-1] == "fma_avx512"
+    assert hardware.FLOAT_DOTS["avx512"][-1] == "fma_avx512"
     slo = with_slo(native, ServerArgs(slo="tpot=20ms")).slo
     assert slo is not None
     model = CostModel.from_json(json.loads(slo.cost_model))

@@ -15,7 +15,7 @@ from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.engine.inbox import AddRequest
 from quire.errors import RequestError
 from quire.request import FinishReason
-from quire.text import grammar_library
+from quire.text import grammar_matcher
 
 SCHEMA = {
     "type": "object",
@@ -124,7 +124,7 @@ def test_log_probabilities_are_those_of_what_the_grammar_allows(llm: LLM) -> Non
 
 
 def test_a_limit_hit_in_a_step_fails_that_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(grammar_library.LIMITS, "step_max_items", 60)  # in this process, where the worker is
+    monkeypatch.setitem(grammar_matcher.LIMITS, "step_max_items", 60)  # in this process, where the worker is
     hard = StructuredOutputsParams(grammar='start: a\na: "x" | a a | a a a')
     free = SamplingParams(max_tokens=30, temperature=0.0)
     with LLM("quill", num_kv_blocks=64, max_model_len=256, threads=1) as small:

@@ -8,9 +8,8 @@ import pytest
 from tests.engine.scripted import ScriptedClient, clients, token_of
 
 from quire.clock import VirtualClock
-from quire.engine.in_flight import InFlight
 from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
-from quire.engine.supervisor import RestartPolicy, Supervisor
+from quire.engine.supervisor import InFlight, RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.scheduler.policy import PolicyChange

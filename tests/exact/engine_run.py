@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.exact.models import MAX_MODEL_LEN
 from tests.exact.traffic import STEP_S, Job
+from tests.kernels.checks import runner_config
 
 from quire.clock import VirtualClock
 from quire.config import (
@@ -16,7 +17,6 @@ from quire.config import (
     GateKind,
     ModelConfig,
     OrderKind,
-    RunnerConfig,
     SchedulerConfig,
 )
 from quire.engine.core import EngineCore
@@ -54,11 +54,15 @@ class Tally:
     num_failures: int = 0
     num_moves: int = 0
     num_adapter_loads: int = 0
+    max_step_seqs: int = 0  # the most sequences that one step computed
+    num_full_steps: int = 0  # steps that computed as many
 
     def __iadd__(self, other: Tally) -> Tally:
         for name in self.__slots__:
             if name == "policies":
                 self.policies |= other.policies
+            elif name == "max_step_seqs":
+                self.max_step_seqs = max(self.max_step_seqs, other.max_step_seqs)
             else:
                 setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
@@ -123,7 +127,7 @@ def engine_config(
             max_model_len=max_model_len,
             dynamic_max_wait_s=3 * STEP_S,
         ),
-        runner=RunnerConfig(num_threads, cpu_isa=cpu_isa),
+        runner=runner_config(cpu_isa, num_threads),
         device=DeviceInfo("cpu", "test", 1, 2**30, 2**30),
     )
 
@@ -146,6 +150,9 @@ class WatchedExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._tally.num_steps += 1
+        if len(plan.seqs) > self._tally.max_step_seqs:
+            self._tally.max_step_seqs, self._tally.num_full_steps = len(plan.seqs), 0
+        self._tally.num_full_steps += len(plan.seqs) == self._tally.max_step_seqs
         self._tally.num_moves += len(plan.kv_moves)
         self._tally.num_adapter_loads += len(plan.adapter_moves)
         for new in plan.new_seqs:

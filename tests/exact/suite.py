@@ -50,6 +50,8 @@ class Case:
     quantize: str = ""  # format of every linear, short last groups included; the output matrix is int8
     adapters: tuple[Adapter, ...] = ()  # that requests have, beside the base model
     max_loras: int = 2
+    # All requests arrive at once, run together (with blocks for all) and sample ``max_output`` tokens each.
+    crowd: bool = False
 
     def __str__(self) -> str:
         quantized = f"-{self.quantize}" if self.quantize else ""
@@ -65,7 +67,9 @@ class Case:
     def spec(self) -> ModelSpec:
         return MODELS[self.model]() if self.model in MODELS else describe(Path(self.model)).spec
 
-    def config(self, num_blocks: int, policy: Policy, *, num_threads: int = 1) -> EngineConfig:
+    def config(
+        self, num_blocks: int, policy: Policy, *, num_threads: int = 1, max_num_seqs: int = 16
+    ) -> EngineConfig:
         config = engine_config(
             self.spec,
             self.dtype,
@@ -74,6 +78,7 @@ class Case:
             block_size=self.block_size,
             policy=policy,
             num_threads=num_threads,
+            max_num_seqs=max_num_seqs,
             cpu_isa=self.cpu_isa,
             formats=self.formats,
             kv_dtype=self.kv_dtype,
@@ -138,6 +143,8 @@ def truth_of(case: Case) -> Truth:
         max_output=case.max_output,
         adapters=case.adapters,
     )
+    if case.crowd:
+        jobs = [_crowded(job, case.max_output) for job in jobs]
     config = case.config(2 * MAX_MODEL_LEN // case.block_size + 2, POLICIES[0])
     outputs = {}
     with recording(device=case.on_device) as recorder:
@@ -146,6 +153,12 @@ def truth_of(case: Case) -> Truth:
             for index in range(job.request.sampling.n):
                 outputs[job.request.request_id, index] = driver.run(job.request, index)
     return Truth(tuple(jobs), recorder.draws, outputs)
+
+
+def _crowded(job: Job, max_tokens: int) -> Job:
+    """The same request at time 0, for one sequence that neither leaves early nor ends at a stop id."""
+    sampling = replace(job.request.sampling, n=1, max_tokens=max_tokens, stop_token_ids=(), eos_token_ids=())
+    return Job(replace(job.request, arrival_s=0.0, sampling=sampling), None)
 
 
 def serve_and_check(
@@ -158,7 +171,11 @@ def serve_and_check(
     """
     longest = -(-(case.max_prompt + case.max_output) // case.block_size)
     num_blocks = max(NUM_TOKENS.get(case.model, 0) // case.block_size, 2 * longest)
-    config = case.config(num_blocks, policy, num_threads=num_threads)
+    max_num_seqs = 16
+    if case.crowd:
+        max_num_seqs = case.num_requests
+        num_blocks = 2 * longest * case.num_requests
+    config = case.config(num_blocks, policy, num_threads=num_threads, max_num_seqs=max_num_seqs)
     truth = truth_of(case)
     here = f"{case}, {policy}"
     with recording(device=case.on_device) as recorder:

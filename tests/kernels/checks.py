@@ -7,12 +7,22 @@ from contextlib import contextmanager
 
 import torch
 
+from quire.config import RunnerConfig
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.threads import choose_threads
 from quire.kernels.tolerances import tolerance
 
 DTYPES = (torch.float32, torch.bfloat16)
 SEED = 20261120
+
+
+def runner_config(kernels: str = "reference", num_threads: int = 1) -> RunnerConfig:
+    """The configuration of ``kernels``, as `RunnerConfig.kernels` names them."""
+    if kernels in ("triton", "invariant"):
+        return RunnerConfig(num_threads, "triton", batch_invariant=kernels == "invariant")
+    return (
+        RunnerConfig(num_threads) if kernels == "reference" else RunnerConfig(num_threads, "native", kernels)
+    )
 
 
 def generator(seed: int = SEED) -> torch.Generator:

@@ -16,8 +16,8 @@ from tests.kernels.checks import (
 )
 
 from quire.kernels import cases, registry
-from quire.kernels.activation import ActivationKind, gated, gated_to_int8
 from quire.kernels.linear import quantize_rows
+from quire.kernels.pointwise import ActivationKind, gated, gated_to_int8
 from quire.kernels.registry import Backend
 
 

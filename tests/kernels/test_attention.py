@@ -11,7 +11,7 @@ from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generat
 
 from quire.kernels import cases, registry
 from quire.kernels.attention import AttentionShape, RaggedBatch, attention
-from quire.kernels.kv_view import KvView, Layout
+from quire.kernels.kv_blocks import KvView, Layout
 from quire.kernels.registry import Backend
 
 SMALL = [case for case in cases.ATTENTION if not case.bench]

@@ -14,9 +14,8 @@ from tests.kernels.checks import (
 )
 
 from quire.kernels import cases, registry
-from quire.kernels.embedding import take_rows
 from quire.kernels.linear import pack_empty, read_rows, write_rows
-from quire.kernels.pointwise import add_rows, cap_logits, scale_rows
+from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
 from quire.kernels.registry import Backend
 
 

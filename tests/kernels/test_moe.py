@@ -7,10 +7,9 @@ import torch
 from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
 
 from quire.kernels import cases
-from quire.kernels.activation import gated
 from quire.kernels.linear import linear, pack_empty, write_bias, write_rows
 from quire.kernels.moe import ExpertStack, experts, route
-from quire.kernels.pointwise import add_gated_rows, widen_rows
+from quire.kernels.pointwise import add_gated_rows, gated, widen_rows
 from quire.kernels.registry import NATIVE_LEVELS, Backend, backends
 from quire.quant.rtn import round_to_nearest
 from quire.weight_format import PLAIN, WeightFormat

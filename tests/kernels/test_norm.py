@@ -11,13 +11,14 @@ from tests.kernels.checks import (
     assert_same_bits,
     assert_same_rows,
     generator,
+    runner_config,
     threads,
 )
 
 from quire.kernels import cases, registry
-from quire.kernels.activation import gated
 from quire.kernels.linear import QuantizedRows, QuantizedWeight, linear, quantize_rows, write_rows
 from quire.kernels.norm import add_rms_norm, add_rms_norm_to_int8, rms_norm, rms_norm_to_int8
+from quire.kernels.pointwise import gated
 from quire.kernels.registry import Backend
 from quire.layers.mlp import Mlp
 from quire.layers.norm import RmsNorm
@@ -109,7 +110,7 @@ def test_to_int8_is_the_norm_quantized(
 def test_a_block_of_quantized_linears_is_its_ops_one_by_one(backend: Backend) -> None:
     """Norm and activation of a model write int8 rows; the bits are those of plain rows quantized by the linears."""
     rng = generator()
-    kernels, held = registry.choose(backend), WeightFormat("int8")
+    kernels, held = registry.choose(runner_config(backend)), WeightFormat("int8")
     mlp = Mlp(
         64, 96, "silu", torch.bfloat16, kernels, formats={f"{x}.weight": held for x in ("gate", "up", "down")}
     )

@@ -19,15 +19,15 @@ from quire.kernels.linear import (
     PackedLinear,
     QuantizedWeight,
     linear,
+    native,
     pack_empty,
     quantize_rows,
-    quantized_native,
     read_rows,
     write_bias,
     write_rows,
 )
 from quire.kernels.linear.packed import RANGE, storable_scales
-from quire.kernels.linear.quantized_reference import dequantize, scale_group
+from quire.kernels.linear.reference import dequantize, scale_group
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
 from quire.weight_format import WeightFormat
@@ -220,6 +220,6 @@ def test_avx2_without_vnni_has_the_same_bits(num_tokens: int, format: WeightForm
     packed, _, _ = make(case, format, torch.bfloat16, "avx2")
     signs = rows_of(num_tokens, 1100, torch.bfloat16).sign()  # ±127: the largest sums there are
     rows = quantize_rows(signs, format.group)
-    actual = quantized_native.linear(quantized_native.native, "avx2_madd", rows, packed, None)
+    actual = native.int_linear("avx2_madd", rows, packed, None)
     expected = linear(rows, make(case, format, torch.bfloat16, "reference")[0])
     assert_same_bits(actual, expected, f"{num_tokens} {format}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.kernels.checks import runner_config
 
 from quire.kernels import registry
 
@@ -13,7 +14,7 @@ def test_without_native_kernels_everything_is_the_reference() -> None:
 
 @pytest.mark.parametrize("level", registry.VECTOR_LEVELS)
 def test_a_level_takes_nothing_of_another(level: str) -> None:
-    assert set(registry.choose(level).describe().values()) <= {level, "reference"}
+    assert set(registry.choose(runner_config(level)).describe().values()) <= {level, "reference"}
 
 
 def test_every_op_has_a_reference() -> None:
@@ -24,7 +25,7 @@ def test_every_op_has_a_reference() -> None:
 def test_the_amx_level_takes_avx512_where_tiles_gain_nothing() -> None:
     if "amx" not in registry.backends("linear"):
         pytest.skip("this CPU or build has no AMX")
-    chosen = registry.choose("amx").describe()
+    chosen = registry.choose(runner_config("amx")).describe()
     assert chosen["linear"] == "amx"
     assert chosen["rms_norm"] == "avx512"
 

@@ -14,7 +14,7 @@ from tests.kernels.checks import (
 )
 
 from quire.kernels import cases, registry
-from quire.kernels.kv_view import Layout, view_layer
+from quire.kernels.kv_blocks import Layout, view_layer
 from quire.kernels.registry import Backend
 from quire.kernels.rope import QkNorm, apply_rope, rope_store, store_kv
 

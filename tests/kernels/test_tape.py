@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.kernels.activation import gated
 from quire.kernels.linear import linear, pack_empty, write_rows
+from quire.kernels.pointwise import gated
 from quire.kernels.registry import backends
 
 native = pytest.importorskip("quire._native", reason="the native extension is not built")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quire.adaptable import adaptable
 from quire.families import weight_map
 from quire.lora.adapter import read_adapter
 from quire.modelspec import ModelSpec
 from quire.request import Adapter
+from quire.weight_plan import adaptable
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG: dict[str, Any] = {

@@ -13,10 +13,10 @@ import torch
 from tests.lora.peft_files import ALL, PREFIX, linears, tensors, write_adapter
 from tests.models import tiny
 
-from quire.adaptable import adaptable, adapter_bytes
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import spec_from_config
 from quire.lora.adapter import read_adapter
+from quire.weight_plan import adaptable, adapter_bytes
 
 SHAPES = linears(tiny.tensors())
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"

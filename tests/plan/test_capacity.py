@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.cli.command_args import PlanArgs
+from quire.cli.flags import PlanArgs
 from quire.cli.plan import question_of, serve_command
 from quire.errors import ConfigError, ModelLoadError
 from quire.plan.capacity import CapacityPlan, plan_capacity

@@ -76,7 +76,7 @@ def test_a_request_takes_the_bytes_of_its_pages(preset: str, dtype: str) -> None
     spec = preset_spec(preset)
     if dtype == "int8" and spec.layers[0].attention.is_mla:
         pytest.skip("latents are not kept in int8")
-    page = spec.kv_layout(4096).page_bytes(16, {"bf16": "bfloat16"}.get(dtype, dtype))
+    page = spec.kv_layout(4096).block_bytes(16, {"bf16": "bfloat16"}.get(dtype, dtype))
     assert kv_bytes_per_request(spec, 4096, dtype) == page * 4096 // 16
     assert kv_bytes_per_token(spec, dtype) + kv_scale_bytes_per_token(spec, dtype) == page // 16
 

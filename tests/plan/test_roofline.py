@@ -9,11 +9,10 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.plan.cost_model import StepFeatures, chunk_pairs
-from quire.plan.efficiency import IDEAL, Efficiency, efficiencies
 from quire.plan.estimate import Load, Replica
 from quire.plan.hardware import UNITS, find_hardware, hardware_table
 from quire.plan.presets import preset_spec
-from quire.plan.roofline import Roofline, work_of
+from quire.plan.roofline import IDEAL, Efficiency, Roofline, efficiencies, work_of
 from quire.plan.split import Split
 from quire.workload.slo import Slo
 

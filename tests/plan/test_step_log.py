@@ -16,7 +16,7 @@ from quire.engine.inbox import AddRequest
 from quire.errors import ConfigError
 from quire.executor.logged import LoggedExecutor
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
-from quire.plan.step_log import fit_steps, read_steps
+from quire.plan.profile import fit_steps, read_steps
 from quire.request import Request, SamplingParams
 from quire.sim.executor import SimExecutor
 from quire.sim.latency import Latency

@@ -52,7 +52,7 @@ def nats(args: EngineArgs, text: Text) -> float:
     """Return −Σ ln p of all tokens of ``text``, each given those before it in its window."""
     config, _ = configure(args, detect_device())
     model, longest = config.model, max(len(window) for window in text.windows)
-    kernels = registry.choose(config.runner.cpu_isa)
+    kernels = registry.choose(config.runner)
     dtype = torch_dtype(model.dtype)
     decoder = Decoder(
         model.spec, config.kv_layout, model.max_model_len, dtype, kernels, formats=model.formats

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.families.gguf_types import BLOCK_TYPES
+from quire.families.gguf import BLOCK_TYPES
 from quire.quant.gguf_blocks import decode_rows
 from quire.quant.stored import dequantize
 

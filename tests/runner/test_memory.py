@@ -28,14 +28,14 @@ def test_pages_hold_every_layer_once(name: str) -> None:
         for count, layer in enumerate(group.layers):
             assert cache.views[layer].pieces.abs().sum() == 0, "layers of a group overlap"
             cache.views[layer].pieces.fill_(count + 1)
-        share = len(group.layers) / layout.layers_per_page
+        share = len(group.layers) / layout.layers_per_block
         assert (cache.storage != 0).float().mean() == pytest.approx(share)
 
 
 def test_untouched_pages_cost_nothing() -> None:
     spec = SPECS["llama"]
     layout = spec.kv_layout(MAX_LEN)
-    num_blocks = (2 << 30) // layout.page_bytes(16, "bfloat16")
+    num_blocks = (2 << 30) // layout.block_bytes(16, "bfloat16")
     before = resident_bytes()
     cache = KvCache(spec, layout, num_blocks, 16, "bfloat16", registry.choose())
     assert cache.storage.nbytes > 0.99 * (2 << 30)

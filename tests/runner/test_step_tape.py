@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.kernels.checks import assert_same_bits
+from tests.kernels.checks import assert_same_bits, runner_config
 from tests.runner.tiny import SPECS, Driver, engine_config, prompt_of
 
 from quire.config import EngineConfig
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 
 def config_of(spec: str, dtype: str, level: str) -> EngineConfig:
     config = engine_config(SPECS[spec], dtype)
-    runner = replace(config.runner, cpu_isa=level, num_threads=2)
+    runner = runner_config(level, num_threads=2)
     return replace(config, runner=runner, scheduler=replace(config.scheduler, max_num_batched_tokens=80))
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from tests.kernels.checks import runner_config
 
 from quire.config import (
     CacheConfig,
     DeviceInfo,
     EngineConfig,
     ModelConfig,
-    RunnerConfig,
     SchedulerConfig,
 )
 from quire.executor.local import LocalExecutor
@@ -109,7 +109,7 @@ def engine_config(
         kv_layout=layout,
         cache=CacheConfig(num_blocks, block_size, tuple(group.window for group in layout.groups)),
         scheduler=SchedulerConfig(max_num_seqs=8, max_model_len=MAX_LEN),
-        runner=RunnerConfig(num_threads=1, cpu_isa=isa),
+        runner=runner_config(isa),
         device=DeviceInfo("cpu", "test", 2, 1 << 34, 1 << 33),
     )
 

@@ -15,7 +15,7 @@ from quire.sampling.grammars import Grammars, GrammarState
 from quire.step import NewSeq
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar import build_grammar, grammar_source
-from quire.text.grammar_library import compile_matcher
+from quire.text.grammar_matcher import compile_matcher
 
 VOCAB = 4096
 PATH = str(quill_path("quill"))

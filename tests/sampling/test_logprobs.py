@@ -7,7 +7,7 @@ import torch
 from tests.sampling.harness import Sampler
 
 from quire.kernels.sampling import top_candidates
-from quire.kernels.sampling.logprobs import log_normalizer, token_logprobs
+from quire.kernels.sampling.reference import log_normalizer, token_logprobs
 from quire.request import SamplingParams
 from quire.step import NewSeq
 

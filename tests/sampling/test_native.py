@@ -13,7 +13,7 @@ from tests.sampling.test_noise import streams
 from quire.kernels import registry
 from quire.kernels.registry import Backend
 from quire.kernels.sampling import sample, token_logprobs
-from quire.kernels.sampling.columns import COLUMNS, MIN_P, RANDOM, TRUNCATED
+from quire.kernels.sampling.reference import COLUMNS, MIN_P, RANDOM, TRUNCATED
 
 LEVELS = [level for level in registry.backends("sample") if level != "reference"]
 pytestmark = pytest.mark.skipif(not LEVELS, reason="no native version here")

@@ -10,13 +10,12 @@ import torch
 
 from quire.kernels.sampling import (
     Streams,
-    cpu_words,
     exp_f32,
     gumbel_argmax,
     gumbel_noise,
     log_f64,
+    noise,
     philox4x32_10,
-    reference,
     tree_sum,
 )
 
@@ -79,25 +78,25 @@ def test_stream_layout_as_documented() -> None:
             [position, token_id >> 2, purpose, sample_index], [unsigned % 2**32, unsigned >> 32]
         )
         word = block[token_id & 3]
-        assert int(reference.random_words(stream, torch.tensor([[token_id]]))[0, 0]) == word
+        assert int(noise.random_words(stream, torch.tensor([[token_id]]))[0, 0]) == word
         u = (word + 0.5) / 2**32
-        noise = float(gumbel_noise(stream, torch.tensor([[token_id]]))[0, 0])
-        assert noise == pytest.approx(-math.log(-math.log(u)), rel=1e-12, abs=1e-12)
+        sampled = float(gumbel_noise(stream, torch.tensor([[token_id]]))[0, 0])
+        assert sampled == pytest.approx(-math.log(-math.log(u)), rel=1e-12, abs=1e-12)
 
 
 def test_words_in_numpy_equal_words_in_torch() -> None:
     stream = streams(9, seed=4, purpose=1)
     ids = torch.randint(0, 200_000, (9, 40), generator=torch.Generator().manual_seed(0))
-    words = reference.random_words(stream, ids)
-    assert torch.equal(torch.from_numpy(cpu_words.random_words(stream, ids.numpy())), words)
-    every = reference.random_words(stream, torch.arange(103).expand(9, 103))
-    about = torch.from_numpy(cpu_words.uniform_complement(stream, 103))
+    words = noise.random_words(stream, ids)
+    assert torch.equal(torch.from_numpy(noise.numpy_words(stream, ids.numpy())), words)
+    every = noise.random_words(stream, torch.arange(103).expand(9, 103))
+    about = torch.from_numpy(noise.uniform_complement(stream, 103))
     assert torch.allclose(1.0 - (every.double() + 0.5) * 2.0**-32, about.double(), rtol=1e-6, atol=0.0)
 
 
 def test_noise_ends_are_finite() -> None:
-    noise = reference.gumbel_of_words(torch.tensor([0, 2**32 - 1]))
-    assert noise.tolist() == pytest.approx([-3.1297, 22.8737], abs=1e-3)
+    extremes = noise.gumbel_of_words(torch.tensor([0, 2**32 - 1]))
+    assert extremes.tolist() == pytest.approx([-3.1297, 22.8737], abs=1e-3)
 
 
 @pytest.mark.parametrize("changed", ["seeds", "sample_indices", "positions", "purpose"])
@@ -116,7 +115,7 @@ def test_pruned_draw_equals_plain_draw(vocab: int, spread: float) -> None:
     scores[::5] = scores[::5].to(torch.bfloat16).to(torch.float32)  # equal scores
     scores[::7, : vocab // 2] = -torch.inf
     stream = streams(48, seed=vocab)
-    assert torch.equal(gumbel_argmax(scores, stream), reference.gumbel_argmax(scores, stream))
+    assert torch.equal(gumbel_argmax(scores, stream), noise.gumbel_argmax_torch(scores, stream))
 
 
 def test_draw_of_a_row_does_not_depend_on_the_batch() -> None:

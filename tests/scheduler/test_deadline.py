@@ -125,8 +125,8 @@ def test_events_count_steps_and_chunks() -> None:
     engine.put([request("a", 20, max_tokens=6)])
     engine.run()
     events = engine.events["a", 0]
-    assert [e.num_chunks for e in events] == [3] * 6
-    assert [e.num_steps for e in events] == [3] * 5 + [8]
+    assert [e.num_chunks for e in events] == [3, 0, 0, 0, 0, 3], "told with the first token and at the end"
+    assert [e.num_steps for e in events] == [3, 0, 0, 0, 0, 8]
     assert events[0].cache_miss == "not in the cache"
     engine.put([request("a", 20, max_tokens=2)])
     engine.run()

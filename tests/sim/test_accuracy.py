@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 from benchmarks import simulator_accuracy as accuracy
+from tests.sim.plan_hash import PlanHash
 
 from quire.args import EngineArgs
 from quire.bench.client import StreamingClient, Target, api_url
-from quire.bench.live_server import LiveServer
 from quire.bench.load import Load, Runner
+from quire.bench.profile_serving import LiveServer
 from quire.bench.summary import RequestRecord, summarize
 from quire.clock import WallClock
 from quire.config import EngineConfig
@@ -30,14 +31,11 @@ from quire.engine.inbox import AddRequest
 from quire.plan.cost_model import CostModel, Curve
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.cluster import ClusterConfig
-from quire.sim.plan_hash import PlanHash
 from quire.sim.requests import FIRST_ID, VOCAB_SIZE, Client
 from quire.sim.run import simulate
-from quire.workload.arrivals import Arrivals
 from quire.workload.build import Synthetic
-from quire.workload.lengths import Uniform
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import Workload
+from quire.workload.distributions import Arrivals, Uniform
+from quire.workload.request import PromptMaker, Workload
 
 SLOW = CostModel(fixed_s=0.060, rows=Curve((1.0, 1001.0), (0.0, 0.8)), per_decode_kv_s=2e-6)
 AT_ONCE = Synthetic(14, Uniform(3, 90), Uniform(2, 24), prefix_length=40, num_prefixes=2).build(seed=11)

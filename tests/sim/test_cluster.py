@@ -16,9 +16,8 @@ from quire.sim.faults import Add, Kill, Slow, parse_fault
 from quire.sim.latency import Latency, Speculation, Swap
 from quire.sim.run import Simulated, simulate
 from quire.step import StepResult
-from quire.workload.arrivals import Arrivals
 from quire.workload.build import Synthetic, with_cancellations
-from quire.workload.lengths import Uniform
+from quire.workload.distributions import Arrivals, Uniform
 from quire.workload.request import Workload, WorkloadRequest
 
 STEP = CostModel(

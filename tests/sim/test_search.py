@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from quire.plan.capacity import Question
-from quire.plan.efficiency import efficiencies
 from quire.plan.estimate import Load
 from quire.plan.hardware import find_hardware
 from quire.plan.presets import preset_spec
+from quire.plan.roofline import efficiencies
 from quire.sim.search import Search
-from quire.workload.arrivals import Arrivals
 from quire.workload.build import Synthetic
-from quire.workload.lengths import Fixed
+from quire.workload.distributions import Arrivals, Fixed
 from quire.workload.slo import Slo
 
 

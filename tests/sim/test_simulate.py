@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from quire.bench.args import SimulateArgs
 from quire.bench.summary import summarize
 from quire.cli import app
 from quire.errors import ConfigError
@@ -18,7 +19,6 @@ from quire.plan.cost_model import CostModel, Curve
 from quire.plan.profile import HostCost, Profile
 from quire.sim.scenario import SCENARIOS, load_scenario, run_one, value_of
 from quire.sim.setup import set_up
-from quire.sim.simulate_args import SimulateArgs
 
 MADE = Profile(
     "quill",

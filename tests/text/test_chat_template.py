@@ -13,7 +13,7 @@ from tests.text.conftest import Load
 
 from quire.errors import ModelLoadError, RequestError
 from quire.text import ChatTemplate, SpecialTokens
-from quire.text.jinja_sandbox import RenderLimits, TemplateEnvironment, render
+from quire.text.chat_template import TemplateEnvironment
 
 NOON = datetime(2025, 7, 10, 12, 0, 0)
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -23,10 +23,8 @@ CHATML = (
 )
 
 
-def template(
-    source: str, special: SpecialTokens | None = None, limits: RenderLimits | None = None
-) -> ChatTemplate:
-    return ChatTemplate({"default": source}, special or SpecialTokens(), lambda: NOON, limits)
+def template(source: str, special: SpecialTokens | None = None) -> ChatTemplate:
+    return ChatTemplate({"default": source}, special or SpecialTokens(), lambda: NOON)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +76,10 @@ def test_the_goldens_of_llama_cpp(folder: Path) -> None:
 
 
 def test_the_unit_cases_of_huggingface_js(folder: Path) -> None:
-    environment = TemplateEnvironment()
+    environment = TemplateEnvironment(lambda: NOON)
     for case in json.loads((folder / "jinja_unit_cases.json").read_text()):
         compiled = environment.from_string(case["template"])
-        assert render(compiled, case["context"], RenderLimits()) == case["expected"], case["id"]
+        assert compiled.render(case["context"]) == case["expected"], case["id"]
 
 
 def test_equal_to_transformers(folder: Path) -> None:
@@ -244,3 +242,11 @@ def test_variables_win_over_special_tokens() -> None:
 def test_absent_tools_are_none_and_a_template_for_tools_alone_works_too() -> None:
     assert template("{{ tools is none }}{{ documents is none }}").render(HELLO) == "TrueTrue"
     assert template("{% for t in tools %}x{% endfor %}ok").render(HELLO) == "ok"
+
+
+def test_published_templates_are_known(folder: Path) -> None:
+    unknown = {
+        path.stem for path in sorted(folder.glob("*/*.jinja")) if not template(path.read_text()).is_known
+    }
+    assert unknown == {"Reka-Edge"}, "it repeats a text as often as a client's variable says"
+    assert not template("{{ messages }}").is_known

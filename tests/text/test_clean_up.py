@@ -13,7 +13,7 @@ from tokenizers import decoders
 from tokenizers.models import Unigram
 
 from quire.text import IncrementalDetokenizer, load_tokenizer
-from quire.text.clean_up import CleanUpStream, clean_up
+from quire.text.token_text import CleanUpStream, clean_up
 
 PARTS = st.sampled_from(
     [" ", ".", "?", "!", ",", "'", "n", "t", "m", "s", "v", "e", "r", "a", " '", " n't", " ' "]

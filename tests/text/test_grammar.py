@@ -19,9 +19,14 @@ from quire.models.quill import quill_path
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text import Tokenizer
 from quire.text.grammar import MAX_SOURCE_BYTES, build_grammar, grammar_source
-from quire.text.grammar_library import compile_matcher, ll_tokenizer
-from quire.text.grammar_matcher import GrammarConstraint, first_error
-from quire.text.grammar_tokens import encode_forced, token_table
+from quire.text.grammar_matcher import (
+    GrammarConstraint,
+    compile_matcher,
+    encode_forced,
+    first_error,
+    ll_tokenizer,
+    token_table,
+)
 
 SEED = 20261121
 EXTRA = 37  # rows of padding that a model's logits have beyond its vocabulary

@@ -15,9 +15,13 @@ from tests.engine.toy import EOS, VOCAB, byte_tokenizer
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar import build_grammar, grammar_source
-from quire.text.grammar_library import compile_matcher, ll_tokenizer
-from quire.text.grammar_matcher import GrammarConstraint, first_error
-from quire.text.grammar_tokens import token_table
+from quire.text.grammar_matcher import (
+    GrammarConstraint,
+    compile_matcher,
+    first_error,
+    ll_tokenizer,
+    token_table,
+)
 from quire.text.json_schema import closed, written_out
 from quire.text.schema_negation import NoForm, negate
 

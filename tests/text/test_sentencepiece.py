@@ -14,7 +14,7 @@ from tokenizers.models import Unigram
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.text import load_tokenizer
-from quire.text.sentencepiece_file import read_sentencepiece
+from quire.text.sentencepiece import read_sentencepiece
 
 
 def varint(value: int) -> bytes:

@@ -9,11 +9,9 @@ from random import Random
 import pytest
 
 from quire.errors import ConfigError
-from quire.workload.arrivals import Arrivals, mean_rate, replay
 from quire.workload.build import Synthetic, with_cancellations
-from quire.workload.lengths import Fixed, LogNormal, Uniform, parse_lengths
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import WorkloadRequest
+from quire.workload.distributions import Arrivals, Fixed, LogNormal, Uniform, mean_rate, parse_lengths, replay
+from quire.workload.request import PromptMaker, WorkloadRequest
 from quire.workload.slo import Slo
 
 NUM = 20_000

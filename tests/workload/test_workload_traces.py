@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.workload.arrivals import Arrivals
 from quire.workload.build import from_trace
+from quire.workload.distributions import Arrivals
 from quire.workload.traces import Trace, estimate_tokens, parse_trace, read_trace
 
 AZURE = (

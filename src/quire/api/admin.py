@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.api.admin_lora import LoraAdmin
-from quire.api.body import header, json_response, read_json, send_json
-from quire.api.edge import Edge
-from quire.api.fields import clip
 from quire.api.health import Handler, Probes
-from quire.api.protocol import Integer, Number, Wire, parse
-from quire.api.refusals import Refusal
-from quire.api.routing_errors import add_error_handlers
 from quire.api.state import ApiState
 from quire.engine.inbox import ChangePolicy, Reply, ResetPrefixCache
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError
+from quire.http.body import json_response, read_json
+from quire.http.edge import Edge, NoBrowsers, error_handlers
+from quire.http.wire import Integer, Number, Wire, clip, parse
 from quire.metrics.log import Log
 from quire.scheduler.policy import PolicyChange
 
@@ -48,15 +45,15 @@ class RuntimePatch(Wire):
 RUNTIME = tuple(name for name in RuntimePatch.model_fields if name != "release")
 
 
-def create_admin_app(main: FastAPI, *, keys: tuple[str, ...] = ()) -> FastAPI:
-    """Return the admin app over the state of ``main`` (what `create_app` returned). ``keys``: empty asks for none."""
+def create_admin_app(main: Starlette, *, keys: tuple[str, ...] = ()) -> Starlette:
+    """Return the admin app over the state of ``main`` (what `create_app` returned). Without ``keys`` it is open."""
     state: ApiState = main.state.quire
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.router.routes.extend(_routes(state))
-    app.state.quire = state
-    app.add_middleware(Edge, api_keys=keys, new_id=state.new_id)
-    app.add_middleware(NoBrowsers)
-    add_error_handlers(app)
+    app = Starlette(
+        routes=_routes(state),
+        middleware=[Middleware(NoBrowsers), Middleware(Edge, api_keys=keys, new_id=state.new_id)],
+        exception_handlers=error_handlers(lambda status: state.metrics.response("other", status)),
+    )
+    app.router.redirect_slashes = False
     return app
 
 
@@ -77,23 +74,6 @@ def _routes(state: ApiState) -> list[Route]:
     )
     routes = [Route(path, handler, methods=[method]) for method, path, handler in table]
     return [*routes, *LoraAdmin(state).routes()]
-
-
-class NoBrowsers:
-    """ASGI middleware: a request that a web page makes is refused (cross-site requests, DNS rebinding)."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        browsers = (b"origin", b"sec-fetch-site")
-        if scope["type"] == "http" and any(header(scope, name) is not None for name in browsers):
-            refusal = Refusal(
-                403, "The admin surface does not answer web pages: use curl, or a script.", code="forbidden"
-            )
-            await send_json(send, refusal.status, refusal.body())
-            return
-        await self._app(scope, receive, send)
 
 
 class Admin:

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from quire.api.body import json_response, read_json
-from quire.api.protocol import Boolean, Integer, Number, Text, Wire, parse
 from quire.api.state import ApiState
 from quire.engine.adapters import AdapterRegistry
 from quire.errors import RequestError
+from quire.http.body import json_response, read_json
+from quire.http.wire import Boolean, Integer, Number, Text, Wire, parse
 from quire.metrics.log import Log
 from quire.request import Adapter
 

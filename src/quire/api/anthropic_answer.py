@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from quire.api.answer_parts import AnswerParts, Event, Kind, Part
-from quire.api.refusals import ANTHROPIC_ROOT, Refusal
 from quire.api.replies import Head, Usage
 from quire.api.tools import OutputPlan
 from quire.engine.output import OutputChunk
+from quire.http.refusals import ANTHROPIC_ROOT, Refusal
 from quire.request import FinishReason
 
 _encode = msgspec.json.Encoder().encode

@@ -8,12 +8,13 @@ from quire.api.anthropic_answer import MessageAnswer
 from quire.api.anthropic_prompt import chat_fields, effort_of
 from quire.api.anthropic_protocol import CountTokensRequest, MessagesRequest, Metadata
 from quire.api.chat import chat_prompt
-from quire.api.generation import Job
-from quire.api.protocol import ChatRequest, parse
+from quire.api.job import Job
+from quire.api.protocol import ChatRequest
 from quire.api.replies import new_head
 from quire.api.state import ApiState
 from quire.api.tools import tool_use
 from quire.api.translated import Words
+from quire.http.wire import parse
 
 _WORDS = Words(
     (
@@ -57,5 +58,5 @@ async def count_tokens(state: ApiState, body: Any, ignored: list[str] | None) ->
     state.check_model(chat.model)
     with _WORDS.kept():
         use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls, ignored)
-        text = chat_prompt(state, chat, ignored, use)
-    return {"input_tokens": len(await state.frontend.tokenize(text, add_special_tokens=False))}
+        prompt = await chat_prompt(state, chat, ignored, use)
+    return {"input_tokens": len(prompt.token_ids)}

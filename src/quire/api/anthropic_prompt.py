@@ -17,10 +17,9 @@ from quire.api.anthropic_protocol import (
     ToolUseBlock,
     Turn,
 )
-from quire.api.fields import clip
-from quire.api.protocol import parse
 from quire.api.translated import EFFORTS
 from quire.errors import RequestError
+from quire.http.wire import clip, parse
 
 # Which blocks a message of each role may hold.
 _ALLOWED = {

@@ -6,17 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from quire.api.protocol import (
-    AnyObject,
-    Boolean,
-    DrawingFields,
-    JsonSchema,
-    Text,
-    Texts,
-    Tools,
-    TypedObject,
-    Wire,
-)
+from quire.api.protocol import DrawingFields, Tools
+from quire.http.wire import AnyObject, Boolean, JsonSchema, Text, Texts, TypedObject, Wire
 
 Content = Annotated[str | list[Any], Field(description="a string or a list of content blocks")]
 

@@ -7,16 +7,18 @@ from typing import Any
 
 from quire.api.chat_choices import ChatChoices
 from quire.api.deadline import deadline_of
-from quire.api.generation import Answer, Job
+from quire.api.job import Answer, Job
 from quire.api.logprobs import TokenNames
 from quire.api.messages import template_messages
-from quire.api.protocol import ChatPrompt, ChatRequest, parse, stream_options
+from quire.api.protocol import ChatPrompt, ChatRequest, stream_options
 from quire.api.replies import ChoicesAnswer, new_head
 from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
 from quire.api.thinking import thinking_budget
 from quire.api.tools import OutputPlan, ToolUse, output_plan, tool_use
+from quire.engine.prompts import RenderedChat
 from quire.errors import RequestError
+from quire.http.wire import parse
 from quire.request import Deadline, SamplingParams
 
 # What the server itself hands to a template; a client may not replace it through chat_template_kwargs.
@@ -98,8 +100,7 @@ async def chat_work(
         ignored=ignored,
     )
     use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls, ignored)
-    text = chat_prompt(state, request, ignored, use)
-    prompt = await state.frontend.tokenize(text, add_special_tokens=False)
+    text, prompt = await chat_prompt(state, request, ignored, use)
     plan = output_plan(
         state,
         use,
@@ -118,17 +119,27 @@ async def chat_work(
     return ChatWork(request, model, text, prompt, sampling, plan, deadline)
 
 
-def chat_prompt(state: ApiState, request: ChatPrompt, ignored: list[str] | None, use: ToolUse) -> str:
-    """Return the text that the model's template makes of the messages.
+async def chat_prompt(
+    state: ApiState,
+    request: ChatPrompt,
+    ignored: list[str] | None,
+    use: ToolUse,
+    *,
+    add_special_tokens: bool = False,
+) -> RenderedChat:
+    """Return what the model's template makes of the messages, as text and as token ids.
 
     Raises:
-        RequestError: a message that is wrong, or that the template refuses.
+        RequestError: a message that is wrong, or that the template rejects.
+        CapacityError: too many conversations wait to be rendered (503).
     """
     messages = template_messages(request.messages, ignored)
     _name_developers(state, messages)
     # With tool_choice "none" the model is not shown the tools, so that it does not call them.
     tools = list(use.tools) if use.choice != "none" else None
-    return state.frontend.chat_text(messages, tools or None, **_template_kwargs(request))
+    return await state.frontend.chat_prompt(
+        messages, tools or None, add_special_tokens=add_special_tokens, **_template_kwargs(request)
+    )
 
 
 def _name_developers(state: ApiState, messages: list[dict[str, Any]]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from quire.api.deadline import deadline_of
-from quire.api.fields import clip
-from quire.api.generation import Job
+from quire.api.job import Job
 from quire.api.logprobs import TokenNames
-from quire.api.protocol import CompletionRequest, parse, stream_options
+from quire.api.protocol import CompletionRequest, stream_options
 from quire.api.replies import ChoicesAnswer, CompletionChoices, new_head
 from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
 from quire.errors import RequestError
+from quire.http.wire import clip, parse
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.api.fields import clip
-from quire.api.protocol import Number, Wire, parse
 from quire.errors import RequestError
+from quire.http.wire import Number, Wire, clip, parse
 from quire.request import Deadline
 
 MAX_MS = 7 * 24 * 3600 * 1000

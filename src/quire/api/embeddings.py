@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any, Literal
 
 from quire.api.completions import parse_prompts
-from quire.api.generation import Job
-from quire.api.protocol import Boolean, Integer, RequestFields, Text, parse
+from quire.api.job import Job
+from quire.api.protocol import RequestFields
 from quire.api.replies import Usage, WholeAnswer, new_head
 from quire.api.state import ApiState
-from quire.engine.embedding import NOTHING_DRAWN, embedding
 from quire.engine.output import OutputChunk
+from quire.engine.pooling import NOTHING_DRAWN, embedding
 from quire.errors import RequestError
+from quire.http.wire import Boolean, Integer, Text, parse
 from quire.request import Pooling
 
 MAX_INPUTS = 2048  # OpenAI's

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quire.api.body import Disconnected, read_json, send_json
-from quire.api.edge import adopt_request_id, request_id_of
-from quire.api.generation import Generation, Job
-from quire.api.internal_call import PRIORITY_KEY
-from quire.api.refusals import refusal_of
-from quire.api.response_answer import ResponseAnswer
+from quire.api.generation import CANCELLED_BY_CLIENT, Generation
+from quire.api.job import Job
 from quire.api.state import ApiState
-from quire.errors import QuireError
+from quire.errors import QuireError, RequestError
+from quire.http.body import Disconnected, read_json, send_json
+from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
+from quire.http.edge import adopt_request_id, request_id_of
+from quire.http.refusals import refusal_of
 from quire.metrics.log import Log
 from quire.metrics.trace import trace_headers
 
@@ -96,11 +96,8 @@ class GenerateEndpoint(PostEndpoint):
             job = replace(job, priority=scope[PRIORITY_KEY])
         trace = trace_headers(scope["headers"])
         generation = Generation(self._state, job, arrival_s, request_id_of(scope), trace)
-        if job.in_background:
-            assert isinstance(job.answer, ResponseAnswer)
-            begun = self._state.background.start(generation, job.answer)
-            await send_json(send, 200, msgspec.json.encode(begun), ignored_header(ignored))
-            return
+        if job.in_background and BACKGROUND_KEY not in scope:
+            raise RequestError("background = true is not supported by this server.", param="background")
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
         with self._state.running.entered(ids, generation):
             await self._answer(generation, ignored, receive, send)
@@ -120,7 +117,8 @@ class GenerateEndpoint(PostEndpoint):
     ) -> None:
         watcher: asyncio.Task[None] | None = None
         try:
-            await generation.submit()
+            if not generation.job.in_background:
+                await generation.submit()
             watcher = asyncio.create_task(_watch(receive, generation))
             await generation.answer(send, ignored_header(ignored))
         except QuireError:
@@ -142,7 +140,10 @@ def ignored_header(ignored: list[str] | None) -> list[tuple[bytes, bytes]]:
 
 
 async def _watch(receive: Receive, generation: Generation) -> None:
-    """Wait for the client to leave; then abort."""
+    """Wait for the client to disconnect; then abort."""
     while (await receive())["type"] != "http.disconnect":
         continue
-    await generation.disconnect()
+    if generation.job.in_background:
+        await generation.cancel(CANCELLED_BY_CLIENT)
+    else:
+        await generation.disconnect()

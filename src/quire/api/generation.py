@@ -6,83 +6,32 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from starlette.types import Send
 
-from quire.api.body import Headers, send_json
 from quire.api.forecast import Ticket
-from quire.api.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
-from quire.api.replies import Head, Usage
+from quire.api.job import Job
+from quire.api.replies import Usage
 from quire.api.state import ApiState
 from quire.api.timing import timing_of
 from quire.engine.output import OutputChunk, choose_best, merge
 from quire.engine.stream import RequestStream, ended
 from quire.errors import QuireError, RequestError
+from quire.http import sse
+from quire.http.body import Headers, send_json
+from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.metrics.log import Log
 from quire.metrics.prometheus import RequestMetrics
 from quire.metrics.trace import RequestPhases
-from quire.request import Deadline, FinishReason, Pooling, SamplingParams
+from quire.request import FinishReason
 
-_SSE_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx must not hold the stream back
-)
 _PROMPTS_AT_ONCE = 256  # of a request that draws nothing; more would fill the queue that others wait in
+CANCELLED = "cancelled"
+CANCELLED_BY_CLIENT = "cancelled_by_client"
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)  # ends of what was computed
 log = Log("api")
-
-
-class Answer(Protocol):
-    """How the chunks of a request are written: as one body, or as server-sent events."""
-
-    head: Head
-    streamed: bool
-
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed: one chunk for each choice, the token ids of each prompt."""
-
-    def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
-        """The events before any chunk. ``echoes``: the text of each prompt where it is asked for, else empty."""
-
-    def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
-        """The events of one chunk of one choice; empty where it says nothing yet."""
-
-    def closing(self, usage: Usage) -> bytes:
-        """The events behind the last chunk."""
-
-    def error(self, refusal: Refusal) -> bytes:
-        """The end of a stream that had begun and failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A checked request: what to run and how to answer."""
-
-    prompts: Sequence[str | list[int]]
-    sampling: SamplingParams
-    answer: Answer
-    priority: int = 0
-    cache_salt: str = ""
-    tenant: str = ""
-    continues: bool = False  # the output goes on from the prompt's text
-    client_request_id: str | None = None  # the body's request_id or rid
-    prompt_text: str | None = None  # of a chat: what its template made
-    # Keep this many tokens at the end of each prompt; -1: what the context holds.
-    truncate_to: int | None = None
-    deadline: Deadline | None = None
-    timing: bool = False  # the answer says where its time went
-    in_background: bool = False  # answered with the id at once; for responses alone
-    echo: bool = False  # each choice begins with its prompt's text
-    pooling: Pooling | None = None  # no answers, but what it asks of each prompt
-    prompt_param: str = "prompt"  # what the endpoint calls its prompts
-
-    @property
-    def draws_nothing(self) -> bool:
-        """Whether the prompts are all there is to compute."""
-        return self.pooling is not None or self.sampling.max_tokens == 0
 
 
 class Generation:
@@ -94,7 +43,7 @@ class Generation:
         self._state = state
         self._trace = trace  # the headers that name the client's span
         self.request_id = request_id  # under which the client and the log know it
-        self._job = job
+        self.job = job
         self._arrival_s = arrival_s
         self._streams: list[RequestStream] = []
         self._metrics: list[RequestMetrics] = []
@@ -103,11 +52,12 @@ class Generation:
         self.usage = Usage()
         self._ended = False  # the last bytes are on their way
         self.disconnected = False
-        self._cancelled = False  # by an operator
+        self._cancelled = ""  # by an operator, or the client of a background response: the error's code
+        self._begun = False  # the first bytes of a stream are on their way
 
     async def submit(self) -> None:
         """Start all prompts, or none."""
-        job, single = self._job, len(self._job.prompts) == 1
+        job, single = self.job, len(self.job.prompts) == 1
         adapter = self._state.adapter_of(job.answer.head.model)
         try:
             for i, given in enumerate(job.prompts):
@@ -155,11 +105,22 @@ class Generation:
             raise
 
     async def answer(self, send: Send, headers: Headers) -> None:
-        """Send the answer. An error before the first byte is raised, one after it is an event of the stream."""
+        """Send the answer. An error before the first byte is raised, one after it is an event of the stream.
+
+        In the background, the first events are sent before the prompts are submitted, which is done here.
+        """
+        if self.job.in_background:
+            opening = await self._start_stream(send, headers)
+            await send({"type": "http.response.body", "body": opening, "more_body": True})
+            try:
+                await self.submit()
+            except Exception as error:
+                await self._fail_stream(send, error)
+                return
         if self._tickets:
             predicted_ms = max(ticket.predicted_s for ticket in self._tickets) * 1e3
             headers = (*headers, (b"x-quire-predicted-ttft-ms", f"{predicted_ms:.1f}".encode()))
-        if self._job.answer.streamed:
+        if self.job.answer.streamed:
             await self._answer_stream(send, headers)
         else:
             await self._answer_whole(send, headers)
@@ -184,34 +145,35 @@ class Generation:
         for stream in self._streams:
             await stream.abort()
 
-    async def cancel(self) -> None:
-        """An operator ends the request; its client gets an error."""
-        self._cancelled = True
+    async def cancel(self, code: str = CANCELLED) -> None:
+        """End the request; its client gets an error with this code."""
+        self._cancelled = code
         for stream in self._streams:
             await stream.abort()
 
     def describe(self, now_s: float) -> dict[str, Any]:
         """The line of ``GET /requests``."""
         return {
-            "id": self._job.answer.head.id,
+            "id": self.job.answer.head.id,
             "request_id": self.request_id,
-            "model": self._job.answer.head.model,
+            "model": self.job.answer.head.model,
             "seconds": round(now_s - self._arrival_s, 3),
-            "num_choices": len(self._job.prompts) * self._job.sampling.n,
+            "num_choices": len(self.job.prompts) * self.job.sampling.n,
             "prompt_tokens": self.usage.prompt_tokens,
             "completion_tokens": self.usage.completion_tokens,
-            "stream": self._job.answer.streamed,
-            "priority": self._job.priority,
-            "tenant": self._job.tenant,
+            "stream": self.job.answer.streamed and not self.job.in_background,
+            "priority": self.job.priority,
+            "tenant": self.job.tenant,
         }
 
     def _check_cancelled(self) -> None:
         if self._cancelled:
             # Clients try a 409, 429 or 5xx again by themselves; this one was ended on purpose.
-            raise HttpError(Refusal(499, "The request was cancelled by an operator.", code="cancelled"))
+            by = "its client" if self._cancelled == CANCELLED_BY_CLIENT else "an operator"
+            raise HttpError(Refusal(499, f"The request was cancelled by {by}.", code=self._cancelled))
 
     async def _answer_whole(self, send: Send, headers: Headers) -> None:
-        job = self._job
+        job = self.job
         n, drawn = job.sampling.n, job.sampling.num_samples
         collected: list[list[OutputChunk]] = [[] for _ in range(len(job.prompts) * drawn)]
         async with aclosing(self._chunks()) as chunks:
@@ -228,46 +190,46 @@ class Generation:
             self.usage.timing = timing_of(
                 self._streams, job.answer.head.determinism, self._state.now() - self._arrival_s
             )
-        body = job.answer.whole(wholes, self._prompts(), self.usage)
+        body = job.answer.whole(wholes, _token_ids(self._streams), self.usage)
         self._ended = True
         await send_json(send, 200, body, headers)
 
     async def _answer_stream(self, send: Send, headers: Headers) -> None:
-        answer = self._job.answer
-        begun = False
+        answer = self.job.answer
         try:
             async with aclosing(self._chunks()) as chunks:
                 async for index, chunk in chunks:
-                    if not begun:
-                        # Only now: a refusal by the engine is the first chunk, and deserves its own status.
-                        begun = True
-                        all_headers = [*_SSE_HEADERS, *headers]
-                        await send({"type": "http.response.start", "status": 200, "headers": all_headers})
-                        frame = answer.opening(self._prompts(), self._echoes, self.usage)
-                        frame += answer.frame(index, chunk, self.usage)
-                    else:
-                        frame = answer.frame(index, chunk, self.usage)
+                    # Only now: a refusal by the engine is the first chunk, and deserves its own status.
+                    frame = b"" if self._begun else await self._start_stream(send, headers)
+                    frame += answer.frame(index, chunk, self.usage)
                     if frame:
                         await send({"type": "http.response.body", "body": frame, "more_body": True})
         except Exception as error:
-            if not begun:
+            if not self._begun:
                 raise
-            if not isinstance(error, QuireError):
-                log.exception("stream_crashed", id=answer.head.id)
-            await self._send_last(send, answer.error(refusal_of(error)))
+            await self._fail_stream(send, error)
             return
-        if self._job.timing:
+        if self.job.timing:
             self.usage.timing = timing_of(
                 self._streams, answer.head.determinism, self._state.now() - self._arrival_s
             )
         await self._send_last(send, answer.closing(self.usage))
 
+    async def _start_stream(self, send: Send, headers: Headers) -> bytes:
+        """Send the status, and return the first events."""
+        self._begun = True
+        await send({"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS, *headers]})
+        return self.job.answer.opening(_token_ids(self._streams), self._echoes, self.usage)
+
+    async def _fail_stream(self, send: Send, error: Exception) -> None:
+        """End a stream that had begun with an event that has the error."""
+        if not isinstance(error, QuireError):
+            log.exception("stream_crashed", id=self.job.answer.head.id)
+        await self._send_last(send, self.job.answer.error(refusal_of(error)))
+
     async def _send_last(self, send: Send, body: bytes) -> None:
         self._ended = True
         await send({"type": "http.response.body", "body": body, "more_body": False})
-
-    def _prompts(self) -> list[Sequence[int]]:
-        return [stream.prompt_token_ids for stream in self._streams]
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
         """Yield (choice index, chunk) of all streams as they come; count them; raise on an error of the engine."""
@@ -277,7 +239,7 @@ class Generation:
                     self._count(0, chunk)
                     yield chunk.index, chunk
             return
-        n = self._job.sampling.num_samples
+        n = self.job.sampling.num_samples
         async with aclosing(_merged(self._streams)) as merged:
             async for prompt, chunk in merged:
                 self._count(prompt, chunk)
@@ -298,21 +260,27 @@ class Generation:
         if chunk.finish_reason is not None:
             preemptions = self._streams[prompt].output.num_preemptions
             metrics.finish(chunk.index, chunk.finish_reason.value, self._state.now(), preemptions)
-            self._check_end(chunk)
+            if chunk.finish_reason is FinishReason.ABORT:
+                self._check_cancelled()
+            if chunk.finish_reason is not FinishReason.ABORT or not self.disconnected:
+                has_text = self.usage.completion_tokens > 0
+                _check_end(chunk, has_text, self._state.settings.retry_after_s)
 
-    def _check_end(self, chunk: OutputChunk) -> None:
-        retry_after_s = self._state.settings.retry_after_s
-        if chunk.finish_reason is FinishReason.ERROR:
-            after_s = max(retry_after_s, math.ceil(chunk.retry_after_s))
-            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s))
-        if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
-            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))  # there is nothing to show
-        if chunk.finish_reason is FinishReason.ABORT:
-            self._check_cancelled()
-        if chunk.finish_reason is FinishReason.ABORT and not self.disconnected:
-            raise HttpError(
-                Refusal(503, "The request was aborted: the server is shutting down.", code="aborted")
-            )
+
+def _check_end(chunk: OutputChunk, has_text: bool, retry_after_s: int) -> None:
+    """Raise unless the chunk ends an answer that can be shown."""
+    if chunk.finish_reason is FinishReason.ERROR:
+        after_s = max(retry_after_s, math.ceil(chunk.retry_after_s))
+        raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s))
+    if chunk.finish_reason is FinishReason.DEADLINE and not has_text:
+        raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))
+    if chunk.finish_reason is FinishReason.ABORT:
+        message = "The request was aborted: the server is shutting down."
+        raise HttpError(Refusal(503, message, code="aborted"))
+
+
+def _token_ids(streams: Sequence[RequestStream]) -> list[Sequence[int]]:
+    return [stream.prompt_token_ids for stream in streams]
 
 
 async def _cut(state: ApiState, job: Job, prompt: str | list[int]) -> tuple[str | list[int], int]:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.body import json_response
 from quire.api.state import ApiState
+from quire.http.body import json_response
 
 Handler = Callable[[Request], Awaitable[Response]]
 

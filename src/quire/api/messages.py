@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from quire.api.fields import clip
-from quire.api.protocol import Message, ToolCall, parse, text_of
+from quire.api.protocol import Message, ToolCall, text_of
 from quire.errors import RequestError
+from quire.http.wire import clip, parse
 
 # Fields that pass to the template as they are.
 _PASSED = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,24 +16,13 @@ from starlette.routing import Route
 
 from quire.api import anthropic_protocol, response_protocol
 from quire.api import protocol as wire
-from quire.api.batches import BatchRequest
 from quire.api.embeddings import EmbeddingRequest
-from quire.api.fields import Use
 from quire.api.rerank import RerankRequest, ScoreRequest
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
+from quire.http.wire import Body, Use, Wire, table_of
 
 _REF = "#/components/schemas/{model}"
 _ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """The body of a POST endpoint. ``lists`` and ``objects`` are the models of fields that are checked on their own."""
-
-    summary: str
-    model: type[wire.Wire]
-    lists: Mapping[str, type[wire.Wire]] = field(default_factory=dict)
-    objects: Mapping[str, type[wire.Wire]] = field(default_factory=dict)
 
 
 _CHAT_PARTS = {"messages": wire.Message}
@@ -65,7 +53,6 @@ BODIES: dict[str, Body] = {
         _CHAT_PARTS,
         _STREAM,
     ),
-    "/v1/batches": Body("Begin a batch of requests", BatchRequest),
     "/tokenize": Body("Text or messages to token ids", TokenizeRequest, _CHAT_PARTS),
     "/detokenize": Body("Token ids to text", DetokenizeRequest),
 }
@@ -74,27 +61,31 @@ BODIES: dict[str, Body] = {
 class Description:
     """``/openapi.json`` of ``routes``; made when it is first asked for, since a start should not wait for it."""
 
-    def __init__(self, routes: Sequence[Route], version: str) -> None:
+    def __init__(self, routes: Sequence[Route], bodies: Mapping[str, Body], version: str) -> None:
+        """``bodies``: those of the routes that are not the API's own."""
         self._routes = routes
+        self._bodies = {**BODIES, **bodies}
         self._version = version
         self._body: bytes | None = None
 
     async def show(self, request: Request) -> Response:
         """This description."""
         if self._body is None:
-            self._body = msgspec.json.encode(openapi_of(self._routes, self._version))
+            self._body = msgspec.json.encode(openapi_of(self._routes, self._bodies, self._version))
         return Response(self._body, media_type="application/json")
 
 
-def openapi_of(routes: Iterable[Route], version: str) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 description of ``routes``; what is no POST of `BODIES` is described by its handler."""
+def openapi_of(routes: Iterable[Route], bodies: Mapping[str, Body], version: str) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 description of ``routes``; routes that are not in ``bodies`` by their handlers."""
     schemas: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
         operations = paths.setdefault(path, {})
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operations[method.lower()] = _operation(route, path, method, schemas)
+            operations[method.lower()] = _operation(
+                route, bodies.get(path) if method == "POST" else None, path, method, schemas
+            )
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": version},
@@ -103,8 +94,9 @@ def openapi_of(routes: Iterable[Route], version: str) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    body = BODIES.get(path) if method == "POST" else None
+def _operation(
+    route: Route, body: Body | None, path: str, method: str, schemas: dict[str, Any]
+) -> dict[str, Any]:
     error = "AnthropicError" if path in _ANTHROPIC else "Error"
     said = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
     operation: dict[str, Any] = {
@@ -138,7 +130,7 @@ def _schema(body: Body, schemas: dict[str, Any]) -> dict[str, Any]:
         _only(properties[name], "array")
     for name, part in body.objects.items():
         properties[name] = {"anyOf": [_add(part, schemas), {"type": "null"}]}
-    for name, rule in wire.table_of(body.model).items():
+    for name, rule in table_of(body.model).items():
         if rule.use is Use.NO_EFFECT:
             properties.setdefault(name, {"description": "accepted; no effect here"})
     return reference
@@ -150,7 +142,7 @@ def _only(schema: dict[str, Any], kind: str) -> None:
         schema["type"] = kind
 
 
-def _add(model: type[wire.Wire], schemas: dict[str, Any]) -> dict[str, Any]:
+def _add(model: type[Wire], schemas: dict[str, Any]) -> dict[str, Any]:
     if model.__name__ not in schemas:
         schema = model.model_json_schema(ref_template=_REF)
         schemas.update(schema.pop("$defs", {}))

@@ -1,43 +1,36 @@
-"""Wire requests: the only pydantic in Quire. Types are strict ("5" is not 5); ranges are `SamplingParams`'.
+"""Wire models of OpenAI's completions and chat completions, and the fields that other endpoints share with them.
 
-The models hold used fields only; ``fields.toml`` has the other names that a request may carry. `fields.sift` has
-refused or dropped these, and nulls, so an absent field and a null one are the same. What an error message says is
-allowed is the field's description, or the values of its Literal.
+They hold the used fields only; ``fields.toml`` has the other names. Ranges are checked by `SamplingParams`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import Field, Strict
 
-from quire.api.fields import Table, clip, rules_of, sift
 from quire.errors import RequestError
+from quire.http.wire import (
+    AnyObject,
+    Boolean,
+    Integer,
+    Number,
+    Text,
+    Texts,
+    TokenIds,
+    TypedObject,
+    Wire,
+    clip,
+    parse,
+)
 
-Number = Annotated[float, Strict(), Field(description="a number")]
-Integer = Annotated[int, Strict(), Field(description="an integer")]
-Boolean = Annotated[bool, Strict(), Field(description="true or false")]
-Text = Annotated[str, Strict(), Field(description="a string")]
-Texts = Annotated[list[str], Field(description="a list of strings")]
-TokenIds = Annotated[list[Annotated[int, Strict()]], Field(description="a list of token ids (integers)")]
-AnyObject = Annotated[dict[str, Any], Field(description="an object")]
-TypedObject = Annotated[dict[str, Any], Field(description="an object with a type")]
 Tools = Annotated[list[Any], Field(description="a list of tools")]
 TextContent = Annotated[str | list[Any], Field(description="a string or a list of text parts")]
-JsonSchema = Annotated[dict[str, Any], Field(description="a JSON schema (an object)")]
 AnySchema = Annotated[str | dict[str, Any], Field(description="a JSON schema: an object, or its text")]
 DeadlineField = Annotated[
     float | dict[str, Any],
     Field(description="a number of milliseconds, or an object with first_token, total or both"),
 ]
-
-
-class Wire(BaseModel):
-    """Base of the wire models: frozen, strict, no name beyond the declared ones."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
 
 class StreamOptions(Wire):
@@ -189,32 +182,6 @@ class TextPart(Wire):
     text: Text
 
 
-Model = TypeVar("Model", bound=Wire)
-
-
-@cache
-def table_of(model: type[Wire]) -> Table:
-    """Return what becomes of each name: the model's fields are used, the others are in its and its bases' sections."""
-    names = [field.alias or name for name, field in model.model_fields.items()]
-    return rules_of([base.__name__ for base in reversed(model.__mro__)], names)
-
-
-def parse(model: type[Model], body: Any, *, prefix: str = "", ignored: list[str] | None = None) -> Model:
-    """Return the wire value of ``body``. A list ``ignored`` lets unknown names pass and collects their paths.
-
-    Raises:
-        RequestError: a name that is unknown or refused, or a value of the wrong type; ``param`` is its path.
-    """
-    if not isinstance(body, dict):
-        what = f"{prefix.rstrip('.')} = {clip(body)}" if prefix else f"The body {clip(body)}"
-        raise RequestError(f"{what} is not allowed: it must be an object.", param=prefix.rstrip(".") or None)
-    kept = sift(body, table_of(model), prefix=prefix, ignored=ignored)
-    try:
-        return model.model_validate(kept)
-    except ValidationError as error:
-        raise _type_error(model, error, body, prefix) from None
-
-
 def stream_options(request: GenerationFields, ignored: list[str] | None = None) -> StreamOptions | None:
     """Return the checked ``stream_options``, or None when the answer is not streamed."""
     if request.stream_options is None:
@@ -256,37 +223,3 @@ def text_of(
             )
         texts.append(parse(TextPart, part, prefix=place + ".", ignored=ignored).text)
     return "\n".join(texts)
-
-
-def _type_error(
-    model: type[Wire], error: ValidationError, body: Mapping[str, Any], prefix: str
-) -> RequestError:
-    """Name the first wrong field, its value and what is allowed. Union branches in the path are left out."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    name = str(first["loc"][0])
-    field = next(f for own, f in model.model_fields.items() if name in (own, f.alias))
-    allowed = field.description or _allowed(field.annotation)
-    if first["type"] == "missing" and len(first["loc"]) == 1:
-        return RequestError(
-            f"{prefix}{name} is required: it must be {allowed}.",
-            param=prefix + name,
-            code="missing_required_parameter",
-        )
-    where = prefix + name
-    if name == "tool_calls" and len(first["loc"]) > 1:
-        where += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])
-        message = f"{where} = {clip(first['input'])} is not allowed: {first['msg'].lower()}."
-    else:
-        message = f"{where} = {clip(body.get(name))} is not allowed: it must be {allowed}."
-    return RequestError(message, param=where, code="invalid_type")
-
-
-def _allowed(annotation: Any) -> str:
-    """The values of a Literal, or a description; of a union, those of its first member that says so."""
-    if get_origin(annotation) is Literal:
-        *some, last = map(repr, get_args(annotation))
-        return f"{', '.join(some)} or {last}" if some else last
-    described = next(
-        (note.description for note in get_args(annotation)[1:] if hasattr(note, "description")), ""
-    )
-    return described or next(filter(None, map(_allowed, get_args(annotation))), "")

@@ -15,9 +15,9 @@ import msgspec
 from quire.api.chat_choices import ChatChoices
 from quire.api.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from quire.api.protocol import StreamOptions
-from quire.api.refusals import Refusal
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
+from quire.http.refusals import Refusal
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"

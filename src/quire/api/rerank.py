@@ -1,4 +1,4 @@
-"""``/v1/rerank`` and ``/v1/score``: documents by how well they answer a query (`quire.engine.scoring`)."""
+"""``/v1/rerank`` and ``/v1/score``: documents by how well they answer a query (`quire.engine.pooling`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from quire.api.embeddings import PoolingFields, check_count
-from quire.api.fields import clip
-from quire.api.generation import Job
-from quire.api.protocol import Boolean, Integer, Text, Wire, parse
+from quire.api.job import Job
 from quire.api.replies import Usage, WholeAnswer, new_head
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.scoring import likelihood, scoring_prompts, yes_no
+from quire.engine.pooling import likelihood, scoring_prompts, yes_no
 from quire.errors import RequestError
+from quire.http.wire import Boolean, Integer, Text, Wire, clip, parse
 
 Pair = tuple[str, str]  # query, document
 Written = Callable[
@@ -148,7 +147,8 @@ async def _job(
                 param="max_tokens_per_doc",
             )
         pairs = [(query, await _cut(state, document, limit, found)) for query, document in pairs]
-    arguments = (pairs, request.scoring, request.instruction, frontend.tokenizer, frontend.chat_template)
+    render = frontend.prompts.render if frontend.chat_template.names else None
+    arguments = (pairs, request.scoring, request.instruction, frontend.tokenizer, render)
     prompts = await asyncio.to_thread(scoring_prompts, *arguments)
     found.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
     return Job(

@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 
 from quire.api.answer_parts import AnswerParts, Event, Kind, Part
-from quire.api.refusals import Refusal
+from quire.api.generation import CANCELLED_BY_CLIENT
 from quire.api.replies import Head, Usage
 from quire.api.response_logprobs import TextLogprobs
 from quire.api.tools import OutputPlan
 from quire.engine.output import OutputChunk
+from quire.http.refusals import Refusal
 from quire.request import FinishReason
 
 _encode = msgspec.json.Encoder().encode
@@ -54,8 +55,10 @@ class ResponseAnswer:
         streamed: bool,
         input_items: list[dict[str, Any]],
         logprobs: TextLogprobs,
+        in_background: bool = False,
     ) -> None:
         self.head = head
+        self._in_background = in_background
         self.input_items = input_items
         self.streamed = streamed
         self._echoed = echoed
@@ -76,7 +79,7 @@ class ResponseAnswer:
         return _encode(self._complete(usage))
 
     def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
-        response = self._response("in_progress", [])
+        response = self.begun("queued" if self._in_background else "in_progress")
         created = self._event("response.created", {"response": response})
         return created + self._event("response.in_progress", {"response": response})
 
@@ -92,21 +95,18 @@ class ResponseAnswer:
 
     def error(self, refusal: Refusal) -> bytes:
         self._cut = True  # the last item is incomplete
-        response = self._response("failed", [self._item(part) for part in self._parts.parts])
-        response["error"] = {"code": "server_error", "message": refusal.message}
+        status = "cancelled" if refusal.code == CANCELLED_BY_CLIENT else "failed"
+        parts = [] if self._in_background else self._parts.parts
+        response = self._response(status, [self._item(part) for part in parts])
+        if status == "failed":
+            response["error"] = {"code": "server_error", "message": refusal.message}
+        if self._in_background:
+            self._hooks.store(response)
         return self._event("response.failed", {"response": response})
 
     def begun(self, status: str) -> dict[str, Any]:
         """The response before anything of it is there."""
         return self._response(status, [])
-
-    def end(self, status: str, refusal: Refusal) -> None:
-        """Store a background response that was not completed: what it has by now, and why not more."""
-        self._cut = True
-        response = self._response(status, [self._item(part) for part in self._parts.parts])
-        if status == "failed":
-            response["error"] = {"code": "server_error", "message": refusal.message}
-        self._hooks.store(response)
 
     def _note_end(self, chunk: OutputChunk) -> None:
         self._cut = chunk.finish_reason in (FinishReason.LENGTH, FinishReason.DEADLINE)

@@ -14,8 +14,7 @@ from quire.api.logprobs import TokenNames, chat_logprobs
 from quire.api.tools import OutputPlan
 from quire.engine.output import OutputChunk
 from quire.request import FinishReason
-from quire.text.detokenizer import IncrementalDetokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class TextLogprobs:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.api.anthropic_answer import arguments_of
-from quire.api.fields import clip
-from quire.api.protocol import parse, text_of
+from quire.api.protocol import text_of
 from quire.api.response_protocol import (
     CallItem,
     FunctionTool,
@@ -22,6 +21,7 @@ from quire.api.response_protocol import (
 )
 from quire.api.translated import EFFORTS
 from quire.errors import RequestError
+from quire.http.wire import clip, parse
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")

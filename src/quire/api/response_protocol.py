@@ -6,18 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.protocol import (
-    AnyObject,
-    Boolean,
-    DrawingFields,
-    Integer,
-    JsonSchema,
-    Text,
-    TextContent,
-    Texts,
-    Tools,
-    Wire,
-)
+from quire.api.protocol import DrawingFields, TextContent, Tools
+from quire.http.wire import AnyObject, Boolean, Integer, JsonSchema, Text, Texts, Wire
 
 
 class ResponsesRequest(DrawingFields):

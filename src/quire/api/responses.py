@@ -9,13 +9,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.body import json_response
 from quire.api.chat import ChatWork
-from quire.api.fields import clip
-from quire.api.generation import Job
+from quire.api.generation import Generation
+from quire.api.job import Job
 from quire.api.logprobs import TokenNames
-from quire.api.pages import page_of
-from quire.api.protocol import ChatRequest, parse
+from quire.api.protocol import ChatRequest
 from quire.api.replies import new_head
 from quire.api.response_answer import ResponseAnswer, ResponseHooks
 from quire.api.response_logprobs import TextLogprobs
@@ -25,6 +23,8 @@ from quire.api.response_store import Stored
 from quire.api.state import ApiState
 from quire.api.translated import Words
 from quire.errors import NotFoundError, RequestError
+from quire.http.body import json_response, page_of
+from quire.http.wire import clip, parse
 
 _LOGPROBS = "message.output_text.logprobs"
 _WORDS = Words(
@@ -72,9 +72,10 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
         echoed,
         work.plan,
         hooks,
-        streamed=request.stream,
+        streamed=request.stream or request.background,
         input_items=items,
         logprobs=_text_logprobs(state, work),
+        in_background=request.background,
     )
     return replace(work.job(answer), in_background=request.background)
 
@@ -84,7 +85,7 @@ def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
     if previous is None:
         return []
     stored = state.responses.get(previous)
-    if state.background.get(previous) is not None:
+    if stored is None and _pending(state, previous) is not None:
         raise RequestError(
             f"previous_response_id = {clip(previous)} is not complete yet: wait until it is.",
             param="previous_response_id",
@@ -97,6 +98,14 @@ def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
             code="previous_response_not_found",
         )
     return stored.conversation()
+
+
+def _pending(state: ApiState, response_id: str) -> Generation | None:
+    """Return what runs a background response that is not complete, or None."""
+    for request in state.running.named(response_id):
+        if isinstance(request, Generation) and request.job.in_background:
+            return request
+    return None
 
 
 def _hooks(
@@ -176,10 +185,8 @@ class StoredResponses:
             RequestError: a query that would change the answer.
         """
         response_id = request.path_params["response_id"]
-        background = self._state.background
         if request.method == "DELETE":
-            cancelled = await background.cancel(response_id, delete=True)
-            if not self._state.responses.delete(response_id) and not cancelled:
+            if not self._state.responses.delete(response_id):
                 raise _not_found(response_id)
             deleted = {"id": response_id, "object": "response", "deleted": True}
             return json_response(deleted)
@@ -187,9 +194,12 @@ class StoredResponses:
             raise RequestError(
                 "stream is not supported here: send stream = true with the request itself.", param="stream"
             )
-        pending = background.get(response_id)
-        body = self._stored(response_id).response if pending is None else msgspec.json.encode(pending)
-        return Response(body, media_type="application/json")
+        pending = _pending(self._state, response_id)
+        if pending is None:
+            return Response(self._stored(response_id).response, media_type="application/json")
+        assert isinstance(pending.job.answer, ResponseAnswer)
+        has_tokens = pending.usage.completion_tokens > 0
+        return json_response(pending.job.answer.begun("in_progress" if has_tokens else "queued"))
 
     async def input_items(self, request: Request) -> Response:
         """The items of a response's own input, a page at a time.
@@ -199,20 +209,22 @@ class StoredResponses:
             RequestError: a query that is wrong.
         """
         response_id = request.path_params["response_id"]
-        items = self._state.background.input_items(response_id)
-        if items is None:
+        pending = _pending(self._state, response_id)
+        if pending is None:
             items = msgspec.json.decode(self._stored(response_id).input_items)
+        else:
+            assert isinstance(pending.job.answer, ResponseAnswer)
+            items = pending.job.answer.input_items
         return page_of(request, items, default=20, most=100)
 
     async def cancel(self, request: Request) -> Response:
-        """End a response in the background; one that is over stays as it is.
+        """Return a background response that has ended; `BackgroundResponses` ends one that is running before this.
 
         Raises:
             NotFoundError: an id that is not stored.
             RequestError: it was not begun in the background.
         """
         response_id = request.path_params["response_id"]
-        await self._state.background.cancel(response_id)
         stored = self._stored(response_id).response
         if not msgspec.json.decode(stored)["background"]:
             raise RequestError(

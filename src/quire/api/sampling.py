@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.api.fields import clip
 from quire.api.protocol import GenerationFields
 from quire.api.structured import structured_outputs
 from quire.errors import RequestError
+from quire.http.wire import clip
 from quire.request import SamplingParams
 
 # Taken over under the same name where the request gives them.

@@ -22,9 +22,6 @@ class ApiSettings:
     tool_format: str = "auto"  # a name of quire.text.output.FORMATS, or what the chat template shows
     retry_after_s: int = 1  # sent with 503
     cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
-    batch_dir: str | None = None  # of /v1/files and /v1/batches; None: there are none
-    batch_concurrency: int = 8
-    max_file_bytes: int = 100 * 2**20
     response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
 
 
@@ -38,7 +35,7 @@ def fingerprint(config: EngineConfig, version: str) -> str:
         config.model.quantize,
         config.cache.block_size,
         config.device.kind,
-        config.device.isa if config.runner.cpu_isa == "auto" else config.runner.cpu_isa,
+        config.runner.kernels,
         config.device.native,
     )
     return "fp_" + hashlib.blake2b(repr(scope).encode(), digest_size=6).hexdigest()

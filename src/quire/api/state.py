@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quire.api.forecast import TtftForecast
 from quire.api.response_store import ResponseStore
 from quire.api.running import RunningRequests
 from quire.api.settings import ApiSettings
 from quire.engine.frontend import Frontend
-from quire.engine.model_info import ModelInfo
+from quire.engine.prepare import ModelInfo
 from quire.errors import NotFoundError
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.request import Adapter
 from quire.text.output import FORMATS, OutputFormat, detect_format
-
-if TYPE_CHECKING:  # it runs generations, which have this state
-    from quire.api.background import BackgroundResponses
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +31,8 @@ class ApiState:
     started_unix: int
     responses: ResponseStore
     running: RunningRequests
-    background: BackgroundResponses
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
-
-    def is_busy(self) -> bool:
-        """Whether somebody waits for the engine now, or nobody can be taken: batches stand back then."""
-        return self.frontend.state != "ready" or self.frontend.stats().num_waiting > 0
 
     def output_format(self, has_tools: bool) -> OutputFormat:
         """Return how the model writes reasoning and calls: --tool-format, or what its chat template shows."""
@@ -94,3 +85,8 @@ class ApiState:
         if registry is None or model in self.model.names:
             return None
         return registry.find(model)
+
+
+def is_busy(frontend: Frontend) -> bool:
+    """Whether requests wait for the engine now, or it takes none: batches pause then."""
+    return frontend.state != "ready" or frontend.stats().num_waiting > 0

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.protocol import AnyObject, Boolean, GenerationFields, JsonSchema, Text, Wire, parse
+from quire.api.protocol import GenerationFields
 from quire.errors import RequestError
+from quire.http.wire import AnyObject, Boolean, JsonSchema, Text, Wire, parse
 from quire.structured_outputs import StructuredOutputsParams
 
 # Names that say the same as one field of structured_outputs: vLLM's older ones, then SGLang's.

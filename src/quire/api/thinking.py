@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.api.fields import clip
 from quire.api.state import ApiState
 from quire.errors import RequestError
+from quire.http.wire import clip
 from quire.request import ThinkingBudget
 from quire.text.output import OutputFormat, prompt_opening
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.api.fields import clip, rules_of, sift
 from quire.api.state import ApiState
 from quire.errors import RequestError
+from quire.http.wire import clip, rules_of, sift
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.output import OutputFormat, OutputParser, prompt_opening
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls

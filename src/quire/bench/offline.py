@@ -1,23 +1,33 @@
-"""The engine in this process under a workload: no server, no text, the same records and summary as over HTTP."""
+"""The engine in this process under a workload: no server, no text, the same records and summary as over HTTP.
+
+`quire bench latency` and `quire bench throughput`: the engine in this process, without a server.
+"""
 
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.args import EngineArgs
-from quire.bench.summary import ERROR, OK, RequestRecord
+from quire.bench.args import LatencyArgs, ThroughputArgs
+from quire.bench.page import console, print_summary, write
+from quire.bench.summary import ERROR, OK, RequestRecord, summarize
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
+from quire.engine.client import InProcessClient
 from quire.engine.inbox import AddRequest
-from quire.engine.inproc import InProcessClient
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.scheduler.policy import PolicyChange
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import WorkloadRequest
+from quire.workload.build import Synthetic, from_trace
+from quire.workload.distributions import Fixed, parse_lengths
+from quire.workload.request import PromptMaker, WorkloadRequest
+from quire.workload.slo import Slo
+from quire.workload.traces import read_trace
 
 
 @dataclass(slots=True)
@@ -168,3 +178,56 @@ class OfflineEngine:
 
 def _arriving(request: Request, arrival_s: float) -> Request:
     return Request(request.request_id, request.prompt_token_ids, request.sampling, arrival_s)
+
+
+DEFAULT_REQUESTS = 100
+
+
+def latency(engine_args: EngineArgs, args: LatencyArgs) -> int:
+    """Time batches of equal requests that start together; every request of every counted batch is one record."""
+    engine = OfflineEngine(engine_args)
+    batch = Synthetic(args.batch_size, Fixed(args.input_len), Fixed(args.output_len)).build(
+        engine_args.seed, engine.max_model_len
+    )
+    records: list[RequestRecord] = []
+    duration_s = 0.0
+    for i in range(args.warmup + args.iterations):
+        # Other tokens each time: a batch must not find the one before in the prefix cache.
+        done = engine.run(batch.requests, engine.prompts(engine_args.seed + i))
+        if i >= args.warmup:
+            records += done.records
+            duration_s += done.duration_s
+    engine.close()
+    summary = summarize(records, duration_s=duration_s, refused_rows=batch.refused)
+    summary["run"] = {"kernels": engine.info.kernels, "workload": batch.source, "batches": args.iterations}
+    title = f"{engine_args.model}: {args.iterations} batches of {args.batch_size}, {engine.info.kernels}"
+    return _told(title, summary, args.json)
+
+
+def throughput(engine_args: EngineArgs, args: ThroughputArgs) -> int:
+    """All requests at once: tokens a second."""
+    slo = Slo.parse(args.slo) if args.slo else None
+    trace = None if args.trace is None else read_trace(args.trace)
+    engine = OfflineEngine(engine_args)
+    if trace is None:
+        lengths = parse_lengths(args.input_len, "--input-len"), parse_lengths(args.output_len, "--output-len")
+        synthetic = Synthetic(args.limit or DEFAULT_REQUESTS, *lengths)
+        workload = synthetic.build(engine_args.seed, engine.max_model_len)
+    else:
+        workload = from_trace(trace, limit=args.limit, max_model_len=engine.max_model_len, time_scale=0.0)
+    done = engine.run(workload.requests, engine.prompts(engine_args.seed))
+    engine.close()
+    summary = summarize(done.records, slo=slo, duration_s=done.duration_s, refused_rows=workload.refused)
+    summary["run"] = {"kernels": engine.info.kernels, "workload": workload.source, "steps": done.num_steps}
+    title = f"{engine_args.model}: {workload.source}, {done.num_steps} steps, {engine.info.kernels}"
+    return _told(title, summary, args.json)
+
+
+def _told(title: str, summary: dict[str, Any], path: str | None) -> int:
+    """Print the summary, and write it; return the exit status."""
+    out = console()
+    out.print(title)
+    print_summary(out, summary)
+    if path:
+        write(path, json.dumps(summary, indent=2) + "\n")
+    return 0 if summary["num_completed"] else 1

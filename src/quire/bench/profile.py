@@ -11,11 +11,9 @@ from random import Random
 from typing import Any
 
 from quire.args import EngineArgs
-from quire.bench.live_server import LiveServer
-from quire.bench.profile_args import ProfileArgs
-from quire.bench.profile_grid import cases
-from quire.bench.profile_serving import measure_host
-from quire.bench.profile_steps import StepProfiler
+from quire.bench.args import ProfileArgs
+from quire.bench.profile_serving import LiveServer, measure_host
+from quire.bench.profile_steps import StepProfiler, cases
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.device import detect_device
@@ -24,8 +22,7 @@ from quire.engine.build import build_core
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel
 from quire.plan.fit import MeasuredStep, cross_validate, fit
-from quire.plan.profile import HostCost, Profile
-from quire.plan.step_log import fit_steps, read_steps
+from quire.plan.profile import HostCost, Profile, fit_steps, read_steps
 from quire.request import SamplingParams
 
 MAX_KV_BYTES = 1 << 30  # that the measurement writes to
@@ -80,7 +77,7 @@ def measure_steps(
     config: EngineConfig, sampling: SamplingParams, seconds: float, clock: Clock
 ) -> list[MeasuredStep]:
     """Time the grid on the real executor, once from cheap to dear, then in random order for about ``seconds``."""
-    page = config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype)
+    page = config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype)
     max_blocks = min(config.cache.num_blocks, MAX_KV_BYTES // page)
     executor = build_core(config, "local", clock).executor
     try:
@@ -134,10 +131,10 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
         "kv_dtype": config.model.kv_dtype,
         "quantize": config.model.quantize,
         "threads": config.runner.num_threads,
-        "cpu_isa": config.runner.cpu_isa,
+        "cpu_isa": config.runner.kernels,
         "block_size": config.cache.block_size,
         "num_kv_blocks": config.cache.num_blocks,
-        "kv_block_bytes": config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype),
+        "kv_block_bytes": config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype),
         "windows": list(config.cache.windows),
         "max_model_len": config.scheduler.max_model_len,
         "max_num_seqs": config.scheduler.max_num_seqs,

@@ -4,7 +4,7 @@ row              0     1     2     3     4
 group 0 (full)   7     3     9     5     –        capacity = 4 rows · block_size tokens
 group 1 (w)      –     –     4     8     –        first_rows[1] = 2: rows 0, 1 can be seen by no query any more
                  └─ published ─┘                  num_published = 3: these rows are in the prefix tree
-                             └ sent from here     sent_rows: the worker has the rows below
+                             └ sent from here     num_sent_rows: the worker has the rows below
 
 position         0 …………………………… p − w + 1 ………… p          w = 40, block size 16, p = 70
 row              │ 0 │ 1 │ 2 │ 3 │ 4 │                   a query at 70 sees 31 … 70
@@ -17,37 +17,31 @@ from collections.abc import Sequence
 
 from quire.cache.node import NO_BLOCK, Node
 
-NEVER = 1 << 62
-_NOTHING: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] = ((), ())
-
 
 class BlockTable:
     """The blocks of one sequence. Only `CacheManager` changes it."""
 
     __slots__ = (
         "_publishes",
-        "capacity",
+        "block_size",
         "chain",
-        "due_at",
         "first_rows",
         "last_step",
         "num_published",
+        "num_sent_rows",
         "publishable",
         "reads",
         "reads_prefix",
         "root",
         "rows",
-        "sent_rows",
-        "slide_at",
         "tip",
-        "unsent",
     )
 
-    def __init__(self, num_groups: int, root: bytes, *, publishes: bool = True) -> None:
+    def __init__(self, num_groups: int, root: bytes, block_size: int, *, publishes: bool = True) -> None:
         self.root = root  # hash that the chain starts from
-        self.chain: list[
-            bytes
-        ] = []  # hashes of the full blocks of the known tokens; they outlive a preemption
+        self.block_size = block_size
+        # Hashes of the full blocks of the known tokens; they outlive a preemption.
+        self.chain: list[bytes] = []
         self.last_step = -1  # the last step that this table took part in
         self._publishes = publishes
         self.reads_prefix = True  # whether an admission may take blocks from the prefix tree
@@ -56,11 +50,7 @@ class BlockTable:
     def _empty(self, num_groups: int) -> None:
         self.rows: list[list[int]] = [[] for _ in range(num_groups)]  # per group, block id or NO_BLOCK
         self.first_rows = [0] * num_groups
-        self.sent_rows = [0] * num_groups
-        self.unsent = False
-        self.capacity = 0  # tokens that the rows can hold
-        self.slide_at = NEVER  # the token count at which a row of a sliding group can go
-        self.due_at = NEVER  # the token count at which a row can be published or go
+        self.num_sent_rows = 0
         self.num_published = 0
         self.publishable = self._publishes
         self.tip: Node | None = None  # node of row num_published − 1
@@ -74,15 +64,33 @@ class BlockTable:
     def num_rows(self) -> int:
         return len(self.rows[0])
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that the rows can hold."""
+        return len(self.rows[0]) * self.block_size
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the worker does not know all rows."""
+        return self.num_sent_rows < len(self.rows[0])
+
     def take_unsent(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         """Return ``block_start`` and ``new_block_ids`` of a `SeqPlan`, and count them as sent."""
         if not self.unsent:
-            return _NOTHING
-        starts = tuple(map(max, self.sent_rows, self.first_rows))
+            return (), ()
+        starts = tuple([max(self.num_sent_rows, first) for first in self.first_rows])
         ids = tuple([tuple(rows[start:]) for rows, start in zip(self.rows, starts, strict=True)])
-        self.sent_rows = [len(rows) for rows in self.rows]
-        self.unsent = False
+        self.num_sent_rows = len(self.rows[0])
         return starts, ids
+
+    def truncate(self, num_rows: int) -> list[int]:
+        """Remove the rows from ``num_rows`` on and return their blocks, whose references are the caller's now."""
+        assert self.num_published <= num_rows
+        removed = [block_id for rows in self.rows for block_id in rows[num_rows:] if block_id != NO_BLOCK]
+        for rows in self.rows:
+            del rows[num_rows:]
+        self.num_sent_rows = min(self.num_sent_rows, num_rows)
+        return removed
 
     def block_ids(self) -> list[int]:
         """Return every block that the table refers to, last rows first (the order in which they should idle)."""

@@ -14,8 +14,9 @@ def check_integrity(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
     """Raise AssertionError unless counts, tree, tables and free list agree.
 
     ``tables`` are those of all sequences alive; every reference must belong to one of them, to the tree, or to a step
-    in flight.
+    or a transfer in flight.
     """
+    tables = [*tables, *(t.table for t in cache.references.transfers.values() if t.table is not None)]
     _check_tables(cache, tables)
     _check_tree(cache)
     _check_counts(cache, tables)
@@ -26,6 +27,7 @@ def check_integrity(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
 def _check_counts(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
     owners = [0] * (cache.pool.num_blocks + 1)  # the last one counts NO_BLOCK
     held = [b for record in cache.references.steps.values() for b in record.held]
+    held += [b for transfer in cache.references.transfers.values() for b in transfer.held]
     rows = [b for table in tables for group in table.rows for b in group]
     tree = [b for node in cache.prefix.nodes.values() for b in node.block_ids]
     for block_id in (*held, *rows, *tree):
@@ -49,13 +51,12 @@ def _check_tables(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
     for table in tables:
         assert len(table.rows) == cache.windows.num_groups
         assert len({len(rows) for rows in table.rows}) == 1, "groups have as many rows"
-        assert table.capacity == table.num_rows * cache.block_size
+        assert table.num_sent_rows <= table.num_rows
         for group, rows in enumerate(table.rows):
             first = table.first_rows[group]
             assert first == 0 or cache.windows.windows[group] is not None
             assert rows[:first] == [NO_BLOCK] * first
             assert NO_BLOCK not in rows[first:]
-            assert table.unsent or table.sent_rows[group] == len(rows)
             for row in range(first, len(rows)):
                 here = (group, row, table.root)
                 place = seen.setdefault(rows[row], here)

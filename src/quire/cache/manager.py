@@ -46,7 +46,9 @@ class CacheManager:
     def new_table(self, *, adapter: str = "", cache_salt: str = "") -> BlockTable:
         """Return an empty table whose blocks are shared within one adapter and salt only."""
         root = root_hash(self.config.model_key, self.block_size, adapter=adapter, cache_salt=cache_salt)
-        return BlockTable(self._num_groups, root, publishes=self.config.enable_prefix_caching)
+        return BlockTable(
+            self._num_groups, root, self.block_size, publishes=self.config.enable_prefix_caching
+        )
 
     def match(self, table: BlockTable, token_ids: Sequence[int], step: int = -1) -> Hit:
         """Find what the tree has of ``token_ids``, without taking it. ``step``: see `PrefixCache.find`."""
@@ -73,8 +75,7 @@ class CacheManager:
             end = self._admissible_end(hit, len(token_ids), target, budget, whole=whole)
         if end is None:
             return None
-        self._take_hit(table, hit)
-        self._grow(table, -(-end // self.block_size) - len(hit.nodes))
+        self.fill(table, hit, -(-end // self.block_size) - len(hit.nodes))
         return Admitted(hit.num_tokens, end - hit.num_tokens)
 
     def allocate(self, table: BlockTable, end: int) -> bool:
@@ -112,7 +113,6 @@ class CacheManager:
         target.chain = source.chain[:full_rows]
         target.num_published, target.tip = source.num_published, source.tip
         target.publishable = source.publishable
-        self._resized(target)
         return True
 
     def slide(self, table: BlockTable, position: int) -> None:
@@ -124,17 +124,29 @@ class CacheManager:
                 self.references.drop(rows[row])
                 rows[row] = NO_BLOCK
                 table.first_rows[group] = row + 1
-        table.slide_at = self.windows.next_slide(table.first_rows)
 
     def settle(self, table: BlockTable, token_ids: Sequence[int], end: int) -> None:
-        """A step that brought ``table`` to ``end`` was applied: publish what is full, let go what nobody sees.
-
-        Worth a call from `BlockTable.due_at` tokens on.
-        """
+        """A step that brought ``table`` to ``end`` was applied: publish the full rows, drop rows that no query sees."""
         self.publisher.publish(table, token_ids, end, planned=False)
-        if end >= table.slide_at:
+        if self.windows.sliding:
             self.slide(table, end)
-        self._set_due(table)
+
+    def next_event_at(self, table: BlockTable) -> int:
+        """Return the token count at which ``table`` needs a block, fills one to be published, or can drop one.
+
+        It is 0 while the worker does not know all rows.
+        """
+        if table.unsent:
+            return 0
+        row = min(table.num_rows, table.num_published + 1) if table.publishable else table.num_rows
+        at = row * self.block_size
+        return min(at, self.windows.next_slide(table.first_rows)) if self.windows.sliding else at
+
+    def rollback(self, table: BlockTable, num_tokens: int) -> None:
+        """Give up the blocks past token ``num_tokens``: what was computed there was rejected."""
+        removed = table.truncate(-(-num_tokens // self.block_size))
+        if removed:
+            self.references.give_up(table, removed)
 
     def release(self, table: BlockTable) -> None:
         """Give up every block; those that a step in flight uses go when the last such step is applied."""
@@ -150,13 +162,11 @@ class CacheManager:
         if whole and todo > budget:
             return None
         end = hit.num_tokens + min(todo, budget)
-        counts = self.pool.ref_counts
-        idle = sum(
-            counts[node.block_ids[group]] == 1
-            for group, first in enumerate(hit.first_rows)
-            for node in hit.nodes[first:]
+        room = (
+            self.references.num_available
+            - hit.num_idle(self.pool.ref_counts)
+            - self._num_groups * hit.copy_tail
         )
-        room = self.references.num_available - idle - self._num_groups * hit.copy_tail
         room -= self.windows.num_full * (-(-num_known // self.block_size) - len(hit.nodes))
         if room < 0:
             return None
@@ -167,13 +177,14 @@ class CacheManager:
             end = min(end, reachable)
         return end
 
-    def _take_hit(self, table: BlockTable, hit: Hit) -> None:
+    def fill(self, table: BlockTable, hit: Hit, num_rows: int) -> None:
+        """Give an empty table the blocks of ``hit``, and ``num_rows`` rows behind them."""
         assert table.num_rows == 0
-        num_rows = len(hit.nodes)
+        num_hit_rows = len(hit.nodes)
         table.reads = {n.step for n in hit.nodes if n.step > self.references.applied_step}
         for group, first in enumerate(hit.first_rows):
             rows = table.rows[group]
-            rows.extend([NO_BLOCK] * min(first, num_rows))
+            rows.extend([NO_BLOCK] * min(first, num_hit_rows))
             for node in hit.nodes[first:]:
                 self.references.share(node.block_ids[group])
                 rows.append(node.block_ids[group])
@@ -183,25 +194,12 @@ class CacheManager:
                 rows[-1] = self.references.copy(table, shared)
                 self.references.drop(shared)
         table.first_rows = list(hit.first_rows)
-        table.num_published = num_rows - hit.copy_tail
+        table.num_published = num_hit_rows - hit.copy_tail
         table.tip = hit.nodes[table.num_published - 1] if table.num_published else None
-        self._resized(table)
+        self._grow(table, num_rows)
 
     def _grow(self, table: BlockTable, num_rows: int) -> None:
         if num_rows > 0:
             ids = self.references.take_many(num_rows * self._num_groups)
             for group, rows in enumerate(table.rows):
                 rows.extend(ids[group :: self._num_groups])
-            table.capacity += num_rows * self.block_size
-            table.unsent = True
-
-    def _resized(self, table: BlockTable) -> None:
-        table.capacity = table.num_rows * self.block_size
-        table.unsent = True
-        if self.windows.sliding:
-            table.slide_at = self.windows.next_slide(table.first_rows)
-        self._set_due(table)
-
-    def _set_due(self, table: BlockTable) -> None:
-        full_at = (table.num_published + 1) * self.block_size
-        table.due_at = min(full_at, table.slide_at) if table.publishable else table.slide_at

@@ -31,6 +31,14 @@ class Hit(NamedTuple):
     first_rows: tuple[int, ...]  # per group: the first row whose block is needed
     copy_tail: bool  # the last node's block is only partly used: copy it, then write into the copy
 
+    def num_idle(self, ref_counts: Sequence[int]) -> int:
+        """Return how many of the blocks that the hit takes count as available now."""
+        return sum(
+            ref_counts[node.block_ids[group]] == 1
+            for group, first in enumerate(self.first_rows)
+            for node in self.nodes[first:]
+        )
+
 
 class PrefixCache:
     """Finds, keeps and evicts published blocks of ``pool``."""

@@ -2,10 +2,12 @@
 
 a table holds its blocks        until it gives them up; if a step in flight uses it, until that step is applied
 a step holds                    both ends of its moves, and what tables gave up while it was in flight
+a transfer holds                its blocks, from its start to its `TransferDone`, whatever becomes of its sequence
 the tree holds                  published blocks, until they are evicted or withdrawn
 
 Prompt blocks are published when they are planned: a sequence planned in the same step or later may read them, since
-K/V of every row of a step is stored before attention reads. Generated blocks are published when they are applied.
+K/V of every row of a step is stored before attention reads. Generated blocks are published when they are applied,
+loaded ones when their transfer ends.
 A reader of a block whose step is in flight notes that step in `BlockTable.reads`; if it fails, the reader starts again.
 """
 
@@ -33,6 +35,20 @@ class StepBlocks:
         self.published: list[tuple[BlockTable, Node]] = []  # by this step, before it was computed
 
 
+class TransferBlocks:
+    """What one transfer refers to: a table of its own that a load fills, or the blocks that a store reads."""
+
+    __slots__ = ("held", "num_hit_rows", "table", "token_ids")
+
+    def __init__(
+        self, held: list[int], table: BlockTable | None = None, token_ids: Sequence[int] = ()
+    ) -> None:
+        self.held = held  # one reference each, last rows first
+        self.table = table
+        self.token_ids = token_ids  # of the rows of ``table``
+        self.num_hit_rows = 0 if table is None else table.num_published
+
+
 class References:
     """Counts references to the blocks of ``pool``, with what the tree and the steps in flight need to know."""
 
@@ -40,6 +56,7 @@ class References:
         self.pool = pool
         self.prefix = prefix
         self.steps: dict[int, StepBlocks] = {}  # in flight or being planned, oldest first
+        self.transfers: dict[int, TransferBlocks] = {}  # by transfer id, those not ended
         self.applied_step = -1
         self._planning: StepBlocks | None = None
 
@@ -216,7 +233,6 @@ class Publisher:
             references.share(published)
             rows[row] = published
             references.give_up(table, (own,))
-            table.sent_rows[group] = min(table.sent_rows[group], row)
-            table.unsent = True
+            table.num_sent_rows = min(table.num_sent_rows, row)
         if node.step > references.applied_step:
             table.reads.add(node.step)

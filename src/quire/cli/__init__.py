@@ -10,10 +10,8 @@ import typer
 
 from quire import __version__
 from quire.args import EngineArgs, ServerArgs
-from quire.cli.bench import bench_app
-from quire.cli.command_args import ChatArgs, PlanArgs, RunArgs
-from quire.cli.flags import ModelArgument, command_with, pick, with_model
-from quire.cli.simulation import profile, simulate
+from quire.cli.flags import ChatArgs, ModelArgument, PlanArgs, RunArgs, command_with, pick, with_model
+from quire.cli.measure import bench_app, profile, simulate
 from quire.errors import QuireError
 
 app = typer.Typer(
@@ -122,7 +120,7 @@ def doctor(
 
         raise typer.Exit(check_model(check))
     if model is not None:
-        from quire.cli.doctor_model import model_report
+        from quire.cli.check_model import model_report
 
         model_report(EngineArgs(model=model, quantize=quantize, quantize_head=quantize_head))
         return

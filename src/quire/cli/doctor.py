@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire import __version__
-from quire.device import cpu_features, detect_device, slow_kernels
-from quire.gpu import FP8_CAPABILITY, find_gpu, gpu_problem
+from quire.device import FP8_CAPABILITY, cpu_features, detect_device, find_gpu, gpu_problem, slow_kernels
 
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2")
 SERVING = ("msgspec", "pyzmq", "fastapi", "uvicorn", "prometheus-client", "typer", "rich")

@@ -15,21 +15,19 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.args import EngineArgs, ServerArgs, flag_name
-from quire.bench.bounds import this_machine
-from quire.cli.command_args import PlanArgs
+from quire.cli.flags import PlanArgs
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.spec_only import spec_of
 from quire.plan.capacity import CapacityPlan, Question, plan_capacity
-from quire.plan.efficiency import efficiencies
 from quire.plan.estimate import Load
 from quire.plan.explain import explain
-from quire.plan.hardware import GIB, Hardware, find_hardware
+from quire.plan.hardware import GIB, Hardware, find_hardware, this_machine
+from quire.plan.roofline import efficiencies
 from quire.plan.split import PRECISIONS
 from quire.sim.search import SHARE, Found, Search
-from quire.workload.arrivals import Arrivals
 from quire.workload.build import Synthetic, at_rate, from_trace
-from quire.workload.lengths import Fixed
+from quire.workload.distributions import Arrivals, Fixed
 from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
 

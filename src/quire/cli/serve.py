@@ -43,11 +43,13 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 
     # The child loads the model from here on; this process reads the tokenizer and imports the web server.
     from quire.api.app import create_app
-    from quire.api.listen import bind
     from quire.api.server import run
+    from quire.api.state import is_busy
     from quire.clock import WallClock
-    from quire.engine.client import EngineInfo
+    from quire.engine.build import EngineInfo
     from quire.engine.frontend import Frontend
+    from quire.http.listen import bind
+    from quire.jobs.extension import jobs_of
 
     names = tuple(name.strip() for name in (server_args.served_model_name or "").split(",") if name.strip())
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
@@ -69,10 +71,11 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         )
 
     weights = weights_report(config.model)
-    note = slow_kernels(config.device, config.runner.cpu_isa)
+    note = slow_kernels(config.device, config.runner.kernels)
     sock = bind(server_args.host, server_args.port)
     tracer = make_tracer(server_args.otlp_traces_endpoint, clock, __version__)
-    app = create_app(frontend, api, tracer=tracer, forecast=forecast_of(config))
+    jobs = jobs_of(job_settings(server_args), lambda: is_busy(frontend), time.time)
+    app = create_app(frontend, api, extension=jobs, tracer=tracer, forecast=forecast_of(config))
     admin = admin_listener(app, server_args)
     try:
         return run(
@@ -95,9 +98,6 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         lenient=args.lenient,
         tool_format=args.tool_format,
         max_body_bytes=args.max_body_mib * 2**20,
-        batch_dir=args.batch_dir,
-        batch_concurrency=args.batch_concurrency,
-        max_file_bytes=args.max_file_mib * 2**20,
         response_store_bytes=args.response_store_mib * 2**20,
         cache_config={  # vLLM's names
             "block_size": config.cache.block_size,
@@ -105,6 +105,19 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
             "enable_prefix_caching": config.cache.enable_prefix_caching,
             "cache_dtype": config.model.kv_dtype,
         },
+    )
+
+
+def job_settings(args: ServerArgs) -> Any:
+    """What files, batches and background responses are built with."""
+    from quire.jobs.extension import JobSettings
+
+    return JobSettings(
+        batch_dir=args.batch_dir,
+        batch_concurrency=args.batch_concurrency,
+        max_file_bytes=args.max_file_mib * 2**20,
+        max_body_bytes=args.max_body_mib * 2**20,
+        lenient=args.lenient,
     )
 
 
@@ -118,8 +131,8 @@ def make_tracer(endpoint: str | None, clock: Any, release: str) -> Any:
 def admin_listener(app: Any, args: ServerArgs) -> Any:
     """Bind the admin surface where it is asked for."""
     from quire.api.admin import create_admin_app
-    from quire.api.admin_server import AdminListener, bind_admin
-    from quire.api.listen import url_of
+    from quire.http.drain import SideApp
+    from quire.http.listen import bind_admin, url_of
 
     key = args.admin_key
     bound = bind_admin(
@@ -129,7 +142,7 @@ def admin_listener(app: Any, args: ServerArgs) -> Any:
         return None
     sock, path = bound
     print(f"admin    on {path or url_of(sock)}", file=sys.stderr, flush=True)
-    return AdminListener(create_admin_app(app, keys=(key,) if key else ()), sock, path)
+    return SideApp(create_admin_app(app, keys=(key,) if key else ()), sock, path)
 
 
 def _list(text: str | None) -> tuple[str, ...]:

@@ -8,14 +8,12 @@ from pathlib import Path
 
 from quire.api.forecast import TtftForecast
 from quire.args import ServerArgs
-from quire.bench.bounds import this_machine
 from quire.config import EngineConfig, SloConfig
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel
-from quire.plan.efficiency import efficiencies
+from quire.plan.hardware import this_machine
 from quire.plan.profile import load_profile
-from quire.plan.roofline import Roofline, work_of
-from quire.plan.sampled import sampled
+from quire.plan.roofline import Roofline, efficiencies, sampled, work_of
 from quire.workload.slo import Slo
 
 

@@ -8,17 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quire.bench import figures
-from quire.bench.measured import Measured, Outcome
-from quire.bench.page import show
-from quire.bench.serve_args import ServeBenchArgs
-from quire.bench.table import console
-from quire.bench.workload import make_workload
+from quire.bench.args import ServeBenchArgs, SimulateArgs
+from quire.bench.page import console, show
+from quire.bench.runs import Measured, Outcome, make_workload
 from quire.errors import ConfigError
 from quire.sim.report import both_sweeps, read_sweep, summary_of, timeline_charts
 from quire.sim.run import simulate
 from quire.sim.setup import Setup, set_up
-from quire.sim.simulate_args import SimulateArgs
 from quire.workload.request import Workload
 from quire.workload.slo import Slo
 
@@ -31,8 +27,6 @@ def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) 
     Raises:
         ConfigError: a flag is wrong.
     """
-    if flags.html:
-        figures.need_plots()
     setup = set_up(args, settings, flags.seed)
     setup = replace(setup, config=replace(setup.config, concurrency=flags.concurrency))
     flags = replace(flags, max_model_len=setup.config.scheduler.max_model_len)

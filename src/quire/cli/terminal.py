@@ -14,8 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from quire.args import EngineArgs
-from quire.cli.command_args import ChatArgs, RunArgs
-from quire.cli.flags import pick
+from quire.cli.flags import ChatArgs, RunArgs, pick
 from quire.clock import WallClock
 from quire.device import detect_device, slow_kernels
 from quire.engine.assemble import configure, load_text
@@ -63,7 +62,7 @@ def open_frontend(
             try:
                 with err.status(f"loading {args.model} …"):
                     runner.run(frontend.start())
-                if note := slow_kernels(config.device, config.runner.cpu_isa):
+                if note := slow_kernels(config.device, config.runner.kernels):
                     err.print(note, style="dim", markup=False)
                 yield frontend, runner
             finally:
@@ -170,8 +169,7 @@ async def _answer(
 ) -> tuple[str, bool]:
     """Render, submit and print; drop the oldest exchange, saying so, where the context is full."""
     while True:
-        text = frontend.chat_text(conversation.messages, add_generation_prompt=True)
-        ids = await frontend.tokenize(text, add_special_tokens=False)
+        _, ids = await frontend.chat_prompt(conversation.messages, add_generation_prompt=True)
         room = frontend.model.max_model_len - len(ids)
         if room > 0 or len(conversation.turns) < 3:
             break

@@ -1,12 +1,16 @@
-"""The engine around the core: process, client, frontend, supervisor, offline `LLM`.
+"""The engine around the core.
 
-core, inbox        the one loop, and the messages it takes
+core               the one loop
 build              EngineConfig -> EngineCore: where an executor is chosen
-client             EngineClient: send, receive; in this process
-process, child     the same over a process boundary (ZeroMQ, msgspec)
-supervisor         restarts a dead engine and re-admits what was in flight
-output             token events -> text, stop strings
+client             EngineClient: send, receive; and the client of an engine in this process
+spawn, child       the engine process
+process            its client (ZeroMQ, msgspec)
+supervisor         restarts a dead engine and admits its requests again
+assemble           EngineArgs -> configuration, tokenizer, chat template
+prompts            text, messages -> token ids
+helper, helper_pool, grammar_check    grammars and unknown templates, in processes with limits
 prepare            prompt + SamplingParams -> Request
+output             token events -> text, stop strings
 frontend, stream   asyncio
-llm                the offline API
+llm, results       the offline API
 """

@@ -10,17 +10,33 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from quire.clock import Clock
 from quire.config import EngineConfig
-from quire.engine.client import EngineInfo
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.executor.logged import LoggedExecutor
 from quire.plan.cost_model import CostModel
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
+
+Determinism = Literal["exact", "batch-dependent"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself once it is loaded."""
+
+    num_kv_tokens: int  # tokens the block pool holds
+    kv_bytes: int
+    weight_bytes: int
+    kernels: str  # one line for a person: "native avx512 (2 threads)"
+    determinism: Determinism
+    load_s: float  # from the start of the load to ready
+    pid: int
 
 
 def preload(executor: str) -> None:
@@ -54,7 +70,7 @@ def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
     full = sum(window is None for window in config.cache.windows) or len(config.cache.windows)
     return EngineInfo(
         num_kv_tokens=blocks * config.cache.block_size // full,
-        kv_bytes=blocks * config.kv_layout.page_bytes(config.cache.block_size, config.model.kv_dtype),
+        kv_bytes=blocks * config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype),
         weight_bytes=config.model.spec.weight_bytes(config.model.dtype, config.model.formats),
         kernels=_kernels(config, executor),
         determinism=config.determinism,
@@ -93,7 +109,7 @@ def _kernels(config: EngineConfig, executor: str) -> str:
         return executor
     from quire.kernels import registry
 
-    chosen = registry.choose(config.runner.cpu_isa).describe()
+    chosen = registry.choose(config.runner).describe()
     parts = []
     for level in registry.NATIVE_LEVELS:
         ops = sorted({op.split(".")[0] for op, backend in chosen.items() if backend == level})

@@ -24,7 +24,7 @@ import zmq
 from quire.clock import Clock, WallClock
 from quire.engine.build import build_core, describe, preload
 from quire.engine.core import EngineCore
-from quire.engine.wire import Boot, Events, Failure, decode, encode
+from quire.engine.process import Boot, Events, Failure, decode, encode
 from quire.errors import QuireError
 from quire.metrics.log import Log, configure
 

@@ -9,27 +9,17 @@ The methods are synchronous. The offline API calls `receive` in its own loop, th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import threading
+from typing import Protocol
 
+from quire.clock import Clock
+from quire.config import EngineConfig
+from quire.engine.build import EngineInfo, build_core, describe
+from quire.engine.core import EngineCore
 from quire.engine.inbox import Message, Reply
+from quire.errors import EngineDeadError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
-
-Determinism = Literal["exact", "batch-dependent"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What an engine says of itself once it is loaded."""
-
-    num_kv_tokens: int  # tokens the block pool holds
-    kv_bytes: int
-    weight_bytes: int
-    kernels: str  # one line for a person: "native avx512 (2 threads)"
-    determinism: Determinism
-    load_s: float  # from the start of the load to ready
-    pid: int
 
 
 class EngineClient(Protocol):
@@ -67,3 +57,74 @@ class EngineClient(Protocol):
     def close(self) -> None:
         """Stop the engine and wake a blocked `receive`. Requests in flight end without events."""
         ...
+
+
+class InProcessClient:
+    """An `EngineClient` around an `EngineCore` of its own."""
+
+    def __init__(self, config: EngineConfig, clock: Clock, *, executor: str = "local") -> None:
+        self._config = config
+        self._clock = clock
+        self._executor = executor
+        self._core: EngineCore | None = None
+        self._early: list[Message] = []  # sent before the core was there
+        self._arrived = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def core(self) -> EngineCore:
+        """The core, once it is loaded."""
+        assert self._core is not None, "wait_ready comes first"
+        return self._core
+
+    def wait_ready(self) -> EngineInfo:
+        """As `EngineClient.wait_ready`: loads the model in the calling thread."""
+        start_s = self._clock.now()
+        core = build_core(self._config, self._executor, self._clock)
+        with self._lock:
+            for message in self._early:
+                core.put(message)
+            self._core = core
+        return describe(self._config, self._executor, self._clock.now() - start_s)
+
+    def send(self, message: Message) -> None:
+        """As `EngineClient.send`."""
+        with self._lock:
+            if self._core is None:
+                self._early.append(message)
+            else:
+                self._core.put(message)
+        self._arrived.set()
+
+    def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
+        """As `EngineClient.receive`: at most one step; the list is empty after a step without events too."""
+        core = self.core
+        self._arrived.clear()  # before has_work: a message that comes in between is seen there
+        if not core.has_work and not self._closed:
+            self._arrived.wait(timeout_s)
+        elif (wakes_at := core.wakes_at) is not None:
+            pause_s = max(0.0, wakes_at - self._clock.now())
+            self._arrived.wait(pause_s if timeout_s is None else min(pause_s, timeout_s))
+        if self._closed or not core.has_work:
+            return []
+        try:
+            return core.step()
+        except Exception as error:
+            raise EngineDeadError(f"The engine stopped: {type(error).__name__}: {error}") from error
+
+    def replies(self) -> list[Reply]:
+        """As `EngineClient.replies`."""
+        replies, self.core.replies = self.core.replies, []
+        return replies
+
+    def stats(self) -> EngineStats:
+        """As `EngineClient.stats`."""
+        return EngineStats() if self._core is None else self._core.stats()
+
+    def close(self) -> None:
+        """As `EngineClient.close`."""
+        self._closed = True
+        self._arrived.set()
+        if self._core is not None:
+            self._core.executor.close()

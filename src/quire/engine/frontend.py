@@ -1,10 +1,13 @@
 """`Frontend`: the asyncio side of an engine. Prompts in, streams of text out. Torch-free.
 
-One thread (the pump) waits in `EngineClient.receive` and hands each step's events to the event loop, where they become
-text. Everything else happens in the loop's thread.
+A request's way down and up:
 
-    submit ──> prepare_request ──> client.send(AddRequest)
-    stream <── RequestOutputState <── OpenStreams <── pump thread <── client.receive
+    chat_prompt  messages ──> text ──> token ids                (`Prompts`)
+    submit       prompt ──> `prepare_request` ──> Request ──> client.send(AddRequest)
+    stream       text <── `RequestOutputState` <── `OpenStreams` <── `EventPump` <── client.receive
+
+The pump is a thread: it waits in `EngineClient.receive` and hands the events of each step to the event loop. Everything
+else happens in the loop's thread.
 """
 
 from __future__ import annotations
@@ -16,25 +19,21 @@ from typing import Any, Literal
 
 from quire.clock import Clock
 from quire.engine.adapters import AdapterRegistry
-from quire.engine.calls import Calls
-from quire.engine.client import EngineClient, EngineInfo
+from quire.engine.build import EngineInfo
+from quire.engine.client import EngineClient
 from quire.engine.grammar_check import GrammarChecker
 from quire.engine.inbox import AddRequest, Call, Reply
-from quire.engine.model_info import ModelInfo
-from quire.engine.open_streams import OpenStreams
 from quire.engine.output import RequestOutputState
-from quire.engine.prepare import SEED_BITS, prepare_request
-from quire.engine.pump import EventPump
-from quire.engine.stream import RequestStream
-from quire.errors import CapacityError, EngineDeadError, QuireError, RequestError
+from quire.engine.prepare import SEED_BITS, ModelInfo, prepare_request
+from quire.engine.prompts import Prompts, RenderedChat
+from quire.engine.stream import Calls, EventPump, OpenStreams, RequestStream
+from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.request import Adapter, Deadline, Pooling, SamplingParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
-# Longer texts are tokenized on a thread: about 2 ms of the loop's time at most for those below.
-INLINE_CHARS = 8192
 FrontendState = Literal["starting", "ready", "draining", "dead"]
 log = Log("frontend")
 
@@ -46,7 +45,7 @@ class Frontend:
         self,
         client: EngineClient,
         tokenizer: Tokenizer,
-        chat_template: ChatTemplate | None,
+        chat_template: ChatTemplate,
         model: ModelInfo,
         clock: Clock,
         *,
@@ -63,6 +62,7 @@ class Frontend:
         self._client = client
         self._clock = clock
         self._draw_seed = draw_seed
+        self.prompts = Prompts(tokenizer, chat_template)
         self._grammars = GrammarChecker(tokenizer, model.vocab_size, model.eos_token_ids)
         self.streams = OpenStreams(client.send)
         self._calls = Calls(client.send)
@@ -89,6 +89,7 @@ class Frontend:
             on_death=self._die,
         )
         self._pump.start()
+        await self.prompts.start()
         return await self._ready
 
     async def submit(
@@ -129,7 +130,7 @@ class Frontend:
         request = prepare_request(
             # Unique even when a name comes again while late events of its first bearer are on their way.
             f"{name}/{self._num_submitted}",
-            await self.tokenize(prompt) if isinstance(prompt, str) else prompt,
+            await self.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt,
             sampling,
             self.model,
             self.tokenizer,
@@ -150,7 +151,7 @@ class Frontend:
         self._client.send(AddRequest(request))
         return stream
 
-    def chat_text(
+    async def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -158,24 +159,21 @@ class Frontend:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         **variables: Any,
-    ) -> str:
-        """Return the prompt text of a chat. The template writes BOS itself: tokenize it without special tokens.
+    ) -> RenderedChat:
+        """Return text and token ids of a conversation. The template writes BOS itself, so tokenizing adds none.
 
-        ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are more
-        for the template to see (`enable_thinking` …).
+        ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are
+        further variables for the template (`enable_thinking` …).
 
         Raises:
-            RequestError: the model has no chat template, or the template refuses the messages.
+            RequestError: the model has no chat template, or the template rejects the messages or fails on them.
+            CapacityError: too many conversations wait for a helper process (retryable: 503).
         """
-        if self.chat_template is None:
-            raise RequestError(
-                f"The model {self.model.names[0]} has no chat template: use completions, or start the server with "
-                "--chat-template FILE.",
-                param="messages",
-            )
-        return self.chat_template.render(
+        return await self.prompts.chat(
             messages,
+            add_special_tokens=add_special_tokens,
             tools=tools,
             documents=documents,
             add_generation_prompt=(
@@ -186,10 +184,8 @@ class Frontend:
         )
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``; a long text is tokenized on a thread, so that streams keep flowing."""
-        if len(text) <= INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        """Return the ids of ``text``, as `Prompts.tokenize`."""
+        return await self.prompts.tokenize(text, add_special_tokens=add_special_tokens)
 
     def stats(self) -> EngineStats:
         """Return the engine's latest numbers."""
@@ -235,6 +231,7 @@ class Frontend:
         """Abort what is in flight and stop the engine. May be called again."""
         await self.drain(0.0)
         self._grammars.close()
+        self.prompts.close()
         if self._pump is None:
             await asyncio.to_thread(self._client.close)
         else:

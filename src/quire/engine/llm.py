@@ -9,22 +9,21 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from quire.clock import WallClock
+from quire.clock import Clock, WallClock
 from quire.device import detect_device
-from quire.engine.assemble import configure, load_text
-from quire.engine.embedding import NOTHING_DRAWN
+from quire.engine.assemble import configure, llm_args, load_text
+from quire.engine.client import InProcessClient
 from quire.engine.grammar_check import GrammarChecker
 from quire.engine.inbox import AbortRequest, AddRequest
-from quire.engine.inproc import InProcessClient
-from quire.engine.llm_args import llm_args
 from quire.engine.output import OutputChunk, RequestOutputState, merge
+from quire.engine.pooling import NOTHING_DRAWN, Scoring, pairs_of, scoring_prompts
 from quire.engine.prepare import SEED_BITS, prepare_request
-from quire.engine.progress import ProgressBar
 from quire.engine.results import (
     EmbeddingRequestOutput,
     RequestOutput,
@@ -33,7 +32,6 @@ from quire.engine.results import (
     request_output,
     scored,
 )
-from quire.engine.scoring import Scoring, pairs_of, scoring_prompts
 from quire.errors import RequestError
 from quire.request import Pooling, Request, SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -68,6 +66,7 @@ class LLM:
         self.adapters = text.adapters
         self._tokenizer = text.tokenizer
         self._chat_template = text.chat_template
+        self._chat_template.compile()  # rendered in this process, which is the caller's own
         self._clock = clock
         self._seeds = random.Random(args.seed)
         self._grammars = GrammarChecker(text.tokenizer, text.model.vocab_size, text.model.eos_token_ids)
@@ -194,14 +193,15 @@ class LLM:
         scoring: Scoring = "likelihood",
         instruction: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Return how well each document answers the query, or its own of as many queries (`quire.engine.scoring`).
+        """Return how well each document answers the query, or its own of as many queries (`quire.engine.pooling`).
 
         Raises:
             RequestError: a text or ``scoring`` is wrong; ``instruction`` goes with "yes_no".
             StepError: the model failed on a pair.
         """
         pairs = pairs_of(query, documents)
-        prompts = scoring_prompts(pairs, scoring, instruction, self._tokenizer, self._chat_template)
+        render = self._chat_template.render if self._chat_template.names else None
+        prompts = scoring_prompts(pairs, scoring, instruction, self._tokenizer, render)
         requests = [self._request(p.token_ids, p.sampling, pooling=p.pooling) for p in prompts]
         outputs = self._run(requests, [None] * len(requests), use_tqdm, continues=True)
         return [scored(output, p.num_query_tokens) for output, p in zip(outputs, prompts, strict=True)]
@@ -330,3 +330,43 @@ def _ids_of(prompt: Prompt, index: int) -> Sequence[int]:
         "prompt_token_ids.",
         param="prompt",
     )
+
+
+_INTERVAL_S = 0.1
+_WIDTH = 24
+
+
+class ProgressBar:
+    """Shows requests done and tokens per second. Silent where stderr is not a terminal.
+
+    |██████████··············|  107/256 requests  1823 tokens/s
+    """
+
+    def __init__(self, total: int, clock: Clock, *, shown: bool = True) -> None:
+        self._total = total
+        self._clock = clock
+        self._shown = shown and sys.stderr.isatty()
+        self._done = 0
+        self._tokens = 0
+        self._start_s = clock.now()
+        self._drawn_s = float("-inf")
+
+    def add(self, *, requests: int = 0, tokens: int = 0) -> None:
+        """Count progress; draws at most ten times a second."""
+        self._done += requests
+        self._tokens += tokens
+        if self._shown and self._clock.now() - self._drawn_s >= _INTERVAL_S:
+            self._draw("\r")
+
+    def close(self) -> None:
+        """Draw the last state and end the line."""
+        if self._shown:
+            self._draw("\n")
+
+    def _draw(self, end: str) -> None:
+        self._drawn_s = self._clock.now()
+        full = _WIDTH * self._done // max(1, self._total)
+        rate = self._tokens / max(1e-9, self._drawn_s - self._start_s)
+        bar = "█" * full + "·" * (_WIDTH - full)
+        sys.stderr.write(f"\r|{bar}| {self._done:>5}/{self._total} requests  {rate:.0f} tokens/s {end}")
+        sys.stderr.flush()

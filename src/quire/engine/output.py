@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from quire.engine.inbox import FinishSample
 from quire.errors import CapacityError, QuireError, RequestError, StepError
 from quire.request import FinishReason, Request, Sampling, TokenEvent, TokenLogprobs
-from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.stop import StopMatcher
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,6 @@ class _Sample:
     """One of the n sequences of a request on its way to text."""
 
     __slots__ = (
-        "_steps_told",
         "detokenizer",
         "finished",
         "matcher",
@@ -131,15 +129,14 @@ class _Sample:
                 sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
             )
         self.num_tokens = 0
-        self.num_steps = self.num_chunks = self._steps_told = 0
+        self.num_steps = self.num_chunks = 0
         self.started = False  # its first chunk is out
         self.finished = False
 
     def note_step(self, event: TokenEvent) -> None:
         """Count a step: the core tells its count with the first token after an admission and at the end."""
-        if event.finish_reason is not None or event.num_steps != self._steps_told:
+        if event.finish_reason is not None or event.num_steps:
             self.num_steps = max(self.num_steps, event.num_steps)
-            self._steps_told = event.num_steps
         elif event.token_ids:
             self.num_steps += 1
         self.num_chunks = max(self.num_chunks, event.num_chunks)

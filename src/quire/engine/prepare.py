@@ -6,9 +6,10 @@ same words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from quire.engine.model_info import ModelInfo
 from quire.errors import RequestError
 from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -135,3 +136,25 @@ def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
             if ids:
                 found[ids] = None
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Names, limits and defaults of the served model. Torch-free."""
+
+    names: tuple[str, ...]  # the first is the one that answers carry
+    max_model_len: int  # prompt + output, tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]  # generation_config.json and the tokenizer together
+    generation_defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # SamplingParams names: temperature, top_p …
+    determinism: str = "exact"  # or "batch-dependent" (DESIGN §1.3)
+
+    def sampling(self, **given: Any) -> SamplingParams:
+        """Return `SamplingParams` with what was ``given`` over the model's own defaults.
+
+        Raises:
+            RequestError: a value that is not allowed, by field.
+        """
+        return SamplingParams(**{**self.generation_defaults, **given})

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.engine.embedding import embedding
 from quire.engine.output import OutputChunk, RequestOutputState, choose_best
-from quire.engine.scoring import likelihood, yes_no
+from quire.engine.pooling import embedding, likelihood, yes_no
 from quire.errors import StepError
 from quire.request import FinishReason, TokenLogprobs
 from quire.text.tokenizer import Tokenizer

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
+from quire.engine.build import EngineInfo
+from quire.engine.client import EngineClient
+from quire.engine.inbox import AbortRequest, Call, Message, Reply
 from quire.engine.output import OutputChunk, RequestOutputState, merge
+from quire.errors import CapacityError, ConfigError, EngineDeadError, QuireError
 from quire.metrics.log import Log
-from quire.request import FinishReason, TokenEvent
+from quire.request import Adapter, FinishReason, TokenEvent
 
-log = Log("stream")
+log = Log("frontend")
 
 
 class RequestStream:
@@ -111,3 +118,178 @@ async def ended(stream: RequestStream) -> None:
         stream._waiter = asyncio.get_running_loop().create_future()
         await stream._waiter
         stream._waiter = None
+
+
+class OpenStreams:
+    """From `add` until every sample has its terminal chunk. Belongs to one event loop."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._open: dict[str, RequestStream] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._left = asyncio.Event()  # one has ended
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, request_id: str, stream: RequestStream) -> None:
+        self._open[request_id] = stream
+        self._idle.clear()
+
+    def give_up(self, request_id: str) -> None:
+        """Nobody reads it any more: take it out of the engine too."""
+        self._forget(request_id)
+        self._send(AbortRequest(request_id))
+
+    def dispatch(self, events: list[TokenEvent]) -> None:
+        """Hand a step's events to their streams."""
+        for event in events:
+            stream = self._open.get(event.request_id)
+            if stream is None:  # aborted or ended by a stop string; the core did not know yet
+                continue
+            stream.feed(event)
+            if stream.output.finished:
+                self._forget(event.request_id)
+
+    async def end(self, grace_s: float) -> None:
+        """Wait up to ``grace_s`` seconds for all to end by themselves, then abort the rest."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        for stream in list(self._open.values()):
+            await stream.abort()
+
+    async def wait_for_adapter(self, adapter: Adapter, timeout_s: float) -> int:
+        """Wait until nobody uses ``adapter``; return how many still do after ``timeout_s`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._num_using(adapter):
+                    self._left.clear()
+                    await self._left.wait()
+        return self._num_using(adapter)
+
+    def _num_using(self, adapter: Adapter) -> int:
+        return sum(stream.adapter == adapter for stream in self._open.values())
+
+    def fail(self, error: str) -> None:
+        """The engine is dead: everything ends with that."""
+        for stream in list(self._open.values()):
+            stream.fail(error, "dead")
+        self._open.clear()
+        self._left.set()
+        self._idle.set()
+
+    def _forget(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+        self._left.set()
+        if not self._open:
+            self._idle.set()
+
+
+class EventPump:
+    """Calls ``on_ready`` once, ``on_events`` for each step, ``on_replies`` where calls were answered, ``on_death`` at
+    most once, but not after `stop`.
+
+    All calls are made in the loop's thread.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_ready: Callable[[EngineInfo], None],
+        on_events: Callable[[list[TokenEvent]], None],
+        on_replies: Callable[[list[Reply]], None],
+        on_death: Callable[[QuireError], None],
+    ) -> None:
+        self._client = client
+        self._loop = loop
+        self._on_ready = on_ready
+        self._on_events = on_events
+        self._on_replies = on_replies
+        self._on_death = on_death
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="quire-events", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Close the client, which wakes the thread, and wait for the thread's end."""
+        self._stopping = True
+        await asyncio.to_thread(self._client.close)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        try:
+            self._post(self._on_ready, self._client.wait_ready())
+            while not self._stopping:
+                events = self._client.receive()
+                if events:
+                    self._post(self._on_events, events)
+                if replies := self._client.replies():
+                    self._post(self._on_replies, replies)
+        except QuireError as error:
+            self._die(error)
+        except Exception as error:  # a bug; the streams have to end all the same
+            log.exception("pump_failed")
+            self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
+
+    def _die(self, error: QuireError) -> None:
+        if not self._stopping:
+            self._post(self._on_death, error)
+
+    def _post(self, call: Callable[..., None], argument: object) -> None:
+        # A loop that was closed meanwhile has nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, argument)
+
+
+TIMEOUT_S = 30.0  # an engine answers between two steps; one that died never does
+
+
+class Calls:
+    """Sends calls and hands out their answers. ``send`` as in `EngineClient`."""
+
+    def __init__(self, send: Callable[[Message], None], *, timeout_s: float = TIMEOUT_S) -> None:
+        self._send = send
+        self._timeout_s = timeout_s
+        self._waiting: dict[str, asyncio.Future[Reply]] = {}
+        self._ids = itertools.count()
+
+    async def ask(self, make: Callable[[str], Call]) -> Reply:
+        """Send the call that ``make`` builds around an id, and wait for its answer.
+
+        Raises:
+            ConfigError: the core refused; `param` names the setting, and nothing has changed.
+            CapacityError: no answer in time: the engine is being restarted, or one step takes very long (503).
+        """
+        call_id = str(next(self._ids))
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = future
+        try:
+            self._send(make(call_id))
+            reply = await asyncio.wait_for(future, self._timeout_s)
+        except TimeoutError:
+            text = f"The engine did not answer within {self._timeout_s:g} s; whether it obeyed is not known."
+            raise CapacityError(text, retryable=True) from None
+        finally:
+            del self._waiting[call_id]
+        if reply.error is not None:
+            raise ConfigError(reply.error, param=reply.param)
+        return reply
+
+    def answered(self, replies: list[Reply]) -> None:
+        """Hand out answers; those that nobody waits for any more are dropped."""
+        for reply in replies:
+            future = self._waiting.get(reply.call_id)
+            if future is not None and not future.done():
+                future.set_result(reply)
+
+    def fail(self, error: QuireError) -> None:
+        """The engine is dead: nobody will answer."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)

@@ -33,7 +33,7 @@ class LocalExecutor:
         clock: Clock | None = None,
         weights: Iterable[tuple[str, Weight]] | None = None,
     ) -> None:
-        torch_is_heavy = config.runner.cpu_isa == "reference"
+        torch_is_heavy = config.runner.backend == "reference"
         choose_threads(config.runner.num_threads, torch_is_heavy=torch_is_heavy)
         keep_freed_memory()
         stream = iter_weights(config.model, torch_dtype(config.model.dtype)) if weights is None else weights

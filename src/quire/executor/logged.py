@@ -3,7 +3,7 @@
     {"at_s": 12.031, "seconds": 0.00312, "after_s": 0.00017, "num_decodes": 7, "num_tokens": 7, "num_seqs": 7, …}
 
 ``at_s`` counts from the start of the engine; ``after_s`` is how long nothing was out before the step.
-`quire.plan.step_log` reads it.
+`quire.plan.profile` reads it.
 """
 
 from __future__ import annotations

@@ -9,27 +9,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.families import deepseek, gemma, gpt_oss, llama, mistral, phi3, qwen
-from quire.families.family import Family
+from quire.families import deepseek, gemma, gpt_oss, llama, qwen
 from quire.families.fields import Fields
 from quire.families.quantization import Quantization, read_quantization
-from quire.families.weights import Take, WeightMap
+from quire.families.weights import Family, Take, WeightMap
 from quire.modelspec import ModelSpec
 
 __all__ = ["SUPPORTED", "Family", "Take", "WeightMap", "quantization_of", "spec_from_config", "weight_map"]
 
 _FAMILIES: tuple[Family, ...] = (
     llama.LLAMA,
-    mistral.MISTRAL,
+    llama.MISTRAL,
     qwen.QWEN2,
     qwen.QWEN3,
     gemma.GEMMA2,
     gemma.GEMMA3,
-    phi3.FAMILY,
+    llama.PHI3,
     llama.OLMO2,
     llama.GRANITE,
     llama.SMOLLM3,
-    mistral.MIXTRAL,
+    llama.MIXTRAL,
     qwen.QWEN2_MOE,
     qwen.QWEN3_MOE,
     gpt_oss.FAMILY,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.families.family import Family
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config, yarn_mscale
 from quire.families.shape import activation, assemble
-from quire.families.weights import LLAMA_NAMES, WeightMap, build_map, expert_rules
+from quire.families.weights import LLAMA_NAMES, Family, WeightMap, build_map, expert_rules
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _NAMES = {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from quire.families.family import Family
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config, scaled_rope, scaling_fields
 from quire.families.shape import activation, assemble, attention, layer_types, window_of
-from quire.families.weights import LLAMA_NAMES, SANDWICH_NORMS, WeightMap, build_map
+from quire.families.weights import LLAMA_NAMES, SANDWICH_NORMS, Family, WeightMap, build_map
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
 

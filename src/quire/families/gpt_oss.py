@@ -5,11 +5,10 @@ The published checkpoints hold the experts in MXFP4; they are expanded when load
 
 from __future__ import annotations
 
-from quire.families.family import Family
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config
 from quire.families.shape import assemble, attention, layer_types, window_of
-from quire.families.weights import LLAMA_NAMES, Shape, Take, WeightMap, build_map
+from quire.families.weights import LLAMA_NAMES, Family, Shape, Take, WeightMap, build_map
 from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _NAMES = {**LLAMA_NAMES, "moe.router.weight": "mlp.router.weight", "moe.router.bias": "mlp.router.bias"}

@@ -1,13 +1,20 @@
-"""Llama, and families that are Llama but for a few words: Granite, OLMo 2, SmolLM3."""
+"""Llama, and families that differ from it in a few details: Granite, OLMo 2, SmolLM3, Mistral, Mixtral, Phi-3."""
 
 from __future__ import annotations
 
-from quire.families.family import Family
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config
-from quire.families.shape import activation, assemble, attention, head_dim_of, layer_types, window_of
-from quire.families.weights import LLAMA_NAMES, WeightMap, build_map
-from quire.modelspec import LayerSpec, MlpSpec, ModelSpec
+from quire.families.shape import (
+    activation,
+    assemble,
+    attention,
+    head_dim_of,
+    layer_types,
+    uniform_window,
+    window_of,
+)
+from quire.families.weights import LLAMA_NAMES, Family, Take, WeightMap, build_map, expert_takes
+from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _POST_NORM_NAMES = {
     **LLAMA_NAMES,
@@ -95,3 +102,97 @@ LLAMA = Family("llama", "LlamaForCausalLM", read_llama, build_map)
 GRANITE = Family("granite", "GraniteForCausalLM", read_granite, build_map)
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", read_olmo2, olmo2_weights)
 SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", read_smollm3, build_map)
+
+
+def read_mistral(f: Fields) -> ModelSpec:
+    """Mistral 7B and its successors (Jiang et al. 2023): Llama with one sliding window for all layers, or none."""
+    layer = LayerSpec(
+        attention(f, rope=rope_from_config(f, head_dim_of(f)), window=uniform_window(f)),
+        MlpSpec(f.integer("intermediate_size"), activation(f)),
+    )
+    return assemble(f, "mistral", [layer] * f.integer("num_hidden_layers"))
+
+
+def read_mixtral(f: Fields) -> ModelSpec:
+    """Mixtral 8x7B and 8x22B (arXiv:2401.04088): Mistral with two of eight experts a token."""
+    moe = MoeSpec(
+        num_experts=f.integer("num_local_experts", 8),
+        top_k=f.integer("num_experts_per_tok", 2),
+        intermediate_size=f.integer("intermediate_size"),
+    )
+    if moe.top_k > moe.num_experts:
+        raise f.wrong("num_experts_per_tok", f"at most num_local_experts = {moe.num_experts}")
+    rope = rope_from_config(f, head_dim_of(f), default_theta=1e6)
+    layer = LayerSpec(
+        attention(f, rope=rope, window=uniform_window(f)),
+        MlpSpec(moe.intermediate_size, activation(f), moe=moe),
+    )
+    return assemble(f, "mixtral", [layer] * f.integer("num_hidden_layers"))
+
+
+def _mixtral_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
+    moe = spec.layers[index].mlp.moe
+    assert moe is not None
+    folder = f"{prefix}block_sparse_moe."
+    takes = expert_takes(spec, index, f"{folder}experts.", ("w1", "w3", "w2"), f"{prefix}mlp.experts.")
+    shape = (moe.num_experts, spec.hidden_size)
+    takes["moe.router.weight"] = (
+        Take((f"{folder}gate.weight",), shape),
+        Take((f"{prefix}mlp.gate.weight",), shape),
+    )
+    return takes
+
+
+def mixtral_weights(spec: ModelSpec) -> WeightMap:
+    return build_map(spec, LLAMA_NAMES, _mixtral_rules)
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", read_mistral, build_map)
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", read_mixtral, mixtral_weights)
+
+
+def read_phi3(f: Fields) -> ModelSpec:
+    """Phi-3, Phi-3.5 mini and Phi-4 (arXiv:2404.14219): fused projections and, for long contexts, LongRoPE."""
+    f = _longrope_by_its_old_name(f)
+    layer = LayerSpec(
+        attention(f, rope=rope_from_config(f, head_dim_of(f)), window=uniform_window(f)),
+        MlpSpec(f.integer("intermediate_size"), activation(f)),
+    )
+    return assemble(f, "phi3", [layer] * f.integer("num_hidden_layers"))
+
+
+def _longrope_by_its_old_name(f: Fields) -> Fields:
+    """The first releases wrote "yarn" or "su" into the type and the factors of LongRoPE beside it."""
+    values = dict(f.values)
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = f.nested(key)
+        if scaling is not None and scaling.has("long_factor"):
+            values[key] = {**scaling.values, "rope_type": "longrope"}
+    return Fields(values, f.where)
+
+
+def fused_takes(spec: ModelSpec, index: int, qkv_name: str, gate_up_name: str) -> dict[str, tuple[Take, ...]]:
+    """Takes out of fused projections: the rows of one are q, k, v, those of the other gate, up."""
+    layer, hidden = spec.layers[index], spec.hidden_size
+    a, inter = layer.attention, layer.mlp.intermediate_size
+    q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    qkv, gate_up = (qkv_name,), (gate_up_name,)
+    shape = (q_rows + 2 * kv_rows, hidden)
+    return {
+        "attn.q.weight": (Take(qkv, shape, stop=q_rows),),
+        "attn.k.weight": (Take(qkv, shape, start=q_rows, stop=q_rows + kv_rows),),
+        "attn.v.weight": (Take(qkv, shape, start=q_rows + kv_rows, stop=shape[0]),),
+        "mlp.gate.weight": (Take(gate_up, (2 * inter, hidden), stop=inter),),
+        "mlp.up.weight": (Take(gate_up, (2 * inter, hidden), start=inter, stop=2 * inter),),
+    }
+
+
+def _phi3_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
+    return fused_takes(spec, index, f"{prefix}self_attn.qkv_proj.weight", f"{prefix}mlp.gate_up_proj.weight")
+
+
+def phi3_weights(spec: ModelSpec) -> WeightMap:
+    return build_map(spec, LLAMA_NAMES, _phi3_rules)
+
+
+PHI3 = Family("phi3", "Phi3ForCausalLM", read_phi3, phi3_weights)

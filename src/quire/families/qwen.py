@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quire.families.family import Family
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config
 from quire.families.shape import activation, assemble, attention, head_dim_of, layer_types, window_of
-from quire.families.weights import LLAMA_NAMES, WeightMap, build_map, expert_rules
+from quire.families.weights import LLAMA_NAMES, Family, WeightMap, build_map, expert_rules
 from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _MOE_NAMES = {

@@ -3,6 +3,8 @@
 A `Take` reads one tensor (or one for each expert, stacked) and cuts a part of it. Cuts along rows are views, so a
 fused ``qkv_proj`` costs no copy. Several takes for one weight are alternatives: checkpoints on the hub and those that
 transformers 5 writes name experts differently, and the first whose tensors are all there is read.
+
+`Family`: what one file of this package adds.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.families.fields import Fields
 from quire.modelspec import ModelSpec, weight_shapes
 
 Shape = tuple[int, ...]
@@ -159,3 +162,14 @@ def expert_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Ta
         return {}
     folder = f"{prefix}mlp.experts."
     return expert_takes(spec, index, folder, ("gate_proj", "up_proj", "down_proj"), folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models: how its configuration is read and how its checkpoints name their tensors."""
+
+    name: str  # ModelSpec.family
+    architecture: str  # the entry of "architectures" in config.json
+    read: Callable[[Fields], ModelSpec]
+    weights: Callable[[ModelSpec], WeightMap]
+    quantizations: tuple[str, ...] = ()  # values of quantization_config.quant_method that its map can read

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.kernels import huge_pages
-from quire.kernels.activation import ActivationKind
 from quire.kernels.attention import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import SCALE_BYTES, KvView, Layout, can_tile, view_layer
+from quire.kernels.kv_blocks import SCALE_BYTES, KvView, Layout, can_tile, view_layer
+from quire.kernels.pointwise import ActivationKind
 from quire.modelspec import MoeSpec
 from quire.weight_format import WeightFormat
 

@@ -5,7 +5,7 @@
 in fp32, one rounding an operation, so every backend has the same bits. ``sums`` are there because weights are stored
 unsigned, or have offsets: Σ (q_w + c)·q_x = Σ q_w·q_x + c·Σ q_x.
 
-fp8 rows (`linear.fp8_reference`) come in the same form: e4m3 numbers, a scale a row and group, no sums.
+fp8 rows (`quantize_rows_to_fp8`) come in the same form: e4m3 numbers, a scale a row and group, no sums.
 
 A row with |x| < `SMALLEST` everywhere becomes zeros with scale 0. A row with NaN or infinity becomes zeros with scale
 NaN, so that every output of it is NaN: a broken row stays visible.

@@ -1,8 +1,8 @@
-"""Which implementation of an op runs. Every op names its versions here; an engine chooses once, at build.
+"""Which version of an op runs. Every op names its versions here; an engine chooses once, when it is built.
 
-    reference   readable torch, exact: the bits of a row depend on nothing but that row (docs/kernels.md)
+    reference   readable torch, exact: the bits of a row depend on that row alone (docs/kernels.md)
     avx512, avx2, scalar   C++ (csrc/cpu), one source compiled for each level, exact within a level
-    amx         C++ on Intel's matrix tiles, for ops that gain by them; an engine of this level takes avx512 else
+    amx         C++ on Intel's matrix tiles, for ops that gain by them; the other ops of such an engine run avx512
     triton      GPU: Triton, and torch's own products; the bits of a row may depend on the batch
     invariant   GPU, for ops where that matters: slower versions whose bits do not (--batch-invariant)
 
@@ -13,23 +13,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
+from quire.config import RunnerConfig
+
+try:
+    from quire import _native
+except ImportError:  # no compiler at install
+    _native = None  # type: ignore[assignment]
+
+native: Any = _native  # the C++ extension, None where it is not built
 Backend = Literal["reference", "scalar", "avx2", "avx512", "amx", "triton", "invariant"]
 NATIVE_LEVELS: tuple[Backend, ...] = ("amx", "avx512", "avx2", "scalar")
-GPU_KERNELS: tuple[Backend, ...] = ("triton", "invariant")  # registered by `kernels.triton_ops` alone
 VECTOR_LEVELS: tuple[Backend, ...] = ("avx512", "avx2", "scalar")  # of an op without a version for tiles
+GPU_KERNELS: tuple[Backend, ...] = ("triton", "invariant")  # registered by `kernels.triton_ops` alone
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TABLE: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
-def register(op: str, backend: Backend) -> Callable[[F], F]:
-    """Decorator: this function is the ``backend`` version of ``op``."""
+def register(op: str, *backends: Backend) -> Callable[[F], F]:
+    """Decorator: this function is the version of ``op`` of each of ``backends``."""
 
     def add(function: F) -> F:
-        assert (op, backend) not in _TABLE, f"{op}/{backend} is registered twice"
-        _TABLE[(op, backend)] = function
+        for backend in backends:
+            assert (op, backend) not in _TABLE, f"{op}/{backend} is registered twice"
+            _TABLE[(op, backend)] = function
+        return function
+
+    return add
+
+
+def register_native(
+    op: str, levels: tuple[Backend, ...] = VECTOR_LEVELS, *, takes_level: bool = True
+) -> Callable[[F], F]:
+    """Decorator: this function is the version of ``op`` at those of ``levels`` that the CPU has.
+
+    ``takes_level``: its first argument is the level. Without the native extension nothing is registered.
+    """
+
+    def add(function: F) -> F:
+        for level in levels:
+            if native is not None and native.has_isa(level):
+                register(op, level)(partial(function, level) if takes_level else function)
         return function
 
     return add
@@ -48,7 +75,7 @@ def backends(op: str) -> list[Backend]:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The versions one engine uses, best first; an op takes the first of them that it has."""
+    """The versions that one engine uses, best first; an op takes the first of them that it has."""
 
     order: tuple[Backend, ...]
 
@@ -63,14 +90,12 @@ class KernelChoice:
         return {op: self.backend(op) for op in sorted({name for name, _ in _TABLE})}
 
 
-def choose(isa: str = "reference") -> KernelChoice:
-    """Return the choice of an engine: native kernels of level ``isa`` where there are any, else torch.
-
-    "triton" and "invariant" are a GPU's; `kernels.triton_ops` must be imported for them.
-    """
-    if isa in GPU_KERNELS:
-        return KernelChoice((*(("invariant",) if isa == "invariant" else ()), "triton", "reference"))
-    native: tuple[Backend, ...] = tuple(level for level in NATIVE_LEVELS if level == isa)
-    if isa == "amx":
-        native = ("amx", "avx512")
-    return KernelChoice((*native, "reference"))
+def choose(runner: RunnerConfig | None = None) -> KernelChoice:
+    """Return the choice of an engine; None is the reference. A GPU's needs `kernels.triton_ops` to be imported."""
+    if runner is None or runner.backend == "reference":
+        return KernelChoice(("reference",))
+    if runner.backend == "triton":
+        return KernelChoice((*(("invariant",) if runner.batch_invariant else ()), "triton", "reference"))
+    levels = tuple(level for level in NATIVE_LEVELS if level == runner.isa)
+    assert levels, runner
+    return KernelChoice((*levels, *(("avx512",) if runner.isa == "amx" else ()), "reference"))

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from quire.kernels.attention import AttentionShape, attention
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.lora import AdapterRows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice

@@ -6,9 +6,8 @@ from functools import partial
 
 import torch
 
-from quire.kernels.embedding import take_rows
 from quire.kernels.linear import PackedLinear, pack_empty, read_rows
-from quire.kernels.pointwise import scale_rows
+from quire.kernels.pointwise import scale_rows, take_rows
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
 from quire.layers.weights import NO_FORMATS, Formats, Place, copy_into, matrix_backend, write_weight

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from quire.kernels.attention import AttentionShape, attention
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.linear import HeadMatrices, head_linear, pack_heads
 from quire.kernels.lora import AdapterRows
 from quire.kernels.pointwise import copy_heads

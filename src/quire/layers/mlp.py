@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.activation import ActivationKind, gated, gated_to_int8
 from quire.kernels.lora import AdapterRows
+from quire.kernels.pointwise import ActivationKind, gated, gated_to_int8
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.adaptable import adaptable
 from quire.errors import ModelLoadError, UnsupportedModelError, nearest
 from quire.families import Take, weight_map
 from quire.lora.peft import CONFIG_NAME, PeftConfig, read_peft_config
@@ -23,6 +22,7 @@ from quire.models.checkpoint import read_json
 from quire.models.safetensors_file import StoredTensor, map_file, read_safetensors
 from quire.modelspec import ModelSpec
 from quire.request import Adapter
+from quire.weight_plan import adaptable
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

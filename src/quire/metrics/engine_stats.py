@@ -39,6 +39,9 @@ class EngineStats:
     num_failed_steps: int = 0
     num_restarted_readers: int = 0  # sequences that read from a failed step and started again
     num_evicted_blocks: int = 0
+    num_loaded_blocks: int = 0  # that came whole from another tier or peer
+    num_stored_blocks: int = 0  # that reached another tier or peer
+    num_failed_transfers: int = 0  # that ended with an error, whole blocks or not
     step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # steps by their tokens, at most each bound
 
     @property

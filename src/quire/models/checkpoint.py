@@ -12,8 +12,7 @@ from typing import Any, Literal
 from quire.errors import ModelLoadError
 from quire.families import quantization_of, spec_from_config, weight_map
 from quire.families.fields import Fields
-from quire.families.gguf import gguf_weight_map, spec_from_gguf
-from quire.families.gguf_types import BLOCK_TYPES
+from quire.families.gguf import BLOCK_TYPES, gguf_weight_map, spec_from_gguf
 from quire.models.gguf_file import read_gguf
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_safetensors
 from quire.models.weight_sources import FLOATS, find_sources, stored_formats

@@ -12,13 +12,11 @@ from functools import partial
 
 import torch
 
-from quire.adaptable import adaptable
 from quire.config import LoraConfig
 from quire.errors import ModelLoadError
-from quire.kernels.embedding import take_rows
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.lora import LoraStack
-from quire.kernels.pointwise import add_rows, cap_logits, scale_rows
+from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.attention import Attention, CosSin
@@ -33,6 +31,7 @@ from quire.layers.weights import NO_FORMATS, Formats, Place, prefixed, under
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
+from quire.weight_plan import adaptable
 
 
 class Decoder:

@@ -8,12 +8,10 @@ from typing import Any
 
 from quire.modelspec import ModelSpec
 from quire.plan.advise import Advice, Option, advise
-from quire.plan.cost import Cost, cost_of
-from quire.plan.efficiency import Efficiency
-from quire.plan.estimate import Load, Replica
+from quire.plan.estimate import Cost, Load, Replica, cost_of
 from quire.plan.hardware import Hardware
 from quire.plan.memory import MemoryPlan, plan_memory
-from quire.plan.roofline import Roofline, work_of
+from quire.plan.roofline import Efficiency, Roofline, work_of
 from quire.plan.split import Split
 from quire.workload.slo import Slo
 

@@ -8,6 +8,8 @@ With td the seconds of a decode step of b sequences, and tp what one prompt adds
 The first token comes after the step in flight, the prompts ahead, and the own one. In a closed loop requests that end
 together come back together, so more are ahead: ``wave · b ** wave_growth``. In an open loop they wait as in an M/D/1
 queue: r · tp² / (2 (1 − r · tp)).
+
+What tokens cost: the rent of the devices over what they do, shared between input and output by time.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 from dataclasses import dataclass, replace
 
 from quire.plan.cost_model import StepFeatures, chunk_pairs
+from quire.plan.hardware import Hardware
 from quire.plan.roofline import Roofline
 from quire.workload.slo import Slo
 
@@ -120,3 +123,34 @@ class Replica:
         if b <= 0:
             return 0.0
         return b / (load.osl * self.decode_s(b, load) + b * self.prefill_s(b, load))
+
+
+MILLION = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """USD. None where the table has no price."""
+
+    usd_per_hour: float | None
+    usd_per_million_input: float | None
+    usd_per_million_output: float | None
+    price_source: str
+
+
+def cost_of(hardware: Hardware, num_devices: int, replicas: int, load: Load, estimate: Estimate) -> Cost:
+    """Return the cost of ``replicas`` at ``estimate``: prompts take the share rate · tp of busy time."""
+    price = hardware.price
+    if price is None:
+        return Cost(None, None, None, "unknown")
+    usd_per_s = price.usd * num_devices / 3600
+    rate = estimate.rate * replicas
+    decode_s = load.osl * estimate.decode_s / max(1.0, estimate.concurrency)  # of device time, a request
+    share = estimate.prefill_s / (estimate.prefill_s + decode_s)
+    per_request = usd_per_s / rate if rate else float("inf")
+    return Cost(
+        usd_per_hour=price.usd * num_devices,
+        usd_per_million_input=per_request * share / load.isl * MILLION,
+        usd_per_million_output=per_request * (1 - share) / load.osl * MILLION,
+        price_source=f"{price.source}, {price.date}",
+    )

@@ -1,4 +1,8 @@
-"""Devices as data: memory, bandwidth, dense arithmetic, links, price; from ``data/hardware.toml``, with sources."""
+"""Devices as data: memory, bandwidth, dense arithmetic, links, price; from ``data/hardware.toml``, with sources.
+
+This machine is a device too: `this_machine` measures its read bandwidth and the peak of its dot instructions
+(csrc/cpu/probe.cpp).
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,33 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
+from quire.config import DeviceInfo
 from quire.errors import ConfigError, nearest
+
+try:
+    from quire import _native as native
+except ImportError:  # no compiler at install
+    native = None  # type: ignore[assignment]
 
 UNITS = ("bf16", "fp8", "int8", "fp4")
 GIB = 2**30
+READ_BYTES = 1 << 30  # that the probe of the bandwidth reads
+# Instruction set level → instructions that its kernels may multiply with; the fastest one of this CPU is the bound.
+FLOAT_DOTS: dict[str, tuple[str, ...]] = {
+    "amx": ("tdpbf16ps", "vdpbf16ps", "fma_avx512"),
+    "avx512": ("vdpbf16ps", "fma_avx512"),
+    "avx2": ("fma_avx2",),
+}
+INT8_DOTS: dict[str, tuple[str, ...]] = {
+    "amx": ("tdpbssd", "vpdpbusd"),
+    "avx512": ("vpdpbusd",),
+    "avx2": ("vpdpbusd_avx2", "fma_avx2"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """USD an hour for one device."""
+    """USD per hour for one device."""
 
     usd: float
     source: str
@@ -26,23 +48,23 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One kind of device. ``None``, or a unit that is missing: unknown, or it has none."""
+    """One kind of device. ``None``, or a missing unit: unknown, or the device has none."""
 
     name: str
     title: str
     source: str
     memory_bytes: int
-    bandwidth: float  # bytes a second, of the device's memory
-    flops: Mapping[str, float]  # unit (`UNITS`) → dense operations a second
+    bandwidth: float  # bytes/s of the device's memory
+    flops: Mapping[str, float]  # unit (`UNITS`) → dense operations/s
     kind: Literal["accelerator", "cpu"] = "accelerator"
     link: str = ""
-    link_bandwidth: float | None = None  # bytes a second, one direction, between devices of a domain
+    link_bandwidth: float | None = None  # bytes/s in one direction, between devices of a domain
     domain: int = 1  # devices that the link joins
-    network_bandwidth: float | None = None  # bytes a second, one direction, between domains
+    network_bandwidth: float | None = None  # bytes/s in one direction, between domains
     price: Price | None = field(default=None)
 
     def rate(self, precision: str) -> float | None:
-        """Return the operations a second that weights of ``precision`` are multiplied at; None: unknown.
+        """Return the operations per second at which weights of ``precision`` are multiplied; None: unknown.
 
         A device without a unit for a precision expands the weights and multiplies in bf16.
         """
@@ -61,7 +83,7 @@ def find_hardware(name: str) -> Hardware:
     """Return the device ``name``; case and a vendor's prefix do not matter.
 
     Raises:
-        ConfigError: names the value and what there is.
+        ConfigError: names the value and the known devices.
     """
     table = hardware_table()
     key = name.strip().lower().replace("_", "-").removeprefix("nvidia-").removesuffix("-sxm")
@@ -87,4 +109,44 @@ def _read(name: str, row: Mapping[str, Any]) -> Hardware:
         domain=row.get("domain", 1),
         network_bandwidth=network * 1e9 if network is not None else None,
         price=Price(**row["price"]) if "price" in row else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """``read``: bytes/s. ``dots``: operations/s by instruction; a multiply and an add are two operations."""
+
+    read: float
+    dots: dict[str, float]
+
+    def peak(self, isa: str, unit: Literal["float", "int8"]) -> float | None:
+        """Return the peak of a level's fastest dot instruction; None where none is measured (scalar)."""
+        names = (FLOAT_DOTS if unit == "float" else INT8_DOTS).get(isa, ())
+        return max((self.dots[name] for name in names if name in self.dots), default=None)
+
+    def __str__(self) -> str:
+        dots = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in self.dots.items())
+        return f"read {self.read / 1e9:.1f} GB/s; Gop/s: {dots or 'not measured on this CPU'}"
+
+
+def measure(num_threads: int) -> Bounds:
+    """Measure the bounds on ``num_threads`` threads in about one second. Needs the native extension."""
+    return Bounds(
+        READ_BYTES / native.probe_read(num_threads, READ_BYTES, 3),
+        {name: native.probe_dot(num_threads, name, 3) for name in native.dot_probes()},
+    )
+
+
+def this_machine(device: DeviceInfo, num_threads: int) -> Hardware:
+    """Return the CPU as a device of the planner, measured now. Needs the native extension."""
+    bounds = measure(num_threads)
+    peaks = {"bf16": bounds.peak(device.isa, "float"), "int8": bounds.peak(device.isa, "int8")}
+    return Hardware(
+        name="this machine",
+        title=f"{device.name}, {num_threads} cores",
+        source=f"measured now: {bounds}",
+        memory_bytes=device.memory_total_bytes,
+        bandwidth=bounds.read,
+        flops={unit: rate for unit, rate in peaks.items() if rate is not None},
+        kind="cpu",
     )

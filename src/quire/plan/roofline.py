@@ -1,4 +1,6 @@
-"""`Roofline`: seconds of a step from what the device can do, with a handful of efficiency constants.
+"""`Efficiency`: the few constants between a roofline and an engine, as data with how they were found.
+
+`Roofline`: seconds of a step from what the device can do, with a handful of efficiency constants.
 
     seconds = linears + experts + attention + links + launches
 
@@ -9,18 +11,59 @@
     launches    a constant a layer, and one a step
 
 The roofline is Williams et al. 2009; all-reduce moves 2 (n − 1)/n of its bytes (a ring, Patarasuk and Yuan 2009). The
-constants are data (`quire.plan.efficiency`). It is a `StepTime`: the simulator takes it in place of a profile.
+constants are data (`quire.plan.roofline`). It is a `StepTime`: the simulator takes it in place of a profile.
+
+`sampled`: a roofline as a `CostModel`, which ``serve --slo`` starts from without a profile.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
 
+from quire.errors import ConfigError
 from quire.modelspec import DTYPE_BYTES, ModelSpec
-from quire.plan.cost_model import StepFeatures
-from quire.plan.efficiency import Efficiency
+from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.hardware import Hardware
 from quire.plan.split import Shard, Split, shard_of
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of what the data sheet says (0…1), and seconds that no data sheet has."""
+
+    compute: float = 1.0  # of the dense operations a second
+    memory: float = 1.0  # of the bandwidth
+    experts: float = 1.0  # times the two above, for experts
+    layer_s: float = 0.0  # launches and small kernels, a layer and step
+    step_s: float = 0.0  # scheduling and sampling, a step
+    link_s: float = 0.0  # latency of one collective
+    first_s: float = 0.0  # from a request's arrival to its first row, and from its first token to the client
+    wave: float = 1.0  # closed loop: prompts computed before a request's first token, at a concurrency of 1
+    wave_growth: float = (
+        0.0  # they grow as concurrency ** this: requests that end together come back together
+    )
+    how: str = "the roofline itself: nothing is lost anywhere"  # how the numbers were found
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "how" and value < 0:
+                raise ConfigError(f"efficiency: {f.name} = {value!r} must be at least 0")
+
+
+IDEAL = Efficiency()
+
+
+@cache
+def efficiencies() -> Mapping[str, Efficiency]:
+    """Return engine → its constants: "vllm", "sglang", "trtllm", "cpu" and "default"."""
+    text = (files("quire.plan") / "data" / "efficiency.toml").read_text()
+    return {name: Efficiency(**row) for name, row in tomllib.loads(text).items()}
+
 
 KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}
 ACTIVATION_BYTES = 2  # bf16 between layers
@@ -176,3 +219,25 @@ class Roofline:
         hw = self.hardware
         wide = num_devices > hw.domain
         return (hw.network_bandwidth if wide else hw.link_bandwidth) or DEFAULT_LINK
+
+
+_KEYS = 1_000_000
+
+
+def sampled(roofline: Roofline, max_tokens: int) -> CostModel:
+    """Return a cost model that agrees with ``roofline`` at powers of 2 of rows, up to ``max_tokens``, without K and V.
+
+    Rows and logits are sampled together: a roofline's steps draw from each of few rows or from one of many, and the
+    output matrix is read once either way.
+    """
+    one = roofline.seconds(StepFeatures(1, 1, 1, 0, 0, 0))
+    knots = [1 << i for i in range(max(1, max_tokens).bit_length() + 1)]
+    rows = [roofline.seconds(StepFeatures(n, 1, 1, 0, 0, 0)) - one for n in knots]
+    with_keys = roofline.seconds(StepFeatures(1, 1, 1, _KEYS, 0, 0))
+    with_pairs = roofline.seconds(StepFeatures(1, 1, 1, 0, 0, _KEYS))
+    return CostModel(
+        fixed_s=one,
+        rows=Curve(tuple(map(float, knots)), tuple(max(0.0, s) for s in rows)),
+        per_decode_kv_s=max(0.0, with_keys - one) / _KEYS,
+        per_pair_s=max(0.0, with_pairs - one) / _KEYS,
+    )

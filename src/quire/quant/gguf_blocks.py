@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from quire.families.gguf_types import BLOCK_TYPES
+from quire.families.gguf import BLOCK_TYPES
 from quire.kernels.linear.packed import QuantizedWeight
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # q, scale, offset; each [blocks, groups, ...]

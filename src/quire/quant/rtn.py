@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.linear.fp8_reference import scaled_to_fp8
 from quire.kernels.linear.packed import QuantizedWeight
+from quire.kernels.linear.reference import scaled_to_fp8
 from quire.kernels.registry import Backend, find, register
 from quire.quant import rtn_native  # noqa: F401  registers it
 from quire.weight_format import WeightFormat

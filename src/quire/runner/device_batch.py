@@ -9,17 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.attention.triton import (
-    DeviceBatch,
-    DeviceWork,
-    most_works,
-    num_units,
-    plan_works,
-    work_key,
-)
-from quire.kernels.kv_view import KvView
-from quire.kernels.lora.rows import DeviceRows
-from quire.kernels.lora.triton import most_tiles, tiles_of
+from quire.kernels.attention import DeviceBatch, HostPlan, LayerKind, RaggedBatch, StepLimits, padded, planner
+from quire.kernels.kv_blocks import KvView
+from quire.kernels.lora import DeviceRows, most_tiles, tiles_of
+from quire.kernels.registry import Backend
 from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
 from quire.modelspec import KvLayout, ModelSpec
 from quire.runner.input_batch import PreparedStep
@@ -51,16 +44,6 @@ class OnDevice:
     rows: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Layers of one kind: what their plan of a step depends on."""
-
-    group: int  # query heads per KV head
-    window: int | None
-    kv: KvView
-    sinks: bool
-
-
 class DeviceBatches:
     """Makes the tensors of each step."""
 
@@ -71,39 +54,31 @@ class DeviceBatches:
         views: Sequence[KvView],
         device: torch.device,
         *,
-        invariant: bool,
+        backend: Backend,
     ) -> None:
-        self._units = num_units(device)
-        self._invariant = invariant
+        """``backend``: the attention's."""
         self._block_size = views[0].block_size
         self.upload = StepUpload(device, torch.int32)
-        self._kinds: list[list[_Kind]] = [[] for _ in layout.groups]
+        kinds: list[list[LayerKind]] = [[] for _ in layout.groups]
         for index, layer in enumerate(spec.layers):
-            group = layer.attention.num_heads // views[index].num_kv_heads
-            kinds = self._kinds[layout.group_of_layer(index)[0]]
-            kind = _Kind(group, layer.attention.window, views[index], layer.attention.sinks)
-            if self._key(kind) not in map(self._key, kinds):
-                kinds.append(kind)
-
-    def _key(self, kind: _Kind) -> tuple[object, ...]:
-        return work_key(kind.kv, kind.group, kind.window, invariant=self._invariant)
+            heads, kv = layer.attention, views[index]
+            kind = LayerKind(heads.num_heads // kv.num_kv_heads, heads.window, kv, heads.sinks)
+            kinds[layout.group_of_layer(index)[0]].append(kind)
+        self._planners = [planner(of_group, device, backend=backend) for of_group in kinds]
 
     def put(self, step: PreparedStep, captured: CapturedShape | None = None) -> OnDevice:
         """Upload ``step``, as large as it is or in the sizes of ``captured``: then at the same addresses each time."""
-        arrays, sizes = self._arrays(step, captured)
+        ragged = step.buffers.ragged(step.num_seqs)
+        arrays, plans = self._arrays(step, ragged, captured)
         views = iter(self.upload.put(arrays))
         input_ids, positions, offsets, logits_indices, rows, cu_seqlens_q, seq_lens = (
             next(views) for _ in range(7)
         )
         groups = []
-        for group, works in zip(step.buffers.ragged(step.num_seqs), sizes, strict=True):
+        for batch, plan in zip(ragged, plans, strict=True):
             slot_blocks, table = next(views), next(views)
-            group.plans[("device",)] = DeviceBatch(cu_seqlens_q, seq_lens, table)
-            for key, shapes in works:
-                group.plans[key] = [
-                    DeviceWork(next(views), next(views), *shape, direct) for shape, direct in shapes
-                ]
-            groups.append(GroupBatch(slot_blocks, offsets, group))
+            plan.restore(batch, DeviceBatch(cu_seqlens_q, seq_lens, table), views)
+            groups.append(GroupBatch(slot_blocks, offsets, batch))
         adapters = step.adapters
         if adapters is not None:
             there = [DeviceRows(next(views), next(views)) for _ in range(2)]
@@ -113,9 +88,9 @@ class DeviceBatches:
         return OnDevice(StepBatch(input_ids, positions, logits_indices, tuple(groups), adapters), rows)
 
     def _arrays(
-        self, step: PreparedStep, captured: CapturedShape | None
-    ) -> tuple[list[Ints], list[list[tuple[tuple[object, ...], list[tuple[tuple[int, int, int], bool]]]]]]:
-        """All numbers of the step in order, and for each cache group the shapes of its works."""
+        self, step: PreparedStep, batches: Sequence[RaggedBatch], captured: CapturedShape | None
+    ) -> tuple[list[Ints], list[HostPlan]]:
+        """All numbers of the step in order, and the plan of attention for each cache group."""
         to, tokens, seqs, logits = step.buffers, step.num_tokens, step.num_seqs, step.num_logits
         width = -(-step.num_positions // self._block_size) if captured is None else captured.width
         rows, size = (None, None) if captured is None else (captured.num_tokens, captured.num_seqs)
@@ -128,50 +103,22 @@ class DeviceBatches:
             padded(to.cu_seqlens_q[: seqs + 1], None if size is None else size + 1, tokens),
             padded(to.seq_lens[:seqs], size),
         ]
-        mixed = captured is not None and captured.num_tokens > captured.num_seqs
-        sizes = []
-        for index, ragged in enumerate(to.ragged(seqs)):
+        limits = None
+        if captured is not None:
+            limits = StepLimits(captured.num_tokens, captured.num_seqs, captured.width * self._block_size)
+        plans = []
+        for index, batch in enumerate(batches):
             scratch = 0 if captured is None else captured.scratch_block
             arrays.append(padded(to.slot_blocks[index][:tokens], rows, scratch))
             arrays.append(padded(to.block_tables[index][:seqs, :width], size))
-            works = []
-            for kind in self._kinds[index]:
-                cuts = plan_works(
-                    ragged, kind.kv, kind.group, kind.window, units=self._units, invariant=self._invariant,
-                    mixed=mixed, library=captured is None and not kind.sinks,
-                )  # fmt: skip
-                for (work, _, _), (items, tiles) in zip(
-                    cuts, self._most_works(captured, kind, len(cuts)), strict=True
-                ):
-                    arrays += [padded(work.items, items), padded(work.tiles, tiles)]
-                works.append((self._key(kind), [(shape, direct) for _, shape, direct in cuts]))
-            sizes.append(works)
+            plans.append(self._planners[index](batch, limits))
+            arrays += plans[-1].arrays
         adapters = step.adapters
         if adapters is not None:
             for of, count, most in ((adapters.tokens, tokens, rows), (adapters.logits, logits, size)):
                 tiles = None if most is None else most_tiles(most, len(of.starts) - 1)
                 arrays += [padded(of.order[:count], most), padded(tiles_of(of), tiles)]
-        return arrays, sizes
-
-    def _most_works(
-        self, captured: CapturedShape | None, kind: _Kind, count: int
-    ) -> Sequence[tuple[int, int] | tuple[None, None]]:
-        if captured is None:
-            return [(None, None)] * count
-        return most_works(
-            captured.num_tokens, captured.num_seqs, captured.width * self._block_size, kind.kv, kind.group,
-            units=self._units, invariant=self._invariant,
-        )  # fmt: skip
-
-
-def padded(array: Ints, size: int | None, value: int = 0) -> Ints:
-    """``array`` with rows of ``value`` behind it, ``size`` in all; ``array`` itself where no size is given."""
-    if size is None or len(array) == size:
-        return array
-    assert len(array) < size, (len(array), size)
-    whole = np.full((size, *array.shape[1:]), value, array.dtype)
-    whole[: len(array)] = array
-    return whole
+        return arrays, plans
 
 
 class StepUpload:

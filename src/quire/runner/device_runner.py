@@ -45,7 +45,7 @@ class DeviceRunner:
     ) -> None:
         model = config.model
         self.device = torch_device(config.device.kind)
-        kernels = registry.choose(config.runner.cpu_isa)
+        kernels = registry.choose(config.runner)
         with torch.inference_mode(), self.device:
             self.decoder = Decoder(
                 model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
@@ -64,7 +64,7 @@ class DeviceRunner:
         self.observe_logits: ObserveLogits | None = None
         self._batches = DeviceBatches(
             model.spec, config.kv_layout, self.kv.views, self.device,
-            invariant=config.runner.cpu_isa == "invariant",
+            backend=kernels.backend("attention"),
         )  # fmt: skip
         self._last_ids = torch.zeros(4 * config.scheduler.max_num_seqs, dtype=torch.int32, device=self.device)
         self._block_size = size
@@ -73,7 +73,7 @@ class DeviceRunner:
             most = -(-model.max_model_len // size) + 1
             self._graphs = StepGraphs(
                 self.device, config.scheduler.max_num_seqs, most, blocks, clock or WallClock(),
-                mixed=config.runner.cpu_isa != "invariant",
+                mixed=not config.runner.batch_invariant,
             )  # fmt: skip
 
     def record(self, buffers: StepBuffers) -> None:

@@ -19,10 +19,8 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from quire.kernels.sampling.columns import EDITED
-from quire.kernels.sampling.edit_triton_kernels import edit_rows
-from quire.kernels.sampling.logprobs import assemble, logprob_tensors
-from quire.kernels.sampling.triton import draw_rows, facts_of, logprobs_wanted, truncated
+from quire.kernels.sampling.reference import EDITED, assemble, logprob_tensors
+from quire.kernels.sampling.triton import draw_rows, edit_rows, facts_of, logprobs_wanted, truncated
 from quire.request import TokenLogprobs
 from quire.runner.device_batch import StepUpload, recorded_event
 from quire.runner.sequences import WorkerSeq

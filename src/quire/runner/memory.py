@@ -15,8 +15,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StepError
-from quire.kernels.kv_view import KvView, can_tile, view_layer
-from quire.kernels.kvcopy import clear_pages, copy_pages
+from quire.kernels.kv_blocks import KvView, can_tile, clear_blocks, copy_blocks, view_layer
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
 from quire.modelspec import DTYPE_BYTES, KvLayout, ModelSpec
 from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, row_bytes
@@ -54,7 +53,7 @@ def keep_freed_memory(limit_bytes: int = 64 << 20) -> bool:
 
 
 class KvCache:
-    """Blocks of all layers: ``storage [num_blocks, block_elements]``. See `kernels.kv_view` for what a block holds."""
+    """Blocks of all layers: ``storage [num_blocks, block_elements]``. `kernels.kv_blocks` says what a block holds."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class KvCache:
         kernels: KernelChoice,
         device: torch.device = _CPU,
     ) -> None:
-        block_elements = layout.page_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
+        block_elements = layout.block_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
         kind = _EIGHT_BITS.get(dtype) or torch_dtype(dtype)
         if device.type == "cpu":
             self.storage = _reserve(num_blocks, block_elements, kind)
@@ -79,12 +78,10 @@ class KvCache:
         self.views: tuple[KvView, ...] = tuple(
             _view(self.storage, spec, layout, index, block_size, tiles) for index in range(spec.num_layers)
         )
-        self._copy_backend = kernels.backend("copy_pages")
-        self._clear_backend = kernels.backend("clear_pages")
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in list order."""
-        copy_pages(self.storage, moves, backend=self._copy_backend)
+        copy_blocks(self.storage, moves)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero blocks that a sequence just got: what another left there might be inf or NaN, and 0 · NaN is NaN.
@@ -92,7 +89,7 @@ class KvCache:
         Blocks in tiles are not cleared here: storing the first position of a tile clears it.
         """
         if block_ids and not self._masks and any(view.layout == "rows" for view in self.views):
-            clear_pages(self.storage, torch.tensor(block_ids, dtype=torch.int64), backend=self._clear_backend)
+            clear_blocks(self.storage, torch.tensor(block_ids, dtype=torch.int64))
 
 
 def _view(
@@ -205,7 +202,7 @@ def check_memory(config: EngineConfig, run: Run, meter: Meter) -> MemoryCheck:
     peak = meter.peak()
     run(forget)
     model, cache, scheduler = config.model, config.cache, config.scheduler
-    kv = cache.num_blocks * config.kv_layout.page_bytes(cache.block_size, model.kv_dtype)
+    kv = cache.num_blocks * config.kv_layout.block_bytes(cache.block_size, model.kv_dtype)
     expected = DeviceBytes(
         weights=model.spec.weight_bytes(model.dtype, model.formats),
         kv=kv,

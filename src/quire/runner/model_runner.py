@@ -91,7 +91,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, weights: Iterable[tuple[str, Weight]]) -> None:
         model = config.model
-        kernels = registry.choose(config.runner.cpu_isa)
+        kernels = registry.choose(config.runner)
         self.decoder = Decoder(
             model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
             formats=model.formats, lora=config.lora,

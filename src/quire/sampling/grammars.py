@@ -24,9 +24,16 @@ from numpy.typing import NDArray
 from quire.errors import QuireError, RequestError
 from quire.models.checkpoint import read_tokenizer
 from quire.step import NewSeq
-from quire.text.grammar_library import compile_matcher, ll_tokenizer, mask_threads
-from quire.text.grammar_matcher import GrammarConstraint, bitmask_words, unpack
-from quire.text.grammar_tokens import encode_forced, token_table
+from quire.text.grammar_matcher import (
+    GrammarConstraint,
+    bitmask_words,
+    compile_matcher,
+    encode_forced,
+    ll_tokenizer,
+    mask_threads,
+    token_table,
+    unpack,
+)
 
 _MAX_COMPILED = 64  # grammars kept for the requests to come
 _BUILD_STACK_BYTES = 64 << 20  # eight times the stack on which the API side has compiled the same grammar

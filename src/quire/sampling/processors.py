@@ -7,8 +7,8 @@
     TokenMask    allowed_token_ids, bad_words, min_tokens and thinking_budget: forbidden ids get −inf
     TypicalP     typical_p: ids of untypical surprise get −inf
 
-The CPU applies the list row by row. On a GPU one kernel does the `fused` ones (`kernels.sampling.edit_triton_kernels`)
-and the others follow. Every operation is elementwise on a row, so a row has the same bits alone and in any batch. The
+The CPU applies the list row by row. On a GPU one kernel does the `fused` ones (`edit_rows` in `kernels.sampling`) and
+the others follow. Every operation is elementwise on a row, so a row has the same bits alone and in any batch. The
 state of a processor is a function of (prompt ids, output ids, parameters) alone.
 """
 

@@ -21,7 +21,7 @@ from torch import Tensor, from_numpy
 
 from quire.kernels.registry import KernelChoice, choose
 from quire.kernels.sampling import sample, token_logprobs
-from quire.kernels.sampling.columns import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED
+from quire.kernels.sampling.reference import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED
 from quire.request import TokenLogprobs
 from quire.sampling.processors import usable_temperature
 from quire.step import NewSeq
@@ -134,9 +134,9 @@ class Sampler:
         ``token_ids[row]`` is what the row sampled.
         """
         wanted = columns["features"] & LOGPROBS
-        if not wanted.any():
+        rows = [row for row in rows if wanted[row]] if wanted.any() else []
+        if not rows:
             return {}
-        rows = [row for row in rows if wanted[row]]
         if len(rows) < columns.size:
             logits = logits[from_numpy(np.array(rows, np.int64)).to(logits.device)]
         found = token_logprobs(

@@ -105,7 +105,7 @@ class AdapterSlots:
         self.num_loads += 1
 
 
-class Turnstile:
+class AdapterGate:
     """Who may enter in one plan, asked in order of rank."""
 
     def __init__(self, slots: AdapterSlots) -> None:

@@ -81,7 +81,7 @@ def _refusal(state: SchedulerState, request: Request, now: float) -> tuple[str, 
     never = _never_fits(state, request)
     if never is not None:
         return "never_fits", never, 0.0
-    num_waiting, config = len(state.waiting), state.config
+    num_waiting, config = len(state.waiting) + len(state.loading), state.config
     if num_waiting >= config.max_queue:
         text = f"The queue is full: {num_waiting} sequences wait and at most {config.max_queue} may. Try again later."
         return "capacity", text, 0.0

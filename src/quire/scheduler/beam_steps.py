@@ -1,6 +1,6 @@
 """Beams as sequences: each is one of the request's ``width`` `Sequence`s, which live on, fork, or lie parked.
 
-A beam that has given its continuations waits for the others of its depth; nothing of it is planned (its ``row_limit``
+A beam that has given its continuations waits for the others of its depth; nothing of it is planned (its ``max_planned``
 is the number of its known tokens). The last of them to come selects:
 
     before      A: t t a   B: t t b   C: t t c          best continuations: a x, a y, c z
@@ -123,7 +123,6 @@ def _replace_beams(state: SchedulerState, group: RequestState, children: list[Ch
 def _become_fork(seq: Sequence, child: Child) -> None:
     """Take over the parent's tokens and one more. The parent's own next token is not there yet."""
     seq.token_ids = [*child.parent.token_ids, child.path.logprobs[-1].token_id]
-    seq.num_total = seq.row_limit = len(seq.token_ids)
     seq.num_planned = 0
     seq.num_steps, seq.num_chunks = child.parent.num_steps, child.parent.num_chunks
     seq.epoch += 1
@@ -134,7 +133,6 @@ def _go_on(state: SchedulerState, seq: Sequence, token_id: int) -> None:
     """Add the selected token to a beam that keeps its place; it runs, with all its rows computed, or was parked."""
     num_known = len(seq.token_ids)
     seq.token_ids.append(token_id)
-    seq.num_total = seq.row_limit = num_known + 1
     if seq.state is SequenceState.PARKED:
         state.enqueue(seq)
         return

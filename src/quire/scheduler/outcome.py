@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
-from operator import itemgetter
 
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.beam_steps import end_all, take_continuations
 from quire.scheduler.deadline import end_late, is_late
 from quire.scheduler.policy import shrink_budget
 from quire.scheduler.sequence import Sequence, SequenceState
-from quire.scheduler.state import Entry, SchedulerState, StepRecord
-from quire.step import SeqResult, StepResult
-
-_new_event = tuple.__new__  # half the cost of the named tuple's own, once per sequence and step
-_seq_id_of = itemgetter(0)  # of a SeqResult and of a SeqPlan
-_error_of = itemgetter(SeqResult._fields.index("error"))
+from quire.scheduler.state import SchedulerState, StepRecord
+from quire.scheduler.transfers import end_transfers
+from quire.step import SeqPlan, SeqResult, StepResult, TransferDone
 
 
 def finish_reason(seq: Sequence, token_id: int) -> FinishReason | None:
@@ -35,20 +31,21 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     if result.error is not None:
         return _fail_step(state, record, result.error)
     results = result.seqs
-    if [*map(_seq_id_of, results)] != [*map(_seq_id_of, record.seqs)]:
+    if [result.seq_id for result in results] != [plan.seq_id for plan in record.seqs]:
         results = _in_order(record, results)
     num_finished = state.counters.num_finished
     events: list[TokenEvent] = []
-    if [*map(_error_of, results)].count(None) < len(results):
-        failed = [i for i, r in enumerate(results) if r.error is not None]
+    failed = [i for i, result in enumerate(results) if result.error is not None]
+    if failed:
         events = _fail_sequences(state, record, results, failed)
     else:
         state.cache.references.close_step(record.step)
-    _apply_sequences(state, record.entries, results, now, events)
+    end_transfers(state, result.transfers_done)
+    _apply_sequences(state, record, results, now, events)
     state.pace.note(
         record.planned_s,
         now,
-        num_prompt_rows=record.num_prompt_rows,
+        num_prompt_rows=record.num_prompt_tokens,
         num_ends=state.counters.num_finished - num_finished,
         waiting=len(state.waiting) > 0,
     )
@@ -57,89 +54,123 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
 
 def _apply_sequences(
     state: SchedulerState,
-    entries: list[Entry],
+    record: StepRecord,
     results: SequenceABC[SeqResult],
     now: float,
     events: list[TokenEvent],
 ) -> None:
     """Append tokens, settle blocks, find ends: the other hot loop beside `Planner._emit_decodes`."""
     add_event = events.append
-    num_zombies = num_undrawn = 0
-    for (seq, epoch, end), result in zip(entries, results, strict=True):
-        if seq.epoch != epoch:  # a zombie: it ended or was preempted while this step was in flight
+    num_zombies = num_events = num_generated = 0
+    for seq, plan, result in zip(record.sequences, record.seqs, results, strict=True):
+        if seq.epoch != plan.epoch:  # a zombie: it ended or was preempted while this step was in flight
             num_zombies += 1
             continue
-        if end < seq.quiet_until:
-            if result is seq.last_result:  # as in the step before (the simulator's are): so is its event
-                seq.token_ids.append(result[2][0])
-                add_event(seq.last_event)
-                continue
-            token_ids = result[2]
-            if len(token_ids) == 1 and token_ids[0] not in seq.stop_ids and not result[5]:
-                seq.token_ids.append(token_ids[0])
-                head = (seq.request_id, seq.sample_index, token_ids, result[4])
-                event = _new_event(TokenEvent, head + seq.event_tail)
-                seq.last_result, seq.last_event = result, event
-                add_event(event)
-                continue
-        num_undrawn += not _apply_one(state, seq, end, result, now, events)
+        known, token_ids = seq.token_ids, result.token_ids
+        if len(known) < seq.next_event_at and len(token_ids) == 1 and token_ids[0] not in seq.stop_ids:
+            known.append(token_ids[0])
+            seq.num_steps += 1
+            add_event(TokenEvent(seq.request_id, seq.sample_index, token_ids, result.logprobs))
+        else:
+            num_events += 1
+            num_generated += _apply_one(state, seq, plan, result, now, events)
     state.counters.num_zombie_results += num_zombies
-    state.counters.num_generated_tokens += len(entries) - num_zombies - num_undrawn
+    num_plain = len(record.sequences) - num_zombies - num_events
+    state.counters.num_generated_tokens += num_plain + num_generated
 
 
 def _apply_one(
-    state: SchedulerState, seq: Sequence, end: int, result: SeqResult, now: float, events: list[TokenEvent]
-) -> bool:
-    """Apply one result, whatever there is to do; tell whether it is a token that counts as generated now."""
-    token_ids = result.token_ids
+    state: SchedulerState,
+    seq: Sequence,
+    plan: SeqPlan,
+    result: SeqResult,
+    now: float,
+    events: list[TokenEvent],
+) -> int:
+    """Apply one result, whatever there is to do; return how many of its tokens count as generated now."""
+    end = plan.num_computed_tokens + plan.num_scheduled_tokens
     if result.prompt_logprobs:
         events.append(_scored(seq, end, result.prompt_logprobs))
-    known = seq.token_ids
-    if token_ids:
-        (token_id,) = token_ids  # drafts are not planned yet
-        if not seq.is_beam:  # else it is not known yet what comes next
-            known.append(token_id)
-    if end >= seq.table.due_at:
-        state.cache.settle(seq.table, known, end)
+    if seq.is_beam and result.token_ids:
+        state.cache.settle(seq.table, seq.token_ids, end)  # the next token is not known yet
+        events += take_continuations(state, seq, end, result.logprobs, now)
+        return 0  # tokens of beams are counted when the search is answered
+    token_ids, reason = _append(seq, result.token_ids)
+    if result.token_ids:
+        num_rejected = 1 + plan.num_draft_tokens - len(token_ids)
+        assert 0 <= num_rejected <= plan.num_draft_tokens
+        end -= num_rejected
+        if num_rejected:
+            state.rollback(seq, num_rejected)
+        seq.num_drafts = result.num_next_drafts
+    state.cache.settle(seq.table, seq.token_ids, end)
+    seq.num_steps += 1
     if not token_ids:
-        seq.num_steps += 1
         seq.num_chunks += 1
-        if seq.prompt_only and end == seq.row_limit:
+        if seq.prompt_only and end == seq.num_prompt:
             events.append(_end_prompt(state, seq, result.pooled))
-        return False
-    logprobs = result.logprobs
-    if seq.is_beam:
-        events += take_continuations(state, seq, end, logprobs, now)
-        return False  # what it draws is counted when it is answered
-    tail = seq.event_tail
-    if not tail:
-        tail = _new_tail(seq, now)
+        return 0
+    is_first, seq.told_first = not seq.told_first, True
+    if is_first:
+        seq.num_chunks += 1
+        if seq.ttft_s is None:
+            seq.ttft_s = now - seq.group.request.arrival_s
         if is_late(seq):
             events.append(end_late(state, seq, "first_token"))
-            return True
-    if end >= seq.row_limit or token_id in seq.stop_ids:
+            return len(token_ids)
+    logprobs = result.logprobs and result.logprobs[: len(token_ids)]
+    if reason is not None:
+        stop_id = token_ids[-1] if reason is FinishReason.STOP else None
+        events.append(state.end(seq, reason, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_id))
+    elif is_first:
+        events.append(_first_event(seq, token_ids, logprobs))
+    else:
+        events.append(TokenEvent(seq.request_id, seq.sample_index, token_ids, logprobs))
+    if reason is None:
+        state.find_next_event(seq)
+    return len(token_ids)
+
+
+def _append(seq: Sequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Append tokens up to one that ends the sequence; return them, and the reason of the end if there is one."""
+    for count, token_id in enumerate(token_ids, 1):
+        seq.token_ids.append(token_id)
         reason = finish_reason(seq, token_id)
         if reason is not None:
-            stop_id = token_id if reason is FinishReason.STOP else None
-            events.append(
-                state.end(seq, reason, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_id)
-            )
-            return True
-    seq.find_quiet()
-    events.append(_new_event(TokenEvent, (seq.request_id, seq.sample_index, token_ids, logprobs, *tail)))
-    return True
+            return token_ids[:count], reason
+    return token_ids, None
+
+
+def _first_event(
+    seq: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None
+) -> TokenEvent:
+    """Return the event of the first token since an admission, which tells how the sequence came to it."""
+    group = seq.group
+    return TokenEvent(
+        seq.request_id,
+        seq.sample_index,
+        token_ids,
+        logprobs,
+        num_cached_tokens=group.num_cached_tokens,
+        num_preemptions=seq.num_preemptions,
+        queued_s=group.queued_s,
+        ttft_s=seq.ttft_s or 0.0,
+        num_steps=seq.num_steps,
+        num_chunks=seq.num_chunks,
+        cache_miss=group.cache_miss,
+    )
 
 
 def _end_prompt(state: SchedulerState, seq: Sequence, pooled: tuple[float, ...] | None) -> TokenEvent:
     """End a sequence whose prompt is all there is."""
     if seq.group.request.pooling is None:
         return state.end(seq, FinishReason.LENGTH)
-    assert pooled is not None, "the prompt's last row gives what is pooled"
+    assert pooled is not None, "the prompt's last token gives what is pooled"
     return state.end(seq, FinishReason.STOP, pooled=pooled)
 
 
 def _scored(seq: Sequence, end: int, entries: tuple[TokenLogprobs, ...]) -> TokenEvent:
-    """Return the event of a chunk that ended at row ``end`` and scored the prompt's tokens on its way."""
+    """Return the event of a chunk that ended at token ``end`` and scored prompt tokens."""
     group = seq.group
     last = min(end, seq.num_prompt - 1)  # the last token of the prompt that is predicted by now
     group.num_scored = max(group.num_scored, last)
@@ -147,75 +178,50 @@ def _scored(seq: Sequence, end: int, entries: tuple[TokenLogprobs, ...]) -> Toke
     return TokenEvent(seq.request_id, seq.sample_index, prompt_logprobs=entries, prompt_start=start)
 
 
-def _new_tail(seq: Sequence, now: float) -> tuple[object, ...]:
-    """Return the fields of a `TokenEvent` that stay the same until the sequence is preempted or ends."""
-    group = seq.group
-    seq.num_chunks += 1
-    seq.num_steps += 1
-    seq.num_tokens_then = len(seq.token_ids)
-    if seq.ttft_s is None:
-        seq.ttft_s = now - group.request.arrival_s
-    seq.event_tail = (
-        None,
-        None,
-        None,
-        None,
-        group.num_cached_tokens,
-        seq.num_preemptions,
-        group.queued_s,
-        seq.ttft_s,
-        None,
-        0,
-        None,
-        seq.num_steps,
-        seq.num_chunks,
-        group.cache_miss,
-        0.0,
-    )
-    return seq.event_tail
-
-
 def _in_order(record: StepRecord, results: SequenceABC[SeqResult]) -> tuple[SeqResult, ...]:
     """Return one result for each entry, in order; what the executor left out is an error of that sequence."""
     by_id = {r.seq_id: r for r in results}
     return tuple(
-        by_id.get(seq.seq_id) or SeqResult(seq.seq_id, epoch, (), error="the executor returned no result")
-        for seq, epoch, _ in record.entries
+        by_id.get(p.seq_id) or SeqResult(p.seq_id, p.epoch, (), error="the executor returned no result")
+        for p in record.seqs
     )
 
 
 def _fail_sequences(
     state: SchedulerState, record: StepRecord, results: SequenceABC[SeqResult], failed: list[int]
 ) -> list[TokenEvent]:
-    """Some sequences of a step failed: whoever read their blocks starts again before its own result is looked at."""
-    distrusted = state.cache.publisher.withdraw([record.entries[i][0].table for i in failed], record.step)
+    """Some sequences of a step failed: those that read their blocks start again before their results are looked at."""
+    distrusted = state.cache.publisher.withdraw([record.sequences[i].table for i in failed], record.step)
     state.cache.references.close_step(record.step)
     events = []
     for i in failed:
-        seq, epoch, _ = record.entries[i]
-        if seq.epoch == epoch and results[i].out_of_memory:
+        seq = record.sequences[i]
+        if seq.epoch != record.seqs[i].epoch:
+            continue
+        if results[i].out_of_memory:
             state.preempt(seq)
-        elif seq.epoch == epoch:
+        else:
             events += _end_failed(state, seq, results[i].error)
     _restart_readers(state, distrusted)
     return events
 
 
 def _fail_step(state: SchedulerState, record: StepRecord, error: str) -> list[TokenEvent]:
-    """Every sequence of the step fails; what it published goes, and whoever read that starts again."""
+    """Every sequence of the step fails; what it published is withdrawn, and sequences that read it start again."""
     state.counters.num_failed_steps += 1
-    distrusted = state.cache.publisher.withdraw([e[0].table for e in record.entries], record.step)
+    distrusted = state.cache.publisher.withdraw([seq.table for seq in record.sequences], record.step)
     state.cache.references.close_step(record.step)
     events = []
-    for failed, epoch, _ in record.entries:
-        if failed.epoch == epoch:
-            events += _end_failed(state, failed, error)
+    for seq, plan in zip(record.sequences, record.seqs, strict=True):
+        if seq.epoch == plan.epoch:
+            events += _end_failed(state, seq, error)
     _restart_readers(state, distrusted)
     state.adapters.repeat(record.adapter_moves)
-    for seq_id in record.gone:  # the worker may not have heard it
-        seq = state.sequences.get(seq_id)
-        if seq is None or not seq.registered:
+    for seq_id in record.gone:  # the worker may not have been told
+        alive = state.sequences.get(seq_id)
+        if alive is None or not alive.registered:
             state.gone.append(seq_id)
+    end_transfers(state, [TransferDone(t.transfer_id, 0, error) for t in record.transfers])
     return events
 
 

@@ -1,20 +1,19 @@
-"""What the next step computes: forks, decodes, running prompts, then whoever may enter (DESIGN §4, "Scheduler")."""
+"""What the next step computes: forks, decodes, drafts, running prompts, then sequences that may enter."""
 
 from __future__ import annotations
 
-from itertools import repeat
+from collections.abc import Iterable
 
 from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
-from quire.scheduler.adapters import Turnstile
+from quire.scheduler.adapters import AdapterGate
 from quire.scheduler.beam_steps import fork_beams
 from quire.scheduler.sequence import Sequence, SequenceState, SortKey
-from quire.scheduler.state import Entry, SchedulerState, StepRecord
+from quire.scheduler.state import SchedulerState, StepRecord
 from quire.step import NewSeq, SeqPlan, StepPlan
 
-_new_plan = tuple.__new__  # see `outcome`
-# So many in each step: longest-prefix looks up their prefixes, adapters without a slot are passed over; more would cost
-# more than a step may.
+# Waiting sequences looked at per step: longest-prefix looks up their prefixes, and those whose adapter has no slot are
+# passed over. Looking at all of a long queue would take longer than a step.
 _LOOKAHEAD = 128
 
 
@@ -28,9 +27,9 @@ class Planner:
         self._budget = Budget(state.config)
         self._new_seqs: list[NewSeq] = []
         self._seqs: list[SeqPlan] = []
-        self._entries: list[Entry] = []
-        self._num_chunk_rows = 0
-        # Rank of who found no block: nobody behind takes one in this step.
+        self._sequences: list[Sequence] = []  # parallel to `_seqs`
+        self._num_prompt_tokens = 0
+        # Rank of the sequence that failed to get a block: no lower-ranked one may take a block in this step.
         self._starved: SortKey | None = None
 
     def plan(self) -> StepPlan | None:
@@ -43,6 +42,9 @@ class Planner:
         decodes, prefills, crossing = self._sort_running()
         decodes = self._choose_decodes(decodes, crossing)
         self._budget.left -= len(decodes)
+        drafts: dict[Sequence, int] = {}
+        if state.config.max_num_drafts and self._starved is None:
+            drafts = choose_drafts(state, decodes, self._budget)
         for seq in sorted(prefills, key=lambda s: s.key):
             if self._budget.left == 0:
                 break
@@ -50,33 +52,38 @@ class Planner:
                 self._plan_chunk(seq)
         if state.counters.num_preemptions > num_preemptions:
             decodes = [seq for seq in decodes if seq.state is SequenceState.RUNNING]
-        elif self._starved is None:  # whoever was just thrown out would come straight back
+        elif self._starved is None:  # else a sequence that was just preempted would come straight back
             self._admit()
-        self._emit_decodes(decodes)
-        empty = not self._seqs and not record.moves
+        self._emit_decodes(decodes, drafts)
+        transfers, state.new_transfers = tuple(state.new_transfers), []
+        empty = not self._seqs and not record.moves and not transfers
         state.cache.references.end_planning(empty=empty)
         if empty:
             return None
         gone, state.gone = tuple(state.gone), []
         seqs, loads = tuple(self._seqs), state.adapters.take_moves()
         state.in_flight.append(
-            StepRecord(self._step, self._entries, seqs, gone, self._now, self._num_chunk_rows, loads)
+            StepRecord(
+                self._step, self._sequences, seqs, gone, self._now, self._num_prompt_tokens, loads, transfers
+            )
         )
         state.next_step += 1
-        return StepPlan(self._step, tuple(self._new_seqs), seqs, gone, tuple(record.moves), loads)
+        return StepPlan(self._step, tuple(self._new_seqs), seqs, gone, tuple(record.moves), loads, transfers)
 
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """Return those with one row to compute, those with more, and of the former those without a block for it.
+        """Return sequences with one token to compute, those with more, and of the former those that need a block.
 
         Leaders that are ready fork first.
         """
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         crossing: list[Sequence] = []
-        add = decodes.append
-        for seq in self._state.running:  # forks append to it while it is walked
+        chains, add = self._state.chains, decodes.append
+        for seq in self._state.running:  # forks append to it during this loop
             planned = seq.num_planned
-            if planned < seq.quiet_until:
+            if not chains and planned >= len(seq.token_ids):
+                continue  # its last token is out
+            if planned < seq.next_event_at:
                 add(seq)
                 continue
             if seq.siblings:
@@ -84,18 +91,16 @@ class Planner:
                     prefills.append(seq)
                     continue
                 fork_siblings(self._state, seq)
-            left = seq.num_total - planned
-            if left == 1:
-                if planned < seq.row_limit:  # else its last token is on its way
-                    add(seq)
-                    if planned >= seq.table.capacity:
-                        crossing.append(seq)
-            elif left > 1:
+            if planned + 1 < len(seq.token_ids):
                 prefills.append(seq)
+            elif planned < seq.max_planned:  # else its last token is on its way
+                add(seq)
+                if planned >= seq.table.capacity:
+                    crossing.append(seq)
         return decodes, prefills, crossing
 
     def _choose_decodes(self, decodes: list[Sequence], crossing: list[Sequence]) -> list[Sequence]:
-        """Return the decodes of this step, with room for a row each: all that find a block, as far as rows go."""
+        """Return the decodes of this step, with a block for each: as many as the budget allows."""
         if len(decodes) > self._budget.left:
             return self._choose_in_turn(decodes)
         if not crossing:
@@ -105,7 +110,7 @@ class Planner:
         return [seq for seq in decodes if seq not in without] if without else decodes
 
     def _choose_in_turn(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Round robin: whoever waited longest for a row comes first."""
+        """Round robin: the sequence that waited longest for a turn comes first."""
         chosen: list[Sequence] = []
         for seq in sorted(decodes, key=lambda seq: seq.turn):
             end = seq.num_planned + 1
@@ -161,11 +166,11 @@ class Planner:
         seats = min(seats, config.max_num_seqs - len(state.running))
         if seats <= 0 or self._budget.left == 0:
             return
-        turnstile = Turnstile(state.adapters)
+        adapters = AdapterGate(state.adapters)
         for seq in _in_order_of_entry(state, seats):
             if self._budget.left == 0 or seats == 0 or len(state.running) >= config.max_num_seqs:
                 break
-            if not turnstile.lets_in(seq):
+            if not adapters.lets_in(seq):
                 continue
             if not self._admit_one(seq):
                 break
@@ -196,57 +201,60 @@ class Planner:
         return True
 
     def _emit(self, seq: Sequence, end: int) -> None:
-        """Plan the rows of ``seq`` up to ``end``; its blocks are there."""
-        start = seq.num_planned
-        num_rows = end - start
-        assert num_rows > 0
-        assert end <= seq.table.capacity
-        self._register(seq)
-        block_start, new_block_ids = seq.table.take_unsent()
-        self._seqs.append(SeqPlan(seq.seq_id, seq.epoch, start, num_rows, block_start, new_block_ids))
-        self._entries.append((seq, seq.epoch, end))
-        seq.table.last_step = self._step
-        seq.num_planned = end
-        if end == seq.num_total:
-            seq.num_total += 1
-        else:
-            self._state.counters.num_chunks += 1
-        self._state.counters.num_computed_tokens += num_rows
-        self._budget.left -= num_rows
-        self._num_chunk_rows += num_rows
-        if start < seq.num_prompt:
-            self._state.cache.publisher.publish(
-                seq.table, seq.token_ids, min(end, seq.num_prompt), planned=True
-            )
+        """Plan a chunk of ``seq`` up to ``end``; its blocks are there."""
+        num_tokens = end - seq.num_planned
+        self._budget.left -= num_tokens
+        self._num_prompt_tokens += num_tokens
+        self._seqs.append(self._plan_tokens(seq, end))
+        self._sequences.append(seq)
 
-    def _emit_decodes(self, decodes: list[Sequence]) -> None:
-        """`_emit` for one row each, without what a decode does not need: this loop is the engine's hottest."""
-        plans = [
-            (seq.seq_id, seq.epoch, seq.num_planned, 1, (), (), 0, 0, ())
-            if seq.num_planned < seq.quiet_until  # most
-            else self._loud_decode(seq)
-            for seq in decodes
-        ]
-        self._seqs.extend(map(_new_plan, repeat(SeqPlan), plans))
-        self._entries.extend([(seq, seq.epoch, seq.num_planned + 1) for seq in decodes])
-        step = self._step
+    def _emit_decodes(self, decodes: list[Sequence], drafts: dict[Sequence, int]) -> None:
+        """Plan one token each, and the drafts. This loop and that of `outcome` are the engine's hottest."""
+        step, add = self._step, self._seqs.append
+        num_events = 0
         for seq in decodes:
-            seq.table.last_step = step
-            seq.num_planned += 1
-            seq.num_total = seq.num_planned + 1
-        self._state.counters.num_computed_tokens += len(decodes)
+            start = seq.num_planned
+            if start < seq.next_event_at:
+                add(SeqPlan(seq.seq_id, seq.epoch, start, 1))
+                seq.table.last_step = step
+                seq.num_planned = start + 1
+            else:
+                add(self._plan_tokens(seq, start + 1, drafts.get(seq, 0)))
+                num_events += 1
+        self._sequences += decodes
+        self._state.counters.num_computed_tokens += len(decodes) - num_events
 
-    def _loud_decode(self, seq: Sequence) -> tuple[object, ...]:
-        """Return the fields of a row's `SeqPlan`, and do what most need not: a `NewSeq`, blocks, a beam's id."""
+    def _plan_tokens(self, seq: Sequence, end: int, num_drafts: int = 0) -> SeqPlan:
+        """Plan the known tokens of ``seq`` up to ``end``, and so many drafts behind them; its blocks are there."""
+        state, start, table = self._state, seq.num_planned, seq.table
+        assert start < end
+        assert end + num_drafts <= table.capacity
         self._register(seq)
-        start, table = seq.num_planned, seq.table
-        block_start, new_block_ids = table.take_unsent()
-        forced, seq.forced = seq.forced, ()
+        samples = end >= len(seq.token_ids)
+        state.counters.num_chunks += not samples
+        state.counters.num_computed_tokens += end + num_drafts - start
+        seq.num_planned = end + num_drafts
+        table.last_step = self._step
         if start < seq.num_prompt:
-            self._state.cache.publisher.publish(table, seq.token_ids, start + 1, planned=True)
-        if seq.event_tail:
-            seq.find_quiet()
-        return (seq.seq_id, seq.epoch, start, 1, block_start, new_block_ids, 0, 0, forced)
+            state.cache.publisher.publish(table, seq.token_ids, min(end, seq.num_prompt), planned=True)
+        next_drafts = 0
+        if samples and state.config.max_num_drafts:
+            next_drafts = min(state.config.max_num_drafts, max(0, seq.max_planned - end - 1))
+        block_start, new_block_ids = table.take_unsent()
+        if new_block_ids and seq.told_first:
+            state.find_next_event(seq)
+        forced, seq.forced = seq.forced, ()
+        return SeqPlan(
+            seq.seq_id,
+            seq.epoch,
+            start,
+            seq.num_planned - start,
+            block_start,
+            new_block_ids,
+            num_drafts,
+            next_drafts,
+            forced,
+        )
 
     def _register(self, seq: Sequence) -> None:
         """Tell the worker of a sequence, once per admission."""
@@ -310,6 +318,25 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     match = state.cache.match
     nearest.sort(key=lambda seq: -match(seq.table, seq.token_ids).num_tokens)  # stable: ties by arrival
     return nearest[:count]
+
+
+def choose_drafts(state: SchedulerState, decodes: Iterable[Sequence], budget: Budget) -> dict[Sequence, int]:
+    """Return how many drafts each decode verifies: as many as its worker holds and tokens and free blocks allow.
+
+    No sequence is preempted for a draft.
+    """
+    chosen: dict[Sequence, int] = {}
+    for seq in decodes:
+        start, table = seq.num_planned + 1, seq.table
+        num_drafts = min(seq.num_drafts, budget.left, seq.max_planned - start)
+        if num_drafts <= 0 or seq.state is not SequenceState.RUNNING:
+            continue
+        if not state.cache.allocate(table, start + num_drafts):
+            num_drafts = min(num_drafts, table.capacity - start)
+        if num_drafts > 0:
+            chosen[seq] = num_drafts
+            budget.left -= num_drafts
+    return chosen
 
 
 class Budget:

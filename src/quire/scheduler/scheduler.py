@@ -125,21 +125,26 @@ class Scheduler:
         check_integrity(self.cache, [seq.table for seq in state.sequences.values()])
         state.adapters.check_integrity(seq.group.request.adapter for seq in state.running)
         assert len(state.running) + len(state.waiting) <= len(state.sequences)
+        loading = [seq for seq in state.sequences.values() if seq.state is SequenceState.LOADING_KV]
+        assert set(loading) == set(state.loading.values())
+        assert set(state.loading) <= set(self.cache.references.transfers)
         for seq in state.sequences.values():
             if (
-                seq.quiet_until
-            ):  # else a row would be planned without a block, or a full block kept from the tree
+                seq.next_event_at
+            ):  # else a token would be planned without a block, or a full block not published
                 assert seq.state is SequenceState.RUNNING
-                assert seq.event_tail
-                assert seq.quiet_until <= min(seq.table.due_at, seq.table.capacity, seq.row_limit)
-                assert not seq.table.unsent or seq.num_planned >= seq.quiet_until
+                assert seq.told_first
+                assert seq.next_event_at <= seq.max_planned
+                assert seq.num_planned >= seq.next_event_at or seq.next_event_at <= self.cache.next_event_at(
+                    seq.table
+                )
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         state, prefix = self._state, self.cache.prefix
         return EngineStats(
             num_running=len(state.running),
-            num_waiting=len(state.waiting),
+            num_waiting=len(state.waiting) + len(state.loading),
             num_in_flight=len(state.in_flight),
             num_blocks=self.cache.pool.num_blocks,
             num_free_blocks=self.cache.pool.num_free,

@@ -1,11 +1,11 @@
-"""`Sequence` and `RequestState`: the scheduler's own mutable state. Nobody else sees them.
+"""`Sequence` and `RequestState`: the scheduler's own mutable state. No other package sees them.
 
     token_ids    │ prompt ……………………………… │ output ……… │ pending      pending: sampled by steps in flight, ids unknown
-                 0                num_prompt      len(token_ids)  num_total        ≤ max_total
-    planned      │ rows computed or in flight …… │ num_planned                    ≤ row_limit = max_total − 1
+                 0                num_prompt      len(token_ids)  num_total       ≤ max_total
+    planned      │ positions computed or in flight │ num_planned                  ≤ max_planned
 
 Every sequence chases `num_total` with `num_planned`; the last token is never computed, except where the prompt is all
-there is (`prompt_only`: row_limit = max_total = num_prompt).
+there is (`prompt_only`). While drafts are in flight, `num_planned` and `num_total` count them as if all were accepted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 from enum import Enum
 
 from quire.cache.block_table import BlockTable
-from quire.request import Request, Sampling, TokenEvent
+from quire.request import Request, Sampling
 from quire.scheduler.beam import BeamSearch
-from quire.step import SeqResult
 
 SortKey = tuple[float, ...]
 ENDED_EPOCH = -1
@@ -25,6 +24,7 @@ class SequenceState(Enum):
     ATTACHED = "attached"  # a sibling (n > 1) that waits to be forked from its leader
     PARKED = "parked"  # one of a request's beams, that has nothing to compute now
     WAITING = "waiting"
+    LOADING_KV = "loading_kv"  # waits for a transfer that brings blocks of its prompt
     RUNNING = "running"
     ENDED = "ended"
 
@@ -34,27 +34,22 @@ class Sequence:
 
     __slots__ = (
         "epoch",
-        "event_tail",
         "forced",
         "group",
         "is_beam",
         "key",
-        "last_event",
-        "last_result",
         "max_total",
         "min_total",
+        "next_event_at",
         "num_chunks",
+        "num_drafts",
         "num_planned",
         "num_preemptions",
         "num_prompt",
         "num_steps",
-        "num_tokens_then",
-        "num_total",
         "prompt_only",
-        "quiet_until",
         "registered",
         "request_id",
-        "row_limit",
         "sample_index",
         "sampling",
         "seq_id",
@@ -63,6 +58,7 @@ class Sequence:
         "stop_ids",
         "table",
         "token_ids",
+        "told_first",
         "ttft_s",
         "turn",
     )
@@ -82,57 +78,52 @@ class Sequence:
         self.table = table
         self.token_ids: list[int] = [*request.prompt_token_ids, *output]
         self.num_prompt = len(request.prompt_token_ids)
-        self.num_total = len(self.token_ids)
         self.num_planned = 0
         max_tokens = sampling.max_tokens if sampling.max_tokens is not None else max_model_len
         self.max_total = min(self.num_prompt + max_tokens, max_model_len)
-        self.row_limit = self.max_total - 1
         self.prompt_only = request.prompt_only
         if self.prompt_only:
-            self.max_total = self.row_limit = self.num_prompt
+            self.max_total = self.num_prompt
         self.is_beam = sampling.use_beam_search
-        if self.is_beam:
-            self.row_limit = self.num_total  # what comes next is known when all beams have been looked at
-        self.forced: tuple[int, ...] = ()  # of a beam: stands in for what its worker drew last
+        self.forced: tuple[int, ...] = ()  # of a beam: replaces what its worker sampled last
         self.min_total = self.num_prompt + sampling.min_tokens
         self.stop_ids = frozenset(sampling.eos_token_ids) | frozenset(sampling.stop_token_ids)
         self.state = SequenceState.WAITING
         self.epoch = 0  # + 1 at each admission after the first; ENDED_EPOCH when over
         self.registered = False  # the worker has had a NewSeq of this epoch
-        self.siblings: list[
-            Sequence
-        ] = []  # to be forked when all of the prompt but its last token is planned
+        # To be forked when all of the prompt but its last token is planned.
+        self.siblings: list[Sequence] = []
         self.key: SortKey = ()  # rank: smaller comes first
         self.num_preemptions = 0
-        self.num_steps = 0  # that gave it something, up to its first token since its last admission
-        self.num_tokens_then = 0  # tokens known at that; each since then took a step
-        self.num_chunks = 0
-        self.turn = (
-            0  # orders decodes where they do not all fit a step: the longest without a row comes first
-        )
+        self.num_steps = 0  # steps that computed something of it
+        self.num_chunks = 0  # of these, steps that computed known tokens
+        self.num_drafts = 0  # tokens that its worker proposes for the next step
+        # Orders decodes that do not all fit a step: the one that waited longest comes first.
+        self.turn = 0
         self.ttft_s: float | None = None  # arrival to first token
-        self.event_tail: tuple[object, ...] = ()  # empty before its first token; see `outcome`
-        self.quiet_until = 0  # see `find_quiet`
-        self.last_result: SeqResult | None = None  # of those; and its event
-        self.last_event: TokenEvent
+        self.told_first = False  # the first token since its last admission is out
+        # A decode below this position appends one token and does nothing else; see `SchedulerState.find_next_event`.
+        self.next_event_at = 0
+
+    @property
+    def num_total(self) -> int:
+        """Known tokens and those that steps in flight sample (drafts in flight: at most that many)."""
+        return max(len(self.token_ids), self.num_planned + 1)
+
+    @property
+    def max_planned(self) -> int:
+        """The token count up to which positions may be computed now.
+
+        The next token of a beam is known when all beams of its depth have been looked at.
+        """
+        if self.is_beam:
+            return len(self.token_ids)
+        return self.num_prompt if self.prompt_only else self.max_total - 1
 
     @property
     def target(self) -> int:
         """The token count to chase now: a leader stops before the last prompt token until it has forked."""
-        return self.num_prompt - 1 if self.siblings else min(self.num_total, self.row_limit)
-
-    def find_quiet(self) -> None:
-        """It has its first token: find the token count below which a row needs no block and fills none.
-
-        What is planned below is a row and no more, what is applied a token and no more, but for stop ids.
-        """
-        table = self.table
-        self.quiet_until = 0 if table.unsent else min(table.due_at, table.capacity, self.row_limit)
-
-    @property
-    def num_steps_now(self) -> int:
-        """Steps that gave it something; counted here, not in the loop that every token passes."""
-        return self.num_steps + (len(self.token_ids) - self.num_tokens_then if self.event_tail else 0)
+        return self.num_prompt - 1 if self.siblings else min(self.num_total, self.max_planned)
 
     @property
     def output_token_ids(self) -> tuple[int, ...]:
@@ -161,7 +152,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.cache_miss = ""  # see `cache_miss`
         self.queued_s = 0.0
-        # Rows of the prompt whose log-probabilities were sent; those who have output have them all.
+        # Prompt tokens whose log-probabilities were sent; a request with output has had them all.
         self.num_scored = len(request.prompt_token_ids) - 1 if any(request.output_token_ids) else 0
 
     @property

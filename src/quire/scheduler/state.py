@@ -15,22 +15,21 @@ from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.predictor import Pace
 from quire.scheduler.queue import Deadlines, Gate, WaitingQueue, sort_key
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
-from quire.step import AdapterMove, SeqPlan
-
-Entry = tuple[Sequence, int, int]  # (sequence, its epoch, the token count that this step brings it to)
+from quire.step import AdapterMove, KvTransfer, SeqPlan
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """A step in flight, as the scheduler remembers it. ``entries`` are parallel to ``seqs``, the plan's."""
+    """A step in flight, as the scheduler remembers it. ``sequences`` are parallel to ``seqs``, the plan's."""
 
     step: int
-    entries: list[Entry]
+    sequences: list[Sequence]
     seqs: tuple[SeqPlan, ...]
     gone: tuple[int, ...]
     planned_s: float = 0.0
-    num_prompt_rows: int = 0
+    num_prompt_tokens: int = 0
     adapter_moves: tuple[AdapterMove, ...] = ()
+    transfers: tuple[KvTransfer, ...] = ()  # begun by this step
 
 
 @dataclass(slots=True)
@@ -53,6 +52,9 @@ class Counters:
     num_zombie_results: int = 0
     num_failed_steps: int = 0
     num_restarted_readers: int = 0
+    num_loaded_blocks: int = 0
+    num_stored_blocks: int = 0
+    num_failed_transfers: int = 0
 
 
 @dataclass(slots=True)
@@ -69,15 +71,17 @@ class SchedulerState:
     requests: dict[str, RequestState] = field(default_factory=dict)
     sequences: dict[int, Sequence] = field(default_factory=dict)  # by id, those not ended
     in_flight: deque[StepRecord] = field(default_factory=deque)
-    gone: list[int] = field(
-        default_factory=list
-    )  # sequences that the worker should forget with the next plan
+    gone: list[int] = field(default_factory=list)  # sequences that the worker drops with the next plan
+    chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
     counters: Counters = field(default_factory=Counters)
     deadlines: Deadlines = field(default_factory=Deadlines)
     pace: Pace = field(default_factory=Pace)
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
     # Beams selected since the last plan: (parent, what is forked from it); see `beam_steps`.
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    loading: dict[int, Sequence] = field(default_factory=dict)  # by transfer id, those in state LOADING_KV
+    new_transfers: list[KvTransfer] = field(default_factory=list)  # begin with the next plan
+    next_transfer_id: int = 0
     next_step: int = 0
     next_seq_id: int = 0
     next_turn: int = 1
@@ -100,6 +104,29 @@ class SchedulerState:
         self.adapters.enter(seq.group.request.adapter)
         self.running.append(seq)
 
+    @property
+    def chains(self) -> bool:
+        """Whether a sequence may be planned again while its last token is out.
+
+        An engine with drafts does not: how many of them are accepted decides where the sequence goes on.
+        """
+        return self.chains_steps and not self.config.max_num_drafts
+
+    def find_next_event(self, seq: Sequence) -> None:
+        """Find the position up to which a decode of ``seq`` appends one token and does nothing else.
+
+        That is where the sequence next needs, fills or drops a block, or reaches its last token. It is
+        called once the first token is out; with drafts every decode is an event.
+        """
+        if not self.config.max_num_drafts:
+            seq.next_event_at = min(self.cache.next_event_at(seq.table), seq.max_planned)
+
+    def rollback(self, seq: Sequence, num_tokens: int) -> None:
+        """Take the last ``num_tokens`` computed positions of ``seq`` back: drafts that were rejected."""
+        assert seq.num_planned >= len(seq.token_ids) - 1 + num_tokens
+        seq.num_planned -= num_tokens
+        self.cache.rollback(seq.table, seq.num_planned)
+
     def stop(self, seq: Sequence) -> None:
         """A running sequence gives up its blocks and its place at the worker."""
         self.running.remove(seq)
@@ -113,12 +140,10 @@ class SchedulerState:
         """Take a running sequence out, to be computed again later. What is in flight of it will be dropped."""
         self.stop(seq)
         seq.epoch += 1
-        seq.num_planned = 0
-        seq.num_total = len(seq.token_ids)
+        seq.num_planned = seq.num_drafts = 0
         seq.num_preemptions += 1
-        seq.num_steps = seq.num_steps_now
-        seq.event_tail = ()
-        seq.quiet_until = 0
+        seq.told_first = False
+        seq.next_event_at = 0
         seq.forced = ()
         self.counters.num_preemptions += 1
         self.gate.return_seat()
@@ -154,6 +179,8 @@ class SchedulerState:
             self.stop(seq)
         elif seq.state is SequenceState.WAITING:
             self.waiting.remove(seq)
+        elif seq.state is SequenceState.LOADING_KV:
+            self.loading = {key: other for key, other in self.loading.items() if other is not seq}
         elif seq.state is SequenceState.ATTACHED:
             next(s for s in group.sequences if seq in s.siblings).siblings.remove(seq)
         seq.state = SequenceState.ENDED
@@ -189,7 +216,7 @@ class SchedulerState:
             group.queued_s,
             seq.ttft_s or 0.0,
             pooled=pooled,
-            num_steps=seq.num_steps_now,
+            num_steps=seq.num_steps,
             num_chunks=seq.num_chunks,
             cache_miss=group.cache_miss,
         )

@@ -22,9 +22,8 @@ from quire.request import TokenEvent
 from quire.scheduler.slo import SloController
 from quire.sim.faults import Fault, check_faults
 from quire.sim.latency import Latency, Speculation, Swap
-from quire.sim.replica import Replica
+from quire.sim.replica import Replica, Timeline
 from quire.sim.requests import Client, Sent
-from quire.sim.timeline import Timeline
 from quire.workload.request import Workload, WorkloadRequest
 
 

@@ -11,8 +11,8 @@ from quire.bench.figures import Series, chart
 from quire.bench.page import Page
 from quire.bench.summary import summarize
 from quire.errors import ConfigError
+from quire.sim.replica import Point
 from quire.sim.run import Simulated
-from quire.sim.timeline import Point
 from quire.workload.request import Workload
 from quire.workload.slo import Slo
 

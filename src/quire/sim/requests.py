@@ -12,8 +12,7 @@ from quire.cache.block_hash import extend_chain, root_hash
 from quire.config import CacheConfig
 from quire.executor.timed import drawn_token
 from quire.request import Request, SamplingParams, TokenEvent
-from quire.workload.prompts import PromptMaker
-from quire.workload.request import Workload, WorkloadRequest
+from quire.workload.request import PromptMaker, Workload, WorkloadRequest
 
 VOCAB_SIZE, FIRST_ID = 4096, 256  # of made-up prompts, as `quire bench serve` makes them
 

@@ -1,4 +1,7 @@
-"""`simulate`: a workload through a cluster, from start to end."""
+"""`simulate`: a workload through a cluster, from start to end.
+
+What a fault does to a cluster when its time comes.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import StepTime
 from quire.sim.cluster import Cluster, ClusterConfig
-from quire.sim.incidents import schedule
-from quire.sim.timeline import Point
+from quire.sim.faults import Add, Fault, Kill, Slow
+from quire.sim.replica import Point
 from quire.workload.request import Workload
 
 
@@ -87,3 +90,43 @@ def _no_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def schedule(fault: Fault, cluster: Cluster) -> None:
+    """Let ``fault`` happen at its time."""
+    match fault:
+        case Kill():
+            cluster.at(fault.at, lambda: _kill(fault, cluster))
+        case Slow():
+            cluster.at(fault.at, lambda: _slow(fault, cluster))
+        case Add():
+            cluster.at(fault.at, lambda: _add(fault, cluster))
+
+
+def _kill(fault: Kill, cluster: Cluster) -> None:
+    if fault.replica >= len(cluster.replicas):  # still starting: nothing runs that could die
+        return
+    cluster.kill(fault.replica)
+    if fault.restart:
+        _start_later(cluster, lambda: cluster.start(fault.replica))
+
+
+def _slow(fault: Slow, cluster: Cluster) -> None:
+    if fault.replica >= len(cluster.replicas):
+        return
+    executor = cluster.replicas[fault.replica].executor
+    executor.slowdown *= fault.factor
+
+    def recover() -> None:
+        executor.slowdown /= fault.factor
+
+    cluster.at(fault.until, recover)
+
+
+def _add(fault: Add, cluster: Cluster) -> None:
+    for _ in range(fault.count):
+        _start_later(cluster, lambda: cluster.start(len(cluster.replicas)))
+
+
+def _start_later(cluster: Cluster, start: Callable[[], None]) -> None:
+    cluster.at(cluster.clock.now() + cluster.config.start_up_s, start)

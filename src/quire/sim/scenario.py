@@ -14,17 +14,14 @@ from importlib.resources import files
 from typing import Any
 
 from quire.args import EngineArgs, make_args
-from quire.bench import figures
+from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.bench.figures import Series, chart
-from quire.bench.page import Page, finite, write
-from quire.bench.serve_args import ServeBenchArgs
-from quire.bench.table import console, print_table
-from quire.bench.workload import make_workload
+from quire.bench.page import Page, console, finite, print_table, write
+from quire.bench.runs import make_workload
 from quire.errors import ConfigError, nearest
 from quire.sim.report import summary_of
 from quire.sim.run import simulate
 from quire.sim.setup import FREE, set_up
-from quire.sim.simulate_args import SimulateArgs
 from quire.workload.slo import Slo
 
 # In the order of the lesson: each answers what the one before leaves open.
@@ -81,8 +78,6 @@ def run_scenario(name: str, settings: Mapping[str, Any]) -> int:
             print(f"{known:20} {load_scenario(known).question}")
         return 0
     files_of = {key: settings.get(key) for key in ("json", "html")}
-    if files_of["html"]:
-        figures.need_plots()
     given = {k: v for k, v in settings.items() if k not in ("scenario", "json", "html", "jsonl")}
     scenario = load_scenario(name)
     results = {

@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from quire.args import EngineArgs, make_args
+from quire.bench.args import SimulateArgs
 from quire.config import CacheConfig
 from quire.errors import ConfigError
 from quire.models.spec_only import spec_of
 from quire.plan.cost_model import StepTime
-from quire.plan.efficiency import efficiencies
 from quire.plan.hardware import find_hardware
 from quire.plan.memory import plan_memory
 from quire.plan.profile import HostCost, load_profile
-from quire.plan.roofline import Roofline, work_of
+from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split
 from quire.resolve import parse_bytes, scheduler_config
 from quire.sim.cluster import ClusterConfig
 from quire.sim.faults import parse_fault
 from quire.sim.latency import Speculation, Swap
-from quire.sim.simulate_args import SimulateArgs
 
 ROOFLINE_STEPS_IN_FLIGHT = 2  # of a GPU (DESIGN §2)
 # Settings of the engine that its step times do not depend on, or only through what a step has to do.
@@ -154,7 +153,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
     )  # fmt: skip
     block_size = 16
     layout = spec.kv_layout(spec.max_position_embeddings)
-    page = layout.page_bytes(block_size, "bfloat16")
+    page = layout.block_bytes(block_size, "bfloat16")
     num_blocks = int(memory.kv_pool * split.tp // page)
     if num_blocks < 2:
         raise ConfigError(

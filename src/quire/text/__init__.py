@@ -4,11 +4,10 @@ Torch-free, and free of the clock: `strftime_now` of a template gets its clock i
 """
 
 from quire.text.chat_template import ChatTemplate
-from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
 from quire.text.load import load_tokenizer
 from quire.text.stop import StopMatcher
-from quire.text.tokenizer import SpecialTokens, Tokenizer
+from quire.text.tokenizer import IncrementalDetokenizer, SpecialTokens, Tokenizer
 
 __all__ = [
     "ChatTemplate",

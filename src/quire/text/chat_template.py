@@ -1,53 +1,75 @@
-"""`ChatTemplate`: messages to a prompt, as Hugging Face transformers renders a model's Jinja template."""
+"""`ChatTemplate`: messages to a prompt, as Hugging Face transformers renders a model's Jinja template.
+
+A template comes with a download, so it is rendered in Jinja's immutable sandbox, which keeps it from Python's
+internals, and its output is capped. The sandbox does not keep it from looping for hours or building a terabyte of text.
+Templates that were read and found harmless are listed by hash in ``known_templates.txt``; a server renders any
+other template in a helper process, under limits of time and memory (`quire.engine.prompts`).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from functools import cache
+from importlib.resources import files
+from typing import Any, NoReturn, TypeVar
 
-from jinja2 import Template
+from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.errors import ModelLoadError, RequestError
-from quire.text.jinja_sandbox import LimitError, RenderLimits, TemplateEnvironment, render
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
+T = TypeVar("T")
 Message = Mapping[str, Any]
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Marks where the last message ends, so that a rendering can be cut there. The space shows whether the template trims.
 _CUT = "QUIRE_CONTINUES_HERE "
 
 
+# Longest prompt that a template may write, in characters.
+MAX_OUTPUT_CHARS = 16_000_000
+
+
 class RaisedByTemplate(TemplateError):
-    """The template called `raise_exception(message)`: it refuses these messages."""
+    """The template called `raise_exception(message)`: it rejects these messages."""
+
+
+class OutputTooLong(TemplateError):
+    """The template writes more than `MAX_OUTPUT_CHARS`."""
 
 
 class ChatTemplate:
-    """The chat template of a model, compiled once; safe to share between threads.
+    """The chat template of a model; safe to share between threads.
 
     ``templates`` maps names to Jinja sources. "default" is used, or "tool_use" where there are tools. ``clock`` gives
     the local time for `strftime_now`; a test passes a fixed one.
     """
 
     def __init__(
-        self,
-        templates: Mapping[str, str],
-        special: SpecialTokens,
-        clock: Callable[[], datetime],
-        limits: RenderLimits | None = None,
+        self, templates: Mapping[str, str], special: SpecialTokens, clock: Callable[[], datetime]
     ) -> None:
-        """Raises `ModelLoadError` for a template that does not compile."""
-        environment = TemplateEnvironment()
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: clock().strftime(form)
-        self._sources = dict(templates)
-        self._templates = {name: _compile(environment, name, text) for name, text in templates.items()}
+        """Raises `ModelLoadError` for a template with a syntax error."""
+        self.sources = dict(templates)
+        self.special = special
+        self.clock = clock
+        self.is_known = known_templates().issuperset(map(_digest, templates.values()))
+        self._environment = TemplateEnvironment(clock)
+        self._compiled: dict[str, Template] | None = None
         self._variables: dict[str, Any] = dict(special.roles)
         if special.additional:
             self._variables["additional_special_tokens"] = list(special.additional)
-        self._limits = limits or RenderLimits()
+        for name, source in self.sources.items():
+            # Parsing computes nothing. Compiling also evaluates constants, which may be huge in an unknown template.
+            _checked(name, self._environment.parse, source)
+        if self.is_known:
+            self.compile()
 
     @classmethod
     def of(
@@ -60,11 +82,20 @@ class ChatTemplate:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the templates; empty for a model without one."""
-        return tuple(self._templates)
+        return tuple(self.sources)
+
+    def compile(self) -> dict[str, Template]:
+        """Compile the templates if that has not been done. Raises `ModelLoadError`."""
+        if self._compiled is None:
+            compile_source = self._environment.from_string
+            self._compiled = {
+                name: _checked(name, compile_source, text) for name, text in self.sources.items()
+            }
+        return self._compiled
 
     def source(self, has_tools: bool = False, name: str | None = None) -> str:
         """Return the Jinja text that `render` would use."""
-        return self._sources[self._choose(has_tools, name)]
+        return self.sources[self._choose(has_tools, name)]
 
     def render(
         self,
@@ -82,7 +113,7 @@ class ChatTemplate:
         ``add_generation_prompt``: begin the assistant's answer; None leaves that to the template's own default.
         ``continue_final_message``: the prompt ends inside the last message, which the model goes on with.
         ``variables``: more for the template to see (`enable_thinking`, …); they win over the tokenizer's tokens.
-        Raises `RequestError` where the template refuses the messages, fails on them, or costs too much.
+        Raises `RequestError` where the template rejects the messages, fails on them, or writes too much.
         """
         chosen = self._choose(bool(tools), name)
         chat = [_with_reasoning_names(message) for message in messages]
@@ -97,11 +128,11 @@ class ChatTemplate:
         given: dict[str, Any] = {"messages": chat, "tools": tools, "documents": documents}
         if add_generation_prompt is not None:
             given["add_generation_prompt"] = add_generation_prompt
-        text = self._render(self._templates[chosen], {**self._variables, **given, **(variables or {})})
+        text = self._render(self.compile()[chosen], {**self._variables, **given, **(variables or {})})
         return _cut(text, final_text) if continue_final_message else text
 
     def _choose(self, has_tools: bool, name: str | None) -> str:
-        if not self._templates:
+        if not self.sources:
             raise RequestError(
                 "The model has no chat template, so messages cannot become a prompt. Start the server with "
                 "--chat-template FILE, or use /v1/completions with a prompt.",
@@ -109,10 +140,10 @@ class ChatTemplate:
                 code="no_chat_template",
             )
         if name is None:
-            name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
+            name = "tool_use" if has_tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
             raise RequestError(
-                f"The model has no chat template {name!r}. It has: {', '.join(self._templates)}.",
+                f"The model has no chat template {name!r}. It has: {', '.join(self.sources)}.",
                 param="chat_template",
             )
         return name
@@ -121,23 +152,19 @@ class ChatTemplate:
         absent = [name for name in ("tools", "documents") if variables[name] is None]
         try:
             try:
-                return render(template, variables, self._limits)
+                return _capped(template, variables)
             except TypeError:
-                # transformers passes None for what is absent, and a template made for tools alone fails on it; one that
-                # does not get the name at all loops over nothing.
+                # transformers passes None for what is absent, and a template that always expects tools fails on it. If
+                # it does not get the name at all, it loops over nothing.
                 if not absent:
                     raise
-                fewer = {name: value for name, value in variables.items() if name not in absent}
-                return render(template, fewer, self._limits)
+                return _capped(template, {k: v for k, v in variables.items() if k not in absent})
         except RaisedByTemplate as error:
             raise RequestError(
                 f"The model's chat template refuses the messages: {error}", param="messages"
             ) from error
-        except LimitError as error:
-            raise RequestError(
-                f"The model's chat template does not finish within its limits on these messages: {error}.",
-                param="messages",
-            ) from error
+        except OutputTooLong as error:
+            raise over_limit(str(error)) from error
         except Exception as error:  # a template can fail in any way that Python can
             raise RequestError(
                 f"The model's chat template fails on these messages: {type(error).__name__}: {error}",
@@ -145,9 +172,55 @@ class ChatTemplate:
             ) from error
 
 
-def _compile(environment: TemplateEnvironment, name: str, source: str) -> Template:
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """The environment of chat templates, with the settings and additions of Hugging Face transformers."""
+
+    # Evaluated when a template is rendered, under limits, but not when it is compiled.
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def __init__(self, clock: Callable[[], datetime]) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+        del self.globals["lipsum"]  # endless placeholder text
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: clock().strftime(form)
+        self.filters["tojson"] = _tojson
+
+
+class GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; rendering ignores it."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return the body in a scope of its own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+@cache
+def known_templates() -> frozenset[str]:
+    """Return the SHA-256 digests listed in ``known_templates.txt``."""
+    lines = (files("quire.text") / "known_templates.txt").read_text().splitlines()
+    return frozenset(line.split()[0] for line in lines if line and not line.startswith("#"))
+
+
+def over_limit(reason: str) -> RequestError:
+    """Return the error for a template that needs more than it is allowed."""
+    return RequestError(
+        f"The model's chat template does not finish within its limits on these messages: {reason}.",
+        param="messages",
+    )
+
+
+def _digest(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def _checked(name: str, work: Callable[[str], T], source: str) -> T:
+    """Return ``work(source)``, its errors as `ModelLoadError`."""
     try:
-        return environment.from_string(source)
+        return work(source)
     except TemplateSyntaxError as error:
         raise ModelLoadError(
             f"The chat template {name!r} does not compile: {error.message} (line {error.lineno}). Give a corrected one "
@@ -155,6 +228,31 @@ def _compile(environment: TemplateEnvironment, name: str, source: str) -> Templa
         ) from error
     except (RecursionError, MemoryError, TemplateError) as error:
         raise ModelLoadError(f"The chat template {name!r} does not compile: {error!r}.") from error
+
+
+def _capped(template: Template, variables: Mapping[str, Any]) -> str:
+    """Return what ``template`` writes. Raises `OutputTooLong`, and whatever the template raises."""
+    written: list[str] = []
+    num_chars = 0
+    for text in template.generate(variables):
+        written.append(text)
+        num_chars += len(text)
+        if num_chars > MAX_OUTPUT_CHARS:
+            raise OutputTooLong(f"its output is longer than {MAX_OUTPUT_CHARS} characters")
+    return "".join(written)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as transformers writes it: without the HTML escapes of Jinja's own filter."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: Any) -> NoReturn:

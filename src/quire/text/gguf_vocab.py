@@ -9,9 +9,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.text.byte_level import add_bos_eos, byte_level_backend
-from quire.text.pieces import Piece, PieceKind, PieceModel, pieces_backend
-from quire.text.split_patterns import GGUF_SPLITTINGS, Splitting
+from quire.text.byte_level import GGUF_SPLITTINGS, Splitting, add_bos_eos, byte_level_backend
+from quire.text.sentencepiece import Piece, PieceKind, PieceModel, pieces_backend
 from quire.text.token_text import token_text_of
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 

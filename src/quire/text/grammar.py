@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.grammar_library import as_lark
+from quire.text.grammar_matcher import as_lark
 from quire.text.json_schema import closed, written_out
 from quire.text.structural_tag import lark_of_structural_tag, slashed
 

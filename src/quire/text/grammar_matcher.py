@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.errors import RequestError
 from quire.text.constraint import BoolMask
+from quire.text.tokenizer import Tokenizer
 
 TOO_COMPLEX = "the grammar became too complex to follow at this point of the answer"
 
@@ -69,3 +71,122 @@ def unpack(bits: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
     """``bits: [rows, words]`` → bool ``[rows, vocab_size]``."""
     rows = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
     return rows.view(np.bool_)
+
+
+# llguidance counts its work, so these cut at the same place on every machine. In time, by its own figures: 20 ms of
+# building regexes, then 14 ms a mask at most.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 250_000,
+    "max_grammar_size": 500_000,
+}
+
+
+def compile_matcher(tokenizer: Any, grammar: str) -> Any:
+    """Return an `LLMatcher` before its first token. It never raises: `first_error` tells what is wrong.
+
+    ``tokenizer`` is that of `ll_tokenizer`.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+
+
+def ll_tokenizer(table: TokenTable, encode: Encode | None = None) -> Any:
+    """Return llguidance's own form of ``table``, with a trie over the tokens (a second for 128k of them).
+
+    ``encode`` finds the ids of a text that the grammar forces, so that it is written in the tokens that the model
+    knows; without it the longest tokens are taken.
+    """
+    from llguidance import LLTokenizer
+
+    wrapper: Any = _Wrapper(table, encode)
+    made = LLTokenizer(wrapper, eos_token=list(table.eos_ids))
+    wrapper.greedy = made.greedy_tokenize
+    return made
+
+
+def mask_threads(num_threads: int) -> Any:
+    """Return the `LLExecutor` that advances matchers and computes masks on ``num_threads`` threads, without the GIL."""
+    from llguidance import LLExecutor
+
+    return LLExecutor(num_threads)
+
+
+def as_lark(text: str) -> str:
+    """Return Lark as it is, and GBNF or EBNF (rules with ``::=``) as Lark.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(text))
+    except (
+        Exception
+    ) as error:  # its parser has exceptions of its own, and raises IndexError at the end of the text
+        raise RequestError(f"the grammar cannot be read: {error}") from None
+
+
+class _Wrapper:
+    """What `LLTokenizer` reads; the names are its own."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, table: TokenTable, encode: Encode | None) -> None:
+        self.tokens = list(table.tokens)
+        self.special_token_ids = list(table.special_ids)
+        self.eos_token_id = table.eos_ids[0]
+        self.greedy: Encode | None = None
+        self._encode = encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        said = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+        if self._encode is not None:
+            ids = self._encode(said)
+            if b"".join([self.tokens[i] for i in ids]) == said.encode():
+                return ids
+        # Normalised on the way, or no tokenizer here.
+        return [] if self.greedy is None else self.greedy(said)
+
+
+Encode = Callable[[str], list[int]]
+
+
+class TokenTable(NamedTuple):
+    """``tokens[id]`` are bytes; empty for an id without a token, which no grammar can then draw."""
+
+    tokens: Sequence[bytes]
+    special_ids: Sequence[int]
+    eos_ids: Sequence[int]
+
+
+def token_table(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> TokenTable:
+    """Return the table of the model's ``vocab_size`` ids, which may be more or fewer than the tokenizer's."""
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+    eos = tuple(token_id for token_id in eos_ids if token_id < vocab_size)
+    # An id that ends the answer may not be drawn as the text that it is spelled with.
+    special = {i for i in tokenizer.special_token_ids if i < vocab_size} | set(eos)
+    for token_id in special:
+        tokens[token_id] = tokens[token_id] or b"<%d>" % token_id
+    return TokenTable(tokens, sorted(special), eos)
+
+
+def encode_forced(tokenizer: Tokenizer) -> Encode:
+    """Return how ``tokenizer`` writes a piece in the middle of a text: no BOS, no special tokens, no first space."""
+    mark = "\n" if tokenizer.text_rule.drops_leading_space else ""
+
+    def encode(text: str) -> list[int]:
+        ids = tokenizer.encode(mark + text, add_special_tokens=False, allow_special=False)
+        if mark:
+            head = b""
+            while ids and not head.endswith(b"\n"):
+                head += tokenizer.token_bytes(ids.pop(0))
+        return ids
+
+    return encode

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
-from quire.errors import ModelLoadError
-from quire.text.folder_config import FolderConfig, read_folder_config
-from quire.text.hf_folder import load_tokenizer_json, load_vocab_and_merges
-from quire.text.sentencepiece_file import load_sentencepiece
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.text.byte_level import GPT2, QWEN2, Splitting, add_bos_eos, add_tokens, byte_level_backend
+from quire.text.folder_config import FolderConfig, read_folder_config, read_json
+from quire.text.sentencepiece import load_sentencepiece
 from quire.text.tiktoken_file import load_tiktoken
-from quire.text.tokenizer import Tokenizer
+from quire.text.token_text import token_text_of
+from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
 _LFS_POINTER = b"version https://git-lfs"
@@ -61,3 +66,136 @@ def _load_file(path: Path, config: FolderConfig) -> Tokenizer:
     if _RANK_LINE.match(head):
         return load_tiktoken(path, config)
     return load_sentencepiece(path, config)
+
+
+_END_OF_TEXT = "<|endoftext|>"
+# The splitting expression is not in vocab.json; it goes with the class that tokenizer_config.json names.
+_SPLITTINGS = {
+    "Qwen2Tokenizer": Splitting((QWEN2,), nfc=True),
+    "Qwen2TokenizerFast": Splitting((QWEN2,), nfc=True),
+    "GPT2Tokenizer": Splitting((GPT2,)),
+    "GPT2TokenizerFast": Splitting((GPT2,)),
+}
+
+
+def load_tokenizer_json(path: Path, config: FolderConfig) -> Tokenizer:
+    """Build the tokenizer that a tokenizer.json describes, with the additions of tokenizer_config.json."""
+    backend = _read_backend(path)
+    known = backend.get_added_tokens_decoder()
+    add_tokens(
+        backend, {i: token for i, token in config.added_tokens.items() if _differs(known.get(i), token)}
+    )
+    _add_missing(backend, config.special)
+    _match_special_as_written(backend)
+    if config.add_bos is not None or config.add_eos is not None or backend.post_processor is None:
+        roles = config.special.roles
+        bos = roles.get("bos_token") if config.add_bos else None
+        add_bos_eos(backend, bos, roles.get("eos_token") if config.add_eos else None)
+    # transformers ignores the clean-up for BPE, where it would eat real spaces.
+    is_bpe = type(backend.model).__name__ == "BPE"
+    rule = token_text_of(backend, clean_up=config.clean_up_spaces and not is_bpe)
+    return Tokenizer(backend, rule, config.special, config.chat_templates)
+
+
+def _read_backend(path: Path) -> Backend:
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the Rust side raises plain `Exception`
+        repaired = _with_paired_merges(path)
+        if repaired is not None:
+            return Backend.from_str(repaired)
+        raise ModelLoadError(
+            f"{path} is not a tokenizer.json that can be read ({error}). It may be truncated or written by a newer "
+            "version of `tokenizers`: download it again, or upgrade `tokenizers`."
+        ) from error
+
+
+def _with_paired_merges(path: Path) -> str | None:
+    """Rewrite a file whose merges are strings ("a b") of tokens that hold spaces themselves, or return None.
+
+    The old form is ambiguous there and `tokenizers` refuses it; the vocabulary tells where such a string divides.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        model = document["model"]
+        model["merges"] = [_divided(merge, model["vocab"]) for merge in model["merges"]]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return json.dumps(document)
+
+
+def _divided(merge: str, vocab: dict[str, int]) -> tuple[str, str]:
+    cuts = [at for at, char in enumerate(merge) if char == " "]
+    pairs = [(merge[:at], merge[at + 1 :]) for at in cuts]
+    fitting = [(a, b) for a, b in pairs if a in vocab and b in vocab and a + b in vocab]
+    if len(fitting) != 1:
+        raise ValueError(f"the merge {merge!r} divides in {len(fitting)} ways")
+    return fitting[0]
+
+
+def _differs(known: AddedToken | None, wanted: AddedToken) -> bool:
+    return known is None or repr(known) != repr(wanted)
+
+
+def _add_missing(backend: Backend, special: SpecialTokens) -> None:
+    """Tokens with a role are special even if no list of added tokens says so; new ones get the next id."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for text in (*special.roles.values(), *special.additional):
+        if text not in known:
+            backend.add_tokens([AddedToken(text, special=True, normalized=False)])
+
+
+def _match_special_as_written(backend: Backend) -> None:
+    """Find special tokens in the text as it is: old Llama files want them normalized, where "</s>" reads "▁</s>"."""
+    for token in backend.get_added_tokens_decoder().values():
+        if token.special and token.normalized:
+            flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+            backend.add_tokens([AddedToken(token.content, special=True, normalized=False, **flags)])
+
+
+def load_vocab_and_merges(folder: Path, config: FolderConfig) -> Tokenizer:
+    """Build a byte-level BPE tokenizer from vocab.json, merges.txt and the added tokens of tokenizer_config.json."""
+    vocab = {str(token): int(token_id) for token, token_id in read_json(folder / "vocab.json").items()}
+    if not vocab:
+        raise ModelLoadError(f"{folder / 'vocab.json'} is empty. Download it again.")
+    class_name = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
+    if class_name is None:
+        splitting = _SPLITTINGS["GPT2Tokenizer"]
+    elif class_name in _SPLITTINGS:
+        splitting = _SPLITTINGS[class_name]
+    else:
+        raise ModelLoadError(
+            f"{folder} has vocab.json and merges.txt for the class {class_name!r}, whose way of splitting text is "
+            f"unknown. Known: {', '.join(_SPLITTINGS)}. Download the model's tokenizer.json too."
+        )
+    if config.add_prefix_space:
+        raise UnsupportedModelError(
+            f"{folder / 'tokenizer_config.json'} asks for a space before every text (add_prefix_space), which Quire "
+            "does not add to vocab.json and merges.txt. Download the model's tokenizer.json too."
+        )
+    added = dict(config.added_tokens)
+    special = config.special
+    if not special.roles and _END_OF_TEXT in vocab:
+        special = SpecialTokens(roles=dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END_OF_TEXT))
+    for text in special.roles.values():
+        if text in vocab and vocab[text] not in added:
+            added[vocab[text]] = AddedToken(text, special=True, normalized=False)
+    merges_path = folder / "merges.txt"
+    backend = byte_level_backend(vocab, _read_merges(merges_path), splitting, added, str(merges_path))
+    bos = special.roles.get("bos_token") if config.add_bos else None
+    add_bos_eos(backend, bos, special.roles.get("eos_token") if config.add_eos else None)
+    return Tokenizer(backend, token_text_of(backend), special, config.chat_templates)
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip() or line.startswith("#version"):
+            continue
+        left, _, right = line.rstrip("\r").partition(" ")
+        if not right or " " in right:
+            raise ModelLoadError(
+                f"{path}, line {number}: {json.dumps(line[:60])} is not two tokens. Download it again."
+            )
+        merges.append((left, right))
+    return merges

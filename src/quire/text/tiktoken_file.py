@@ -15,9 +15,17 @@ from pathlib import Path
 from tokenizers import AddedToken
 
 from quire.errors import ModelLoadError
-from quire.text.byte_level import add_bos_eos, byte_level_backend, merges_by_rank
+from quire.text.byte_level import (
+    CL100K,
+    GPT2,
+    O200K,
+    QWEN2,
+    Splitting,
+    add_bos_eos,
+    byte_level_backend,
+    merges_by_rank,
+)
 from quire.text.folder_config import FolderConfig
-from quire.text.split_patterns import CL100K, GPT2, O200K, QWEN2, Splitting
 from quire.text.token_text import byte_level_token, token_text_of
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 

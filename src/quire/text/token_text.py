@@ -51,7 +51,7 @@ class TokenText:
     replacements: tuple[tuple[str, str], ...] = ()  # applied in order to the token string, as "▁" -> " "
     # One space at the very start of a text belongs to the encoding, not to it.
     drops_leading_space: bool = False
-    clean_up: bool = False  # " ." -> "." and its kin (`quire.text.clean_up`)
+    clean_up: bool = False  # " ." -> "." and its kin (`quire.text.token_text`)
 
     def to_bytes(self, token: str) -> bytes:
         """Return the bytes that ``token`` stands for. They need not be UTF-8 on their own."""
@@ -109,3 +109,49 @@ def _with_part(rule: TokenText, part: Mapping[str, Any], fused: bool) -> TokenTe
         f"The tokenizer's decoder has the part {json.dumps(part)}, which Quire cannot apply token by token. Supported: "
         "ByteLevel, Metaspace, Replace of a string, ByteFallback, Fuse, and Strip of one leading space after Fuse."
     )
+
+
+# Order matters: each replacement sees the output of the one before it.
+CLEAN_UPS: tuple[tuple[str, str], ...] = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+
+
+def clean_up(text: str) -> str:
+    """Apply the whole chain to a finished text."""
+    for old, new in CLEAN_UPS:
+        text = text.replace(old, new)
+    return text
+
+
+class CleanUpStream:
+    """The chain over text that arrives in pieces: the pieces it returns add up to `clean_up` of the whole."""
+
+    def __init__(self) -> None:
+        self._held = [""] * len(CLEAN_UPS)  # per link: a proper prefix of its pattern
+
+    def feed(self, text: str) -> str:
+        """Take more text, return what is final."""
+        for link, (old, new) in enumerate(CLEAN_UPS):
+            *done, tail = (self._held[link] + text).split(old)
+            keep = next(n for n in range(min(len(old) - 1, len(tail)), -1, -1) if tail.endswith(old[:n]))
+            self._held[link] = tail[len(tail) - keep :]
+            text = new.join([*done, tail[: len(tail) - keep]])
+        return text
+
+    def finish(self) -> str:
+        """Return what was held back; the text is over."""
+        text = ""
+        for link, (old, new) in enumerate(CLEAN_UPS):
+            text = (self._held[link] + text).replace(old, new)
+            self._held[link] = ""
+        return text

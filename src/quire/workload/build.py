@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from quire.errors import ConfigError
-from quire.workload.arrivals import Arrivals, mean_rate, replay
-from quire.workload.lengths import Fixed, Lengths
+from quire.workload.distributions import Arrivals, Fixed, Lengths, mean_rate, replay
 from quire.workload.request import Workload, WorkloadRequest
 from quire.workload.traces import Trace
 

@@ -1,14 +1,25 @@
-"""`WorkloadRequest`: one request of a workload, before anybody has served it."""
+"""`WorkloadRequest`: one request of a workload, before anybody has served it.
+
+What a request of a workload says: token ids or text, always the same for one seed.
+
+Where a request has hashes, equal hashes give equal tokens. Behind them the tokens belong to its session, or to the
+request alone; a later turn of a session begins with the whole turn before, its answer made up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+import numpy as np
+
+from quire.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request: when it is sent, how long it is, what it shares. `quire.workload.prompts` gives it content."""
+    """One request: when it is sent, how long it is, what it shares. `quire.workload.request` gives it content."""
 
     arrival_s: float  # intended send time, since the start of the run
     num_prompt_tokens: int  # of a later turn: the whole conversation so far
@@ -40,3 +51,74 @@ class Workload:
     @property
     def num_refused(self) -> int:
         return sum(self.refused.values())
+
+
+# Short and common, so that most tokenizers have each as one token with the blank before it.
+_TEXT = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
+    "not what all were we when your can said there use an each which she do how their if will up other about out many "
+    "then them these so some her would make like him into time has look two more write go see number no way could "
+    "people my than first water been call who oil its now find long down day did get come made may part over new "
+    "sound take only little work know place year live me back give most very after thing our just name good sentence "
+    "man think say great where help through much before line right too mean old any same tell boy follow came want "
+    "show also around form three small set put end does another well large must big even such because turn here why "
+    "ask went men read need land different home us move try kind hand picture again change off play spell air away "
+    "animal house point page letter mother answer found study still learn should world"
+)
+_WORDS = tuple(_TEXT.split())
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class PromptMaker:
+    """Token ids in ``first_id``…``vocab_size − 1``, or words, of the requests of one workload."""
+
+    def __init__(self, vocab_size: int, seed: int = 0, first_id: int = 0) -> None:
+        if not 0 <= first_id < vocab_size:
+            raise ConfigError(f"token ids from {first_id} to vocab_size = {vocab_size!r}: there is none")
+        self._first_id, self._num_ids = first_id, vocab_size - first_id
+        self._seed = seed
+
+    def token_ids(self, request: WorkloadRequest) -> list[int]:
+        """The prompt: ``num_prompt_tokens`` ids."""
+        parts = [self._first_id + _below(bits, self._num_ids) for bits in self._bits(request)]
+        ids: list[int] = (parts[0] if len(parts) == 1 else np.concatenate(parts)).tolist()
+        return ids
+
+    def text(self, request: WorkloadRequest, start: int = 0) -> str:
+        """The prompt from token ``start`` on as words, about one token each."""
+        places = np.concatenate([_below(bits, len(_WORDS)) for bits in self._bits(request)])[start:]
+        return " ".join(_WORDS[i] for i in places.tolist())
+
+    def _bits(self, request: WorkloadRequest) -> Iterator[np.ndarray]:
+        """64 random bits for each token, block by block."""
+        done, end = 0, request.num_prompt_tokens
+        for hash_id in request.hash_ids:
+            size = min(request.hash_block_size, end - done)
+            if size > 0:
+                yield _stream(self._key("hash", hash_id), 0, size)
+                done += size
+        if done < end:
+            own = request.index if request.session is None else request.session
+            yield _stream(self._key("own", own), done, end)
+
+    def _key(self, kind: str, name: int | str) -> np.uint64:
+        text = f"{self._seed}/{kind}/{type(name).__name__}/{name}"
+        return np.uint64(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+
+
+def _stream(key: np.uint64, start: int, end: int) -> np.ndarray:
+    """Outputs ``start``…``end − 1`` of splitmix64 (Steele et al. 2014), seeded with ``key``: uint64 [end − start]."""
+    z = np.arange(start + 1, end + 1, dtype=np.uint64)
+    z *= _GOLDEN
+    z += key
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def _below(bits: np.ndarray, num: int) -> np.ndarray:
+    """Random integers below ``num`` (at most 2³¹) from the upper 32 bits: int64."""
+    return (((bits >> np.uint64(32)) * np.uint64(num)) >> np.uint64(32)).astype(np.int64)

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the kernels of a GPU need Triton: pip inst
 
 import quire.kernels.triton_ops  # noqa: F401  registers
 from quire.kernels.cases import AttentionInputs
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WARNINGS = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of lanes that are masked

@@ -9,18 +9,17 @@ import torch
 
 import quire.kernels.triton_ops  # noqa: F401  registers
 from quire.kernels import cases
-from quire.kernels.activation import gated
 from quire.kernels.attention import attention
-from quire.kernels.kv_view import KvView, view_layer
+from quire.kernels.kv_blocks import KvView, view_layer
 from quire.kernels.linear import linear, pack_empty, pack_many
 from quire.kernels.lora import add_lora, group_rows, stack_empty
 from quire.kernels.moe import ExpertStack, experts
 from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.pointwise import gated
 from quire.kernels.registry import GPU_KERNELS
 from quire.kernels.rope import QkNorm, rope_store
-from quire.kernels.sampling.columns import COLUMNS, RANDOM, TRUNCATED
-from quire.kernels.sampling.edit_triton_kernels import edit_rows
-from quire.kernels.sampling.triton import draw_rows, facts_of
+from quire.kernels.sampling.reference import COLUMNS, RANDOM, TRUNCATED
+from quire.kernels.sampling.triton import draw_rows, edit_rows, facts_of
 from quire.weight_format import WeightFormat
 
 BF16 = torch.bfloat16

@@ -12,9 +12,9 @@ from tests.kernels.test_attention import SMALL, oracle, part, run
 from tests.kernels.triton.device import WARNINGS, on_device
 
 from quire.kernels import cases
-from quire.kernels.attention import RaggedBatch
-from quire.kernels.attention.triton import most_works, plan_works
-from quire.kernels.kv_view import view_layer
+from quire.kernels.attention import LayerKind, RaggedBatch, StepLimits
+from quire.kernels.attention.triton_plan import most_works, plan_works
+from quire.kernels.kv_blocks import view_layer
 from quire.kernels.registry import GPU_KERNELS, Backend
 
 pytestmark = WARNINGS
@@ -111,8 +111,10 @@ def test_a_graph_has_room_for_every_step_of_its_size(group: int) -> None:
             q_lens[:] = 1
         seq_lens = np.minimum(q_lens + rng.integers(0, longest, seqs), longest)
         batch = RaggedBatch(np.concatenate(([0], np.cumsum(q_lens))), seq_lens, np.zeros((seqs, 1), np.int64))
-        cuts = plan_works(batch, kv, group, window, units=units, invariant=invariant, mixed=mixed)
-        most = most_works(int(q_lens.sum()), seqs, longest, kv, group, units=units, invariant=invariant)
-        for (work, _, _), (items, tiles) in zip(cuts, most, strict=True):
+        kind, limits = LayerKind(group, window, kv), StepLimits(int(q_lens.sum()), seqs, longest)
+        works = plan_works(batch, kind, units=units, invariant=invariant, mixed=mixed)
+        most = most_works(kind, limits, units=units, invariant=invariant)
+        assert works is not None
+        for work, (items, tiles) in zip(works, most, strict=True):
             assert len(work.items) <= items, (group, q_lens, seq_lens)
             assert len(work.tiles) <= tiles, (group, q_lens, seq_lens)

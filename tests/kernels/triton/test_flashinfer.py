@@ -16,8 +16,8 @@ from tests.kernels.test_attention import oracle
 from tests.kernels.triton.device import WARNINGS, on_device
 
 from quire.kernels import block_sizes, cases
-from quire.kernels.attention import attention
-from quire.kernels.attention.triton import plan_works
+from quire.kernels.attention import LayerKind, attention
+from quire.kernels.attention.triton_plan import plan_works
 
 pytestmark = WARNINGS
 MIXED = ((30, 40), (1, 17), (1, 1), (20, 20))
@@ -108,13 +108,12 @@ def test_not_in_graphs_and_not_without_prompts(installed: dict[str, dict[str, di
     installed["attention_prefill"] = {"all": {**block_sizes.DEFAULTS["attention_prefill"], "flashinfer": 1}}
     made = cases.attention_inputs(case_of(), torch.bfloat16, torch.Generator().manual_seed(2))
 
-    def rows(mixed: bool, library: bool) -> list[int]:
-        cuts = plan_works(
-            made.batch, made.kv, 4, None, units=1, invariant=False, mixed=mixed, library=library
-        )
-        return [sizes[0] for _, sizes, _ in cuts]
+    def rows(mixed: bool, library: bool) -> list[int] | None:
+        kind = LayerKind(4, None, made.kv)
+        works = plan_works(made.batch, kind, units=1, invariant=False, mixed=mixed, library=library)
+        return None if works is None else [work.shape.rows for work in works]
 
-    assert rows(False, True) == [0]
+    assert rows(False, True) is None
     assert rows(True, False) == rows(False, False) == [16, 64]
     made.batch.cu_seqlens_q[:] = np.arange(5)
     assert rows(False, True) == [16], "no prompt"

@@ -1,4 +1,4 @@
-"""Linears with fp8 weights of a GPU against `fp8_reference`; the invariant version's bits in any batch."""
+"""Linears with fp8 weights of a GPU against the reference; the invariant version's bits in any batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from tests.kernels.test_quantized_linear import case_id
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
 from quire.kernels import cases
-from quire.kernels.activation import gated
 from quire.kernels.linear import (
     PackedLinear,
     QuantizedWeight,
@@ -21,9 +20,10 @@ from quire.kernels.linear import (
     write_bias,
     write_rows,
 )
-from quire.kernels.linear.fp8_reference import FP8
-from quire.kernels.linear.fp8_triton import scaled_mm
+from quire.kernels.linear.reference import FP8
+from quire.kernels.linear.triton import scaled_mm
 from quire.kernels.moe import ExpertStack, experts
+from quire.kernels.pointwise import gated
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import GPU_KERNELS, Backend
 from quire.weight_format import WeightFormat

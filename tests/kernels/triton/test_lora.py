@@ -12,8 +12,7 @@ from tests.kernels.test_lora import make, oracle_of, rows_of, run
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
 from quire.kernels import cases
-from quire.kernels.lora import LoraStack, group_rows, write_slot
-from quire.kernels.lora.triton import most_tiles, tiles_of
+from quire.kernels.lora import LoraStack, group_rows, most_tiles, tiles_of, write_slot
 
 pytestmark = WARNINGS
 CASES = [case for case in cases.LORA if not case.bench and case.in_features < 500]

@@ -12,10 +12,9 @@ from tests.kernels.test_rope import qk_norm
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
 from quire.kernels import cases
-from quire.kernels.activation import ActivationKind, gated
-from quire.kernels.kv_view import KvView, view_layer
-from quire.kernels.kvcopy import clear_pages, copy_pages
+from quire.kernels.kv_blocks import KvView, clear_blocks, copy_blocks, view_layer
 from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.pointwise import ActivationKind, gated
 from quire.kernels.registry import Backend, find
 from quire.kernels.rope import QkNorm, rope_store, store_kv
 
@@ -146,7 +145,7 @@ def test_pages() -> None:
     moves = [(0, 1), (1, 2), (5, 6), (2, 6), (6, 0)]
     for source, target in moves:
         expected[target] = expected[source].clone()
-    copy_pages(storage, moves, backend="triton")
+    copy_blocks(storage, moves)
     assert_same_bits(storage, expected, "moves in order")
-    clear_pages(storage, torch.tensor([3, 0]), backend="triton")
+    clear_blocks(storage, torch.tensor([3, 0]))
     assert storage[[0, 3]].abs().sum() == 0

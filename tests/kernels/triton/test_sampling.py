@@ -11,8 +11,8 @@ from tests.kernels.triton.device import DEVICE, WARNINGS
 from quire.kernels.registry import Backend
 from quire.kernels.sampling import sample, top_candidates
 from quire.kernels.sampling import triton as on_gpu
-from quire.kernels.sampling.columns import COLUMNS, MIN_P, RANDOM, TRUNCATED
-from quire.kernels.sampling.select import lowest_of_equals
+from quire.kernels.sampling.reference import COLUMNS, MIN_P, RANDOM, TRUNCATED
+from quire.kernels.sampling.truncate import lowest_of_equals
 
 pytestmark = WARNINGS
 

@@ -7,14 +7,28 @@ them. Keys and values, those of this step included, are read from the cache thro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from quire.kernels.attention import native, reference  # noqa: F401  registers them
-from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView
+from quire.kernels.attention import native, reference  # noqa: F401  registers both
+from quire.kernels.attention.batch import (
+    AttentionShape,
+    DeviceBatch,
+    HostPlan,
+    LayerKind,
+    Planner,
+    RaggedBatch,
+    StepLimits,
+    padded,
+)
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import Backend, find
 
-__all__ = ["AttentionShape", "RaggedBatch", "attention"]
+__all__ = [
+    "AttentionShape", "DeviceBatch", "HostPlan", "LayerKind", "RaggedBatch", "StepLimits", "attention", "padded",
+    "planner",
+]  # fmt: skip
 
 
 def attention(
@@ -33,3 +47,12 @@ def attention(
     """
     y: torch.Tensor = find("attention", backend)(q, kv, batch, shape, sinks)
     return y
+
+
+def planner(layers: Iterable[LayerKind], device: torch.device, *, backend: Backend = "reference") -> Planner:
+    """Return what plans the steps of one cache group on the host, for layers of these kinds.
+
+    The runner uploads a plan's arrays with the step and restores them to the batch, so that no layer cuts it again.
+    """
+    made: Planner = find("attention.planner", backend)(layers, device)
+    return made

@@ -1,9 +1,9 @@
-"""FlashInfer's prefill over Quire's pages, where it is installed and the tuner found it faster on this GPU.
+"""FlashInfer's prefill over Quire's blocks, where it is installed and the tuner found it faster on this GPU.
 
 A table of `kernels.block_sizes` says so with ``"flashinfer": 1`` beside the sizes of `attention_prefill`: the tuner
-writes that where this very function gave our result and took less time. Steps with prompts that no graph holds are
-computed so, their single tokens too, and never in the invariant mode. Called as FlashInfer documents
-`BatchPrefillWithPagedKVCacheWrapper` (docs.flashinfer.ai); K and V are views of the pages, not copies.
+writes that where this very function gave our result and took less time. FlashInfer then computes the steps with prompts
+that no graph holds, single tokens included, and never in the invariant mode. Called as FlashInfer documents
+`BatchPrefillWithPagedKVCacheWrapper` (docs.flashinfer.ai); K and V are views of the blocks, not copies.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.block_sizes import Sizes
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 
 WORKSPACE_BYTES = 128 << 20  # what its documentation asks for
 DIMS = (64, 128, 256)
 
 
 def wanted(sizes: Sizes, kv: KvView) -> bool:
-    """Whether the table's ``sizes`` ask for it, it is there, and it has such heads."""
+    """Whether the table's ``sizes`` ask for FlashInfer, it is installed, and it supports these heads."""
     if not sizes.get("flashinfer") or importlib.util.find_spec("flashinfer") is None:
         return False
     plain = kv.pieces.dtype in (torch.bfloat16, torch.float16) and not kv.v_in_k
@@ -32,11 +32,10 @@ def wanted(sizes: Sizes, kv: KvView) -> bool:
 
 
 def attend(q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, out: torch.Tensor) -> None:
-    """The whole ``batch`` into ``out``. The first layer of a kind plans the step, the others of its kind find that."""
+    """Compute the whole ``batch`` into ``out``. The first layer of a kind plans the step for all of them."""
     key = ("flashinfer", shape, kv.num_kv_heads, kv.head_dim)
-    if key not in batch.plans:
-        batch.plans[key] = _planned(q, kv, batch, shape)
-    out.copy_(batch.plans[key].run(q.contiguous(), (kv.keys, kv.values)))
+    wrapper = batch.plan(key, lambda: _planned(q, kv, batch, shape))
+    out.copy_(wrapper.run(q.contiguous(), (kv.keys, kv.values)))
 
 
 def _planned(q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape) -> Any:

@@ -1,47 +1,34 @@
 """Native attention: over tiles (csrc/cpu/attention_tiles_kernel.cpp) or rows (attention_kernel.cpp) of K and V.
 
-Steps of 64 positions at absolute multiples of 64, fp32 softmax and sums.
-
-A row's bits are those of its own keys and values in order of position: see the kernel.
+Steps of 64 positions at absolute multiples of 64, fp32 softmax and sums. A row's bits are those of its own keys and
+values in order of position: see the kernel.
 """
 
 from __future__ import annotations
-
-from functools import partial
-from types import ModuleType
 
 import numpy as np
 import torch
 
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView
-from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.kv_blocks import KvView
+from quire.kernels.registry import NATIVE_LEVELS, native, register_native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
-
-try:
-    from quire import _native as native
-except ImportError:  # no compiler at install
-    native = None  # type: ignore[assignment]
 
 _KEY = ("native",)
 
 
 def addresses(batch: RaggedBatch) -> tuple[int, ...]:
-    """Where the batch's arrays lie, asked once a step: cu_seqlens_q, seq_lens, block_table, extents."""
-    found: tuple[int, ...] | None = batch.plans.get(_KEY)
-    if found is None:
-        arrays = (batch.cu_seqlens_q, batch.seq_lens, batch.block_table, batch.extents)
-        for array in arrays:
-            assert array.dtype == np.int64, array.dtype
-            assert array.flags.c_contiguous
-        found = tuple(array.ctypes.data for array in arrays)
-        batch.plans[_KEY] = found
-    return found
+    """Return where the batch's arrays lie: cu_seqlens_q, seq_lens, block_table, extents."""
+    arrays = (batch.cu_seqlens_q, batch.seq_lens, batch.block_table, batch.extents)
+    for array in arrays:
+        assert array.dtype == np.int64, array.dtype
+        assert array.flags.c_contiguous
+    return tuple(array.ctypes.data for array in arrays)
 
 
+@register_native("attention", NATIVE_LEVELS)
 def attention(
-    module: ModuleType,
     isa: str,
     q: torch.Tensor,
     kv: KvView,
@@ -57,7 +44,7 @@ def attention(
     assert kv.layout == "rows" or q.dtype == torch.bfloat16, q.dtype
     assert sinks is None or sinks.dtype == torch.float32
     y = empty(tokens, num_heads, kv.v_head_dim, dtype=q.dtype)
-    module.attention(
+    native.attention(
         num_native_threads(),
         isa,
         q.dtype == torch.bfloat16,
@@ -71,7 +58,7 @@ def attention(
         pieces.stride(1),
         0 if sinks is None else sinks.data_ptr(),
         y.data_ptr(),
-        *addresses(batch),
+        *batch.plan(_KEY, lambda: addresses(batch)),
         num_heads,
         pieces.shape[1],
         head_dim,
@@ -83,9 +70,3 @@ def attention(
         kv.v_in_k,
     )
     return y
-
-
-if native is not None and hasattr(native, "attention"):  # a build older than this source may lack it
-    for level in NATIVE_LEVELS:
-        if native.has_isa(level):
-            register("attention", level)(partial(attention, native, level))

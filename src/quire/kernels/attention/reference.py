@@ -1,4 +1,4 @@
-"""Exact paged attention: fixed tiles of 64 KV positions at absolute multiples, one partial softmax a tile.
+"""Exact paged attention: fixed tiles of 64 KV positions at absolute multiples, one partial softmax per tile.
 
 For a row r and a tile j (Milakov and Gimelshein 2018, Dao et al. 2022, with the maximum taken over all tiles):
 
@@ -14,27 +14,64 @@ Why the bits of a row depend on nothing but its own q and the K and V that it se
 * a tile that a row does not see has w_j = 0 exactly and adds 0, so it may be there or not. This needs finite K and V
   in every block: the worker clears blocks when a sequence gets them.
 
-All in fp32, whatever the cache holds.
+All in fp32, whatever the cache holds. The batch is cut into pairs of one fixed shape each:
+
+    items   tiles of `row_tile` rows of one sequence (`batch.cut_rows`)
+    tiles   of KV: `tile` positions, starting at absolute multiples of `tile`
+    pairs   every item with every tile that any of its rows sees; ordered tile-ordinal-major:
+
+        ordinal 0: item 0, item 1, item 2, …, item n₀ − 1        (items sorted by number of tiles, most first)
+        ordinal 1: item 0, item 1, …, item n₁ − 1                n₀ ≥ n₁ ≥ …
+
+so that the pairs of one ordinal are a slice, and belong to a prefix of the items.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from quire.kernels.attention import tiling
-from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_view import KvView
+from quire.kernels.attention.batch import AttentionShape, HostPlan, LayerKind, Planner, RaggedBatch, cut_rows
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import register
 from quire.kernels.threads import one_torch_thread
 
 TILE = 64  # positions
 ALIGN = 16  # elements of head_dim and v_head_dim
 _LOWEST = -1e30  # stands for the maximum of a row that sees nothing in a tile; exp(−inf − _LOWEST) = 0
-_CHUNK_FLOATS = 1 << 20  # of gathered K and V at once, 4 MiB: what stays in the caches is read twice for free
+_CHUNK_FLOATS = (
+    1 << 20
+)  # of gathered K and V at once, 4 MiB: they stay in the caches, so reading them twice is free
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PairChunk:
+    """Some items with all of their tiles, few enough to be computed at once.
+
+    ``used`` ≤ row_tile: no item of the chunk has more rows (decoding: one token's heads).
+    ``row_index [num_items · used]``: row of (token, head in group), ``num_rows`` for padding.
+    ``pair_row_index [num_pairs · row_tile]``: the same for every pair. ``blocks [num_pairs · blocks_per_tile]``.
+    ``bias [num_pairs, used, tile]`` fp32: −inf at scores that a row must not see, else 0.
+    ``ordinals``: (first pair, number of items).
+    """
+
+    used: int
+    row_index: torch.Tensor
+    pair_row_index: torch.Tensor
+    pair_item: torch.Tensor
+    blocks: torch.Tensor
+    bias: torch.Tensor
+    ordinals: tuple[tuple[int, int], ...]
 
 
 def row_tile_of(group: int) -> int:
-    """Rows of an item for ``group`` query heads a kv head: a constant of the layer, 8 … 64."""
+    """Rows of an item for ``group`` query heads per kv head: a constant of the layer, 8 … 64."""
     return min(64, max(8, 1 << (group - 1).bit_length()))
 
 
@@ -68,16 +105,15 @@ def _align(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def _chunks(
-    batch: RaggedBatch, kv: KvView, group: int, row_tile: int, window: int | None
-) -> list[tiling.PairChunk]:
+def _chunks(batch: RaggedBatch, kv: KvView, group: int, row_tile: int, window: int | None) -> list[PairChunk]:
     """Return the cut of the batch, made by the first layer that asks and kept for the others of its group."""
     blocks_per_tile = -(-TILE // kv.block_size)
     tile = _align(blocks_per_tile * kv.block_size)
     floats_per_pair = kv.num_kv_heads * tile * (_align(kv.head_dim) + _align(kv.v_head_dim) + 2 * row_tile)
     key = ("reference", group, row_tile, tile, window, floats_per_pair)
-    if key not in batch.plans:
-        batch.plans[key] = tiling.cut(
+    return batch.plan(
+        key,
+        lambda: cut_pairs(
             batch,
             group=group,
             row_tile=row_tile,
@@ -86,13 +122,12 @@ def _chunks(
             tile=tile,
             window=window,
             max_pairs=max(1, _CHUNK_FLOATS // floats_per_pair),
-        )
-    chunks: list[tiling.PairChunk] = batch.plans[key]
-    return chunks
+        ),
+    )
 
 
 def _attend(
-    rows: torch.Tensor, kv: KvView, chunk: tiling.PairChunk, row_tile: int, shape: AttentionShape
+    rows: torch.Tensor, kv: KvView, chunk: PairChunk, row_tile: int, shape: AttentionShape
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the unnormalised output ``[kv_heads, items, used, v_dim]``, its denominator and its maximum.
 
@@ -149,9 +184,7 @@ def _gather(kv: KvView, blocks: torch.Tensor, num_pairs: int, tile: int) -> tupl
     return keys, unpack(rows_v, kv.v_head_dim)
 
 
-def _sinks_of_rows(
-    sinks: torch.Tensor, chunk: tiling.PairChunk, kv_heads: int, num_tokens: int
-) -> torch.Tensor:
+def _sinks_of_rows(sinks: torch.Tensor, chunk: PairChunk, kv_heads: int, num_tokens: int) -> torch.Tensor:
     """``sinks [num_heads]`` → the logit of each row of the chunk's items, ``[kv_heads, items, used]``."""
     by_row = sinks.view(kv_heads, -1).repeat(1, num_tokens)  # rows are token-major
     by_row = torch.cat((by_row, by_row.new_zeros(kv_heads, 1)), dim=1)
@@ -165,3 +198,91 @@ def _add_sinks(
     new_top = torch.maximum(top, sinks)
     rescale = torch.exp(top - new_top)
     return acc * rescale.unsqueeze(-1), total * rescale + torch.exp(sinks - new_top)
+
+
+def cut_pairs(
+    batch: RaggedBatch,
+    *,
+    group: int,
+    row_tile: int,
+    block_size: int,
+    blocks_per_tile: int,
+    tile: int,
+    window: int | None,
+    max_pairs: int,
+) -> list[PairChunk]:
+    """Return the chunks for ``group`` query heads per kv head. Lanes of ``tile`` beyond the blocks are masked."""
+    positions_per_tile = blocks_per_tile * block_size
+    items = cut_rows(batch, np.arange(batch.num_seqs), group=group, rows=row_tile, window=window)
+    q_lens = np.diff(batch.cu_seqlens_q)
+    start = batch.seq_lens - q_lens  # position of the first query
+    low = items.low // positions_per_tile
+    num_tiles = (items.end - 1) // positions_per_tile - low + 1
+    order = np.argsort(-num_tiles, kind="stable")
+    ends = np.cumsum(num_tiles[order])
+    chunks = []
+    begin = 0
+    while begin < len(order):
+        done = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, done + max_pairs, side="right")))
+        chosen = order[begin:end]
+        seq = items.seq[chosen]
+        rows = items.first_row[chosen, None] + np.arange(row_tile)  # [items, row_tile], within the sequence
+        valid = rows < (q_lens[seq] * group)[:, None]
+        row_index = np.where(
+            valid, batch.cu_seqlens_q[seq, None] * group + rows, batch.cu_seqlens_q[-1] * group
+        )
+        row_position = np.where(valid, start[seq, None] + rows // group, -1)
+        chunks.append(
+            _pair(
+                batch, seq, low[chosen], num_tiles[chosen], row_index, row_position,
+                (blocks_per_tile, positions_per_tile, tile, window),
+            )
+        )  # fmt: skip
+        begin = end
+    return chunks
+
+
+def _pair(
+    batch: RaggedBatch,
+    seq: IntArray,
+    low: IntArray,
+    num_tiles: IntArray,
+    row_index: IntArray,
+    row_position: IntArray,
+    tiling: tuple[int, int, int, int | None],
+) -> PairChunk:
+    blocks_per_tile, positions_per_tile, tile, window = tiling
+    ordinals = np.arange(int(num_tiles[0]))
+    counts = np.searchsorted(-num_tiles, -ordinals, side="left")  # items with more tiles than the ordinal
+    ordinal = np.repeat(ordinals, counts)
+    starts = np.cumsum(counts) - counts
+    item = np.arange(len(ordinal)) - np.repeat(starts, counts)
+    tile_index = low[item] + ordinal
+    columns = tile_index[:, None] * blocks_per_tile + np.arange(blocks_per_tile)
+    columns = np.minimum(columns, batch.block_table.shape[1] - 1)  # what lies beyond is masked
+    blocks = batch.block_table[seq[item][:, None], columns]
+    lane = np.arange(tile)
+    position = tile_index[:, None] * positions_per_tile + lane  # [pairs, tile]
+    used = int((row_position >= 0).sum(1).max())
+    limit = row_position[item, :used]
+    masked = (position[:, None, :] > limit[:, :, None]) | (lane >= positions_per_tile)
+    if window is not None:
+        masked |= position[:, None, :] <= limit[:, :, None] - window
+    bias = np.zeros(masked.shape, np.float32)
+    bias[masked] = -np.inf
+    return PairChunk(
+        used=used,
+        row_index=torch.from_numpy(row_index[:, :used].reshape(-1)),
+        pair_row_index=torch.from_numpy(row_index[item].reshape(-1)),
+        pair_item=torch.from_numpy(item),
+        blocks=torch.from_numpy(blocks.reshape(-1)),
+        bias=torch.from_numpy(bias),
+        ordinals=tuple((int(a), int(n)) for a, n in zip(starts, counts, strict=True)),
+    )
+
+
+@register("attention.planner", "reference")
+def planner(layers: Iterable[LayerKind], device: torch.device) -> Planner:
+    """Kernels of a CPU read the batch where it lies: nothing is uploaded."""
+    return lambda batch, limits: HostPlan([], lambda batch, there, views: None)

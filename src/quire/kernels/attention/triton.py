@@ -1,60 +1,32 @@
 """Paged attention in Triton: prompt tiles in one pass, single tokens split over their keys, then folded in order.
 
-Bytes: K and V of every visible position once a tile of rows, q and the output once; a split adds (v_head_dim + 2) fp32
-a row, written and read. Decoding is bound by these bytes, prompts by the two products: 2 · 2 · head_dim FLOPs a pair.
+Bytes: K and V of every visible position once per tile of rows, q and the output once; a split adds (v_head_dim + 2)
+fp32 per row, written and read. Decoding is bound by these bytes, prompts by the two products: 2 · 2 · head_dim FLOPs
+per pair.
 
 Flash-decoding's split and fold (Dao et al. 2023) over the online softmax of Milakov and Gimelshein 2018, in powers of
 two. Query heads of a kv head are rows of one tile (GQA packing), so that keys are read once for all of them.
 
-Invariant version: one tile shape, splits of `SPLIT` positions at absolute multiples, always folded. A row's bits are
-then those of its own keys: a masked key has the weight 0, a split that a row does not see has the factor 0.
+Invariant version: one tile shape, splits of `triton_plan.SPLIT` positions at absolute multiples, always folded. A row's
+bits are then those of its own keys: a masked key has the weight 0, a split that a row does not see has the factor 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import no_type_check
 
-import numpy as np
-import numpy.typing as npt
 import torch
+import triton
+import triton.language as tl
 
 from quire.kernels.attention import flashinfer
-from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.attention.triton_kernels import attend_items, fold_items
-from quire.kernels.attention.work import WHOLE, Work, cut_work, split_for
-from quire.kernels.block_sizes import block_sizes
-from quire.kernels.kv_view import KvView
+from quire.kernels.attention.batch import AttentionShape, DeviceBatch, LayerKind, RaggedBatch
+from quire.kernels.attention.triton_plan import DeviceWork, device_batch, device_plan
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import register
 
-SPLIT = 512  # positions of a split of the invariant version: a constant, since it is part of the result
-DECODE_ROWS = 16  # rows of a tile in decode: the least that a matrix unit takes
-PROGRAMS_PER_UNIT = 4  # items a multiprocessor should have to hide its memory's latency
-LEAST_SPLIT = 128  # positions
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceWork:
-    """A `Work` on the device, with its tile shape; of no rows where `flashinfer` computes the step.
-
-    ``direct``: every tile is one item, written without folding.
-    """
-
-    items: torch.Tensor  # int32 [num_items, 4]
-    tiles: torch.Tensor  # int32 [num_tiles, 4]
-    rows: int
-    keys: int
-    num_warps: int
-    direct: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBatch:
-    """The arrays of a `RaggedBatch` on the device, int32."""
-
-    cu_seqlens_q: torch.Tensor  # [num_seqs + 1]
-    seq_lens: torch.Tensor  # [num_seqs]
-    block_table: torch.Tensor  # [num_seqs, max_blocks]
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)  # the maximum of a row that has seen nothing; exp2(−inf − LOWEST) = 0
 
 
 @register("attention", "triton")
@@ -85,132 +57,15 @@ def _attend(
     out = torch.empty(num_tokens, num_heads, kv.v_head_dim, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
-    on_device = device_batch(batch, q.device)
-    group = num_heads // kv.num_kv_heads
-    for work in works(batch, kv, group, shape.window, q.device, invariant=invariant, library=sinks is None):
-        if work.rows == 0:
-            assert sinks is None
-            flashinfer.attend(q, kv, batch, shape, out)
-        else:
-            _run(q, kv, on_device, shape, sinks, out, work)
+    there = device_batch(batch, q.device)
+    kind = LayerKind(num_heads // kv.num_kv_heads, shape.window, kv, sinks is not None)
+    plan = device_plan(batch, kind, q.device, invariant=invariant)
+    if plan.works is None:
+        assert sinks is None
+        flashinfer.attend(q, kv, batch, shape, out)
+    for work in plan.works or ():
+        _run(q, kv, there, shape, sinks, out, work)
     return out
-
-
-def device_batch(batch: RaggedBatch, device: torch.device) -> DeviceBatch:
-    """Return the arrays on ``device``: those that the runner uploaded, or copies made here."""
-    found: DeviceBatch | None = batch.plans.get(("device",))
-    if found is None:
-        arrays = (batch.cu_seqlens_q, batch.seq_lens, batch.block_table)
-        found = DeviceBatch(*(_upload(array.astype(np.int32), device) for array in arrays))
-        batch.plans[("device",)] = found
-    return found
-
-
-def works(
-    batch: RaggedBatch, kv: KvView, group: int, window: int | None, device: torch.device, *, invariant: bool,
-    library: bool,
-) -> list[DeviceWork]:  # fmt: skip
-    """Return the cut of the batch, made by the first layer that asks and kept for the others of its group."""
-    key = work_key(kv, group, window, invariant=invariant)
-    found: list[DeviceWork] | None = batch.plans.get(key)
-    if found is None:
-        cuts = plan_works(
-            batch, kv, group, window, units=num_units(device), invariant=invariant, library=library
-        )
-        found = [
-            DeviceWork(_upload(w.items, device), _upload(w.tiles, device), *sizes, direct)
-            for w, sizes, direct in cuts
-        ]
-        batch.plans[key] = found
-    return found
-
-
-def work_key(kv: KvView, group: int, window: int | None, *, invariant: bool) -> tuple[Any, ...]:
-    """Under which the works of layers of this kind are kept in ``RaggedBatch.plans``."""
-    return ("triton", group, window, kv.num_kv_heads, kv.head_dim, invariant)
-
-
-def most_works(
-    num_tokens: int, num_seqs: int, num_positions: int, kv: KvView, group: int, *, units: int, invariant: bool
-) -> list[tuple[int, int]]:
-    """A graph's room: (items, tiles) that each of `plan_works` can have at most for so many tokens and sequences.
-
-    Contexts have up to ``num_positions``. As many tokens as sequences: one each; else ``mixed``, and not invariant.
-    """
-
-    def tiles(rows: int) -> int:
-        one_each = num_tokens == num_seqs
-        return num_seqs * -(-group // rows) if one_each else num_tokens * group // rows + num_seqs
-
-    if invariant:
-        return [(tiles(DECODE_ROWS) * -(-num_positions // SPLIT), tiles(DECODE_ROWS))]
-    found = []
-    if group <= DECODE_ROWS:
-        most = num_seqs * -(-num_positions // LEAST_SPLIT)
-        share = num_seqs + units * PROGRAMS_PER_UNIT // kv.num_kv_heads + 1
-        found.append((min(most, share), num_seqs))
-    if group > DECODE_ROWS or num_tokens > num_seqs:
-        found.append((tiles(block_sizes("attention_prefill", _shape(kv, group))["rows"]),) * 2)
-    return found
-
-
-def _shape(kv: KvView, group: int) -> str:
-    return f"d{kv.head_dim}_g{group}_b{kv.pieces.dtype.itemsize}"
-
-
-def plan_works(
-    batch: RaggedBatch, kv: KvView, group: int, window: int | None, *, units: int, invariant: bool,
-    mixed: bool = False, library: bool = False,
-) -> list[tuple[Work, tuple[int, int, int], bool]]:  # fmt: skip
-    """Return (work, (rows, keys, warps), direct) for the sequences that decode and for those that do not.
-
-    ``mixed``: both, even where one is empty, for a graph that has both. ``library``: neither, of a step with prompts
-    that `flashinfer` is wanted for.
-    """
-    q_lens = np.diff(batch.cu_seqlens_q)
-    shape = _shape(kv, group)
-    if invariant:
-        sizes = block_sizes("attention_invariant", "all")
-        seqs = np.flatnonzero(q_lens)
-        options = [(seqs, (DECODE_ROWS, sizes["keys"], sizes["warps"]), SPLIT, False)] if len(seqs) else []
-    else:
-        options = []
-        short = q_lens * group <= DECODE_ROWS
-        if len(seqs := np.flatnonzero((q_lens > 0) & short)) or (mixed and group <= DECODE_ROWS):
-            sizes = block_sizes("attention_decode", shape)
-            split = split_for(
-                batch.cu_seqlens_q, batch.seq_lens, seqs, kv_heads=kv.num_kv_heads, keys=sizes["keys"],
-                programs=units * PROGRAMS_PER_UNIT, smallest=LEAST_SPLIT,
-            )  # fmt: skip
-            options.append((seqs, (DECODE_ROWS, sizes["keys"], sizes["warps"]), split, False))
-        if len(seqs := np.flatnonzero(~short)) or mixed:
-            sizes = block_sizes("attention_prefill", shape)
-            if library and flashinfer.wanted(sizes, kv):
-                nothing = np.zeros((0, 4), np.int32)
-                return [(Work(nothing, nothing), (0, 0, 0), True)]
-            options.append((seqs, (sizes["rows"], sizes["keys"], sizes["warps"]), WHOLE, True))
-    return [
-        (
-            cut_work(
-                batch.cu_seqlens_q, batch.seq_lens, seqs, group=group, rows=rows, window=window,
-                split=split // keys * keys, keys=keys,
-            ),
-            (rows, keys, warps),
-            direct,
-        )
-        for seqs, (rows, keys, warps), split, direct in options
-    ]  # fmt: skip
-
-
-def num_units(device: torch.device) -> int:
-    """Multiprocessors of the device; 1 in the interpreter, where there is nothing to fill."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _upload(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
 def _run(
@@ -221,9 +76,9 @@ def _run(
     num_items = work.items.shape[0]
     v_pad = _power_of_two(kv.v_head_dim)
     sums, tops = out, out  # not used where every tile is written directly
-    if not work.direct:
-        sums = torch.empty(num_items, kv_heads, work.rows, v_pad, dtype=torch.float32, device=q.device)
-        tops = torch.empty(num_items, kv_heads, 2, work.rows, dtype=torch.float32, device=q.device)
+    if not work.shape.direct:
+        sums = torch.empty(num_items, kv_heads, work.shape.rows, v_pad, dtype=torch.float32, device=q.device)
+        tops = torch.empty(num_items, kv_heads, 2, work.shape.rows, dtype=torch.float32, device=q.device)
     pieces, scales = kv.pieces, kv.pieces
     if kv.scaled:
         scales = kv.pieces.view(torch.float32)
@@ -235,18 +90,186 @@ def _run(
         out if sinks is None else sinks, out, sums, tops,
         shape.scale, shape.soft_cap or 1.0, shape.window or 0,
         GROUP=group, HEAD_DIM=kv.head_dim, HEAD_PAD=_power_of_two(kv.head_dim - rope_dim), ROPE_DIM=rope_dim,
-        ROPE_PAD=_power_of_two(rope_dim), V_DIM=kv.v_head_dim, V_PAD=v_pad, BLOCK_SIZE=kv.block_size, ROWS=work.rows,
-        KEYS=work.keys, V_IN_K=kv.v_in_k, SCALED=kv.scaled, CAPPED=shape.soft_cap is not None,
-        WINDOWED=shape.window is not None, SINKS=sinks is not None, DIRECT=work.direct,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=work.num_warps,
+        ROPE_PAD=_power_of_two(rope_dim), V_DIM=kv.v_head_dim, V_PAD=v_pad, BLOCK_SIZE=kv.block_size,
+        ROWS=work.shape.rows, KEYS=work.shape.keys, V_IN_K=kv.v_in_k, SCALED=kv.scaled,
+        CAPPED=shape.soft_cap is not None,
+        WINDOWED=shape.window is not None, SINKS=sinks is not None, DIRECT=work.shape.direct,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=work.shape.num_warps,
     )  # fmt: skip
-    if not work.direct:
+    if not work.shape.direct:
         fold_items[(work.tiles.shape[0], kv_heads)](
             sums, tops, work.tiles, batch.cu_seqlens_q, out if sinks is None else sinks, out,
-            GROUP=group, V_DIM=kv.v_head_dim, V_PAD=v_pad, ROWS=work.rows, SINKS=sinks is not None, num_warps=4,
+            GROUP=group, V_DIM=kv.v_head_dim, V_PAD=v_pad, ROWS=work.shape.rows, SINKS=sinks is not None, num_warps=4,
         )  # fmt: skip
 
 
 def _power_of_two(size: int) -> int:
     """At least 16, the least that a matrix unit takes."""
     return max(16, 1 << (size - 1).bit_length()) if size else 16
+
+
+@triton.jit
+@no_type_check
+def attend_items(
+    q, q_token_stride, q_head_stride,
+    pieces, block_stride, head_stride, scales, scale_block_stride, scale_head_stride,
+    block_table, table_stride, cu_seqlens_q, seq_lens, items,
+    sinks, out, sums, tops,
+    scale, soft_cap, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, ROPE_DIM: tl.constexpr, ROPE_PAD: tl.constexpr,
+    V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    V_IN_K: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (item, kv head): the online softmax of the item's rows over its positions.
+
+    With V_IN_K the head is [latent, V_DIM wide | rope, ROPE_DIM wide], scores are two products and V is the latent:
+    K is read once. Otherwise ROPE_DIM is 0.
+    """
+    item, kv_head = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(items + item * 4)
+    first_row = tl.load(items + item * 4 + 1)
+    begin = tl.load(items + item * 4 + 2)
+    end = tl.load(items + item * 4 + 3)
+    if begin >= end:  # padding of a graph's grid
+        return
+    first_token = tl.load(cu_seqlens_q + seq)
+    num_rows = (tl.load(cu_seqlens_q + seq + 1) - first_token) * GROUP
+    start = tl.load(seq_lens + seq) - num_rows // GROUP
+
+    row = first_row + tl.arange(0, ROWS)
+    row_used = row < num_rows
+    head = kv_head * GROUP + row % GROUP
+    position = start + row // GROUP
+    dim = tl.arange(0, HEAD_PAD)
+    q_row = q + (first_token + row // GROUP).to(tl.int64) * q_token_stride + head * q_head_stride
+    q_tile = tl.load(
+        q_row[:, None] + dim[None, :],
+        mask=row_used[:, None] & (dim < HEAD_DIM - ROPE_DIM)[None, :],
+        other=0.0,
+    )
+    rope = tl.arange(0, ROPE_PAD)
+    if V_IN_K:
+        q_rope = tl.load(
+            q_row[:, None] + (V_DIM + rope)[None, :],
+            mask=row_used[:, None] & (rope < ROPE_DIM)[None, :],
+            other=0.0,
+        )
+    lowest = 0
+    if WINDOWED:
+        lowest = tl.maximum(start + first_row // GROUP - window + 1, 0)
+    v_dim = tl.arange(0, V_PAD)
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, V_PAD), tl.float32)
+    for first in range(begin, end, KEYS):
+        key = first + tl.arange(0, KEYS)
+        there = (key < end) & (key >= lowest)
+        block = tl.load(block_table + seq * table_stride + key // BLOCK_SIZE, mask=there, other=0).to(
+            tl.int64
+        )
+        piece = pieces + block * block_stride + kv_head * head_stride
+        k_row = piece + (key % BLOCK_SIZE) * HEAD_DIM
+        k_tile = tl.load(
+            k_row[None, :] + dim[:, None],
+            mask=there[None, :] & (dim < HEAD_DIM - ROPE_DIM)[:, None],
+            other=0.0,
+        ).to(q_tile.dtype)
+        scores = tl.dot(q_tile, k_tile, input_precision=PRECISION)
+        if V_IN_K:
+            k_rope = tl.load(
+                k_row[None, :] + (V_DIM + rope)[:, None],
+                mask=there[None, :] & (rope < ROPE_DIM)[:, None],
+                other=0.0,
+            ).to(q_tile.dtype)
+            scores += tl.dot(q_rope, k_rope, input_precision=PRECISION)
+        if SCALED:  # scales of K, then of V, behind the rows of both
+            scale_row = scales + block * scale_block_stride + kv_head * scale_head_stride + key % BLOCK_SIZE
+            scale_row += BLOCK_SIZE * (HEAD_DIM + V_DIM) // 4
+            scores *= tl.load(scale_row, mask=there, other=0.0)[None, :]
+        scores *= scale
+        if CAPPED:  # cap · tanh(s / cap)
+            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))
+        seen = there[None, :] & (key[None, :] <= position[:, None])
+        if WINDOWED:
+            seen &= key[None, :] > position[:, None] - window
+        scores = tl.where(seen, scores * LOG2_E, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weights, 1)
+        if SCALED:
+            weights *= tl.load(scale_row + BLOCK_SIZE, mask=there, other=0.0)[None, :]
+        if V_IN_K:
+            v_tile = tl.trans(k_tile)
+        else:
+            v_row = piece + BLOCK_SIZE * HEAD_DIM + (key % BLOCK_SIZE) * V_DIM
+            v_tile = tl.load(
+                v_row[:, None] + v_dim[None, :], mask=there[:, None] & (v_dim < V_DIM)[None, :], other=0.0
+            ).to(q_tile.dtype)
+        acc = acc * rescale[:, None] + tl.dot(weights.to(q_tile.dtype), v_tile, input_precision=PRECISION)
+        top = new_top
+
+    if DIRECT:
+        if SINKS:
+            sink = tl.load(sinks + head) * LOG2_E
+            new_top = tl.maximum(top, sink)
+            acc *= tl.exp2(top - new_top)[:, None]
+            total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+        heads = tl.num_programs(1) * GROUP
+        target = out + ((first_token + row // GROUP).to(tl.int64) * heads + head) * V_DIM
+        mask = row_used[:, None] & (v_dim < V_DIM)[None, :]
+        tl.store(target[:, None] + v_dim[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    else:
+        part = item.to(tl.int64) * tl.num_programs(1) + kv_head
+        slot = tl.arange(0, ROWS)
+        tl.store(tops + part * 2 * ROWS + slot, top, mask=row_used)
+        tl.store(tops + part * 2 * ROWS + ROWS + slot, total, mask=row_used)
+        tl.store(
+            sums + (part * ROWS + slot)[:, None] * V_PAD + v_dim[None, :], acc,
+            mask=row_used[:, None] & (v_dim < V_DIM)[None, :],
+        )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def fold_items(
+    sums, tops, tiles, cu_seqlens_q, sinks, out,
+    GROUP: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, kv head): ``Σ_j w_j sums_j / Σ_j w_j totals_j`` in order of j, w_j = 2^(top_j − the largest)."""
+    tile, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    seq = tl.load(tiles + tile * 4)
+    first_row = tl.load(tiles + tile * 4 + 1)
+    first_item = tl.load(tiles + tile * 4 + 2)
+    num_items = tl.load(tiles + tile * 4 + 3)
+    if num_items == 0:
+        return
+    first_token = tl.load(cu_seqlens_q + seq)
+    num_rows = (tl.load(cu_seqlens_q + seq + 1) - first_token) * GROUP
+    slot = tl.arange(0, ROWS)
+    row = first_row + slot
+    row_used = row < num_rows
+    head = kv_head * GROUP + row % GROUP
+    v_dim = tl.arange(0, V_PAD)
+    largest = tl.full((ROWS,), LOWEST, tl.float32)
+    for j in range(num_items):
+        part = (first_item + j).to(tl.int64) * kv_heads + kv_head
+        largest = tl.maximum(largest, tl.load(tops + part * 2 * ROWS + slot, mask=row_used, other=LOWEST))
+    total = tl.zeros((ROWS,), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head) * LOG2_E
+        largest = tl.maximum(largest, sink)
+        total = tl.exp2(sink - largest)
+    acc = tl.zeros((ROWS, V_PAD), tl.float32)
+    mask = row_used[:, None] & (v_dim < V_DIM)[None, :]
+    for j in range(num_items):
+        part = (first_item + j).to(tl.int64) * kv_heads + kv_head
+        weight = tl.exp2(tl.load(tops + part * 2 * ROWS + slot, mask=row_used, other=LOWEST) - largest)
+        total += weight * tl.load(tops + part * 2 * ROWS + ROWS + slot, mask=row_used, other=1.0)
+        acc += weight[:, None] * tl.load(
+            sums + (part * ROWS + slot)[:, None] * V_PAD + v_dim[None, :], mask=mask, other=0.0
+        )
+    target = out + ((first_token + row // GROUP).to(tl.int64) * (kv_heads * GROUP) + head) * V_DIM
+    total = tl.where(row_used, total, 1.0)
+    tl.store(target[:, None] + v_dim[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)

@@ -18,17 +18,11 @@ from dataclasses import replace
 
 import torch
 
-from quire.kernels.linear import (  # noqa: F401  registers them
-    fp8_reference,
-    native,
-    quantized_native,
-    quantized_reference,
-    reference,
-)
-from quire.kernels.linear.heads import HeadMatrices, empty_heads
-from quire.kernels.linear.packed import RANGE, PackedLinear, QuantizedWeight, stacked
+from quire.kernels.linear import native, reference  # noqa: F401  registers both
+from quire.kernels.linear.packed import RANGE, HeadMatrices, PackedLinear, QuantizedWeight, stacked
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, Backend, find
+from quire.kernels.workspace import empty
 from quire.weight_format import GROUPS, PLAIN, WeightFormat
 
 __all__ = [
@@ -178,7 +172,11 @@ def head_linear(x: torch.Tensor, heads: HeadMatrices, *, out: torch.Tensor | Non
 
     Written into ``out`` where that is given, such as a part of wider heads.
     """
-    y = empty_heads(x, heads.out_size) if out is None else out
+    y = out
+    if y is None:
+        y = empty(max(x.shape[0], 1), x.shape[1], heads.out_size, dtype=x.dtype, device=x.device)[
+            : x.shape[0]
+        ]
     assert y.shape == (*x.shape[:2], heads.out_size), (y.shape, x.shape, heads.out_size)
     find("head_linear", heads.backend)(x, heads, y)
     return y

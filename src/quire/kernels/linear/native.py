@@ -1,32 +1,28 @@
-"""Native linear (csrc/cpu/linear_kernel.cpp): packed panels of 32 columns, one order of summation for any rows.
+"""Native linears: plain (csrc/cpu/linear_kernel.cpp), and with int8 and int4 weights (csrc/cpu/quantized_kernel.cpp).
 
-One backend for each level of instructions that the CPU has, so that tests go over all of them.
+Weights lie in packed panels of 32 columns, with one order of summation for any number of rows. Quantized products have
+the reference's bits at every level. One backend for each level of instructions that the CPU has, so that tests go over
+all of them.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from types import ModuleType
-
 import torch
 
 from quire.kernels import huge_pages
-from quire.kernels.embedding.native import take_packed_rows
-from quire.kernels.linear.packed import PackedLinear
-from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
+from quire.kernels.quantized_rows import QuantizedRows, empty_rows, num_groups
+from quire.kernels.registry import NATIVE_LEVELS, native, register_native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
-
-try:
-    from quire import _native as native
-except ImportError:  # no compiler at install
-    native = None  # type: ignore[assignment]
+from quire.weight_format import TWO_LEVEL_BLOCK, WeightFormat
 
 PANEL = 32  # columns that lie together
 TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 STEP = {torch.bfloat16: 2, torch.float32: 1}  # consecutive k of one column that lie together
 
 
+@register_native("linear.pack_empty", NATIVE_LEVELS, takes_level=False)
 def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
     """Zeros as ``[out/32, in/step, 32, step]``, the last panel and an odd last k padded."""
     step = STEP[dtype]
@@ -34,9 +30,10 @@ def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> Packe
     return PackedLinear(out_features, in_features, huge_pages.zeros(*shape, dtype=dtype))
 
 
-def write_rows(module: ModuleType, packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
+@register_native("linear.write_rows", NATIVE_LEVELS, takes_level=False)
+def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
     source = weight.to(packed.data.dtype).contiguous()
-    module.pack(
+    native.pack(
         num_native_threads(),
         TYPES[packed.data.dtype],
         source.data_ptr(),
@@ -47,12 +44,26 @@ def write_rows(module: ModuleType, packed: PackedLinear, start: int, weight: tor
     )
 
 
-def read_rows(module: ModuleType, isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
-    return take_packed_rows(module, isa, packed.data, packed.in_features, ids)
+@register_native("linear.read_rows", NATIVE_LEVELS)
+def read_rows(isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    assert ids.dtype == torch.int64, ids.dtype
+    assert ids.is_contiguous()
+    y = empty(ids.shape[0], packed.in_features, dtype=packed.data.dtype)
+    native.gather(
+        num_native_threads(),
+        isa,
+        packed.data.dtype == torch.bfloat16,
+        packed.data.data_ptr(),
+        0,  # a stride of 0: the table is packed
+        ids.data_ptr(),
+        y.data_ptr(),
+        *y.shape,
+    )
+    return y
 
 
+@register_native("linear", NATIVE_LEVELS)
 def linear(
-    module: ModuleType,
     isa: str,
     x: torch.Tensor,
     packed: PackedLinear,
@@ -67,7 +78,7 @@ def linear(
     if in_features % STEP[dtype]:  # the kernel reads whole pairs
         x = torch.nn.functional.pad(x, (0, 1))
     y = empty(num_tokens, packed.out_features, dtype=out_dtype) if out is None else out
-    module.linear(
+    native.linear(
         num_native_threads(),
         isa,
         TYPES[dtype],
@@ -85,10 +96,154 @@ def linear(
     return y
 
 
-if native is not None:
-    for level in NATIVE_LEVELS:
-        if native.has_isa(level):
-            register("linear.pack_empty", level)(pack_empty)
-            register("linear.write_rows", level)(partial(write_rows, native))
-            register("linear.read_rows", level)(partial(read_rows, native, level))
-            register("linear", level)(partial(linear, native, level))
+@register_native("head_linear.pack", NATIVE_LEVELS, takes_level=False)
+def pack_heads(weight: torch.Tensor) -> list[PackedLinear]:
+    """A packed matrix for each head of ``[num_heads, in_size, out_size]``."""
+    _, in_size, out_size = weight.shape
+    matrices = []
+    for matrix in weight:
+        packed = pack_empty(out_size, in_size, weight.dtype)
+        write_rows(packed, 0, matrix.transpose(0, 1).contiguous())
+        matrices.append(packed)
+    return matrices
+
+
+@register_native("head_linear", NATIVE_LEVELS)
+def head_linear(isa: str, x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None:
+    """The native linear for each head, reading and writing its part of the rows."""
+    assert isinstance(heads.data, list)
+    for head, packed in enumerate(heads.data):
+        linear(isa, x[:, head], packed, x.dtype, out[:, head])
+
+
+BITS = {"int8": 8, "int4": 4}
+
+
+def format_words(format: WeightFormat) -> tuple[int, int, bool]:
+    """Return (bits, group or 0, has_offset), as the bindings take a format."""
+    return BITS[format.kind], format.group or 0, format.has_offset
+
+
+@register_native("quantized_linear.pack_empty", NATIVE_LEVELS, takes_level=False)
+def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
+    """uint8 ``[out/32, blocks, block bytes]``; fp32 ``[out]`` scales, of groups the powers of two; whole panels."""
+    panels = -(-out_features // PANEL)
+    block = native.quantized_block_bytes(*format_words(format), in_features)
+    return PackedLinear(
+        out_features,
+        in_features,
+        huge_pages.zeros(
+            panels,
+            num_groups(in_features, TWO_LEVEL_BLOCK if format.two_level else format.group),
+            block,
+            dtype=torch.uint8,
+        ),
+        scale=torch.zeros(panels * PANEL),
+        offset=torch.zeros(panels * PANEL) if format.has_offset and format.group is None else None,
+    )
+
+
+@register_native("quantized_linear.write_rows", NATIVE_LEVELS, takes_level=False)
+def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> None:
+    assert packed.scale is not None
+    count, in_features = weight.shape
+    if count == 0:
+        return
+    place = slice(start, start + count)
+    scale: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    if weight.multiplier is not None:
+        packed.scale[place], scale = weight.scale[:, 0], weight.multiplier
+    elif packed.format.group is None:
+        packed.scale[place] = weight.scale[:, 0]
+        if packed.offset is not None and weight.offset is not None:
+            packed.offset[place] = weight.offset[:, 0]
+    else:
+        scale, offset, packed.scale[place] = storable_scales(weight.scale, weight.offset)
+    q = weight.q.contiguous()
+    native.pack_quantized(
+        num_native_threads(),
+        *format_words(packed.format),
+        q.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        0 if offset is None else offset.data_ptr(),
+        count,
+        in_features,
+        start,
+        packed.data.data_ptr(),
+    )
+
+
+@register_native("quantized_linear.read_rows", NATIVE_LEVELS)
+def int_read_rows(isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    assert packed.scale is not None
+    assert ids.dtype == torch.int64, ids.dtype
+    assert ids.is_contiguous()
+    y = empty(ids.shape[0], packed.in_features, dtype=packed.dtype)
+    native.take_quantized_rows(
+        num_native_threads(),
+        isa,
+        *format_words(packed.format),
+        packed.data.data_ptr(),
+        packed.scale.data_ptr(),
+        0 if packed.offset is None else packed.offset.data_ptr(),
+        ids.data_ptr(),
+        packed.dtype == torch.bfloat16,
+        y.data_ptr(),
+        *y.shape,
+    )
+    return y
+
+
+@register_native("quantize_rows", NATIVE_LEVELS)
+def quantize_rows(isa: str, x: torch.Tensor, group: int | None) -> QuantizedRows:
+    num_tokens, in_features = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows = empty_rows(num_tokens, in_features, group, x.dtype)
+    native.quantize_rows(
+        num_native_threads(),
+        isa,
+        x.dtype == torch.bfloat16,
+        x.data_ptr(),
+        x.stride(0),
+        num_tokens,
+        in_features,
+        group or 0,
+        rows.q.data_ptr(),
+        rows.q.stride(0),
+        rows.scale.data_ptr(),
+        rows.sums.data_ptr(),
+    )
+    return rows
+
+
+@register_native("quantized_linear", NATIVE_LEVELS)
+def int_linear(
+    isa: str,
+    rows: QuantizedRows,
+    packed: PackedLinear,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    assert packed.scale is not None
+    y = empty(rows.num_tokens, packed.out_features, dtype=rows.dtype) if out is None else out
+    native.quantized_linear(
+        num_native_threads(),
+        isa,
+        *format_words(packed.format),
+        rows.q.data_ptr(),
+        rows.q.stride(0),
+        rows.scale.data_ptr(),
+        rows.sums.data_ptr(),
+        packed.data.data_ptr(),
+        packed.scale.data_ptr(),
+        0 if packed.offset is None else packed.offset.data_ptr(),
+        0 if packed.bias is None else packed.bias.data_ptr(),
+        rows.dtype == torch.bfloat16,
+        y.data_ptr(),
+        y.stride(0),
+        rows.num_tokens,
+        packed.out_features,
+        packed.in_features,
+    )
+    return y

@@ -82,6 +82,17 @@ class PackedLinear:
         return self.format.quantized and (self.format.kind == "fp8" or self.backend not in GPU_KERNELS)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """``data`` is opaque but to the backend."""
+
+    num_heads: int
+    in_size: int
+    out_size: int
+    data: torch.Tensor | list[PackedLinear]
+    backend: Backend
+
+
 def stacked(one: PackedLinear, count: int) -> list[PackedLinear]:
     """``count`` matrices like ``one``, each of their tensors one behind the other in memory."""
     parts = {

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.linear.packed import PackedLinear
+from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
+from quire.kernels.quantized_rows import SMALLEST, QuantizedRows, num_groups, padded_size, row_stride
 from quire.kernels.registry import register
 from quire.kernels.threads import one_torch_thread
+from quire.weight_format import WeightFormat
 
 TILE_ROWS = 32
 ALIGN = 32  # features
@@ -67,4 +69,202 @@ def linear(
     if weight.shape[1] != packed.out_features:
         y = y[:, : packed.out_features]
     y = (y if packed.bias is None else y + packed.bias).to(out_dtype)
+    return y if out is None else out.copy_(y)
+
+
+@register("head_linear.pack", "reference")
+def pack_heads(weight: torch.Tensor) -> torch.Tensor:
+    """``[num_heads, in_size, out_size]`` → the same, both sizes padded with zeros to a multiple of 32."""
+    heads, in_size, out_size = weight.shape
+    align = ALIGN
+    packed = weight.new_zeros(heads, round_up(in_size, align), round_up(out_size, align))
+    packed[:, :in_size, :out_size] = weight
+    return packed
+
+
+@register("head_linear", "reference")
+def head_linear(x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None:
+    """One bmm for every 32 tokens."""
+    assert isinstance(heads.data, torch.Tensor)
+    num_tokens, num_heads, in_size = x.shape
+    tile = TILE_ROWS
+    tiles = x.new_zeros(num_heads, round_up(num_tokens, tile), heads.data.shape[1])
+    tiles[:, :num_tokens, :in_size] = x.transpose(0, 1)
+    for start in range(0, num_tokens, tile):
+        with one_torch_thread():
+            product = torch.bmm(tiles[:, start : start + tile], heads.data)
+        out[start : start + tile] = product[:, : num_tokens - start, : heads.out_size].transpose(0, 1)
+
+
+EXACT_SUM = 1024  # products of two int8 whose sum fp32 holds exactly, in any order
+
+
+@register("quantize_rows", "reference")
+def quantize_rows(x: torch.Tensor, group: int | None) -> QuantizedRows:
+    """``x [num_tokens, in_features]``; the contract is in `kernels.quantized_rows`."""
+    in_features = x.shape[1]
+    values = x.float()
+    largest = values.abs().amax(1, keepdim=True)  # NaN and infinity come through
+    finite = torch.isfinite(largest)
+    used = finite & (largest >= SMALLEST)
+    inverse = (
+        torch.full_like(largest, 127.0) / largest
+    )  # 127.0 / largest is a reciprocal and a product in torch
+    q = torch.where(used, torch.round(values * inverse), 0.0)
+    scale = torch.where(used, largest / 127.0, torch.where(finite, 0.0, torch.nan))
+    rows = torch.zeros(x.shape[0], row_stride(in_features, group), dtype=torch.int8)
+    rows[:, :in_features] = q
+    groups = num_groups(in_features, group)
+    sums = torch.unflatten(rows[:, : padded_size(in_features, group)], 1, (groups, -1)).sum(
+        -1, dtype=torch.int32
+    )
+    return QuantizedRows(rows, scale.squeeze(1), sums, in_features, group, x.dtype)
+
+
+def scale_group(format: WeightFormat) -> int | None:
+    """Return the inputs that share a scale: of two levels the whole row."""
+    return None if format.two_level else format.group
+
+
+@register("quantized_linear.pack_empty", "reference")
+def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
+    """int8 ``[out, in]`` (int4 too), scales and offsets fp32 ``[out, groups]`` as the native layouts can hold them."""
+    groups = num_groups(in_features, scale_group(format))
+    return PackedLinear(
+        out_features,
+        in_features,
+        torch.zeros(out_features, in_features, dtype=torch.int8),
+        scale=torch.zeros(out_features, groups),
+        offset=torch.zeros(out_features, groups) if format.has_offset else None,
+    )
+
+
+@register("quantized_linear.write_rows", "reference")
+def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> None:
+    assert packed.scale is not None
+    place = slice(start, start + weight.shape[0])
+    packed.data[place] = weight.integers
+    scale, offset = weight.scale, weight.offset
+    if scale_group(packed.format) is not None:
+        scale, offset, power = storable_scales(scale, offset)
+        scale = scale.float() * power.unsqueeze(1)
+        offset = None if offset is None else offset.float() * power.unsqueeze(1)
+    packed.scale[place] = scale
+    if offset is not None:
+        assert packed.offset is not None
+        packed.offset[place] = offset
+
+
+@register("quantized_linear.read_rows", "reference")
+def int_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    assert packed.scale is not None
+    offset = None if packed.offset is None else packed.offset[ids]
+    return dequantize(packed.data[ids], packed.scale[ids], offset, scale_group(packed.format)).to(
+        packed.dtype
+    )
+
+
+def dequantize(
+    q: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int | None
+) -> torch.Tensor:
+    """``q [n, in]``, scale and offset ``[n, groups]`` → fp32 ``[n, in]``."""
+    in_features = q.shape[1]
+    repeats = group or in_features
+    w = q.float() * scale.repeat_interleave(repeats, 1)[:, :in_features]
+    return w if offset is None else w + offset.repeat_interleave(repeats, 1)[:, :in_features]
+
+
+@register("quantized_linear", "reference")
+def int_linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
+    """``rows`` of in_features → ``[num_tokens, out_features]`` in the dtype that they had."""
+    assert packed.scale is not None
+    group = scale_group(packed.format)
+    if group is None:
+        t = _dots(rows.q, packed.data, 0, packed.in_features).float() * packed.scale[:, 0]
+        if packed.offset is not None:
+            t = _fma(rows.sums, packed.offset[:, 0], t)
+    else:
+        t = torch.zeros(rows.num_tokens, packed.out_features)
+        for g in range(packed.scale.shape[1]):
+            end = min((g + 1) * group, packed.in_features)
+            t = _fma(_dots(rows.q, packed.data, g * group, end), packed.scale[:, g], t)
+            if packed.offset is not None:
+                t = _fma(rows.sums[:, g : g + 1], packed.offset[:, g], t)
+    s_x = rows.scale.unsqueeze(1)
+    y = (t * s_x if packed.bias is None else _fma(t, s_x, packed.bias)).to(rows.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _dots(x: torch.Tensor, w: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Exact ``x[:, start:end] · w[:, start:end]ᵀ`` as fp64 ``[num_tokens, out]``."""
+    total = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float64)
+    for first in range(start, end, EXACT_SUM):
+        last = min(first + EXACT_SUM, end)
+        total += x[:, first:last].float() @ w[:, first:last].float().t()
+    return total
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return (a.double() * b.double() + c.double()).float()
+
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of float8_e4m3fn
+
+
+def scaled_to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 ``[..., n]`` → fp8 of that shape and a scale for each last dimension, fp32 ``[..., 1]``."""
+    largest = values.abs().amax(-1, keepdim=True)  # NaN and infinity come through, and stay visible
+    used = ~(largest < SMALLEST)
+    inverse = torch.where(used, torch.full_like(largest, LARGEST) / largest, 0.0)
+    return (values * inverse).to(FP8), torch.where(used, largest / LARGEST, 0.0)
+
+
+@register("quantize_rows_to_fp8", "reference")
+def quantize_rows_to_fp8(x: torch.Tensor, group: int | None) -> QuantizedRows:
+    """``x [num_tokens, in_features]``; ``scale [num_tokens, groups]``."""
+    groups = num_groups(x.shape[1], group)
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % (group or 1)))
+    q, scale = scaled_to_fp8(torch.unflatten(padded, 1, (groups, -1)))
+    no_sums = torch.empty(x.shape[0], 0, dtype=torch.int32, device=x.device)
+    return QuantizedRows(
+        q.flatten(1)[:, : x.shape[1]], scale.squeeze(-1), no_sums, x.shape[1], group, x.dtype
+    )
+
+
+@register("fp8_linear.pack_empty", "reference")
+def fp8_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
+    """fp8 ``[out, in]``, scales fp32 ``[out, groups]``."""
+    data = torch.zeros(out_features, in_features, dtype=FP8)
+    scale = torch.zeros(out_features, num_groups(in_features, format.group))
+    return PackedLinear(out_features, in_features, data, scale=scale)
+
+
+@register("fp8_linear.write_rows", "reference")
+def fp8_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> None:
+    assert packed.scale is not None
+    place = slice(start, start + weight.shape[0])
+    packed.data[place] = weight.q
+    packed.scale[place] = weight.scale
+
+
+@register("fp8_linear.read_rows", "reference")
+def fp8_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    assert packed.scale is not None
+    repeats = packed.format.group or packed.in_features
+    scale = packed.scale[ids].repeat_interleave(repeats, 1)[:, : packed.in_features]
+    return (packed.data[ids].float() * scale).to(packed.dtype)
+
+
+@register("fp8_linear", "reference")
+def fp8_linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
+    """``rows`` → ``[num_tokens, out_features]`` in the dtype that they had."""
+    assert packed.scale is not None
+    total = torch.zeros(rows.num_tokens, packed.out_features, dtype=torch.float64)
+    width = packed.format.group or packed.in_features
+    for g in range(packed.scale.shape[1]):
+        part = slice(g * width, (g + 1) * width)
+        dots = rows.q[:, part].double() @ packed.data[:, part].double().t()
+        total += dots * (rows.scale[:, g : g + 1] * packed.scale[:, g])
+    y = (total if packed.bias is None else total + packed.bias).to(rows.dtype)
     return y if out is None else out.copy_(y)

@@ -1,18 +1,38 @@
-"""Plain linears of a GPU: torch's products (cuBLAS), or with a fixed order of summation for the invariant mode.
+"""Linears of a GPU: plain (cuBLAS), int8 or int4 weights times plain rows (W8A16, W4A16), fp8 times fp8 (W8A8).
 
-The fixed order costs where cuBLAS would split the inputs by the number of rows or take another instruction. Here tiles
-of 64 and of 128 rows are made of the same products of 64 rows, and the splits of the inputs depend on the matrix alone.
+**Plain.** For the invariant mode a product with a fixed order of summation, which costs where cuBLAS would split the
+inputs by the number of rows or take another instruction. Tiles of 64 and of 128 rows are made of the same products of
+64 rows, and the splits of the inputs depend on the matrix alone.
+
+**Integers.** Activations stay as they are.
+
+    int8   data int8 ``[out, in]``
+    int4   data uint8 ``[out, pairs · group]``: byte p · group + j is q + 8 of input j of group 2p, and of 2p + 1 above
+
+Group scales and offsets are fp16 ``[groups, out]`` times a power of two per feature (``scale``, fp32 ``[out]``), which
+holds what checkpoints have exactly; with one scale per feature ``scale`` is it, and offsets are fp32 ``[out]``.
+Integers are exact in bf16, sums are fp32, and a scale multiplies the sum of its group.
+
+**fp8.** Rows become fp8 as they come. Data is ``[out, in]``. With one scale per feature the product is
+`torch._scaled_mm` (cuBLAS, CUTLASS) where the GPU has it for scales by row and column, else the tiles of
+`triton_matmul`; with groups, the blocks of 128 x 128 of DeepSeek-V3, always the tiles: sums of 128 inputs times both
+scales are added in fp32. A block's scale is held for each of its rows.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
+import triton
 
 from quire.kernels.block_sizes import block_sizes
-from quire.kernels.linear.heads import HeadMatrices
-from quire.kernels.linear.matmul import matmul
-from quire.kernels.linear.packed import PackedLinear
+from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
+from quire.kernels.linear.reference import FP8
+from quire.kernels.linear.triton_matmul import matmul, rows_to_fp8
+from quire.kernels.quantized_rows import QuantizedRows, num_groups
 from quire.kernels.registry import GPU_KERNELS, register
+from quire.weight_format import WeightFormat
 
 
 def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
@@ -87,3 +107,200 @@ def head_linear_invariant(x: torch.Tensor, heads: HeadMatrices, out: torch.Tenso
 
 for backend in GPU_KERNELS:
     register("head_linear.pack", backend)(torch.Tensor.contiguous)
+
+
+def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
+    assert not format.two_level, "int4 of two levels is for CPUs: `resolve` takes groups of 32"
+    groups = num_groups(in_features, format.group)
+    if format.kind == "int4":
+        assert format.group is not None
+        data = torch.full((out_features, -(-groups // 2) * format.group), 0x88, dtype=torch.uint8)
+    else:
+        data = torch.zeros(out_features, in_features, dtype=torch.int8)
+    packed = PackedLinear(out_features, in_features, data, scale=torch.zeros(out_features))
+    if format.group is not None:
+        packed.group_scale = torch.zeros(groups, out_features, dtype=torch.float16)
+        packed.offset = torch.zeros(groups, out_features, dtype=torch.float16) if format.has_offset else None
+    elif format.has_offset:
+        packed.offset = torch.zeros(out_features)
+    return packed
+
+
+def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> None:
+    assert packed.scale is not None
+    place = slice(start, start + weight.shape[0])
+    packed.data[place].copy_(_pack_int4(weight) if packed.format.kind == "int4" else weight.q)
+    if packed.format.group is None:
+        packed.scale[place].copy_(weight.scale[:, 0])
+        if weight.offset is not None:
+            assert packed.offset is not None
+            power = torch.where(weight.scale == 0, torch.ones_like(weight.scale), weight.scale)
+            packed.scale[place].copy_(power[:, 0])  # the kernel multiplies offsets by it too
+            packed.offset[place].copy_((weight.offset / power)[:, 0])
+        return
+    scale, offset, power = storable_scales(weight.scale, weight.offset)
+    assert packed.group_scale is not None
+    packed.scale[place].copy_(power)
+    packed.group_scale[:, place].copy_(scale.t())
+    if offset is not None:
+        assert packed.offset is not None
+        packed.offset[:, place].copy_(offset.t())
+
+
+def _pack_int4(weight: QuantizedWeight) -> torch.Tensor:
+    group = weight.format.group
+    assert group is not None
+    rows, in_features = weight.shape
+    pairs = -(-in_features // (2 * group))
+    nibbles = torch.full((rows, pairs * 2 * group), 8, dtype=torch.uint8)
+    nibbles[:, :in_features] = (weight.q + 8).to(torch.uint8)
+    halves = nibbles.view(rows, pairs, 2, group)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(rows, pairs * group)
+
+
+def int_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of the matrix in the model's dtype."""
+    assert packed.scale is not None
+    data, group = packed.data.index_select(0, ids), packed.format.group
+    if packed.format.kind == "int4":
+        assert group is not None
+        halves = data.view(len(ids), -1, 1, group)
+        data = torch.cat((halves & 15, halves >> 4), dim=2).view(len(ids), -1)[:, : packed.in_features]
+        values = data.float() - 8.0
+    else:
+        values = data.float()
+    if packed.group_scale is not None:
+        assert group is not None
+        repeated = packed.group_scale.index_select(1, ids).t().float().repeat_interleave(group, 1)
+        values *= repeated[:, : packed.in_features]
+        if packed.offset is not None:
+            repeated = packed.offset.index_select(1, ids).t().float().repeat_interleave(group, 1)
+            values += repeated[:, : packed.in_features]
+    elif packed.offset is not None:
+        values += packed.offset.index_select(0, ids).unsqueeze(1)
+    return (values * packed.scale.index_select(0, ids).unsqueeze(1)).to(packed.dtype)
+
+
+@register("quantized_linear", "triton")
+def int_linear(
+    x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor:
+    """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``."""
+    size = "small" if x.shape[0] <= SMALL else "large"
+    shape = f"{packed.format.kind}_n{packed.out_features}_k{packed.in_features}"
+    return matmul(x, packed, out_dtype, out, block_sizes(f"int_linear_{size}", shape))
+
+
+@register("quantized_linear", "invariant")
+def int_linear_invariant(
+    x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor:
+    """The same with tiles of one shape and splits that depend on the matrix alone."""
+    return matmul(x, packed, out_dtype, out, block_sizes("matmul_invariant", "all"), fixed_splits=True)
+
+
+for backend in GPU_KERNELS:
+    register("quantized_linear.pack_empty", backend)(int_pack_empty)
+    register("quantized_linear.write_rows", backend)(int_write_rows)
+    register("quantized_linear.read_rows", backend)(int_read_rows)
+
+
+SMALL = 32  # rows: from more on, the tiles for many rows are taken
+SCALED_MM = (9, 0)  # compute capability from which torch multiplies with scales by row and column
+
+
+def quantize_rows_to_fp8(x: torch.Tensor, group: int | None) -> QuantizedRows:
+    """``x [num_tokens, in_features]``; ``scale [num_tokens, groups]``."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    tokens, size = x.shape
+    groups = num_groups(size, group)
+    q = torch.empty(tokens, size, dtype=FP8, device=x.device)
+    scale = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
+    if tokens:
+        block = triton.next_power_of_2(group or size)
+        rows_to_fp8[(tokens, groups)](
+            x,
+            x.stride(0),
+            q,
+            scale,
+            size,
+            GROUP=group or size,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+    return QuantizedRows(q, scale, scale.new_empty(tokens, 0, dtype=torch.int32), size, group, x.dtype)
+
+
+def fp8_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
+    data = torch.zeros(out_features, in_features, dtype=FP8)
+    packed = PackedLinear(out_features, in_features, data, scale=torch.ones(out_features))
+    if format.group is not None:
+        packed.group_scale = torch.zeros(num_groups(in_features, format.group), out_features)
+    return packed
+
+
+def fp8_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> None:
+    assert packed.scale is not None
+    place = slice(start, start + weight.shape[0])
+    packed.data[place].copy_(weight.q)
+    if packed.group_scale is None:
+        packed.scale[place].copy_(weight.scale[:, 0])
+    else:
+        packed.group_scale[:, place].copy_(weight.scale.t())
+
+
+def fp8_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of the matrix in the model's dtype."""
+    assert packed.scale is not None
+    values = packed.data.view(torch.int8).index_select(0, ids).view(FP8).float()
+    if packed.group_scale is None:
+        return (values * packed.scale.index_select(0, ids).unsqueeze(1)).to(packed.dtype)
+    scale = packed.group_scale.index_select(1, ids).t().repeat_interleave(packed.format.group or 1, 1)
+    return (values * scale[:, : packed.in_features]).to(packed.dtype)
+
+
+@register("fp8_linear", "triton")
+def fp8_linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
+    """``rows`` → ``[num_tokens, out_features]`` in the dtype that they had."""
+    if packed.group_scale is None and rows.dtype == torch.bfloat16 and multiplies(packed):
+        return scaled_mm(rows, packed, out)
+    shape = f"g{packed.format.group or 0}_n{packed.out_features}_k{packed.in_features}"
+    sizes = block_sizes("fp8_linear_small" if rows.num_tokens <= SMALL else "fp8_linear_large", shape)
+    return matmul(rows.q, packed, rows.dtype, out, sizes, row_scale=rows.scale)
+
+
+@register("fp8_linear", "invariant")
+def fp8_linear_invariant(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
+    """The same with tiles of one shape and splits that depend on the matrix alone."""
+    sizes = block_sizes("matmul_invariant", "all")
+    return matmul(rows.q, packed, rows.dtype, out, sizes, row_scale=rows.scale, fixed_splits=True)
+
+
+def scaled_mm(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
+    """torch's own product, to bf16; the bias is fp32 and added behind it."""
+    assert packed.scale is not None
+    y: torch.Tensor = torch._scaled_mm(
+        rows.q, packed.data.t(), scale_a=rows.scale, scale_b=packed.scale.unsqueeze(0), out_dtype=rows.dtype
+    )
+    if packed.bias is not None:
+        y = (y.float() + packed.bias).to(rows.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def multiplies(packed: PackedLinear) -> bool:
+    """Whether `torch._scaled_mm` takes the matrix: sizes in sixteens, and a GPU with such scales."""
+    in_sixteens = packed.out_features % 16 == 0 and packed.in_features % 16 == 0
+    return in_sixteens and packed.data.is_cuda and _capability(packed.data.device) >= SCALED_MM
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+for backend in GPU_KERNELS:
+    register("quantize_rows_to_fp8", backend)(quantize_rows_to_fp8)
+    register("fp8_linear.pack_empty", backend)(fp8_pack_empty)
+    register("fp8_linear.write_rows", backend)(fp8_write_rows)
+    register("fp8_linear.read_rows", backend)(fp8_read_rows)

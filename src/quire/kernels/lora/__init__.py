@@ -16,11 +16,22 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from quire.kernels.lora import native, reference  # noqa: F401  registers both
-from quire.kernels.lora.rows import AdapterRows, group_rows
-from quire.kernels.lora.stack import RANK_ALIGN, LoraStack, LowRank
+from quire.kernels.lora.stack import (
+    RANK_ALIGN,
+    AdapterRows,
+    DeviceRows,
+    LoraStack,
+    LowRank,
+    group_rows,
+    most_tiles,
+    tiles_of,
+)
 from quire.kernels.registry import Backend, find
 
-__all__ = ["AdapterRows", "LoraStack", "LowRank", "add_lora", "group_rows", "stack_empty", "write_slot"]
+__all__ = [
+    "AdapterRows", "DeviceRows", "LoraStack", "LowRank", "add_lora", "group_rows", "most_tiles", "stack_empty",
+    "tiles_of", "write_slot",
+]  # fmt: skip
 
 
 def stack_empty(

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import ModuleType
-
 import torch
 
 from quire.kernels import huge_pages
 from quire.kernels.linear.native import STEP
-from quire.kernels.lora.rows import AdapterRows
-from quire.kernels.lora.stack import LoraStack, LowRank
-from quire.kernels.registry import VECTOR_LEVELS, register
+from quire.kernels.lora.stack import AdapterRows, LoraStack, LowRank
+from quire.kernels.registry import native, register_native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
-
-try:
-    from quire import _native as native
-except ImportError:  # no compiler at install
-    native = None  # type: ignore[assignment]
 
 COLUMNS = 16  # of A and of B, that lie together
 MAX_PARTS = 3
@@ -28,6 +19,7 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+@register_native("lora.allocate", takes_level=False)
 def allocate(stack: LoraStack) -> None:
     """``a``: a row a slot and part, with room for max_rank; ``b``: a row a slot, its parts one behind the other."""
     assert len(stack.widths) <= MAX_PARTS, stack.widths
@@ -38,6 +30,7 @@ def allocate(stack: LoraStack) -> None:
     stack.b = huge_pages.zeros(stack.num_slots, stack.max_rank * columns, dtype=stack.dtype)
 
 
+@register_native("lora.write", takes_level=False)
 def write(stack: LoraStack, slot: int, part: int, adapter: LowRank) -> None:
     before = sum(_round_up(width, COLUMNS) for width in stack.widths[:part]) * stack.max_rank
     # The reduced dimension goes last: k of A's ranks, ranks of B's outputs.
@@ -55,16 +48,15 @@ def _write_panels(matrix: torch.Tensor, target: torch.Tensor) -> None:
     target[: padded.numel()].view(panels.shape).copy_(panels)
 
 
-def add_lora(
-    module: ModuleType, isa: str, x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows: AdapterRows
-) -> None:
+@register_native("lora")
+def add_lora(isa: str, x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows: AdapterRows) -> None:
     assert x.stride(1) == 1
     assert y.stride(1) == 1
     num_rows, num_parts = y.shape[0], len(stack.widths)
     if num_rows == 0:
         return
     scratch = empty(num_rows, num_parts * stack.max_rank, dtype=stack.dtype)
-    module.add_lora(
+    native.add_lora(
         num_native_threads(),
         isa,
         stack.dtype == torch.bfloat16,
@@ -86,11 +78,3 @@ def add_lora(
         stack.max_rank,
         (*stack.widths, *(0,) * (MAX_PARTS - num_parts)),
     )
-
-
-if native is not None and hasattr(native, "add_lora"):  # a build older than this source may lack it
-    for level in VECTOR_LEVELS:
-        if native.has_isa(level):
-            register("lora.allocate", level)(allocate)
-            register("lora.write", level)(write)
-            register("lora", level)(partial(add_lora, native, level))

@@ -6,8 +6,7 @@ import torch
 
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.linear.reference import linear, pack_empty, write_rows
-from quire.kernels.lora.rows import AdapterRows
-from quire.kernels.lora.stack import LoraStack, LowRank
+from quire.kernels.lora.stack import AdapterRows, LoraStack, LowRank
 from quire.kernels.registry import register
 
 

@@ -1,23 +1,23 @@
-"""Adapters on a GPU: rows sorted by slot in tiles of `ROWS`, A of each tile's adapter, then B, each added to y once.
+"""Adapters on a GPU: rows sorted by slot in tiles of `TILE_ROWS`; each tile takes A of its adapter, then B.
 
-Bytes: A and B of the adapters that have rows, once a tile. A x is summed in `SPLITS` parts, added in order, so that few
-rows occupy some of the GPU. A tile's products are those of its rows alone and in one order: the invariant mode has no
-version of its own. Slots lie side by side: ``a [slots, parts, max_rank, inputs]``,
+Bytes: A and B of the adapters that have rows, once per tile. A x is summed in `SPLITS` parts, added in order, so that
+few rows still occupy much of the GPU. A tile's products are those of its rows alone and in one order, so the invariant
+mode has no version of its own. Slots lie side by side: ``a [slots, parts, max_rank, inputs]``,
 ``b [slots, outputs of all parts, max_rank]``; what is beyond an adapter's rank is 0.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import no_type_check
+
 import torch
 import triton
+import triton.language as tl
 
-from quire.kernels.lora.rows import AdapterRows, DeviceRows, IntArray
-from quire.kernels.lora.stack import LoraStack, LowRank
-from quire.kernels.lora.triton_kernels import expand_rows, shrink_rows
+from quire.kernels.lora.stack import TILE_ROWS, AdapterRows, DeviceRows, LoraStack, LowRank, tiles_of
 from quire.kernels.registry import register
 
-ROWS, RANKS, INNER, COLUMNS, SPLITS = 16, 16, 128, 64, 4
+RANKS, INNER, COLUMNS, SPLITS = 16, 128, 64, 4
 MAX_PARTS = 3
 
 
@@ -55,23 +55,74 @@ def add_lora(x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows: AdapterRo
     precision = "ieee" if stack.dtype == torch.float32 else "tf32"
     shrink_rows[(num_tiles, parts, SPLITS * blocks)](
         x, x.stride(0), stack.a, stack.ranks, there.order, there.tiles, low, low.stride(0), stack.in_features,
-        per_split, stack.max_rank, blocks, ROWS=ROWS, RANKS=RANKS, INNER=INNER, PRECISION=precision, num_warps=4,
+        per_split, stack.max_rank, blocks, ROWS=TILE_ROWS, RANKS=RANKS, INNER=INNER, PRECISION=precision, num_warps=4,
     )  # fmt: skip
     expand_rows[(num_tiles, parts, triton.cdiv(max(stack.widths), COLUMNS))](
         low, low.stride(0), stack.b, stack.ranks, stack.scales, there.order, there.tiles, y, y.stride(0),
-        stack.max_rank, *stack.widths, *(0,) * (MAX_PARTS - parts), ROWS=ROWS, RANKS=RANKS, COLUMNS=COLUMNS,
+        stack.max_rank, *stack.widths, *(0,) * (MAX_PARTS - parts), ROWS=TILE_ROWS, RANKS=RANKS, COLUMNS=COLUMNS,
         SPLITS=SPLITS, PRECISION=precision, num_warps=4,
     )  # fmt: skip
 
 
-def tiles_of(rows: AdapterRows) -> IntArray:
-    """int64 ``[num_tiles, 3]``: slot from 0 on, first and end place in ``rows.order``."""
-    counts = -(-np.diff(rows.starts) // ROWS)
-    slot = np.repeat(np.arange(len(counts)), counts)
-    first = rows.starts[slot] + (np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)) * ROWS
-    return np.stack((slot, first, np.minimum(first + ROWS, rows.starts[slot + 1])), axis=1)
+@triton.jit
+@no_type_check
+def shrink_rows(
+    x, x_stride, a, ranks, order, tiles, low, split_stride, num_inner, per_split, max_rank, rank_blocks,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, part, split and ranks): ``low [splits, rows, parts, max_rank]`` fp32 = A x of the inputs."""
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    tile = tiles + tl.program_id(0) * 3
+    of = tl.load(tile).to(tl.int64) * parts + part
+    row, stop = tl.load(tile + 1) + tl.arange(0, ROWS), tl.load(tile + 2)
+    split, block = (tl.program_id(2) // rank_blocks).to(tl.int64), tl.program_id(2) % rank_blocks
+    rank = block * RANKS + tl.arange(0, RANKS)
+    if (tl.load(tile + 1) < stop) & (block * RANKS < tl.load(ranks + of)):
+        source = x + tl.load(order + row, mask=row < stop, other=0).to(tl.int64) * x_stride
+        acc = tl.zeros((ROWS, RANKS), tl.float32)
+        for first in range(split * per_split, (split + 1) * per_split, INNER):
+            k = first + tl.arange(0, INNER)
+            there = k < num_inner
+            x_tile = tl.load(
+                source[:, None] + k[None, :], mask=(row < stop)[:, None] & there[None, :], other=0.0
+            )
+            a_row = a + (of * max_rank + rank) * num_inner
+            a_tile = tl.load(a_row[None, :] + k[:, None], mask=there[:, None], other=0.0)
+            acc += tl.dot(x_tile, a_tile, input_precision=PRECISION)
+        target = (
+            low + split * split_stride + (row.to(tl.int64) * parts + part)[:, None] * max_rank + rank[None, :]
+        )
+        tl.store(target, acc, mask=(row < stop)[:, None])
 
 
-def most_tiles(num_rows: int, num_slots: int) -> int:
-    """Tiles that so many rows can have: a graph's room."""
-    return num_rows // ROWS + num_slots
+@triton.jit
+@no_type_check
+def expand_rows(
+    low, split_stride, b, ranks, scales, order, tiles, y, y_stride, max_rank, width_0, width_1, width_2,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, part, columns): y += B · (scale · low), the latter rounded to B's type."""
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    tile = tiles + tl.program_id(0) * 3
+    slot = tl.load(tile).to(tl.int64)
+    row, stop = tl.load(tile + 1) + tl.arange(0, ROWS), tl.load(tile + 2)
+    width = tl.where(part == 0, width_0, tl.where(part == 1, width_1, width_2))
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    here = tl.where(part > 0, width_0, 0) + tl.where(part > 1, width_1, 0) + column  # of y
+    highest = tl.load(ranks + slot * parts + part)
+    if (tl.load(tile + 1) < stop) & (highest > 0) & (tl.program_id(2) * COLUMNS < width):
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, highest, RANKS):
+            rank = first + tl.arange(0, RANKS)
+            low_row = low + ((row.to(tl.int64) * parts + part) * max_rank)[:, None] + rank[None, :]
+            low_tile = tl.zeros((ROWS, RANKS), tl.float32)
+            for split in tl.static_range(SPLITS):
+                low_tile += tl.load(low_row + split * split_stride, mask=(row < stop)[:, None], other=0.0)
+            low_tile = (low_tile * tl.load(scales + slot * parts + part)).to(b.dtype.element_ty)
+            b_row = b + (slot * (width_0 + width_1 + width_2) + here) * max_rank
+            b_tile = tl.load(b_row[None, :] + rank[:, None], mask=(column < width)[None, :], other=0.0)
+            acc += tl.dot(low_tile, b_tile, input_precision=PRECISION)
+        target = y + tl.load(order + row, mask=row < stop, other=0).to(tl.int64) * y_stride
+        target, mask = target[:, None] + here[None, :], (row < stop)[:, None] & (column < width)[None, :]
+        total = tl.load(target, mask=mask, other=0.0).to(tl.float32) + acc
+        tl.store(target, total.to(y.dtype.element_ty), mask=mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.moe import native, reference  # noqa: F401  registers both
-from quire.kernels.moe.stack import ExpertStack
+from quire.kernels.moe.reference import ExpertStack
 from quire.kernels.registry import Backend, find
 from quire.modelspec import MoeSpec
 

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import partial
-from types import ModuleType
 
 import torch
 
-from quire.kernels.activation.native import GATES
 from quire.kernels.linear import PackedLinear
-from quire.kernels.linear.native import STEP, TYPES
-from quire.kernels.linear.quantized_native import format_words
+from quire.kernels.linear.native import STEP, TYPES, format_words
 from quire.kernels.moe import reference
-from quire.kernels.moe.stack import ExpertStack
+from quire.kernels.moe.reference import ExpertStack
+from quire.kernels.pointwise.native import GATES
 from quire.kernels.quantized_rows import row_stride
-from quire.kernels.registry import NATIVE_LEVELS, register
+from quire.kernels.registry import NATIVE_LEVELS, native, register_native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 from quire.modelspec import MoeSpec
 
-try:
-    from quire import _native as native
-except ImportError:  # no compiler at install
-    native = None  # type: ignore[assignment]
-
 SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
 
 
+@register_native("moe.route", NATIVE_LEVELS, takes_level=False)
 def route(
-    module: ModuleType, router_logits: torch.Tensor, spec: MoeSpec, correction: torch.Tensor | None
+    router_logits: torch.Tensor, spec: MoeSpec, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert router_logits.is_contiguous()
     num_tokens = router_logits.shape[0]
     weights = empty(max(num_tokens, 1), spec.top_k, dtype=torch.float32)[:num_tokens]
     ids = empty(max(num_tokens, 1), spec.top_k, dtype=torch.int64)[:num_tokens]
-    module.route(
+    native.route(
         num_native_threads(),
         router_logits.data_ptr(),
         0 if correction is None else correction.data_ptr(),
@@ -55,8 +48,8 @@ def route(
     return weights, ids
 
 
+@register_native("moe.experts", NATIVE_LEVELS)
 def experts(
-    module: ModuleType,
     isa: str,
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -71,8 +64,8 @@ def experts(
     num_tokens, top_k = expert_ids.shape
     y = empty(max(num_tokens, 1), x.shape[1], dtype=x.dtype)[:num_tokens]
     shape = (num_tokens, x.shape[1], down.in_features, len(stack.gate_up), top_k, _words(up), _words(down))
-    scratch = empty(max(module.experts_scratch_bytes(TYPES[x.dtype], *shape), 1), dtype=torch.uint8)
-    module.experts(
+    scratch = empty(max(native.experts_scratch_bytes(TYPES[x.dtype], *shape), 1), dtype=torch.uint8)
+    native.experts(
         num_native_threads(),
         isa,
         TYPES[x.dtype],
@@ -103,10 +96,3 @@ def _addresses(matrices: Sequence[PackedLinear]) -> array[int]:
     for m in matrices:
         words.extend([0 if part is None else part.data_ptr() for part in (m.data, m.bias, m.scale, m.offset)])
     return words
-
-
-if native is not None and hasattr(native, "experts"):  # a build older than this source may lack it
-    for level in NATIVE_LEVELS:
-        if native.has_isa(level):
-            register("moe.route", level)(partial(route, native))
-            register("moe.experts", level)(partial(experts, native, level))

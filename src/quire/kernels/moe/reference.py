@@ -7,15 +7,30 @@ its own choice, never in the order of the experts that happen to be hit.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import torch
 
-from quire.kernels.activation.reference import gated, sigmoid
-from quire.kernels.linear import linear
-from quire.kernels.moe.stack import ExpertStack
+from quire.kernels.linear import PackedLinear, linear
+from quire.kernels.pointwise import ActivationKind
+from quire.kernels.pointwise.reference import gated, sigmoid
 from quire.kernels.registry import register
 from quire.modelspec import MoeSpec
 
 _TINY = 1e-20  # DeepSeek-V3 keeps the division of a sum of sigmoids safe with it
+
+
+@dataclass(slots=True)
+class ExpertStack:
+    """``gate_up[e]`` is ``[2 · intermediate, hidden]``, ``down[e]`` is ``[hidden, intermediate]``."""
+
+    gate_up: Sequence[PackedLinear]
+    down: Sequence[PackedLinear]
+    activation: ActivationKind
+    # What a backend made of the matrices at the first call; they stay where they are.
+    addresses: tuple[array[int], array[int]] | None = field(default=None, repr=False)
 
 
 @register("moe.route", "reference")

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from quire.kernels.activation.triton import gated
 from quire.kernels.block_sizes import Sizes, block_sizes
-from quire.kernels.linear.fp8_triton import quantize_rows
-from quire.kernels.linear.matmul import ExpertStrides, held, launch
 from quire.kernels.linear.packed import PackedLinear
-from quire.kernels.moe.stack import ExpertStack
+from quire.kernels.linear.triton import quantize_rows_to_fp8
+from quire.kernels.linear.triton_matmul import ExpertStrides, held, launch
+from quire.kernels.moe.reference import ExpertStack
+from quire.kernels.pointwise.triton import gated
 from quire.kernels.registry import register
 
 MANY = 64  # rows an expert: from more on, the tiles for many rows are taken
@@ -95,7 +95,7 @@ def _grouped(
     out = torch.empty(pairs, one.out_features, dtype=x.dtype, device=x.device)
     row_scale = None
     if one.format.kind == "fp8":
-        rows = quantize_rows(x, one.format.group)
+        rows = quantize_rows_to_fp8(x, one.format.group)
         x, row_scale = rows.q, rows.scale
     how = held(one, sizes["inner"])
     steps = triton.cdiv(one.in_features, how.step)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import ModuleType
-
 import torch
 
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
-from quire.kernels.registry import VECTOR_LEVELS, register
+from quire.kernels.registry import native, register_native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 
-try:
-    from quire import _native as native
-except ImportError:  # no compiler at install
-    native = None  # type: ignore[assignment]
 
-
-def rms_norm(module: ModuleType, isa: str, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+@register_native("rms_norm")
+def rms_norm(isa: str, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x [num_tokens, size]`` or ``[num_tokens, num_heads, size]`` → the same shape and dtype."""
     assert weight.is_contiguous()
     if x.stride(-1) != 1 or x.dim() not in (2, 3):
@@ -28,9 +21,9 @@ def rms_norm(module: ModuleType, isa: str, x: torch.Tensor, weight: torch.Tensor
     elif x.dim() == 3:
         (tokens, heads, size), head_stride = x.shape, x.stride(1)
     else:
-        return rms_norm(module, isa, x.view(-1, x.shape[-1]), weight, eps).view(x.shape)
+        return rms_norm(isa, x.view(-1, x.shape[-1]), weight, eps).view(x.shape)
     y = empty(*x.shape, dtype=x.dtype)
-    module.rms_norm(
+    native.rms_norm(
         num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
@@ -52,25 +45,27 @@ def rms_norm(module: ModuleType, isa: str, x: torch.Tensor, weight: torch.Tensor
     return y
 
 
+@register_native("rms_norm_to_int8")
 def rms_norm_to_int8(
-    module: ModuleType, isa: str, x: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None
+    isa: str, x: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None
 ) -> QuantizedRows:
     rows = empty_rows(x.shape[0], x.shape[1], group, x.dtype)
-    _over_rows(module, isa, x, None, weight, eps, None, None, rows)
+    _over_rows(isa, x, None, weight, eps, None, None, rows)
     return rows
 
 
+@register_native("add_rms_norm")
 def add_rms_norm(
-    module: ModuleType, isa: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    isa: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both ``[num_tokens, size]`` → (normed, sum)."""
     y, total = empty(*x.shape, dtype=x.dtype), empty(*x.shape, dtype=x.dtype)
-    _over_rows(module, isa, x, residual, weight, eps, y, total, None)
+    _over_rows(isa, x, residual, weight, eps, y, total, None)
     return y, total
 
 
+@register_native("add_rms_norm_to_int8")
 def add_rms_norm_to_int8(
-    module: ModuleType,
     isa: str,
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -79,12 +74,11 @@ def add_rms_norm_to_int8(
     group: int | None,
 ) -> tuple[QuantizedRows, torch.Tensor]:
     rows, total = empty_rows(x.shape[0], x.shape[1], group, x.dtype), empty(*x.shape, dtype=x.dtype)
-    _over_rows(module, isa, x, residual, weight, eps, None, total, rows)
+    _over_rows(isa, x, residual, weight, eps, None, total, rows)
     return rows, total
 
 
 def _over_rows(
-    module: ModuleType,
     isa: str,
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -103,7 +97,7 @@ def _over_rows(
         assert x.dtype == residual.dtype, (x.dtype, residual.dtype)
         if residual.stride(1) != 1:
             residual = residual.contiguous()
-    module.rms_norm(
+    native.rms_norm(
         num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
@@ -122,12 +116,3 @@ def _over_rows(
         size,
         *row_words(rows),
     )
-
-
-if native is not None and hasattr(native, "rms_norm"):  # a build older than this source may lack it
-    for level in VECTOR_LEVELS:
-        if native.has_isa(level):
-            register("rms_norm", level)(partial(rms_norm, native, level))
-            register("add_rms_norm", level)(partial(add_rms_norm, native, level))
-            register("rms_norm_to_int8", level)(partial(rms_norm_to_int8, native, level))
-            register("add_rms_norm_to_int8", level)(partial(add_rms_norm_to_int8, native, level))

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.linear.fp8_reference import quantize_rows as quantize_rows_to_fp8
-from quire.kernels.linear.quantized_reference import quantize_rows
+from quire.kernels.linear.reference import quantize_rows, quantize_rows_to_fp8
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import register
 

@@ -1,13 +1,21 @@
-"""Sums and factors between the other ops, where a family has them: residual sums, scales, the cap of logits."""
+"""Ops on each row or element by itself: gated activations, look-ups, residual sums, scales, the cap of logits."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 
 from quire.kernels.pointwise import native, reference  # noqa: F401  registers both
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import Backend, find
 
-__all__ = ["add_gated_rows", "add_rows", "cap_logits", "copy_heads", "scale_rows", "widen_rows"]
+__all__ = [
+    "ActivationKind", "add_gated_rows", "add_rows", "cap_logits", "copy_heads", "gated", "gated_to_int8", "scale_rows",
+    "take_rows", "widen_rows",
+]  # fmt: skip
+
+ActivationKind = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 
 
 def add_rows(x: torch.Tensor, other: torch.Tensor, *, backend: Backend = "reference") -> torch.Tensor:
@@ -57,4 +65,28 @@ def cap_logits(
     if scale == 1.0 and cap is None:
         return logits
     y: torch.Tensor = find("cap_logits", backend)(logits, scale, cap)
+    return y
+
+
+def gated(gate_up: torch.Tensor, kind: ActivationKind, *, backend: Backend = "reference") -> torch.Tensor:
+    """``gate_up [num_tokens, 2 · size]`` (gate first, then up) → ``[num_tokens, size]``, contiguous.
+
+    silu: ``g·σ(g)·u`` (Shazeer 2020); gelu: erf or tanh form; swiglu_oai (gpt-oss): with g ≤ 7 and |u| ≤ 7,
+    ``g·σ(1.702·g)·(u + 1)``.
+    """
+    y: torch.Tensor = find("gated", backend)(gate_up, kind)
+    return y
+
+
+def gated_to_int8(
+    gate_up: torch.Tensor, kind: ActivationKind, group: int | None, *, backend: Backend = "reference"
+) -> QuantizedRows:
+    """`quantize_rows` of what `gated` makes: the same bits in one pass."""
+    rows: QuantizedRows = find("gated_to_int8", backend)(gate_up, kind, group)
+    return rows
+
+
+def take_rows(table: torch.Tensor, ids: torch.Tensor, *, backend: Backend = "reference") -> torch.Tensor:
+    """``table [num_rows, size]``, ``ids [num_tokens]`` int64 → ``[num_tokens, size]``, a copy."""
+    y: torch.Tensor = find("take_rows", backend)(table, ids)
     return y

@@ -1,29 +1,23 @@
-"""Native pointwise ops (csrc/cpu/pointwise_kernel.cpp)."""
+"""Native pointwise ops (csrc/cpu/{pointwise,gated,gather}_kernel.cpp): one call each, the same in every lane."""
 
 from __future__ import annotations
 
-from functools import partial
-from types import ModuleType
-
 import torch
 
-from quire.kernels.registry import VECTOR_LEVELS, register
+from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
+from quire.kernels.registry import native, register_native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 
-try:
-    from quire import _native as native
-except ImportError:  # no compiler at install
-    native = None  # type: ignore[assignment]
 
-
-def add_rows(module: ModuleType, isa: str, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+@register_native("add_rows")
+def add_rows(isa: str, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Both ``[num_tokens, size]``."""
     assert x.dtype == other.dtype, (x.dtype, other.dtype)
     assert x.stride(1) == 1
     assert other.stride(1) == 1
     y = empty(*x.shape, dtype=x.dtype)
-    module.add_rows(
+    native.add_rows(
         num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
@@ -37,17 +31,19 @@ def add_rows(module: ModuleType, isa: str, x: torch.Tensor, other: torch.Tensor)
     return y
 
 
-def scale_rows(module: ModuleType, isa: str, x: torch.Tensor, scale: float) -> torch.Tensor:
+@register_native("scale_rows")
+def scale_rows(isa: str, x: torch.Tensor, scale: float) -> torch.Tensor:
     """``[num_tokens, size]`` → the same."""
     y = empty(*x.shape, dtype=x.dtype)
-    _scale(module, isa, x, scale, 0.0, y)
+    _scale(isa, x, scale, 0.0, y)
     return y
 
 
-def copy_heads(module: ModuleType, isa: str, x: torch.Tensor, out: torch.Tensor) -> None:
+@register_native("copy_heads")
+def copy_heads(isa: str, x: torch.Tensor, out: torch.Tensor) -> None:
     """``[num_tokens, num_heads, size]`` each."""
     assert x.stride(2) == out.stride(2) == 1
-    module.copy_heads(
+    native.copy_heads(
         num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
@@ -61,11 +57,12 @@ def copy_heads(module: ModuleType, isa: str, x: torch.Tensor, out: torch.Tensor)
     )
 
 
-def widen_rows(module: ModuleType, isa: str, x: torch.Tensor) -> torch.Tensor:
+@register_native("widen_rows")
+def widen_rows(isa: str, x: torch.Tensor) -> torch.Tensor:
     """``[num_tokens, size]`` → the same in fp32."""
     assert x.stride(1) == 1
     y = empty(*x.shape, dtype=torch.float32)
-    module.widen_rows(
+    native.widen_rows(
         num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
@@ -77,14 +74,13 @@ def widen_rows(module: ModuleType, isa: str, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def add_gated_rows(
-    module: ModuleType, isa: str, x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor
-) -> torch.Tensor:
+@register_native("add_gated_rows")
+def add_gated_rows(isa: str, x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """``[num_tokens, size]`` each, ``gate [num_tokens, 1]``."""
     assert x.dtype == other.dtype == gate.dtype, (x.dtype, other.dtype, gate.dtype)
     assert x.stride(1) == other.stride(1) == 1
     y = empty(*x.shape, dtype=x.dtype)
-    module.add_gated_rows(
+    native.add_gated_rows(
         num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
@@ -100,18 +96,17 @@ def add_gated_rows(
     return y
 
 
-def cap_logits(
-    module: ModuleType, isa: str, logits: torch.Tensor, scale: float, cap: float | None
-) -> torch.Tensor:
+@register_native("cap_logits")
+def cap_logits(isa: str, logits: torch.Tensor, scale: float, cap: float | None) -> torch.Tensor:
     """fp32 ``[num_logits, vocab_size]``, in place."""
     assert logits.is_contiguous()
-    _scale(module, isa, logits, scale, cap or 0.0, logits)
+    _scale(isa, logits, scale, cap or 0.0, logits)
     return logits
 
 
-def _scale(module: ModuleType, isa: str, x: torch.Tensor, scale: float, cap: float, y: torch.Tensor) -> None:
+def _scale(isa: str, x: torch.Tensor, scale: float, cap: float, y: torch.Tensor) -> None:
     assert x.stride(1) == 1
-    module.scale_rows(
+    native.scale_rows(
         num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
@@ -124,13 +119,67 @@ def _scale(module: ModuleType, isa: str, x: torch.Tensor, scale: float, cap: flo
     )
 
 
-if native is not None and hasattr(native, "scale_rows"):  # a build older than this source may lack it
-    for level in VECTOR_LEVELS:
-        if native.has_isa(level):
-            register("add_rows", level)(partial(add_rows, native, level))
-            register("scale_rows", level)(partial(scale_rows, native, level))
-            register("cap_logits", level)(partial(cap_logits, native, level))
-            if hasattr(native, "copy_heads"):
-                register("copy_heads", level)(partial(copy_heads, native, level))
-                register("widen_rows", level)(partial(widen_rows, native, level))
-                register("add_gated_rows", level)(partial(add_gated_rows, native, level))
+GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_oai": 3}
+
+
+@register_native("gated")
+def gated(isa: str, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+    """``[num_tokens, 2 · size]`` → ``[num_tokens, size]``."""
+    y = empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    _over_rows(isa, gate_up, kind, y, None)
+    return y
+
+
+@register_native("gated_to_int8")
+def gated_to_int8(isa: str, gate_up: torch.Tensor, kind: str, group: int | None) -> QuantizedRows:
+    rows = empty_rows(gate_up.shape[0], gate_up.shape[1] // 2, group, gate_up.dtype)
+    _over_rows(isa, gate_up, kind, None, rows)
+    return rows
+
+
+def _over_rows(
+    isa: str,
+    gate_up: torch.Tensor,
+    kind: str,
+    y: torch.Tensor | None,
+    rows: QuantizedRows | None,
+) -> None:
+    num_tokens, width = gate_up.shape
+    if gate_up.stride(1) != 1:
+        gate_up = gate_up.contiguous()
+    native.gated(
+        num_native_threads(),
+        isa,
+        gate_up.dtype == torch.bfloat16,
+        GATES[kind],
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        0 if y is None else y.data_ptr(),
+        num_tokens,
+        width // 2,
+        *row_words(rows),
+    )
+
+
+@register_native("take_rows")
+def take_rows(isa: str, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """``table [num_rows, size]``, ``ids [num_tokens]`` → ``[num_tokens, size]``."""
+    assert table.stride(1) == 1
+    y = empty(ids.shape[0], table.shape[1], dtype=table.dtype)
+    _gather(isa, table, table.stride(0), ids, y)
+    return y
+
+
+def _gather(isa: str, table: torch.Tensor, stride: int, ids: torch.Tensor, y: torch.Tensor) -> None:
+    assert ids.dtype == torch.int64, ids.dtype
+    assert ids.is_contiguous()
+    native.gather(
+        num_native_threads(),
+        isa,
+        table.dtype == torch.bfloat16,
+        table.data_ptr(),
+        stride,
+        ids.data_ptr(),
+        y.data_ptr(),
+        *y.shape,
+    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import Backend, find
 from quire.kernels.rope import native, reference  # noqa: F401  registers both
-from quire.kernels.rope.qk_norm import QkNorm
+from quire.kernels.rope.reference import QkNorm
 
 __all__ = ["QkNorm", "apply_rope", "rope_store", "store_kv"]
 

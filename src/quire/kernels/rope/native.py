@@ -1,26 +1,19 @@
-"""Native RoPE and KV store (csrc/cpu/rows_kernel.cpp): the reference's products and sums, so the reference's bits."""
+"""Native RoPE and KV store (csrc/cpu/rope_store_kernel.cpp): the reference's products and sums, so its bits."""
 
 from __future__ import annotations
 
-from functools import partial
-from types import ModuleType
-
 import torch
 
-from quire.kernels.kv_view import KvView
-from quire.kernels.registry import VECTOR_LEVELS, register
-from quire.kernels.rope.qk_norm import QkNorm
+from quire.kernels.kv_blocks import KvView
+from quire.kernels.registry import native, register_native
+from quire.kernels.rope.reference import QkNorm
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 
-try:
-    from quire import _native as native
-except ImportError:  # no compiler at install
-    native = None  # type: ignore[assignment]
 
-
+@register_native("apply_rope")
 def apply_rope(
-    module: ModuleType, isa: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    isa: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
     """``x [num_tokens, num_heads, head_dim]``; ``cos, sin [num_tokens, half]`` fp32."""
     tokens, heads, head_dim = x.shape
@@ -31,7 +24,7 @@ def apply_rope(
     if x.stride(2) != 1:
         x = x.contiguous()
     y = empty(tokens, heads, head_dim, dtype=x.dtype)
-    module.rope(
+    native.rope(
         num_native_threads(),
         isa,
         x.dtype == torch.bfloat16,
@@ -50,8 +43,8 @@ def apply_rope(
     return y
 
 
+@register_native("store_kv")
 def store_kv(
-    module: ModuleType,
     isa: str,
     k: torch.Tensor,
     v: torch.Tensor | None,
@@ -68,7 +61,7 @@ def store_kv(
         assert v.dtype == k.dtype, (v.dtype, k.dtype)
         if v.stride(2) != 1:
             v = v.contiguous()
-    module.store_kv(
+    native.store_kv(
         num_native_threads(),
         isa,
         k.dtype == torch.bfloat16,
@@ -94,8 +87,8 @@ def store_kv(
     )
 
 
+@register_native("rope_store")
 def rope_store(
-    module: ModuleType,
     isa: str,
     qkv: torch.Tensor,
     num_heads: int,
@@ -116,7 +109,7 @@ def rope_store(
     for part in cos_sin or ():
         assert part.is_contiguous()
     q = empty(tokens, num_heads, kv.head_dim, dtype=qkv.dtype)
-    module.rope_store(
+    native.rope_store(
         num_native_threads(),
         isa,
         qkv.dtype == torch.bfloat16,
@@ -147,11 +140,3 @@ def rope_store(
         kv.block_size,
     )
     return q
-
-
-if native is not None and hasattr(native, "rope"):  # a build older than this source may lack it
-    for level in VECTOR_LEVELS:
-        if native.has_isa(level):
-            register("apply_rope", level)(partial(apply_rope, native, level))
-            register("store_kv", level)(partial(store_kv, native, level))
-            register("rope_store", level)(partial(rope_store, native, level))

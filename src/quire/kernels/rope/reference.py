@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.norm.reference import rms_norm
 from quire.kernels.registry import register
-from quire.kernels.rope.qk_norm import QkNorm
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """fp32 weights ``[head_dim]``, or with ``over_all`` (OLMo 2) ``[heads · head_dim]``: one norm of all heads."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+    over_all: bool = False
 
 
 @register("apply_rope", "reference")

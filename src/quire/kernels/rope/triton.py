@@ -1,20 +1,22 @@
 """q/k norm, RoPE and the store of K and V in one Triton kernel, for whole heads of a token at once.
 
-Bytes: the fused projection read once; q and the cache rows written once. Bound by memory, and by launches when
+Bytes: the fused projection read once; q and the rows of the cache written once. Bound by memory, and by launches when
 decoding, which is why this is one kernel. Each head's norm is rounded to the dtype before the rotation, and the
 rotation before the store, as the reference does op by op.
 """
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
+import triton.language as tl
 
-from quire.kernels.kv_view import KvView
+from quire.kernels.kv_blocks import KvView
 from quire.kernels.norm.triton import rms_norm
 from quire.kernels.registry import register
-from quire.kernels.rope.qk_norm import QkNorm
-from quire.kernels.rope.triton_kernels import rope_store_heads
+from quire.kernels.rope.reference import QkNorm
 
 
 @register("rope_store", "triton")
@@ -89,3 +91,101 @@ _LARGEST = {
     torch.int8: 127,
     torch.float8_e4m3fn: 448,
 }  # what the largest magnitude of a position and head becomes
+
+
+ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it drops the fraction of a small fp32, to nearest even
+
+
+@triton.jit
+@no_type_check
+def narrow(values, inverse, target, EIGHT_BITS: tl.constexpr):
+    """fp32 values as the cache holds them."""
+    if EIGHT_BITS == 127:
+        values = (values * inverse + ROUND) - ROUND
+    elif EIGHT_BITS == 448:
+        values = tl.minimum(tl.maximum(values * inverse, -448.0), 448.0)
+    return values.to(target.dtype.element_ty)
+
+
+@triton.jit
+@no_type_check
+def inverse_of(largest, EIGHT_BITS: tl.constexpr):
+    return tl.where(largest > 0.0, tl.div_rn(EIGHT_BITS * 1.0, tl.where(largest > 0.0, largest, 1.0)), 0.0)
+
+
+@triton.jit
+@no_type_check
+def rope_store_heads(
+    qkv, stride, cos, sin, q_norm, k_norm, eps, q,
+    pieces, block_stride, head_stride, scales, scale_block_stride, scale_head_stride, block_ids, offsets,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, EIGHT_BITS: tl.constexpr,
+):  # fmt: skip
+    """Program (token, part): part 0 is k, 1 is q, 2 is v. The rotated pairs of a head, then what is not rotated."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.arange(0, HEADS_PAD)
+    row = qkv + token * stride
+    block, offset = tl.load(block_ids + token).to(tl.int64), tl.load(offsets + token)
+    piece = pieces + block * block_stride + head * head_stride
+    scale = scales + block * scale_block_stride + head * scale_head_stride
+    scale += BLOCK_SIZE * (HEAD_DIM + V_DIM) // 4 + offset
+    if part == 2:
+        v_dim = tl.arange(0, V_PAD)
+        v_mask = (head < KV_HEADS)[:, None] & (v_dim < V_DIM)[None, :]
+        v_source = (HEADS + KV_HEADS) * HEAD_DIM + head[:, None] * V_DIM + v_dim[None, :]
+        v_values = tl.load(row + v_source, mask=v_mask, other=0.0).to(tl.float32)
+        v_inverse = tl.zeros((HEADS_PAD, 1), tl.float32)
+        if EIGHT_BITS > 0:
+            v_largest = tl.max(tl.abs(v_values), 1)
+            v_inverse = inverse_of(v_largest, EIGHT_BITS)[:, None]
+            tl.store(scale + BLOCK_SIZE, tl.div_rn(v_largest, EIGHT_BITS * 1.0), mask=head < KV_HEADS)
+        v_head = piece[:, None] + BLOCK_SIZE * HEAD_DIM + offset * V_DIM + v_dim[None, :]
+        tl.store(v_head, narrow(v_values, v_inverse, pieces, EIGHT_BITS), mask=v_mask)
+    else:
+        heads = tl.where(part == 1, HEADS, KV_HEADS)
+        source = tl.where(part == 1, 0, HEADS * HEAD_DIM) + head * HEAD_DIM
+        pair = tl.arange(0, HALF_PAD)
+        rest = 2 * HALF + tl.arange(0, REST_PAD)
+        first = pair * 2 if INTERLEAVED else pair
+        second = pair * 2 + 1 if INTERLEAVED else pair + HALF
+        used = (head < heads)[:, None]
+        pair_mask = used & (pair < HALF)[None, :]
+        rest_mask = used & (rest < HEAD_DIM)[None, :]
+        a = tl.load(row + source[:, None] + first[None, :], mask=pair_mask, other=0.0).to(tl.float32)
+        b = tl.load(row + source[:, None] + second[None, :], mask=pair_mask, other=0.0).to(tl.float32)
+        c = tl.load(row + source[:, None] + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+        if NORM:
+            square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
+            factor = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+            weight = q_norm
+            if part == 0:
+                weight = k_norm
+            a *= factor * tl.load(weight + first, mask=pair < HALF, other=0.0)[None, :]
+            b *= factor * tl.load(weight + second, mask=pair < HALF, other=0.0)[None, :]
+            c *= factor * tl.load(weight + rest, mask=rest < HEAD_DIM, other=0.0)[None, :]
+            a, b = a.to(qkv.dtype.element_ty).to(tl.float32), b.to(qkv.dtype.element_ty).to(tl.float32)
+            c = c.to(qkv.dtype.element_ty).to(tl.float32)
+        if HALF > 0:
+            angle = token * HALF + pair
+            cosine = tl.load(cos + angle, mask=pair < HALF, other=0.0)[None, :]
+            sine = tl.load(sin + angle, mask=pair < HALF, other=0.0)[None, :]
+            turned = a * cosine - b * sine
+            b = (b * cosine + a * sine).to(qkv.dtype.element_ty).to(tl.float32)
+            a = turned.to(qkv.dtype.element_ty).to(tl.float32)
+        if part == 1:
+            q_head = (q + token * (HEADS * HEAD_DIM) + head * HEAD_DIM)[:, None]
+            tl.store(q_head + first[None, :], a.to(q.dtype.element_ty), mask=pair_mask)
+            tl.store(q_head + second[None, :], b.to(q.dtype.element_ty), mask=pair_mask)
+            tl.store(q_head + rest[None, :], c.to(q.dtype.element_ty), mask=rest_mask)
+        else:
+            k_inverse = tl.zeros((HEADS_PAD, 1), tl.float32)
+            if EIGHT_BITS > 0:
+                k_largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+                k_largest = tl.maximum(k_largest, tl.max(tl.abs(c), 1))
+                k_inverse = inverse_of(k_largest, EIGHT_BITS)[:, None]
+                tl.store(scale, tl.div_rn(k_largest, EIGHT_BITS * 1.0), mask=head < KV_HEADS)
+            k_head = (piece + offset * HEAD_DIM)[:, None]
+            tl.store(k_head + first[None, :], narrow(a, k_inverse, pieces, EIGHT_BITS), mask=pair_mask)
+            tl.store(k_head + second[None, :], narrow(b, k_inverse, pieces, EIGHT_BITS), mask=pair_mask)
+            tl.store(k_head + rest[None, :], narrow(c, k_inverse, pieces, EIGHT_BITS), mask=rest_mask)

@@ -29,11 +29,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.registry import Backend, find
-from quire.kernels.sampling import draw, logprobs, native  # noqa: F401  registers them
+from quire.kernels.sampling import native, reference  # noqa: F401  registers both
 from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
-from quire.kernels.sampling.reference import Streams, philox4x32_10
-from quire.kernels.sampling.select import gumbel_argmax, gumbel_argmax_of, gumbel_noise, top_candidates
-from quire.kernels.sampling.typical import keep_typical, typical_ids
+from quire.kernels.sampling.noise import Streams, gumbel_argmax, gumbel_argmax_of, gumbel_noise, philox4x32_10
+from quire.kernels.sampling.truncate import keep_typical, top_candidates, typical_ids
 from quire.request import TokenLogprobs
 
 __all__ = [

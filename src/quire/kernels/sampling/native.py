@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.registry import VECTOR_LEVELS, register
-from quire.kernels.sampling.columns import COLUMNS
+from quire.kernels.registry import native, register_native
+from quire.kernels.sampling.reference import COLUMNS
 from quire.kernels.threads import num_native_threads
 from quire.request import TokenLogprobs
 
-try:
-    from quire import _native as native
-except ImportError:  # no compiler at install
-    native = None  # type: ignore[assignment]
 
-
+@register_native("sample")
 def sample(
-    module: ModuleType,
     isa: str,
     logits: Tensor,
     edited: Mapping[int, Tensor],
@@ -38,7 +31,7 @@ def sample(
         addresses[row] = changed.data_ptr()
     rows = columns.size
     ids, best = np.empty(rows, np.int64), np.empty(rows, np.float32)
-    module.sample(
+    native.sample(
         num_native_threads(),
         isa,
         addresses.ctypes.data,
@@ -52,8 +45,9 @@ def sample(
     return ids, best
 
 
+@register_native("token_logprobs")
 def token_logprobs(
-    module: ModuleType, isa: str, logits: Tensor, token_ids: Tensor, num_top: Sequence[int]
+    isa: str, logits: Tensor, token_ids: Tensor, num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
     """See `quire.kernels.sampling.token_logprobs`."""
     rows, vocab = logits.shape
@@ -63,7 +57,7 @@ def token_logprobs(
     chosen = token_ids.contiguous().numpy()
     logprobs, ranks = np.empty(rows), np.empty(rows, np.int64)
     top_ids, top_logprobs = np.empty((rows, width), np.int64), np.empty((rows, width))
-    module.logprobs(
+    native.logprobs(
         num_native_threads(),
         isa,
         addresses.ctypes.data,
@@ -96,11 +90,3 @@ def _addresses(logits: Tensor) -> NDArray[np.int64]:
     assert logits.device.type == "cpu"
     assert logits.stride(1) == 1
     return logits.data_ptr() + np.arange(logits.shape[0]) * (logits.stride(0) * 4)
-
-
-if native is not None and hasattr(native, "sample"):  # a build older than this source may lack it
-    assert native.sample_row_bytes == COLUMNS.itemsize
-    for level in VECTOR_LEVELS:
-        if native.has_isa(level):
-            register("sample", level)(partial(sample, native, level))
-            register("token_logprobs", level)(partial(token_logprobs, native, level))

@@ -1,92 +1,155 @@
-"""Readable reference of the noise: Philox4x32-10, the uniform mapping and Gumbel noise, in torch.
+"""The ops `sample` and `token_logprobs` in torch, and the record of numbers that they read of each row.
 
-Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+`COLUMNS` is laid out as csrc/cpu/sampling.h has it. Log-probabilities are those of the raw logits: before bias,
+penalties, masks, temperature and truncation.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.sampling.exact_math import log_f64
+from quire.kernels.registry import register
+from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
+from quire.kernels.sampling.noise import Streams, gumbel_argmax, gumbel_argmax_of
+from quire.kernels.sampling.truncate import Truncation, apply_min_p, top_candidates, truncate
+from quire.request import TokenLogprobs
 
-WORD = 0xFFFFFFFF
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
+# Bits of the `features` column.
+RANDOM = 1  # temperature > 0
+TRUNCATED = 2  # top_k or top_p
+MIN_P = 4
+EDITED = 8  # bias, penalties or constraints
+LOGPROBS = 16
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-class Streams(NamedTuple):
-    """What names the noise of each row, all int64 ``[rows]`` on one device, and the purpose of the draw."""
-
-    seeds: Tensor
-    sample_indices: Tensor
-    positions: Tensor  # absolute position of the token that is drawn
-    purpose: int = 0
-
-    def row_slice(self, start: int, stop: int) -> Streams:
-        return Streams(
-            self.seeds[start:stop],
-            self.sample_indices[start:stop],
-            self.positions[start:stop],
-            self.purpose,
-        )
-
-    def take(self, rows: Tensor) -> Streams:
-        """The streams of ``rows``: int64, any length."""
-        return Streams(self.seeds[rows], self.sample_indices[rows], self.positions[rows], self.purpose)
+COLUMNS = np.dtype(
+    [
+        ("features", np.int64),
+        ("temperature", np.float32),
+        ("top_k", np.int64),  # vocab_size: off
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.int64),
+        ("sample_index", np.int64),
+        ("position", np.int64),  # absolute position of the next token drawn
+        ("num_logprobs", np.int64),
+    ],
+    align=True,
+)
 
 
-def philox4x32_10(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Ten rounds of Philox4x32 on words held in int64, 0 … 2**32 − 1; all tensors broadcast together."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        # int64 products wrap modulo 2**64, which is what the high and the low word are cut from.
-        product0 = c0 * MULTIPLIERS[0]
-        product1 = c2 * MULTIPLIERS[1]
-        c0 = ((product1 >> 32) & WORD) ^ c1 ^ k0
-        c2 = ((product0 >> 32) & WORD) ^ c3 ^ k1
-        c1 = product1 & WORD
-        c3 = product0 & WORD
-        k0 = (k0 + WEYL[0]) & WORD
-        k1 = (k1 + WEYL[1]) & WORD
-    return c0, c1, c2, c3
+_SCRATCH_ELEMENTS = 1 << 22  # rows are copied in slices of this many numbers
 
 
-def random_words(streams: Streams, token_ids: Tensor) -> Tensor:
-    """The 32-bit word of each (stream, token id): ``token_ids: [rows, n]`` -> int64 ``[rows, n]``."""
-    purpose = torch.full_like(streams.positions, streams.purpose)
-    words = philox4x32_10(
-        (
-            streams.positions[:, None],
-            token_ids >> 2,
-            purpose[:, None],
-            streams.sample_indices[:, None],
-        ),
-        ((streams.seeds & WORD)[:, None], ((streams.seeds >> 32) & WORD)[:, None]),
+@register("sample", "reference")
+def sample(
+    logits: Tensor, edited: Mapping[int, Tensor], columns: NDArray[np.void], purpose: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """See `quire.kernels.sampling.sample`."""
+    rows = columns.size
+    ids, best = np.empty(rows, np.int64), np.empty(rows, np.float32)
+    random = (columns["features"] & RANDOM).astype(np.bool_)
+    step = max(1, _SCRATCH_ELEMENTS // logits.shape[1])
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        scores = logits[part]
+        if changed := [row for row in edited if part.start <= row < part.stop]:
+            scores = scores.clone()
+            for row in changed:
+                scores[row - start] = edited[row]
+        tokens, largest = _argmax(scores)
+        best[part] = largest.cpu().numpy()
+        drawn = np.flatnonzero(random[part] & np.isfinite(best[part]))
+        if drawn.size:
+            index = torch.from_numpy(drawn).to(logits.device)
+            tokens[index] = _draw_random(scores[index], columns[part][drawn], purpose)
+        ids[part] = tokens.cpu().numpy()
+    return ids, best
+
+
+def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """(lowest id of the largest score, that score) of each row; a NaN is larger than everything."""
+    ids = scores.argmax(dim=1)
+    return ids, scores.gather(1, ids[:, None]).squeeze(1)
+
+
+def _draw_random(scores: Tensor, columns: NDArray[np.void], purpose: int) -> Tensor:
+    """Temperature, truncation and Gumbel-max over ``scores: [rows, vocab]``, which is overwritten."""
+    features = columns["features"]
+    scores.sub_(scores.amax(dim=1, keepdim=True))  # so that no temperature, however small, overflows
+    scores.div_(_column(columns, "temperature", scores)[:, None])
+    streams = Streams(
+        _column(columns, "seed", scores),
+        _column(columns, "sample_index", scores),
+        _column(columns, "position", scores),
+        purpose,
     )
-    stacked = torch.stack([word.expand_as(token_ids) for word in words], dim=-1)  # [rows, n, 4]
-    return stacked.gather(-1, (token_ids & 3).unsqueeze(-1)).squeeze(-1)
+    limits = Truncation(*(_column(columns, name, scores) for name in ("top_k", "top_p", "min_p")))
+    rows = torch.from_numpy(np.flatnonzero(features & MIN_P)).to(scores.device)
+    if rows.numel():
+        scores[rows] = apply_min_p(scores[rows], limits.min_p[rows])
+    truncated = (features & TRUNCATED).astype(np.bool_)
+    if not truncated.any():
+        return gumbel_argmax(scores, streams)
+    tokens = torch.empty(columns.size, dtype=torch.int64, device=scores.device)
+    rows = torch.from_numpy(np.flatnonzero(truncated)).to(scores.device)
+    tokens[rows] = gumbel_argmax_of(*truncate(scores[rows], limits.take(rows)), streams.take(rows))
+    rows = torch.from_numpy(np.flatnonzero(~truncated)).to(scores.device)
+    if rows.numel():
+        tokens[rows] = gumbel_argmax(scores[rows], streams.take(rows))
+    return tokens
 
 
-def gumbel_of_words(words: Tensor) -> Tensor:
-    """Words 0 … 2**32 − 1 -> standard Gumbel noise, float64, between −3.14 and 22.88."""
-    uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
-    return -log_f64(-log_f64(uniform))
+def _column(columns: NDArray[np.void], name: str, like: Tensor) -> Tensor:
+    return torch.from_numpy(columns[name].copy()).to(like.device)
 
 
-def gumbel_noise(streams: Streams, token_ids: Tensor) -> Tensor:
-    """Gumbel noise of each (stream, token id): ``token_ids: int64 [rows, n]`` -> float64 ``[rows, n]``."""
-    return gumbel_of_words(random_words(streams, token_ids))
+def log_normalizer(logits: Tensor) -> Tensor:
+    """log Σ exp of each row of ``logits: [rows, vocab] float32``, float64 ``[rows]``; bits depend on the row alone."""
+    best = logits.amax(dim=1, keepdim=True)
+    return best.squeeze(1).to(torch.float64) + log_f64(tree_sum(exp_f32(logits - best)))
 
 
-def gumbel_argmax(scores: Tensor, streams: Streams) -> Tensor:
-    """``scores: [rows, vocab] float32`` -> the id of the largest score + noise of each row, lowest id on ties."""
-    rows, vocab = scores.shape
-    token_ids = torch.arange(vocab, device=scores.device).expand(rows, vocab)
-    return torch.argmax(scores.to(torch.float64) + gumbel_noise(streams, token_ids), dim=-1)
+@register("token_logprobs", "reference")
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """See `quire.kernels.sampling.token_logprobs`."""
+    found = logprob_tensors(logits, token_ids, min(max(num_top), logits.shape[1]))
+    return assemble(token_ids.tolist(), num_top, *(part.tolist() for part in found))
+
+
+def logprob_tensors(logits: Tensor, token_ids: Tensor, widest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logprob float64, rank) of ``token_ids``, both ``[rows]``, and (ids, logprobs) of the best, ``[rows, widest]``.
+
+    All on the device of ``logits``, which a GPU's host does not wait for.
+    """
+    normalizer = log_normalizer(logits)
+    chosen = logits.gather(1, token_ids[:, None])
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    ahead = (logits > chosen) | ((logits == chosen) & (ids < token_ids[:, None]))
+    logprobs = chosen.squeeze(1).to(torch.float64) - normalizer
+    ranks = ahead.sum(dim=1) + 1
+    if widest == 0:
+        return logprobs, ranks, token_ids.new_empty(len(ranks), 0), logprobs.new_empty(len(ranks), 0)
+    values, best_ids = top_candidates(logits, widest)
+    return logprobs, ranks, best_ids, values.to(torch.float64) - normalizer[:, None]
+
+
+def assemble(
+    token_ids: Sequence[int],
+    num_top: Sequence[int],
+    logprobs: list[float],
+    ranks: list[int],
+    top_ids: list[list[int]],
+    top_logprobs: list[list[float]],
+) -> list[TokenLogprobs]:
+    """One entry a row of what `logprob_tensors` found, on the host."""
+    return [
+        TokenLogprobs(
+            token_id, logprobs[row], ranks[row], tuple(top_ids[row][:k]), tuple(top_logprobs[row][:k])
+        )
+        for row, (token_id, k) in enumerate(zip(token_ids, num_top, strict=True))
+    ]

@@ -1,9 +1,14 @@
-"""Truncation: min_p, top_k and top_p (Holtzman et al. 2020), without sorting the vocabulary.
+"""Selection over the vocabulary without sorting it: exact top candidates, min_p, top_k, top_p and typical_p.
 
-In this order, as in vLLM: min_p keeps ids at least min_p times as likely as the best one; top_k the k best of them;
-top_p the fewest best of those whose share reaches top_p. Each keeps a prefix of the order (score descending, id
-ascending), so what remains is a number a row. Candidates come from `top_candidates`; a row whose nucleus is larger
-than the candidates is redone with 16 times as many, which changes the time and never the answer.
+`truncate`: in this order, as in vLLM: min_p keeps ids at least min_p times as likely as the best one; top_k the k best
+of them; top_p (Holtzman et al. 2020) the fewest best of those whose share reaches top_p. Each keeps a prefix of the
+order (score descending, id ascending), so what remains is one number per row. Candidates come from `top_candidates`; a
+row whose nucleus is larger than the candidates is redone with 16 times as many, which changes the time and never the
+answer.
+
+`typical_ids` (locally typical sampling, Meister et al. 2023): with p the probabilities of a row and H their entropy,
+order the ids by |−log p − H|, ties to the lowest id, and keep the first whose probabilities reach ``typical_p``
+together.
 """
 
 from __future__ import annotations
@@ -14,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.sampling.exact_math import exp_f32, tree_sum
-from quire.kernels.sampling.select import top_candidates
+from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
 
 _NUCLEUS_CANDIDATES = 256
 _WIDEN = 16
@@ -89,3 +93,77 @@ def _prefix_lengths(scores: Tensor, values: Tensor, truncation: Truncation) -> t
     unlimited = truncation.top_k >= vocab
     short = unlimited & (reached > num) if num < vocab else torch.zeros_like(unlimited)
     return kept, short
+
+
+_TYPICAL_CANDIDATES = 256
+
+
+def typical_ids(
+    logits: Tensor, temperature: float, typical_p: float, num_candidates: int = _TYPICAL_CANDIDATES
+) -> Tensor:
+    """Return the ids to keep of ``logits: [vocab] float32``, int64; every bit depends on the row alone.
+
+    A row whose largest logit is not finite is kept whole: the sampler has its own error for it. ``num_candidates``
+    changes the time only.
+    """
+    best = logits.amax()
+    if not bool(torch.isfinite(best)):
+        return torch.arange(logits.shape[0], device=logits.device)
+    scores = (logits - best) / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
+    weights = exp_f32(scores)
+    total = tree_sum(weights)
+    surprise = log_f64(total[None]) - scores.to(torch.float64)
+    share = weights.to(torch.float64) / total
+    likely = weights > 0.0
+    entropy = tree_sum(torch.where(likely, share * surprise, torch.zeros_like(share)))
+    nearness = torch.where(likely, -(surprise - entropy).abs(), torch.full_like(surprise, -torch.inf))
+    num = min(logits.shape[0], num_candidates)
+    while True:
+        _, ids = top_candidates(nearness[None], num)
+        mass = share[ids[0]].cumsum(dim=0)  # in order, so that its bits do not depend on how many follow
+        kept = int((mass < typical_p * tree_sum(share)).sum()) + 1
+        if kept <= num or num == logits.shape[0]:
+            return ids[0, :kept]
+        num = min(logits.shape[0], num * _WIDEN)
+
+
+def keep_typical(row: Tensor, temperature: float, typical_p: float) -> None:
+    """Write −inf over what `typical_ids` does not keep of ``row: [vocab] float32``."""
+    kept = typical_ids(row, temperature, typical_p)
+    values = row[kept]
+    row.fill_(-torch.inf)
+    row[kept] = values
+
+
+def top_candidates(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The best k of each row, in the order (score descending, id ascending), exact among equal scores.
+
+    scores: ``[rows, vocab]`` float32 without NaN, ``1 ≤ k ≤ vocab``. Returns (scores, ids), both ``[rows, k]``.
+    Which ids stand for scores of −inf is left open: nobody can draw them.
+    """
+    values, ids = torch.topk(scores, k, dim=1, sorted=False)
+    kth = values.amin(dim=1, keepdim=True)
+    if scores.device.type != "cpu":
+        return _in_order(scores, lowest_of_equals(scores, kth, k))
+    # topk picks any of the ids that equal the k-th value; where there are more of them than places, pick the lowest.
+    crowded = ((scores >= kth).sum(dim=1, keepdim=True) > k) & (kth > -torch.inf)
+    for row in crowded.squeeze(1).nonzero().flatten().tolist():
+        above = (scores[row] > kth[row]).nonzero().flatten()
+        equal = (scores[row] == kth[row]).nonzero().flatten()[: k - above.numel()]
+        ids[row] = torch.cat((above, equal))
+    return _in_order(scores, ids.sort(dim=1).values)
+
+
+def lowest_of_equals(scores: Tensor, kth: Tensor, k: int) -> Tensor:
+    """Ids ``[rows, k]``, ascending: all above ``kth [rows, 1]``, the lowest that equal it; without the host."""
+    above, equal = scores > kth, scores == kth
+    places = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(dim=1) <= places))
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    return torch.topk(torch.where(chosen, -ids, -scores.shape[1]), k, dim=1).values.neg()
+
+
+def _in_order(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """``ids [rows, k]`` ascend; the best first, with their scores."""
+    values, order = scores.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return values, ids.gather(1, order)

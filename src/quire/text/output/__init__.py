@@ -7,9 +7,16 @@ parser      text in pieces → deltas
 sections    the ways in which calls are written: JSON objects, named JSON, tagged parameters, Python
 """
 
-from quire.text.output.detect import detect_format, prompt_opening
-from quire.text.output.format import CallDelta, ContentDelta, Delta, OutputFormat, ReasoningDelta
-from quire.text.output.formats import FORMATS
+from quire.text.output.formats import (
+    FORMATS,
+    CallDelta,
+    ContentDelta,
+    Delta,
+    OutputFormat,
+    ReasoningDelta,
+    detect_format,
+    prompt_opening,
+)
 from quire.text.output.parser import OutputParser
 
 __all__ = [

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.text.output.format import JsonCalls, NamedCalls, OutputFormat, TaggedCalls, Tools
+from quire.text.output.formats import JsonCalls, NamedCalls, OutputFormat, TaggedCalls, Tools
 from quire.text.output.typed import is_text
 
 Form = dict[str, Any]

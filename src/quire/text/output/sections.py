@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from quire.text.output.format import JsonCalls, NamedCalls
+from quire.text.output.formats import JsonCalls, NamedCalls
 from quire.text.output.reader import Reader, Wait
 
 # (name, id) begins a call; (text) adds to its arguments.

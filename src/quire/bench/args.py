@@ -1,0 +1,110 @@
+"""The flags of `quire bench serve` (see `quire.args`).
+
+The flags of `quire bench latency|throughput|batching|startup|kernel` (see `quire.args`).
+
+The flags of `quire profile` (see `quire.args`).
+
+The flags of `quire simulate` beside those of the workload and of the engine (see `quire.args`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.gateway.routing import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class ServeBenchArgs:
+    """What to send where, how to count it, and where to write it."""
+
+    url: str = "http://127.0.0.1:8000"
+    model: str | None = None
+    endpoint: Literal["completions", "chat"] = "completions"
+    prompts: Literal["ids", "words"] = "ids"
+    api_key: str | None = None
+    timeout_s: float = 600.0
+    ready_s: float = 60.0
+    extra_body: str | None = None
+    warmup: int = 1
+    trace: str | None = None
+    limit: int | None = None
+    time_scale: float = 1.0
+    max_model_len: int | None = None
+    input_len: str = "512"
+    output_len: str = "128"
+    prefix_len: int = 0
+    num_prefixes: int = 1
+    turns: int = 1
+    think_s: float = 0.0
+    cancel: float = 0.0
+    vocab_size: int = 4096
+    seed: int = 0
+    rate: float | None = None
+    burstiness: float = 1.0
+    ramp_to: float | None = None
+    concurrency: int | None = None
+    sweep: bool = False
+    slo: str | None = None
+    json: str | None = None
+    jsonl: str | None = None
+    html: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyArgs:
+    """One batch, again and again."""
+
+    input_len: int = 128
+    output_len: int = 128
+    batch_size: int = 1
+    warmup: int = 2
+    iterations: int = 10
+    json: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputArgs:
+    """Many requests at once."""
+
+    trace: str | None = None
+    limit: int | None = None
+    input_len: str = "512"
+    output_len: str = "128"
+    slo: str | None = None
+    json: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileArgs:
+    """What to measure and where to write it."""
+
+    out: str | None = None
+    seconds: float = 100.0
+    steps: str | None = None
+    serving: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateArgs:
+    """Step times, replicas, and what happens to them."""
+
+    profile: str | None = None
+    hardware: str | None = None
+    model: str | None = None
+    tensor_parallel: int = 1
+    weights: str = "bf16"
+    max_in_flight: int | None = None
+    scenario: str | None = None
+    beside: str | None = None
+    replicas: int = 1
+    routing: Policy = "least-loaded"
+    max_load_ratio: float = 1.25
+    start_up_s: float = 0.0
+    fault: str | None = None
+    preemption: Literal["recompute", "swap"] = "recompute"
+    swap_gb_s: float = 20.0
+    acceptance: float | None = None
+    num_drafts: int = 4
+    draft_cost: float = 0.0

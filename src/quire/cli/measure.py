@@ -1,0 +1,115 @@
+"""`quire bench`: serve | latency | throughput.
+
+`quire profile` and `quire simulate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import typer
+
+from quire.args import EngineArgs, ServerArgs, flag_name, settings_of
+from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
+from quire.cli.flags import ModelArgument, command_with, pick, with_model
+
+bench_app = typer.Typer(help="Measure: serve, latency, throughput.", no_args_is_help=True)
+
+
+@bench_app.command("serve")
+@command_with(ServeBenchArgs)
+def bench_serve(*, settings: dict[str, Any]) -> None:
+    """Put load on a server: TTFT, TPOT, ITL, E2EL, throughput and goodput, from the intended send times."""
+    from quire.bench.serve import run
+
+    raise typer.Exit(run(pick(ServeBenchArgs, settings)))
+
+
+@bench_app.command("latency")
+@command_with(EngineArgs, LatencyArgs, skip=("model",))
+def bench_latency(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
+    """Time batches of equal requests, without a server."""
+    from quire.bench.offline import latency
+
+    raise typer.Exit(latency(pick(EngineArgs, with_model(model, settings)), pick(LatencyArgs, settings)))
+
+
+@bench_app.command("throughput")
+@command_with(EngineArgs, ThroughputArgs, skip=("model",))
+def bench_throughput(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
+    """All requests at once, without a server: tokens a second."""
+    from quire.bench.offline import throughput
+
+    raise typer.Exit(
+        throughput(pick(EngineArgs, with_model(model, settings)), pick(ThroughputArgs, settings))
+    )
+
+
+# Settings of the engine that a simulation takes; the others belong to what its step times were measured with.
+SIMULATED = (
+    "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
+    "max_num_batched_tokens", "max_queue", "gate", "order", "enable_chunked_prefill", "dynamic_max_wait_ms",
+)  # fmt: skip
+LIVE = (
+    *(s.name for s in settings_of(ServeBenchArgs).values() if s.group == "Server"),
+    "vocab_size",
+)
+
+
+def _all_but(shown: set[str], *kinds: type[Any]) -> tuple[str, ...]:
+    return tuple({f.name for kind in kinds for f in fields(kind)} - shown)
+
+
+def _names(kind: type[Any]) -> set[str]:
+    return {f.name for f in fields(kind)}
+
+
+_SHOWN = _names(SimulateArgs) | (_names(ServeBenchArgs) - set(LIVE)) | set(SIMULATED)
+_PROFILED = (_names(EngineArgs) - {"model"}) | _names(ProfileArgs)
+
+
+@command_with(ProfileArgs, EngineArgs, ServerArgs, skip=_all_but(_PROFILED, EngineArgs, ServerArgs))
+def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
+    """Measure this machine's step times for a model in two minutes, for simulate, plan and serve --slo."""
+    from quire.bench.profile import profile
+
+    given = with_model(model, settings)
+    flags = as_flags({k: v for k, v in given.items() if k != "model"})
+    raise typer.Exit(profile(pick(EngineArgs, given), pick(ProfileArgs, given), flags))
+
+
+@command_with(
+    SimulateArgs,
+    ServeBenchArgs,
+    EngineArgs,
+    ServerArgs,
+    skip=_all_but(_SHOWN, ServeBenchArgs, EngineArgs, ServerArgs),
+)
+def simulate(*, settings: dict[str, Any]) -> None:
+    """Run a workload through the real scheduler, cache and router on a virtual clock; no model, no torch."""
+    args = pick(SimulateArgs, settings)
+    if args.scenario is not None:
+        from quire.sim.scenario import run_scenario
+
+        raise typer.Exit(run_scenario(args.scenario, settings))
+    from quire.cli.simulate import run
+
+    flags = pick(ServeBenchArgs, {k: v for k, v in settings.items() if k not in LIVE})
+    engine = {k: v for k, v in settings.items() if k in _names(EngineArgs) and k not in ("seed", "model")}
+    raise typer.Exit(run(args, flags, engine))
+
+
+def as_flags(settings: dict[str, Any]) -> list[str]:
+    """Return those of ``settings`` that the engine has, as flags of ``quire serve``."""
+    flags = []
+    for f in fields(EngineArgs):
+        if f.name not in settings:
+            continue
+        name, value = flag_name(f.name), settings[f.name]
+        if isinstance(value, bool):
+            off = f"--no-{name[2:].removeprefix('enable-')}" if f.default else f"--no-{name[2:]}"
+            flags.append(name if value else off)
+        else:
+            flags += [name, str(value)]
+    return flags

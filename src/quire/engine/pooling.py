@@ -1,0 +1,169 @@
+"""How well a document answers a query, by a generative model's own probabilities. Two definitions:
+
+likelihood   exp of the mean log-probability of the query's tokens after the document: query likelihood (Ponte and Croft
+             1998), with a language model as in Sachan et al. 2022 (UPR). Any model can do it.
+yes_no       the model is asked whether the document answers the query; the score is p(yes) / (p(yes) + p(no)) of its
+             answer's first token: for models that follow instructions, or are trained so (Qwen3-Reranker).
+
+Both lie in 0…1, the larger the better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import RequestError
+from quire.request import Pooling, SamplingParams
+from quire.text.tokenizer import Tokenizer
+
+Scoring = Literal["likelihood", "yes_no"]
+SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# What a prompt is sampled with that is only scored.
+PROMPT_SCORED = SamplingParams(temperature=0.0, seed=0, max_tokens=0, prompt_logprobs=0, ignore_eos=True)
+_JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
+    'answer can only be "yes" or "no".'
+)  # Qwen3-Reranker's; models without that training understand it too
+
+
+class ScoringPrompt(NamedTuple):
+    """The prompt that scores one pair."""
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    pooling: Pooling | None
+    num_query_tokens: int  # at the end of token_ids, for a likelihood
+
+
+def pairs_of(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Return (query, document) pairs: one query with every document, or as many of each.
+
+    Raises:
+        RequestError: other numbers, or an empty text.
+    """
+    queries = [queries] if isinstance(queries, str) else list(queries)
+    documents = [documents] if isinstance(documents, str) else list(documents)
+    if len(queries) not in (1, len(documents)):
+        raise RequestError(
+            f"There are {len(queries)} queries and {len(documents)} documents: give one query, or as many of each.",
+            param="query",
+        )
+    for param, texts in (("query", queries), ("documents", documents)):
+        if not all(texts):
+            raise RequestError(f"{param} is empty: give at least one character in each text.", param=param)
+    return list(zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True))
+
+
+def scoring_prompts(
+    pairs: Sequence[tuple[str, str]],
+    scoring: Scoring,
+    instruction: str | None,
+    tokenizer: Tokenizer,
+    render: Callable[..., str] | None,
+) -> list[ScoringPrompt]:
+    """Return the prompt of each pair. ``render``: `ChatTemplate.render`, None for a model without a template.
+
+    Raises:
+        RequestError: ``scoring`` is unknown, or does not go with ``instruction``.
+    """
+    if scoring not in SCORINGS:
+        raise RequestError(
+            f"scoring = {scoring!r} is not allowed: it must be one of {', '.join(map(repr, SCORINGS))}.",
+            param="scoring",
+        )
+    if scoring == "likelihood":
+        if instruction is not None:
+            raise RequestError("instruction is only allowed with scoring = 'yes_no'.", param="instruction")
+        return [_likelihood_prompt(query, document, tokenizer) for query, document in pairs]
+    pooling = Pooling("logprobs", _yes_no_ids(tokenizer))
+    prompts = []
+    for query, document in pairs:
+        asked = (query, document, INSTRUCTION if instruction is None else instruction)
+        if render is not None:
+            text = render(_messages(*asked), variables={"enable_thinking": False})
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = tokenizer.encode(_plain_text(*asked))
+        prompts.append(ScoringPrompt(ids, NOTHING_DRAWN, pooling, 0))
+    return prompts
+
+
+def likelihood(logprobs: Sequence[float]) -> float:
+    """Return the score, given the log-probabilities of the query's tokens."""
+    return math.exp(math.fsum(logprobs) / len(logprobs))
+
+
+def _messages(query: str, document: str, instruction: str) -> list[dict[str, str]]:
+    """Return the conversation that a chat template makes a prompt of."""
+    asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    return [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked}]
+
+
+def _plain_text(query: str, document: str, instruction: str) -> str:
+    """Return the prompt for a model that has no chat template."""
+    system, user = _messages(query, document, instruction)
+    return f"{system['content']}\n\n{user['content']}\n\nAnswer:\n"
+
+
+def _yes_no_ids(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return the first tokens of "yes" and of "no".
+
+    Raises:
+        RequestError: the tokenizer begins both with the same token.
+    """
+    yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no"))
+    if yes == no:
+        raise RequestError(
+            "scoring = 'yes_no' cannot be had of this model: its tokenizer begins both words with the same token. Use "
+            "'likelihood'.",
+            param="scoring",
+        )
+    return yes, no
+
+
+def yes_no(pooled: Sequence[float]) -> float:
+    """Return the score, given the log-probabilities of the two tokens."""
+    yes, no = pooled
+    return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
+
+
+def _likelihood_prompt(query: str, document: str, tokenizer: Tokenizer) -> ScoringPrompt:
+    # Apart, so that the query's tokens are known.
+    query_ids = tokenizer.encode(query, add_special_tokens=False)
+    if not query_ids:
+        raise RequestError("query has no tokens: give another text.", param="query")
+    before = tokenizer.encode(f"Document:\n{document}\n\nQuery:\n")
+    return ScoringPrompt(before + query_ids, PROMPT_SCORED, None, len(query_ids))
+
+
+# What a request with a `Pooling` is sampled with: nothing is drawn.
+NOTHING_DRAWN = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True)
+
+
+def embedding(
+    pooled: Sequence[float], *, dimensions: int | None = None, normalize: bool = True
+) -> NDArray[np.float32]:
+    """Return the first ``dimensions`` numbers of ``pooled`` (None: all), scaled to Euclidean length one.
+
+    Cutting before scaling is what models of Matryoshka embeddings are trained for (Kusupati et al. 2022).
+
+    Raises:
+        RequestError: more ``dimensions`` than there are.
+    """
+    if dimensions is not None and not 1 <= dimensions <= len(pooled):
+        raise RequestError(
+            f"dimensions = {dimensions} is not allowed: the vectors of this model have {len(pooled)}; ask for "
+            f"1…{len(pooled)}.",
+            param="dimensions",
+        )
+    vector = np.array(pooled[:dimensions], np.float64)
+    length = float(np.sqrt(np.square(vector).sum()))
+    if normalize and length > 0.0:
+        vector /= length
+    return vector.astype(np.float32)

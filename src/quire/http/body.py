@@ -1,0 +1,154 @@
+"""Reading a request's body under limits, and writing JSON answers, directly on ASGI."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.errors import RequestError
+from quire.http.refusals import HttpError, Refusal
+from quire.http.wire import clip, not_allowed
+
+Headers = Sequence[tuple[bytes, bytes]]
+JSON_TYPE = (b"content-type", b"application/json")
+
+_decode = msgspec.json.Decoder().decode
+
+
+class Disconnected(Exception):
+    """The client disconnected before its request was read."""
+
+
+async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:
+    """Return the decoded body.
+
+    The last of duplicate keys wins, as in other JSON parsers; NaN and Infinity are not JSON.
+
+    Raises:
+        HttpError: 413 beyond ``max_bytes``, 415 for another media type.
+        RequestError: not JSON.
+    """
+    _check_media_type(scope)
+    pieces = [piece async for piece in body_pieces(scope, receive, max_bytes, "--max-body-mib")]
+    return decode(b"".join(pieces))
+
+
+async def body_pieces(
+    scope: Scope, receive: Receive, max_bytes: int, flag: str
+) -> AsyncGenerator[bytes, None]:
+    """Yield the body in pieces as they arrive. ``flag`` is the server's flag that sets the limit.
+
+    Raises:
+        HttpError: 413 beyond ``max_bytes``.
+        Disconnected: the client left before the end.
+    """
+    length = header(scope, b"content-length")
+    if length is not None and length.isdigit() and int(length) > max_bytes:
+        raise _too_large(length.decode(), max_bytes, flag)
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > max_bytes:
+            raise _too_large(f"over {max_bytes}", max_bytes, flag)
+        yield piece
+        more = message.get("more_body", False)
+
+
+def decode(raw: bytes) -> Any:
+    """Decode JSON from a client.
+
+    Raises:
+        RequestError: ``raw`` is not JSON, or nested too deeply.
+    """
+    try:
+        return _decode(raw)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except (msgspec.DecodeError, UnicodeError) as error:
+        reason = str(error)
+    shown = "The body is empty" if not raw else "The body is not JSON"
+    raise RequestError(
+        f"{shown}: {reason}. Send a JSON object in UTF-8 (NaN and Infinity are not JSON).",
+        code="invalid_json",
+    )
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Return the JSON answer of a handler."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def page_of(request: Request, items: list[dict[str, Any]], *, default: int, most: int) -> Response:
+    """Answer with one page of a list in OpenAI's form, the newest item first.
+
+    The query has ``limit`` (``default``, at most ``most``), ``after`` (the last id of the previous page) and ``order``.
+
+    Raises:
+        RequestError: names the part of the query that is wrong.
+    """
+    query = request.query_params
+    order, after = query.get("order", "desc"), query.get("after")
+    limit = query.get("limit", str(default))
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= most:
+        raise not_allowed("limit", limit, f"an integer in 1…{most}")
+    if order not in ("asc", "desc"):
+        raise not_allowed("order", order, "'asc' or 'desc'")
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise RequestError(f"after = {clip(after)} is not an id of this list.", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[: int(limit)]
+    return json_response(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(page) < len(ordered),
+        }
+    )
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
+    """Send a whole JSON answer."""
+    all_headers = [JSON_TYPE, (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """Return a request header (``name`` in lower case), or None."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+def _check_media_type(scope: Scope) -> None:
+    media_type = (header(scope, b"content-type") or b"application/json").split(b";")[0].strip().lower()
+    if media_type != b"application/json" and not media_type.endswith(b"+json"):
+        # Browsers send other types across origins without a preflight; a server on localhost must refuse those.
+        raise HttpError(
+            Refusal(
+                415,
+                f"Content-Type {media_type.decode('latin-1')!r} is not supported: send application/json "
+                "(curl: -H 'Content-Type: application/json').",
+                code="unsupported_media_type",
+            )
+        )
+
+
+def _too_large(size: str, max_bytes: int, flag: str) -> HttpError:
+    message = f"The body has {size} bytes; at most {max_bytes} are allowed ({flag})."
+    return HttpError(Refusal(413, message, code="body_too_large"))

@@ -1,0 +1,57 @@
+"""Calling an ASGI application in this process, without a socket and without a key."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Scope
+
+from quire.http.edge import name_scope
+
+PRIORITY_KEY = "quire.priority"  # in a scope: replaces the body's priority
+BACKGROUND_KEY = "quire.background"  # in a scope: a response may run in the background
+
+
+class LocalAnswer(NamedTuple):
+    """The application's answer."""
+
+    status: int
+    body: bytes
+
+
+async def post_local(
+    app: ASGIApp, path: str, body: bytes, *, request_id: str, priority: int | None = None
+) -> LocalAnswer:
+    """POST ``body`` (JSON) and wait for the whole answer. Cancelling the call ends the request."""
+    status = 0
+    pieces: list[bytes] = []
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if pending:
+            return pending.pop()
+        await asyncio.Event().wait()  # this client never disconnects
+        raise AssertionError("an event that is never set")
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            pieces.append(message.get("body", b""))
+
+    scope: Scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        PRIORITY_KEY: priority,
+    }
+    name_scope(scope, request_id)
+    await app(scope, receive, send)
+    return LocalAnswer(status, b"".join(pieces))

@@ -1,0 +1,99 @@
+"""uvicorn's server, except that the first signal drains and that a second application can be served beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+_UVICORN: dict[str, Any] = {
+    "http": "httptools",
+    "ws": "none",
+    "log_config": None,
+    "access_log": False,
+    "server_header": False,
+}
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+_CLOSE_TIMEOUT_S = 5  # for the last bytes of answers, after the drain
+
+
+class DrainingServer(uvicorn.Server):
+    """The first signal starts ``drain`` and then ends the server with exit status 0; a second one ends it at once."""
+
+    def __init__(self, app: ASGIApp, drain: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                **_UVICORN,
+                lifespan="on",
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+            )
+        )
+        self._drain_first = drain
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+        self._num_signals = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal. uvicorn would raise it again after its shutdown; a drain ends with status 0 instead."""
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+        else:
+            self.should_exit = self.force_exit = True
+
+    def _begin_drain(self) -> None:
+        self._draining = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        await self._drain_first()
+        self.should_exit = True
+
+
+@dataclass(frozen=True, slots=True)
+class SideApp:
+    """An application that is served beside the main one, and its bound socket.
+
+    ``path`` is that of a unix socket, which is removed at the end.
+    """
+
+    app: ASGIApp
+    sock: socket.socket
+    path: str | None = None
+
+
+@asynccontextmanager
+async def served_beside(side: SideApp | None) -> AsyncGenerator[None, None]:
+    """Serve ``side`` while the block runs."""
+    if side is None:
+        yield
+        return
+    server = _SideServer(uvicorn.Config(side.app, **_UVICORN, lifespan="off", timeout_graceful_shutdown=1))
+    serving = asyncio.create_task(server.serve([side.sock]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+        if side.path is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(side.path)
+
+
+class _SideServer(uvicorn.Server):
+    """Leaves the signals to the main server."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield

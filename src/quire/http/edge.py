@@ -1,0 +1,173 @@
+"""What surrounds every application: request ids and keys, browsers, and errors that reach its router."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
+
+from quire.errors import QuireError
+from quire.http.body import header, send_json
+from quire.http.refusals import Refusal, refusal_of
+from quire.http.wire import Body
+from quire.metrics.log import Log
+
+# Probes and scrapers send no key, as with vLLM.
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"})
+MAX_REQUEST_ID_CHARS = 128
+_SCOPE_KEY = "quire.request_id"
+_OWN_KEY = "quire.request_id_is_own"
+log = Log("api")
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What another package adds to an application."""
+
+    routes: Sequence[Route] = ()
+    middleware: Sequence[Middleware] = ()  # inside of `Edge`
+    lifespan: Lifespan[Starlette] | None = None  # runs beside the application
+    bodies: Mapping[str, Body] = field(default_factory=dict)  # of the routes, by path
+
+
+class Edge:
+    """ASGI middleware: names the request (``x-request-id``, the client's own if it sent one) and checks its key."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], new_id: Callable[[], str]) -> None:
+        self._app = app
+        self._new_id = new_id
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _SCOPE_KEY in scope:  # a call from this process has a name already
+            await self._app(scope, receive, send)
+            return
+        given = usable_request_id(header(scope, b"x-request-id"))
+        scope[_OWN_KEY] = given is None
+        scope[_SCOPE_KEY] = given or self._new_id()
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                name = (b"x-request-id", scope[_SCOPE_KEY].encode())
+                message["headers"] = [*message.get("headers", ()), name]
+            await send(message)
+
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
+            refusal = Refusal(
+                401,
+                "Missing or wrong API key: send the header Authorization: Bearer <key> (or x-api-key: <key>).",
+                code="invalid_api_key",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+            await send_json(send_named, refusal.status, refusal.body(scope["path"]), refusal.headers)
+            return
+        await self._app(scope, receive, send_named)
+
+    def _has_key(self, scope: Scope) -> bool:
+        """Compare with every key in constant time, which reveals neither a length nor where a difference is."""
+        kind, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+        given = [token.strip()] if kind.lower() == b"bearer" else []
+        other = header(scope, b"x-api-key")  # the header of Anthropic's clients
+        if other is not None:
+            given.append(other)
+        matches = [hmac.compare_digest(one, key) for one in given for key in self._keys]
+        return any(matches)
+
+
+class NoBrowsers:
+    """ASGI middleware that refuses requests made by a web page (cross-site requests, DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        browsers = (b"origin", b"sec-fetch-site")
+        if scope["type"] == "http" and any(header(scope, name) is not None for name in browsers):
+            refusal = Refusal(
+                403, "The admin surface does not answer web pages: use curl, or a script.", code="forbidden"
+            )
+            await send_json(send, refusal.status, refusal.body())
+            return
+        await self._app(scope, receive, send)
+
+
+def id_source() -> Callable[[], str]:
+    """Return a function whose results (32 hexadecimal digits) are unique. One system call seeds all of them."""
+    rng = Random(secrets.randbits(128))
+    return lambda: f"{rng.getrandbits(128):032x}"
+
+
+def name_scope(scope: Scope, request_id: str) -> None:
+    """Name a request that this process makes itself; `Edge` then asks for no key."""
+    scope[_SCOPE_KEY] = request_id
+    scope[_OWN_KEY] = False
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the id under which this request is logged and answered."""
+    return str(scope.get(_SCOPE_KEY, ""))
+
+
+def adopt_request_id(scope: Scope, given: str | None) -> None:
+    """Take the id from the body (vLLM's ``request_id``, SGLang's ``rid``) unless a header named the request."""
+    usable = usable_request_id(given)
+    if usable is not None and scope.get(_OWN_KEY, True):
+        scope[_SCOPE_KEY] = usable
+
+
+def usable_request_id(value: Any) -> str | None:
+    """Return a client's own request id if it is fit for a header and a log line, else None."""
+    if isinstance(value, bytes):
+        value = value.decode("latin-1")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_REQUEST_ID_CHARS:
+        return None
+    return value if value.isascii() and value.isprintable() else None
+
+
+def error_handlers(count: Callable[[int], None]) -> dict[Any, Any]:
+    """Return handlers for errors that reach a router: unknown paths and methods, and exceptions of handlers.
+
+    The answers have the form that clients of the path expect. ``count`` is told the status of the router's own errors.
+    """
+
+    async def router_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path, method = request.url.path, request.method
+        if error.status_code == 404:
+            served = ", ".join(sorted({r.path for r in request.app.router.routes}))
+            refusal = Refusal(404, f"There is no {path} here. Paths: {served}.", code="unknown_path")
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            text = f"{method} is not allowed on {path}; allowed: {allowed}."
+            refusal = Refusal(405, text, code="method_not_allowed")
+        else:
+            refusal = Refusal(error.status_code, str(error.detail))
+        count(refusal.status)
+        return _response(request, refusal, dict(error.headers or {}))
+
+    return {HTTPException: router_error, QuireError: _quire_error, Exception: _crash}
+
+
+async def _quire_error(request: Request, error: Exception) -> Response:
+    return _response(request, refusal_of(error), {})
+
+
+async def _crash(request: Request, error: Exception) -> Response:
+    log.error("request_crashed", request_id=request_id_of(request.scope), error=repr(error))
+    return _response(request, refusal_of(error), {})
+
+
+def _response(request: Request, refusal: Refusal, headers: dict[str, str]) -> Response:
+    headers.update({key.decode(): value.decode() for key, value in refusal.headers})
+    return Response(refusal.body(request.url.path), refusal.status, headers, "application/json")

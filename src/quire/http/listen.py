@@ -1,0 +1,111 @@
+"""Binding the sockets of a server: TCP, or a unix socket."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+
+from quire.errors import ConfigError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound TCP socket; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be used, with what to change.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"--host {host} cannot be used: {error}. Try 127.0.0.1 or 0.0.0.0.") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port (0 takes a free one)."
+        ) from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Return ``http://host:port`` as a client on this machine would type it."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+def bind_admin(
+    *, host: str, port: int | None, path: str | None, has_key: bool
+) -> tuple[socket.socket, str | None] | None:
+    """Return the socket of an admin surface (and its path, for a unix socket), or None without port and path.
+
+    Raises:
+        ConfigError: both are given, the address cannot be used, or other machines could reach it without a key.
+    """
+    if port is not None and path is not None:
+        raise ConfigError(
+            "--admin-port and --admin-socket both say where the admin surface is: give one of them."
+        )
+    if path is not None:
+        return bind_unix(path), path
+    if port is None:
+        return None
+    if not has_key and not _is_loopback(host):
+        raise ConfigError(
+            f"--admin-host {host} opens the admin surface to other machines: give it an --admin-key, or leave it at "
+            "127.0.0.1."
+        )
+    return bind(host, port), None
+
+
+def bind_unix(path: str) -> socket.socket:
+    """Return a bound unix socket that only this user may use; the file of a dead server is replaced.
+
+    Raises:
+        ConfigError: another server listens there, or the path cannot be used.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        before = os.umask(0o177)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(before)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"--admin-socket {path} cannot be used: {error.strerror or error}.") from error
+    except ConfigError:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ConfigError(
+            f"--admin-socket {path} is a file that exists already, and no socket: give another path."
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise ConfigError(f"--admin-socket {path}: another server listens there; give another path.")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

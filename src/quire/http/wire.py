@@ -1,0 +1,202 @@
+"""Wire models: the only pydantic in Quire. A request's names are all known, and its types are strict ("5" is not 5).
+
+A model holds the fields that Quire uses; ``fields.toml`` has the other names that a request may carry: names without
+effect here, and names that would change the answer and are refused unless they are null or neutral. Any other name is
+refused with the nearest known one. An absent field and a null field are the same. Ranges of values are checked later.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+
+from quire.errors import RequestError, nearest
+
+# What an error message says is allowed: the description of a field, or the values of its Literal.
+Number = Annotated[float, Strict(), Field(description="a number")]
+Integer = Annotated[int, Strict(), Field(description="an integer")]
+Boolean = Annotated[bool, Strict(), Field(description="true or false")]
+Text = Annotated[str, Strict(), Field(description="a string")]
+Texts = Annotated[list[str], Field(description="a list of strings")]
+TokenIds = Annotated[list[Annotated[int, Strict()]], Field(description="a list of token ids (integers)")]
+AnyObject = Annotated[dict[str, Any], Field(description="an object")]
+TypedObject = Annotated[dict[str, Any], Field(description="an object with a type")]
+JsonSchema = Annotated[dict[str, Any], Field(description="a JSON schema (an object)")]
+Metadata = Annotated[dict[str, str], Field(description="an object of strings")]
+
+
+class Wire(BaseModel):
+    """Base of the wire models: frozen, strict, no name beyond the declared ones."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The body of a POST endpoint. ``lists`` and ``objects`` are the models of fields that are checked on their own."""
+
+    summary: str
+    model: type[Wire]
+    lists: Mapping[str, type[Wire]] = field(default_factory=dict)
+    objects: Mapping[str, type[Wire]] = field(default_factory=dict)
+
+
+class Use(StrEnum):
+    """What Quire does with a field."""
+
+    USED = "used"
+    NO_EFFECT = "no effect here"  # accepted: it cannot change this server's answer
+    REFUSED = "refused"  # would change the answer and is not supported
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rule of one field. ``neutral`` values of a refused field are accepted, since they ask for nothing."""
+
+    use: Use
+    neutral: tuple[Any, ...] = ()
+    hint: str = ""  # what to do instead
+
+
+Table = Mapping[str, Rule]
+Model = TypeVar("Model", bound=Wire)
+
+
+def parse(model: type[Model], body: Any, *, prefix: str = "", ignored: list[str] | None = None) -> Model:
+    """Return the wire value of ``body``, whose path in the request is ``prefix``.
+
+    A list ``ignored`` lets unknown names pass and collects their paths (``--lenient``).
+
+    Raises:
+        RequestError: a name that is unknown or refused, or a value of the wrong type; ``param`` is its path.
+    """
+    if not isinstance(body, dict):
+        what = f"{prefix.rstrip('.')} = {clip(body)}" if prefix else f"The body {clip(body)}"
+        raise RequestError(f"{what} is not allowed: it must be an object.", param=prefix.rstrip(".") or None)
+    kept = sift(body, table_of(model), prefix=prefix, ignored=ignored)
+    try:
+        return model.model_validate(kept)
+    except ValidationError as error:
+        raise _type_error(model, error, body, prefix) from None
+
+
+def sift(
+    body: Mapping[str, Any], table: Table, *, prefix: str = "", ignored: list[str] | None = None
+) -> dict[str, Any]:
+    """Return the used fields that are not null. The arguments are those of `parse`.
+
+    Raises:
+        RequestError: a field that is refused, or (without ``ignored``) a name that is not in the table.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in body.items():
+        rule = table.get(name)
+        if rule is None:
+            if ignored is None:
+                raise _unknown(name, table, prefix)
+            ignored.append(prefix + name)
+        elif value is None or rule.use is Use.NO_EFFECT:
+            continue
+        elif rule.use is Use.USED:
+            kept[name] = value
+        elif not _is_neutral(rule, value):
+            raise _refusal(prefix + name, value, rule)
+    return kept
+
+
+@cache
+def table_of(model: type[Wire]) -> Table:
+    """Return the rule of each name: the model's fields are used, the others are in its and its bases' sections."""
+    names = [field.alias or name for name, field in model.model_fields.items()]
+    return rules_of([base.__name__ for base in reversed(model.__mro__)], names)
+
+
+def rules_of(names: Iterable[str], used: Iterable[str]) -> dict[str, Rule]:
+    """Return the rules in sections of ``fields.toml``, where later sections win, and those of ``used`` fields."""
+    rules: dict[str, Rule] = {}
+    for name in names:
+        section = sections().get(name, {})
+        rules |= {field: Rule(Use.NO_EFFECT) for field in section.get("no_effect", ())}
+        for field_name, refused in section.get("refused", {}).items():
+            neutral = tuple(refused.get("neutral", ()))
+            rules[field_name] = Rule(Use.REFUSED, neutral, refused.get("hint", ""))
+    return rules | {field: Rule(Use.USED) for field in used}
+
+
+@cache
+def sections() -> Mapping[str, Any]:
+    """Return the contents of ``fields.toml``."""
+    return tomllib.loads((files("quire.http") / "fields.toml").read_text())
+
+
+def clip(value: Any, limit: int = 80) -> str:
+    """``repr`` cut to a length fit for an error message."""
+    text = repr(value) if not isinstance(value, str) else repr(value[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def not_allowed(where: str, value: Any, allowed: str, code: str = "invalid_value") -> RequestError:
+    """Return the error for a value that is wrong at ``where``; ``allowed`` completes "it must be"."""
+    message = f"{where} = {clip(value)} is not allowed: it must be {allowed}."
+    return RequestError(message, param=where, code=code)
+
+
+def _unknown(name: str, table: Table, prefix: str) -> RequestError:
+    return RequestError(
+        f"Unknown field {clip(prefix + name)}{nearest(name, table)}. Remove it, or start the server with "
+        "--lenient to have unknown fields ignored.",
+        param=prefix + name,
+        code="unknown_parameter",
+    )
+
+
+def _is_neutral(rule: Rule, value: Any) -> bool:
+    # 1 == True in Python but not in JSON.
+    return any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in rule.neutral)
+
+
+def _refusal(name: str, value: Any, rule: Rule) -> RequestError:
+    allowed = " or ".join(["null", *(clip(n) for n in rule.neutral)])
+    hint = f" {rule.hint}" if rule.hint else ""
+    return RequestError(
+        f"{name} = {clip(value)} is not supported here and would change the answer; only {allowed} is accepted.{hint}",
+        param=name,
+        code="unsupported_parameter",
+    )
+
+
+def _type_error(
+    model: type[Wire], error: ValidationError, body: Mapping[str, Any], prefix: str
+) -> RequestError:
+    """Name the first wrong field, its value and what is allowed. Union branches in the path are left out."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = str(first["loc"][0])
+    field = next(f for own, f in model.model_fields.items() if name in (own, f.alias))
+    allowed = field.description or _allowed(field.annotation)
+    where = prefix + name
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        message = f"{where} is required: it must be {allowed}."
+        return RequestError(message, param=where, code="missing_required_parameter")
+    if name == "tool_calls" and len(first["loc"]) > 1:
+        where += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])
+        message = f"{where} = {clip(first['input'])} is not allowed: {first['msg'].lower()}."
+        return RequestError(message, param=where, code="invalid_type")
+    return not_allowed(where, body.get(name), allowed, "invalid_type")
+
+
+def _allowed(annotation: Any) -> str:
+    """The values of a Literal, or a description; of a union, those of its first member that has any."""
+    if get_origin(annotation) is Literal:
+        *some, last = map(repr, get_args(annotation))
+        return f"{', '.join(some)} or {last}" if some else last
+    described = next(
+        (note.description for note in get_args(annotation)[1:] if hasattr(note, "description")), ""
+    )
+    return described or next(filter(None, map(_allowed, get_args(annotation))), "")

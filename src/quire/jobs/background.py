@@ -1,0 +1,141 @@
+"""Background responses: ``/v1/responses`` with ``background: true`` runs on after its client has its id.
+
+The application streams the response to this package, which answers its client with the first event and reads the rest
+on its own. Whoever asks for the response meanwhile is answered by the application, which also stores it at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.http.body import json_response, send_json
+from quire.http.client import BACKGROUND_KEY
+from quire.http.sse import first_data
+
+ROOT = "/v1/responses"
+
+
+class BackgroundResponses:
+    """ASGI middleware. A cancelled or deleted response is ended before the application hears of the request."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._running: dict[str, _Run] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(ROOT):
+            await self._app(scope, receive, send)
+        elif scope["path"] == ROOT and scope["method"] == "POST":
+            await self._post(scope, receive, send)
+        else:
+            await self._other(scope, receive, send)
+
+    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
+        messages, body = await _read(receive, self._max_body_bytes)
+        if messages[-1]["type"] != "http.request" or not _in_background(body):
+            await self._app(scope, _replayed(messages, receive), send)
+            return
+        scope[BACKGROUND_KEY] = True
+        run = _Run(self._app, scope, messages)
+        if not await run.begun(send):
+            return
+        response = run.response
+        self._running[response["id"]] = run
+        run.task.add_done_callback(lambda _: self._running.pop(response["id"], None))
+        await send_json(send, 200, msgspec.json.encode(response), run.headers)
+
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response_id, _, action = scope["path"].removeprefix(ROOT + "/").partition("/")
+        run = self._running.get(response_id)
+        deletes = scope["method"] == "DELETE" and not action
+        if run is not None and (deletes or (scope["method"] == "POST" and action == "cancel")):
+            await run.cancel()
+            if deletes:  # also where the application stores nothing
+                await self._app(scope, receive, _dropped)
+                deleted = {"id": response_id, "object": "response", "deleted": True}
+                await json_response(deleted)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _Run:
+    """A response at work: its request to the application, which lasts until `cancel` or its end."""
+
+    def __init__(self, app: ASGIApp, scope: Scope, messages: list[Message]) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.response: dict[str, Any] = {}
+        self._cancelled = asyncio.Event()
+        self._sent: asyncio.Queue[Message] | None = asyncio.Queue()  # None: nothing more is of interest
+        self.task = asyncio.create_task(self._run(app, scope, messages))
+
+    async def _run(self, app: ASGIApp, scope: Scope, messages: list[Message]) -> None:
+        await app(scope, _replayed(messages, self._disconnect), self._send)
+
+    async def begun(self, send: Send) -> bool:
+        """Wait until the response has an id; a refusal instead is passed on to ``send``."""
+        assert self._sent is not None
+        start, body = await self._sent.get(), await self._sent.get()
+        if start["status"] == 200:
+            self._sent = None
+            self.headers = [pair for pair in start["headers"] if pair[0] == b"x-quire-ignored-fields"]
+            self.response = first_data(body["body"])["response"]
+            return True
+        await send(start)
+        await send(body)
+        return False
+
+    async def cancel(self) -> None:
+        """End it and wait until the application has stored that."""
+        self._cancelled.set()
+        await asyncio.wait([self.task])
+
+    async def _disconnect(self) -> Message:
+        await self._cancelled.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._sent is not None:
+            self._sent.put_nowait(message)
+
+
+async def _read(receive: Receive, max_bytes: int) -> tuple[list[Message], bytes]:
+    """Return the messages of a body, and the body; the messages may be incomplete if the body is too long."""
+    messages: list[Message] = []
+    size = 0
+    while size <= max_bytes:
+        message = await receive()
+        messages.append(message)
+        size += len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            break
+    return messages, b"".join([message.get("body", b"") for message in messages])
+
+
+def _replayed(messages: list[Message], receive: Receive) -> Receive:
+    waiting = iter(messages)
+
+    async def replay() -> Message:
+        message = next(waiting, None)
+        return await receive() if message is None else message
+
+    return replay
+
+
+def _in_background(body: bytes) -> bool:
+    """Whether the body asks for the background. The application refuses what is not JSON."""
+    if b'"background"' not in body:
+        return False
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    return isinstance(value, dict) and value.get("background") is True
+
+
+async def _dropped(message: Message) -> None:
+    return None

@@ -1,0 +1,79 @@
+"""`jobs_of`: files, batches and background responses as an `Extension` of an application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+
+from quire.errors import ConfigError
+from quire.http.edge import Extension, id_source
+from quire.http.wire import Body
+from quire.jobs.background import BackgroundResponses
+from quire.jobs.files import FileStore
+from quire.jobs.routes import BatchRequest, JobRoutes, Limits
+from quire.jobs.runner import BatchRunner
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """Settings of jobs. Without ``batch_dir`` there are no files and batches."""
+
+    batch_dir: str | None = None
+    batch_concurrency: int = 8
+    max_file_bytes: int = 100 * 2**20
+    max_body_bytes: int = 32 * 2**20
+    lenient: bool = False  # accept unknown request fields
+
+
+def jobs_of(
+    settings: JobSettings,
+    is_busy: Callable[[], bool],
+    unix_time: Callable[[], float],
+) -> Extension:
+    """Return the extension. ``is_busy`` tells whether requests of others wait: batches pause then.
+
+    Raises:
+        ConfigError: ``batch_dir`` cannot be used.
+    """
+    new_id = id_source()
+    runner: BatchRunner | None = None
+    if settings.batch_dir is not None:
+        root = Path(settings.batch_dir)
+        try:
+            files = FileStore(root, new_id, unix_time)
+            runner = BatchRunner(
+                root,
+                files,
+                new_id=new_id,
+                unix_time=unix_time,
+                is_busy=is_busy,
+                concurrency=settings.batch_concurrency,
+            )
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"--batch-dir {root} cannot be used: {error}.") from error
+    limits = Limits(settings.max_file_bytes, settings.max_body_bytes, settings.lenient)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
+        """Run batches, those of an earlier server first; what is on disk at the end is where the next one continues."""
+        if runner is None:
+            yield
+            return
+        runner.resume(app)
+        try:
+            yield
+        finally:
+            await runner.close()
+
+    return Extension(
+        JobRoutes(runner, limits, unix_time).routes(),
+        [Middleware(BackgroundResponses, max_body_bytes=settings.max_body_bytes)],
+        lifespan,
+        {"/v1/batches": Body("Begin a batch of requests", BatchRequest)},
+    )

@@ -1,0 +1,121 @@
+"""`FileStore`: the files that clients uploaded or that batches wrote, under ``--batch-dir``.
+
+files/ID.json    the object of ``/v1/files/ID``; written last, so a file exists completely or not at all
+files/ID.data    its bytes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+_ID = re.compile(r"file-[0-9a-f]{32}")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the contents of ``path`` with ``value`` atomically, also if the power fails."""
+    made = path.with_suffix(".tmp")
+    with made.open("wb") as file:
+        file.write(msgspec.json.encode(value))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(made, path)
+
+
+class FileStore:
+    """Files by id. Nothing is cached: there are few files, and a restart changes nothing."""
+
+    def __init__(self, root: Path, new_id: Callable[[], str], unix_time: Callable[[], float]) -> None:
+        self._folder = root / "files"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._new_id = new_id
+        self._unix_time = unix_time
+        for left in self._folder.glob("*.tmp"):  # a server died while it wrote
+            left.unlink()
+
+    def add(
+        self, source: BinaryIO, filename: str, purpose: str, expires_after_s: int | None = None
+    ) -> dict[str, Any]:
+        """Copy ``source`` and return its file object."""
+        file_id = f"file-{self._new_id()}"
+        with self.path(file_id).open("wb") as file:
+            shutil.copyfileobj(source, file)
+        return self._describe(file_id, filename, purpose, expires_after_s)
+
+    def adopt(
+        self, path: Path, filename: str, purpose: str, expires_after_s: int | None = None
+    ) -> dict[str, Any] | None:
+        """Move the file at ``path`` into the store; None if there is none.
+
+        The id is a function of ``filename``, so adopting again after a crash finds the file that was moved before it.
+        """
+        file_id = f"file-{hashlib.blake2b(filename.encode(), digest_size=16).hexdigest()}"
+        if path.exists():
+            os.replace(path, self.path(file_id))
+        if not self.path(file_id).exists():
+            return None
+        return self.get(file_id) or self._describe(file_id, filename, purpose, expires_after_s)
+
+    def get(self, file_id: str) -> dict[str, Any] | None:
+        """Return the file object, or None if the file does not exist or has expired."""
+        if _ID.fullmatch(file_id) is None:
+            return None
+        try:
+            value: dict[str, Any] = msgspec.json.decode(self._meta(file_id).read_bytes())
+        except FileNotFoundError:
+            return None
+        expires_at = value.get("expires_at")
+        if expires_at is not None and expires_at <= self._unix_time():
+            self.delete(file_id)
+            return None
+        return value
+
+    def path(self, file_id: str) -> Path:
+        """Return the path of the bytes of a file."""
+        assert _ID.fullmatch(file_id), file_id
+        return self._folder / f"{file_id}.data"
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return every file object, the oldest first."""
+        # Descriptions are written once, so their times are those of creation.
+        paths = sorted(self._folder.glob("file-*.json"), key=lambda path: path.stat().st_mtime_ns)
+        found = [self.get(path.stem) for path in paths]
+        return [value for value in found if value is not None]
+
+    def delete(self, file_id: str) -> bool:
+        """Delete a file; return whether it existed."""
+        if _ID.fullmatch(file_id) is None or not self._meta(file_id).exists():
+            return False
+        self._meta(file_id).unlink()
+        with contextlib.suppress(FileNotFoundError):
+            self.path(file_id).unlink()
+        return True
+
+    def _meta(self, file_id: str) -> Path:
+        return self._folder / f"{file_id}.json"
+
+    def _describe(
+        self, file_id: str, filename: str, purpose: str, expires_after_s: int | None
+    ) -> dict[str, Any]:
+        created_at = int(self._unix_time())
+        value = {
+            "id": file_id,
+            "object": "file",
+            "bytes": self.path(file_id).stat().st_size,
+            "created_at": created_at,
+            "expires_at": None if expires_after_s is None else created_at + expires_after_s,
+            "filename": filename,
+            "purpose": purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+        write_json(self._meta(file_id), value)
+        return value

@@ -1,0 +1,130 @@
+"""The lines of a batch: reading and checking its input, and the output that is written for each line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+MAX_LINES = 50_000  # OpenAI's
+_MAX_ERRORS = 100  # shown of a failed batch
+_REFUSED = {"stream": "A batch has whole answers.", "priority": "Batches have the lowest."}
+
+
+class Line(NamedTuple):
+    """One request of a batch."""
+
+    custom_id: str
+    body: bytes  # JSON
+
+
+class LineError(NamedTuple):
+    """Why a batch cannot run."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+def check_lines(path: Path, endpoint: str) -> tuple[int, list[LineError]]:
+    """Return the number of requests in the file and its errors; without errors the batch can run."""
+    errors: list[LineError] = []
+    seen: set[str] = set()
+    num_lines = 0
+    for number, raw in _numbered(path):
+        num_lines += 1
+        error = _check(raw, number, endpoint, seen)
+        if error is not None:
+            errors.append(error)
+            if len(errors) == _MAX_ERRORS:
+                break
+    if num_lines > MAX_LINES:
+        errors.append(
+            LineError("too_many_requests", f"{num_lines} requests; at most {MAX_LINES} are allowed.")
+        )
+    if not num_lines:
+        errors.append(
+            LineError("empty_file", "The input file has no requests: one JSON object per line is expected.")
+        )
+    return num_lines, errors
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the requests of a file in which `check_lines` found no error."""
+    for _, raw in _numbered(path):
+        value = msgspec.json.decode(raw)
+        yield Line(value["custom_id"], msgspec.json.encode(value["body"]))
+
+
+def done_ids(path: Path) -> set[str]:
+    """Return the custom ids that were answered; an incomplete last line, left by a crash, is removed."""
+    if not path.exists():
+        return set()
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return {msgspec.json.decode(line)["custom_id"] for line in whole.splitlines()}
+
+
+def output_line(request_id: str, custom_id: str, status: int, body: bytes) -> bytes:
+    """Return a line of the output file (status 200) or of the error file (any other)."""
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    return _encoded(request_id, custom_id, response, None)
+
+
+def unanswered_line(request_id: str, custom_id: str, code: str, message: str) -> bytes:
+    """Return a line of the error file for a request that was not run to its end."""
+    return _encoded(request_id, custom_id, None, {"code": code, "message": message})
+
+
+def _encoded(request_id: str, custom_id: str, response: Any, error: Any) -> bytes:
+    value = {"id": "batch_req_" + request_id, "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(value) + b"\n"
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if raw.strip():
+                yield number, raw
+
+
+def _check(raw: bytes, number: int, endpoint: str, seen: set[str]) -> LineError | None:
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        return LineError("invalid_json_line", f"Line {number} is not JSON: {error}.", number)
+    if not isinstance(value, dict):
+        return LineError("invalid_json_line", f"Line {number} is not an object.", number)
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        return LineError(
+            "missing_required_parameter", f"Line {number} has no custom_id.", number, "custom_id"
+        )
+    if custom_id in seen:
+        return LineError("duplicate_custom_id", f"Line {number}: custom_id comes twice.", number, "custom_id")
+    seen.add(custom_id)
+    for name, allowed in (("method", "POST"), ("url", endpoint)):
+        if value.get(name) != allowed:
+            text = f"Line {number}: {name} = {str(value.get(name))[:80]!r} must be {allowed!r}."
+            return LineError("mismatched_endpoint" if name == "url" else "invalid_method", text, number, name)
+    body = value.get("body")
+    if not isinstance(body, dict):
+        return LineError("missing_required_parameter", f"Line {number} has no body.", number, "body")
+    for name, why in _REFUSED.items():
+        if body.get(name):
+            return LineError(
+                "invalid_request", f"Line {number}: body.{name} is not allowed: {why}", number, "body." + name
+            )
+    unknown = value.keys() - {"custom_id", "method", "url", "body"}
+    if unknown:
+        name = min(unknown)
+        return LineError(
+            "unknown_parameter", f"Line {number}: unknown field {name[:80]!r}.", number, name[:80]
+        )
+    return None

@@ -1,0 +1,245 @@
+"""OpenAI's ``/v1/files`` and ``/v1/batches``."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from quire.errors import NotFoundError, RequestError
+from quire.http.body import json_response, page_of, read_json
+from quire.http.wire import Metadata, Text, Wire, clip, not_allowed, parse
+from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
+from quire.jobs.upload import read_form
+
+_WINDOW = re.compile(r"([1-9][0-9]{0,4})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_STAMPS = (
+    "in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at",
+)  # fmt: skip
+_OURS = ("output_expires_after_s", "validating_at", "created_s")
+_EXPIRES_S = (3600, 2_592_000)  # OpenAI's: an hour to thirty days
+
+
+class BatchRequest(Wire):
+    """Body of ``POST /v1/batches``."""
+
+    input_file_id: Text
+    endpoint: Text
+    completion_window: Annotated[str, Field(description="'24h', or another number with s, m, h or d")]
+    metadata: Metadata | None = None
+    output_expires_after: Annotated[
+        dict[str, Any] | None, Field(description="an object with anchor and seconds")
+    ] = None
+
+
+class ExpiresAfter(Wire):
+    """``expires_after``."""
+
+    anchor: Text
+    seconds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the bodies of requests may be."""
+
+    max_file_bytes: int
+    max_body_bytes: int
+    lenient: bool  # accept unknown fields
+
+
+class JobRoutes:
+    """The handlers. ``runner`` None: the server has no ``--batch-dir``."""
+
+    def __init__(self, runner: BatchRunner | None, limits: Limits, unix_time: Callable[[], float]) -> None:
+        self._given = runner
+        self._limits = limits
+        self._unix_time = unix_time
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/files", self.files, methods=["GET", "POST"]),
+            Route("/v1/files/{file_id}", self.file, methods=["GET", "DELETE"]),
+            Route("/v1/files/{file_id}/content", self.content, methods=["GET"]),
+            Route("/v1/batches", self.batches, methods=["GET", "POST"]),
+            Route("/v1/batches/{batch_id}", self.batch, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    @property
+    def _runner(self) -> BatchRunner:
+        if self._given is None:
+            raise NotFoundError(
+                "Files and batches are kept on disk, and this server has no place for them: start it with --batch-dir.",
+                code="batches_disabled",
+            )
+        return self._given
+
+    async def files(self, request: Request) -> Response:
+        """Upload a file (POST), or list the files."""
+        if request.method == "POST":
+            return await self._upload(request)
+        files = [
+            f
+            for f in self._runner.files.all()
+            if f["purpose"] == request.query_params.get("purpose", f["purpose"])
+        ]
+        return page_of(request, files, default=10_000, most=10_000)
+
+    async def file(self, request: Request) -> Response:
+        """Return the object of a file, or delete the file."""
+        found = self._file(request)
+        if request.method != "DELETE":
+            return json_response(found)
+        if self._runner.uses(found["id"]):
+            raise RequestError(
+                f"{found['id']} is the input of a batch that is not over: cancel the batch first.",
+                param="file_id",
+                code="file_in_use",
+            )
+        self._runner.files.delete(found["id"])
+        return json_response({"id": found["id"], "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        """The bytes of a file."""
+        found = self._file(request)
+        return FileResponse(self._runner.files.path(found["id"]), media_type="application/octet-stream")
+
+    async def batches(self, request: Request) -> Response:
+        """Begin a batch (POST), or list the batches."""
+        if request.method == "POST":
+            return await self._create(request)
+        return page_of(request, [_shown(batch) for batch in self._runner.all()], default=20, most=100)
+
+    async def batch(self, request: Request) -> Response:
+        """One batch: its state and its files."""
+        return json_response(_shown(self._batch(request)))
+
+    async def cancel(self, request: Request) -> Response:
+        """End an open batch.
+
+        Raises:
+            RequestError: it has ended already.
+        """
+        batch = self._batch(request)
+        if batch["status"] not in OPEN:
+            raise RequestError(
+                f"{batch['id']} is {batch['status']}: it cannot be cancelled.", param="batch_id"
+            )
+        if batch["status"] != "cancelling":
+            batch = self._runner.cancel(batch["id"])
+        return json_response(_shown(batch))
+
+    async def _upload(self, request: Request) -> Response:
+        runner = self._runner
+        async with read_form(request.scope, request.receive, self._limits.max_file_bytes) as form:
+            upload = form.get("file")
+            values = {name: item for name, item in form.items() if name != "file"}
+            expires = _bracketed(values, "expires_after")
+            for name in values:
+                if name != "purpose":
+                    raise RequestError(f"Unknown field {clip(name)}.", param=name, code="unknown_parameter")
+            if not isinstance(upload, UploadFile):
+                raise RequestError(
+                    "file is required: a part with a file name.",
+                    param="file",
+                    code="missing_required_parameter",
+                )
+            if values.get("purpose") != "batch":
+                raise not_allowed("purpose", values.get("purpose"), "'batch'")
+            after_s = None if expires is None else _expires_after(expires, "expires_after", self._ignored())
+            name = upload.filename or "file"
+            return json_response(
+                await asyncio.to_thread(runner.files.add, upload.file, name, "batch", after_s)
+            )
+
+    async def _create(self, request: Request) -> Response:
+        runner, ignored = self._runner, self._ignored()
+        body = await read_json(request.scope, request.receive, self._limits.max_body_bytes)
+        asked = parse(BatchRequest, body, ignored=ignored)
+        if asked.endpoint not in ENDPOINTS:
+            raise not_allowed("endpoint", asked.endpoint, f"one of {', '.join(ENDPOINTS)}")
+        window = _WINDOW.fullmatch(asked.completion_window)
+        seconds = int(window[1]) * _SECONDS[window[2]] if window else 0
+        if not 0 < seconds <= _EXPIRES_S[1]:
+            allowed = "'24h', or another number with s, m, h or d, up to 30d"
+            raise not_allowed("completion_window", asked.completion_window, allowed)
+        source = runner.files.get(asked.input_file_id)
+        if source is None or source["purpose"] != "batch":
+            raise RequestError(
+                f"input_file_id = {clip(asked.input_file_id)} is no file of the purpose 'batch' here.",
+                param="input_file_id",
+            )
+        kept = asked.output_expires_after
+        after_s = None if kept is None else _expires_after(kept, "output_expires_after", ignored)
+        batch = runner.create(
+            {
+                "endpoint": asked.endpoint,
+                "input_file_id": asked.input_file_id,
+                "completion_window": asked.completion_window,
+                "expires_at": int(self._unix_time()) + seconds,
+                "metadata": asked.metadata,
+                "output_expires_after_s": after_s,
+            }
+        )
+        return json_response(_shown(batch))
+
+    def _ignored(self) -> list[str] | None:
+        return [] if self._limits.lenient else None
+
+    def _file(self, request: Request) -> dict[str, Any]:
+        file_id = request.path_params["file_id"]
+        found = self._runner.files.get(file_id)
+        if found is None:
+            raise NotFoundError(
+                f"There is no file {clip(file_id)} here.", param="file_id", code="file_not_found"
+            )
+        return found
+
+    def _batch(self, request: Request) -> dict[str, Any]:
+        batch_id = request.path_params["batch_id"]
+        found = self._runner.get(batch_id)
+        if found is None:
+            raise NotFoundError(
+                f"There is no batch {clip(batch_id)} here.", param="batch_id", code="batch_not_found"
+            )
+        return found
+
+
+def _shown(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the object that clients see: every time stamp, and none of the private fields."""
+    stamps: dict[str, Any] = dict.fromkeys(_STAMPS)
+    shown = {**stamps, **batch}
+    return {name: value for name, value in shown.items() if name not in _OURS}
+
+
+def _bracketed(values: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Take the ``name[key]`` fields, with which OpenAI's client sends an object, out of a form; return the object."""
+    taken: dict[str, Any] = {}
+    for key in [k for k in values if k.startswith(name + "[") and k.endswith("]")]:
+        text = values.pop(key)
+        taken[key[len(name) + 1 : -1]] = int(text) if text.isascii() and text.isdigit() else text
+    return taken or None
+
+
+def _expires_after(given: dict[str, Any], name: str, ignored: list[str] | None) -> int:
+    asked = parse(ExpiresAfter, given, prefix=name + ".", ignored=ignored)
+    low, high = _EXPIRES_S
+    if asked.anchor != "created_at":
+        raise RequestError(
+            f"{name}.anchor = {clip(asked.anchor)} must be 'created_at'.", param=name + ".anchor"
+        )
+    if not low <= asked.seconds <= high:
+        raise RequestError(
+            f"{name}.seconds = {asked.seconds} must be in {low}…{high}.", param=name + ".seconds"
+        )
+    return asked.seconds

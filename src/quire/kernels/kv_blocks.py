@@ -1,0 +1,217 @@
+"""Blocks of the KV cache: how one layer's keys and values lie in them (docs/kernels.md), and moves of whole blocks.
+
+    storage  [num_blocks, block_elements]          one row per block, shared by all groups
+    block    [layer slot 0 | layer slot 1 | …]     `KvLayout.layers_per_block` slots
+    slot     [kv head 0 | kv head 1 | …]           one contiguous piece per kv head
+    piece    rows:   [K: block_size × head_dim | V: block_size × v_head_dim]
+             8 bits: [… | scales of K: block_size fp32 | scales of V: block_size fp32], one per position
+             tiles:  [tile | tile | …], one for every 16 positions
+    tile     [K: head_dim / 2 × 16 × 2 | V: 8 × v_head_dim × 2]
+             int8: [… | scales of K: 16 fp32 | scales of V: 16 fp32], one per position
+
+The dot units of the native kernels read a tile as it lies: pairs of the dim for q·k, pairs of positions for p·V. Rows
+are for everything else: torch, fp32, blocks whose size is no multiple of 16. With ``v_in_k`` (MLA, rows) there is no V
+part: V is the first v_head_dim elements of each key. Rows and tiles take the same bytes. int8 is always in tiles on a
+CPU: an element is round(x / scale), and scale = largest magnitude / 127 of the K or V of one position and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Layout = Literal["rows", "tiles"]
+TILE = 16  # positions
+SCALE_BYTES = 8  # per position and head in 8 bits: one fp32 for K, one for V
+
+
+@dataclass(frozen=True, slots=True)
+class KvView:
+    """One layer of the cache. ``pieces [num_blocks, num_kv_heads, piece_elements]`` is a view of the storage."""
+
+    pieces: torch.Tensor
+    block_size: int
+    head_dim: int
+    v_head_dim: int
+    v_in_k: bool = False
+    layout: Layout = "rows"
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.pieces.shape[1]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether K and V have 8 bits, with a scale for each position and head."""
+        return self.pieces.dtype.itemsize == 1
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """View ``[num_blocks, num_kv_heads, block_size, head_dim]`` of rows."""
+        assert self.layout == "rows"
+        return torch.unflatten(
+            self.pieces[..., : self.block_size * self.head_dim], -1, (self.block_size, self.head_dim)
+        )
+
+    @property
+    def values(self) -> torch.Tensor:
+        """View ``[num_blocks, num_kv_heads, block_size, v_head_dim]`` of rows."""
+        assert self.layout == "rows"
+        if self.v_in_k:
+            return self.keys[..., : self.v_head_dim]
+        start = self.block_size * self.head_dim
+        end = start + self.block_size * self.v_head_dim
+        return torch.unflatten(self.pieces[..., start:end], -1, (self.block_size, self.v_head_dim))
+
+    def read(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy blocks out of any layout: K and V ``[len(block_ids), num_kv_heads, block_size, dim]``, int8 as fp32."""
+        pieces = _gather(self.pieces, block_ids)
+        picked = KvView(pieces, self.block_size, self.head_dim, self.v_head_dim, self.v_in_k, self.layout)
+        if self.layout == "rows":
+            if not self.scaled:
+                return picked.keys, picked.values
+            scales = picked._row_scales().unsqueeze(-1)
+            return picked.keys.float() * scales[:, :, 0], picked.values.float() * scales[:, :, 1]
+        keys, values = picked._tiles()
+        shape = (*pieces.shape[:2], self.block_size)
+        rows = keys.transpose(3, 4).reshape(*shape, -1), values.transpose(4, 5).reshape(*shape, -1)
+        if pieces.dtype != torch.int8:
+            return rows
+        scales = picked._scales().transpose(2, 3).reshape(*shape[:2], 2, -1, 1)
+        return rows[0] * scales[:, :, 0], rows[1] * scales[:, :, 1]
+
+    def write(
+        self, k: torch.Tensor, v: torch.Tensor | None, block_ids: torch.Tensor, offsets: torch.Tensor
+    ) -> None:
+        """Write row i of ``k`` and ``v [n, num_kv_heads, dim]`` at position ``offsets[i]`` of ``block_ids[i]``."""
+        dtype = self.pieces.dtype
+        if self.layout == "rows" and self.scaled:
+            assert v is not None
+            (k, k_scale), (v, v_scale) = _to_8_bits(k, dtype), _to_8_bits(v, dtype)
+            self._row_scales()[block_ids, :, :, offsets] = torch.stack((k_scale, v_scale), dim=-1)
+            # As bits, because torch cannot scatter fp8.
+            self.keys.view(torch.int8)[block_ids, :, offsets] = k.to(dtype).view(torch.int8)
+            self.values.view(torch.int8)[block_ids, :, offsets] = v.to(dtype).view(torch.int8)
+            return
+        if self.layout == "rows":
+            self.keys[block_ids, :, offsets] = k.to(dtype)
+            if v is not None:
+                self.values[block_ids, :, offsets] = v.to(dtype)
+            return
+        assert v is not None
+        tile, place = offsets // TILE, offsets % TILE
+        keys, values = self._tiles()
+        # Writing the first position of a tile clears the tile: another sequence may have left inf or NaN there.
+        fresh = place == 0
+        keys[block_ids[fresh], :, tile[fresh]] = 0
+        values[block_ids[fresh], :, tile[fresh]] = 0
+        if dtype == torch.int8:
+            scales = self._scales()
+            scales[block_ids[fresh], :, tile[fresh]] = 0
+            (k, k_scale), (v, v_scale) = _to_8_bits(k, dtype), _to_8_bits(v, dtype)
+            scales[block_ids, :, tile, :, place] = torch.stack((k_scale, v_scale), dim=-1)
+        keys[block_ids, :, tile, :, place] = torch.unflatten(k.to(dtype), -1, (-1, 2))
+        values[block_ids, :, tile, place // 2, :, place % 2] = v.to(dtype)
+
+    def _tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views K ``[num_blocks, num_kv_heads, tiles, head_dim / 2, 16, 2]``, V ``[…, tiles, 8, v_head_dim, 2]``."""
+        assert self.layout == "tiles"
+        tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
+        k_size, v_size = TILE * self.head_dim, TILE * self.v_head_dim
+        keys, values = tiles[..., :k_size], tiles[..., k_size : k_size + v_size]
+        return torch.unflatten(keys, -1, (-1, TILE, 2)), torch.unflatten(values, -1, (TILE // 2, -1, 2))
+
+    def _row_scales(self) -> torch.Tensor:
+        """View ``[num_blocks, num_kv_heads, 2, block_size]`` of 8-bit rows: fp32 scales of K, of V."""
+        scales = self.pieces[..., -SCALE_BYTES * self.block_size :].view(torch.float32)
+        return torch.unflatten(scales, -1, (2, self.block_size))
+
+    def _scales(self) -> torch.Tensor:
+        """View ``[num_blocks, num_kv_heads, tiles, 2, 16]`` of int8 tiles: fp32 scales of K, of V."""
+        tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
+        return torch.unflatten(tiles[..., -SCALE_BYTES * TILE :].view(torch.float32), -1, (2, TILE))
+
+
+def _to_8_bits(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x [n, heads, dim]`` → the same in −127 … 127 (whole numbers) or −448 … 448, and scales ``[n, heads]``."""
+    limit = 127.0 if dtype == torch.int8 else 448.0
+    most = x.float().abs().amax(-1)
+    # Not `limit / most`: torch computes that as a reciprocal and a product.
+    inverse = torch.where(most > 0, torch.full_like(most, limit) / most, 0.0)
+    scaled = x.float() * inverse.unsqueeze(-1)
+    return (scaled.round() if dtype == torch.int8 else scaled.clamp(-limit, limit)), most / limit
+
+
+def can_tile(dtype: torch.dtype, block_size: int, head_dim: int, *, v_in_k: bool) -> bool:
+    """Whether a cache can lie in tiles: bf16 or int8, whole tiles per block, an even head_dim, a V of its own."""
+    return (
+        dtype in (torch.bfloat16, torch.int8) and block_size % TILE == 0 and head_dim % 2 == 0 and not v_in_k
+    )
+
+
+def _gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``rows.index_select(0, index)``, four bytes at a time: torch gathers bf16 five times slower."""
+    sizes = (*rows.stride()[:-1], rows.shape[-1], rows.storage_offset())
+    if rows.dtype.itemsize == 2 and all(size % 2 == 0 for size in sizes):
+        return rows.view(torch.float32).index_select(0, index).view(rows.dtype)
+    return rows.index_select(0, index)
+
+
+def view_layer(
+    storage: torch.Tensor,
+    slot: int,
+    *,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    v_head_dim: int,
+    v_in_k: bool = False,
+    layout: Layout = "rows",
+) -> KvView:
+    """Return the view of layer slot ``slot`` over ``storage [num_blocks, block_elements]``."""
+    assert layout == "rows" or can_tile(storage.dtype, block_size, head_dim, v_in_k=v_in_k)
+    piece = block_size * (head_dim if v_in_k else head_dim + v_head_dim)
+    if storage.dtype.itemsize == 1:
+        assert not v_in_k
+        piece += block_size * SCALE_BYTES
+    start = slot * num_kv_heads * piece
+    assert start + num_kv_heads * piece <= storage.shape[1], "the layer slot lies beyond the block"
+    pieces = torch.unflatten(storage[:, start : start + num_kv_heads * piece], 1, (num_kv_heads, piece))
+    return KvView(pieces, block_size, head_dim, v_head_dim, v_in_k, layout)
+
+
+def copy_blocks(storage: torch.Tensor, moves: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks ``(source, target)`` of ``storage [num_blocks, block_elements]`` in list order, on any device.
+
+    In order means that a later move may read a block that an earlier move wrote. Moves that do not touch what others
+    before them wrote go together in one gather and one scatter.
+    """
+    pending: list[tuple[int, int]] = []
+    written: set[int] = set()
+    for source, target in moves:
+        if source in written or target in written:
+            _copy(storage, pending)
+            pending, written = [], set()
+        pending.append((source, target))
+        written.add(target)
+    _copy(storage, pending)
+
+
+def _copy(storage: torch.Tensor, moves: list[tuple[int, int]]) -> None:
+    if storage.dtype.itemsize == 1:
+        storage = storage.view(torch.int8)  # torch scatters no fp8
+    if len(moves) == 1:
+        storage[moves[0][1]].copy_(storage[moves[0][0]])
+    elif moves:
+        sources, targets = torch.tensor(moves, dtype=torch.int64).to(storage.device).unbind(1)
+        storage.index_copy_(0, targets, storage.index_select(0, sources))
+
+
+def clear_blocks(storage: torch.Tensor, block_ids: torch.Tensor) -> None:
+    """Fill the blocks ``block_ids [n]`` int64 of ``storage [num_blocks, block_elements]`` with zeros."""
+    if storage.dtype.itemsize == 1:
+        storage = storage.view(torch.int8)  # torch fills no fp8
+    storage.index_fill_(0, block_ids.to(storage.device), 0)
