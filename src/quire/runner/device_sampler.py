@@ -20,7 +20,7 @@ import triton
 from numpy.typing import NDArray
 
 from quire.kernels.sampling.reference import EDITED, assemble, logprob_tensors
-from quire.kernels.sampling.triton import draw_rows, edit_rows, facts_of, logprobs_wanted, truncated
+from quire.kernels.sampling.triton import edit_rows, facts_of, logprobs_wanted, sample_rows, truncated
 from quire.request import TokenLogprobs
 from quire.runner.device_batch import StepUpload, recorded_event
 from quire.runner.sequences import WorkerSeq
@@ -123,7 +123,7 @@ class DeviceSampler:
             source, counted = self._processors.apply(logits, processors, masks)
         rows, wanted = logprobs_wanted(columns)
         facts, rows_there = self._facts.put([facts_of(columns), rows])
-        ids, best = draw_rows(source, facts, Purpose.TOKEN, cut=truncated(columns))
+        ids, best = sample_rows(source, facts, Purpose.TOKEN, cut=truncated(columns))
         found: tuple[torch.Tensor, ...] = ()
         if wanted:
             of, of_ids = logits, ids

@@ -75,12 +75,9 @@ class Worker:
         self.propose: Propose | None = None
         self._lora: LoraSlots | None = None
         if config.lora is not None:
-            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_places())
-        scheduler, block_size, vocab_size = (
-            config.scheduler,
-            config.cache.block_size,
-            config.model.spec.vocab_size,
-        )
+            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets())
+        scheduler, block_size = config.scheduler, config.cache.block_size
+        vocab_size = config.model.spec.vocab_size
         # A block more than the context: the last token sampled may have no row left to be computed in.
         max_blocks = -(-config.model.max_model_len // block_size) + 1
         self.seqs = WorkerSeqs(

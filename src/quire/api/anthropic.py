@@ -1,4 +1,4 @@
-"""Answers of ``/v1/messages``: one message of content blocks, whole or as Anthropic's events.
+"""Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``: jobs, and answers as a message of content blocks.
 
 message_start (content_block_start content_block_delta* content_block_stop)* message_delta message_stop
 """
@@ -10,12 +10,24 @@ from typing import Any
 
 import msgspec
 
-from quire.api.answer_parts import AnswerParts, Event, Kind, Part
-from quire.api.replies import Head, Usage
+from quire.api.anthropic_request import (
+    CountTokensRequest,
+    MessagesRequest,
+    Metadata,
+    conversation_of,
+    form_of,
+)
+from quire.api.conversation import arguments_of, conversation_job
+from quire.api.job import Answer, Head, Job, Usage, common_fields
+from quire.api.params import sampling_params
+from quire.api.parts import Assembler, Event, Kind, Part
+from quire.api.state import ApiState
 from quire.api.tools import OutputPlan
 from quire.engine.output import OutputChunk
+from quire.http import sse
 from quire.http.refusals import ANTHROPIC_ROOT, Refusal
-from quire.request import FinishReason
+from quire.http.wire import parse
+from quire.request import FinishReason, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
 _DELTAS = {
@@ -25,7 +37,51 @@ _DELTAS = {
 }
 
 
-class MessageAnswer:
+async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a message and render its prompt.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(MessagesRequest, body, ignored=ignored)
+    state.check_model(request.model)
+    conversation = conversation_of(request, ignored)
+    fields = common_fields(request, ignored)
+    if request.metadata is not None:
+        metadata = parse(Metadata, request.metadata, prefix="metadata.", ignored=ignored)
+        fields["tenant"] = metadata.user_id
+    given = request.given_sampling()
+    if request.stop_sequences:
+        given["stop"] = request.stop_sequences
+    sampling = sampling_params(
+        given,
+        state.model.generation_defaults,
+        max_tokens=request.max_tokens,
+        form=form_of(request, ignored),
+        client_names={"stop": "stop_sequences"},
+    )
+
+    def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:
+        return MessageAnswer(head, plan, state.new_id, streamed=request.stream)
+
+    return await conversation_job(
+        state, conversation, sampling, answer, model=request.model, id_prefix="msg_", fields=fields
+    )
+
+
+async def count_tokens(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, int]:
+    """Return ``{input_tokens}``: the length of the prompt that the same fields make in ``/v1/messages``.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(CountTokensRequest, body, ignored=ignored)
+    state.check_model(request.model)
+    _, prompt = await conversation_of(request, ignored).prompt(state)
+    return {"input_tokens": len(prompt)}
+
+
+class MessageAnswer(Answer):
     """The one message that answers a request."""
 
     def __init__(
@@ -33,30 +89,32 @@ class MessageAnswer:
     ) -> None:
         self.head = head
         self.streamed = streamed
-        self._parts = AnswerParts(plan, lambda: "toolu_" + new_id()[:24])
+        self._assembler = Assembler(plan, lambda: "toolu_" + new_id()[:24])
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         (chunk,) = chunks
-        self._parts.feed(chunk.text, last=True)
+        self._assembler.feed(chunk.text, last=True)
         self._note_end(chunk)
-        message = self._message([_block(part) for part in self._parts.parts], usage)
+        message = self._message([_block(part) for part in self._assembler.parts], usage)
         return _encode({**message, **usage.beside()})
 
     def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
         start = Usage(usage.prompt_tokens, 0, usage.cached_tokens)
-        return _event("message_start", {"message": self._message([], start)})
+        return sse.named_event("message_start", {"message": self._message([], start)})
 
     def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
         last = chunk.finish_reason is not None
-        events = self._parts.feed(chunk.text, last=last)
+        events = self._assembler.feed(chunk.text, last=last)
         if last:
             self._note_end(chunk)
         return b"".join([_block_event(event) for event in events])
 
     def closing(self, usage: Usage) -> bytes:
-        end = _event("message_delta", {"delta": self._end, "usage": usage_json(usage), **usage.beside()})
-        return end + _event("message_stop", {})
+        end = sse.named_event(
+            "message_delta", {"delta": self._end, "usage": usage_json(usage), **usage.beside()}
+        )
+        return end + sse.named_event("message_stop", {})
 
     def error(self, refusal: Refusal) -> bytes:
         return b"event: error\ndata: " + refusal.body(ANTHROPIC_ROOT) + b"\n\n"
@@ -69,7 +127,7 @@ class MessageAnswer:
         if isinstance(chunk.stop_reason, str):
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop_reason}
             return
-        if reason == "end_turn" and self._parts.has_calls:
+        if reason == "end_turn" and self._assembler.num_calls:
             reason = "tool_use"
         self._end = {"stop_reason": reason, "stop_sequence": None}
 
@@ -89,7 +147,7 @@ class MessageAnswer:
 
 
 def usage_json(usage: Usage) -> dict[str, int]:
-    """Anthropic counts the tokens read from the cache apart from the input's."""
+    """Anthropic counts tokens read from the cache apart from the other input tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -99,7 +157,7 @@ def usage_json(usage: Usage) -> dict[str, int]:
 
 
 def _block(part: Part, *, begun: bool = False) -> dict[str, Any]:
-    """The content block of a part; ``begun``: as it starts in a stream, empty."""
+    """Return the content block of a part; ``begun``: empty, as it starts in a stream."""
     text = "" if begun else part.text
     if part.kind is Kind.TEXT:
         return {"type": "text", "text": text}
@@ -112,21 +170,10 @@ def _block_event(event: Event) -> bytes:
     part = event.part
     if event.verb == "open":
         values: dict[str, Any] = {"index": part.index, "content_block": _block(part, begun=True)}
-        return _event("content_block_start", values)
+        return sse.named_event("content_block_start", values)
     if event.verb == "close":
-        return _event("content_block_stop", {"index": part.index})
+        return sse.named_event("content_block_stop", {"index": part.index})
     kind, name = _DELTAS[part.kind]
-    return _event("content_block_delta", {"index": part.index, "delta": {"type": kind, name: event.text}})
-
-
-def _event(kind: str, values: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **values}))
-
-
-def arguments_of(text: str) -> dict[str, Any]:
-    """Return a call's arguments as the object that ``input`` has to be; what is none (cut, malformed) as its text."""
-    try:
-        value = msgspec.json.decode(text.encode() or b"{}")
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"malformed_arguments": text}
+    return sse.named_event(
+        "content_block_delta", {"index": part.index, "delta": {"type": kind, name: event.text}}
+    )

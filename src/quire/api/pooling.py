@@ -1,31 +1,103 @@
-"""``/v1/rerank`` and ``/v1/score``: documents by how well they answer a query (`quire.engine.pooling`)."""
+"""Endpoints that sample nothing: ``/v1/embeddings``, ``/v1/rerank`` and ``/v1/score`` (`quire.engine.pooling`)."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.embeddings import PoolingFields, check_count
-from quire.api.job import Job
-from quire.api.replies import Usage, WholeAnswer, new_head
+from quire.api.choices import WholeAnswer
+from quire.api.completions import parse_prompts
+from quire.api.job import Job, Usage, common_fields, new_head
+from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.pooling import likelihood, scoring_prompts, yes_no
+from quire.engine.pooling import NOTHING_DRAWN, embedding, likelihood, scoring_prompts, yes_no
 from quire.errors import RequestError
-from quire.http.wire import Boolean, Integer, Text, Wire, clip, parse
+from quire.http.wire import Boolean, Integer, Text, Wire, not_allowed, parse
+from quire.request import Pooling
 
+MAX_INPUTS = 2048  # OpenAI's
 Pair = tuple[str, str]  # query, document
-Written = Callable[
-    [Sequence[float]], dict[str, Any]
-]  # scores in the order of the pairs → the answer's own fields
+# Scores in the order of the pairs → the answer's own fields.
+Written = Callable[[Sequence[float]], dict[str, Any]]
+
+
+class PoolingFields(RequestFields):
+    """Fields of requests that sample nothing."""
+
+    user: Text = ""
+
+
+class EmbeddingRequest(PoolingFields):
+    """Body of ``/v1/embeddings``. ``input`` is checked by `parse_prompts`."""
+
+    input: Any = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Integer | None = None
+    pooling: Literal["last", "mean"] = "last"
+    normalize: Boolean = True
+    truncate_prompt_tokens: Integer | None = None
+    add_special_tokens: Boolean = True
+
+
+async def embeddings_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a request for embeddings.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(EmbeddingRequest, body, ignored=ignored)
+    head = new_head(state, "embd-", request.model)
+    special = request.add_special_tokens
+    prompts = await parse_prompts(state, request.input, "input", add_special_tokens=special)
+    _check_count("input", len(prompts))
+    _check_at_least_1("dimensions", request.dimensions)
+    return Job(
+        prompts,
+        NOTHING_DRAWN,
+        WholeAnswer(head, partial(_write, request)),
+        pooling=Pooling(request.pooling),
+        prompt_param="input",
+        **common_fields(request, ignored),
+    )
+
+
+def _check_at_least_1(param: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise not_allowed(param, value, "an integer ≥ 1, or null")
+
+
+def _check_count(param: str, count: int) -> None:
+    """Reject more inputs than one request may have."""
+    if count > MAX_INPUTS:
+        raise RequestError(
+            f"{param} has {count} elements: at most {MAX_INPUTS} are allowed in one request.", param=param
+        )
+
+
+def _write(request: EmbeddingRequest, chunks: Sequence[OutputChunk], usage: Usage) -> dict[str, Any]:
+    data = [
+        {"object": "embedding", "index": index, "embedding": _vector(request, chunk)}
+        for index, chunk in enumerate(chunks)
+    ]
+    return {"data": data}
+
+
+def _vector(request: EmbeddingRequest, chunk: OutputChunk) -> list[float] | str:
+    assert chunk.pooled is not None
+    vector = embedding(chunk.pooled, dimensions=request.dimensions, normalize=request.normalize)
+    if request.encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return list(vector.tolist())
 
 
 class _Scores:
-    """What the prompts of a request are made of, so that their results can be read."""
+    """What is needed to read scores out of the results of a request's prompts."""
 
     def __init__(self, written: Written) -> None:
         self.num_query_tokens: list[int] = []  # of each pair, for likelihoods
@@ -45,7 +117,7 @@ class _Scores:
 
 
 class ScoringFields(PoolingFields):
-    """What both endpoints have in common."""
+    """Fields of both scoring endpoints."""
 
     scoring: Literal["likelihood", "yes_no"] = "likelihood"
     instruction: Text | None = None
@@ -81,11 +153,8 @@ async def rerank_job(state: ApiState, body: Any, ignored: list[str] | None) -> J
         RequestError: names the field, the value and what is allowed.
     """
     request = parse(RerankRequest, body, ignored=ignored)
-    check_count("documents", len(request.documents))
-    if request.top_n is not None and request.top_n < 1:
-        raise RequestError(
-            f"top_n = {request.top_n} is not allowed: it must be an integer ≥ 1, or null.", param="top_n"
-        )
+    _check_count("documents", len(request.documents))
+    _check_at_least_1("top_n", request.top_n)
     documents = [_document(item, i, ignored) for i, item in enumerate(request.documents)]
     _check_texts("query", [request.query])
     written = partial(_ranking, documents if request.return_documents else None, request.top_n)
@@ -102,7 +171,7 @@ async def score_job(state: ApiState, body: Any, ignored: list[str] | None) -> Jo
     queries = [request.text_1] if isinstance(request.text_1, str) else request.text_1
     documents = [request.text_2] if isinstance(request.text_2, str) else request.text_2
     for param, texts in (("text_1", queries), ("text_2", documents)):
-        check_count(param, len(texts))
+        _check_count(param, len(texts))
         _check_texts(param, texts)
     if len(queries) not in (1, len(documents)):
         raise RequestError(
@@ -120,11 +189,7 @@ def _document(item: Any, index: int, ignored: list[str] | None) -> str:
         prefix = f"documents[{index}]."
         text = parse(Document, item, prefix=prefix, ignored=ignored).text
     else:
-        raise RequestError(
-            f"documents[{index}] = {clip(item)} is not allowed: it must be a string, or an object with a text.",
-            param=f"documents[{index}]",
-            code="invalid_type",
-        )
+        raise not_allowed(f"documents[{index}]", item, "a string, or an object with a text", "invalid_type")
     _check_texts(f"documents[{index}]", [text])
     return text
 
@@ -138,34 +203,27 @@ async def _job(
     state: ApiState, request: ScoringFields, pairs: Sequence[Pair], id_prefix: str, written: Written
 ) -> Job:
     frontend, found = state.frontend, _Scores(written)
-    head = new_head(state, id_prefix, state.check_model(request.model))
+    head = new_head(state, id_prefix, request.model)
     limit = request.max_tokens_per_doc
+    _check_at_least_1("max_tokens_per_doc", limit)
     if limit is not None:
-        if limit < 1:
-            raise RequestError(
-                f"max_tokens_per_doc = {limit} is not allowed: it must be an integer ≥ 1, or null.",
-                param="max_tokens_per_doc",
-            )
         pairs = [(query, await _cut(state, document, limit, found)) for query, document in pairs]
     render = frontend.prompts.render if frontend.chat_template.names else None
     arguments = (pairs, request.scoring, request.instruction, frontend.tokenizer, render)
     prompts = await asyncio.to_thread(scoring_prompts, *arguments)
     found.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
     return Job(
-        prompts=[prompt.token_ids for prompt in prompts],
-        sampling=prompts[0].sampling,
-        answer=WholeAnswer(head, found.write),
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        tenant=request.user,
-        client_request_id=request.request_id,
+        [prompt.token_ids for prompt in prompts],
+        prompts[0].sampling,
+        WholeAnswer(head, found.write),
         pooling=prompts[0].pooling,
         prompt_param="documents" if isinstance(request, RerankRequest) else "text_2",
+        **common_fields(request, None),
     )
 
 
 async def _cut(state: ApiState, document: str, limit: int, found: _Scores) -> str:
-    """Keep the first ``limit`` tokens; the others are counted in the usage."""
+    """Return the first ``limit`` tokens of a document; the usage counts the others."""
     ids = await state.frontend.tokenize(document, add_special_tokens=False)
     if len(ids) <= limit:
         return document
