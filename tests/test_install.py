@@ -31,13 +31,13 @@ print(detect_device().native, sorted(set(registry.backends("linear"))))
 """
 
 
-def run(command: Sequence[str | Path], *, timeout: float = 280, **env: str) -> str:
-    """Run outside of the source tree; return its standard output."""
+def run(command: Sequence[str | Path], *, cwd: str | Path = "/", timeout: float = 280, **env: str) -> str:
+    """Run, outside of the source tree unless ``cwd`` says otherwise; return the standard output."""
     done = subprocess.run(
         [*map(str, command)],
         capture_output=True,
         text=True,
-        cwd="/",
+        cwd=cwd,
         env={**os.environ, **env},
         timeout=timeout,
     )
@@ -65,8 +65,8 @@ def make_sdist(folder: Path) -> Path:
     shutil.copytree(
         ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "__pycache__", "results", "*.so")
     )
-    script = "import os, sys; os.chdir(sys.argv[1]); from scikit_build_core.build import build_sdist as b; print(b(sys.argv[2]))"
-    name = run([sys.executable, "-c", script, copy, folder]).split()[-1]
+    script = "import sys; from scikit_build_core.build import build_sdist; print(build_sdist(sys.argv[1]))"
+    name = run([sys.executable, "-c", script, folder], cwd=copy).split()[-1]
     shutil.rmtree(copy)
     return folder / name
 
