@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.kernels.sampling.reference import EDITED, assemble, logprob_tensors
-from quire.kernels.sampling.triton import draw_rows, facts_of, logprobs_wanted, truncated
+from quire.kernels.sampling.triton import facts_of, logprobs_wanted, sample_rows, truncated
 from quire.request import TokenLogprobs
 from quire.runner.device_edits import DeviceEdits
 from quire.runner.grammars import Entry, Grammars
@@ -117,7 +117,7 @@ class DeviceSampler:
             source, counted = self._edits.apply(logits, edits, masks)
         rows, wanted = logprobs_wanted(columns)
         facts, rows_there = self._facts.put([facts_of(columns), rows])
-        drawn, best = draw_rows(source, facts, Purpose.DRAW, cut=truncated(columns))
+        drawn, best = sample_rows(source, facts, Purpose.DRAW, cut=truncated(columns))
         found: tuple[torch.Tensor, ...] = ()
         if wanted:
             of, of_ids = logits, drawn

@@ -70,7 +70,7 @@ class Worker:
         )
         self._lora: LoraSlots | None = None
         if config.lora is not None:
-            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_places())
+            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets())
         self.runner.record(self._inputs.buffers)
         self._prompts = PromptRows(self.runner.logits_of_rows, self.runner.score, self._vocab_size)
         self._refused: dict[int, str] = {}  # sequences that cannot run or go on, with the reason
