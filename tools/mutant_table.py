@@ -93,7 +93,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "window-slides-early",
-        "the cache lets go of a window's first row one token too early",
+        "the cache frees a window's first block one token too early",
         "src/quire/cache/block_table.py",
         "max(0, position - w + 1) // self._block_size",
         "max(0, position - w + 2) // self._block_size",
@@ -141,7 +141,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "readers-not-restarted",
-        "who read the blocks of a failed step goes on with them",
+        "sequences that read blocks of a failed step continue with them",
         "src/quire/cache/manager.py",
         "table.reads = {n.step for n in hit.nodes if n.step > self.references.applied_step}",
         "table.reads = set()",
@@ -157,7 +157,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rng-without-sample-index",
-        "the RNG does not know which of n samples it draws for",
+        "the random numbers do not depend on which of n sequences is sampled",
         "src/quire/sampling/batch.py",
         "        seq.sample_index,\n",
         "        0,\n",
@@ -165,7 +165,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rng-without-position",
-        "the RNG gives the same noise at every position",
+        "the random numbers are the same at every position",
         "src/quire/sampling/batch.py",
         "        len(seq.prompt_token_ids) + len(seq.output_token_ids),\n",
         "        0,\n",
@@ -173,7 +173,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "penalties-lost-on-resumption",
-        "a sequence that comes back has forgotten what it must be penalised for",
+        "a readmitted sequence has lost the counts of its penalties",
         "src/quire/sampling/batch.py",
         "penalties_of(seq.sampling, seq.prompt_token_ids, seq.output_token_ids)",
         "penalties_of(seq.sampling, seq.prompt_token_ids, ())",
@@ -213,7 +213,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "deadline-not-kept",
-        "a total that has passed ends nobody",
+        "a total deadline that has passed ends no sequence",
         "src/quire/scheduler/deadline.py",
         '        return "total"\n',
         "        return None\n",
@@ -237,7 +237,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "slo-forgets-the-decodes",
-        "the controller's chunk is sized as if nobody decoded beside it",
+        "the controller sizes a chunk as if no sequence decoded beside it",
         "src/quire/scheduler/slo.py",
         "if self.mixed_s(num_decodes, middle) <= self._aim_s",
         "if self.mixed_s(0, middle) <= self._aim_s",
