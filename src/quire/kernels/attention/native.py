@@ -7,6 +7,7 @@ values in order of position: see the kernel.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
@@ -18,13 +19,20 @@ from quire.kernels.workspace import empty
 _KEY = ("native",)
 
 
-def addresses(batch: RaggedBatch) -> tuple[int, ...]:
+def addresses(batch: RaggedBatch) -> tuple[int, int, int, int]:
     """Return where the batch's arrays lie: cu_seqlens_q, seq_lens, block_table, extents."""
-    arrays = (batch.cu_seqlens_q, batch.seq_lens, batch.block_table, batch.extents)
-    for array in arrays:
-        assert array.dtype == np.int64, array.dtype
-        assert array.flags.c_contiguous
-    return tuple(array.ctypes.data for array in arrays)
+    return (
+        _address(batch.cu_seqlens_q),
+        _address(batch.seq_lens),
+        _address(batch.block_table),
+        _address(batch.extents),
+    )
+
+
+def _address(array: npt.NDArray[np.int64]) -> int:
+    assert array.dtype == np.int64, array.dtype
+    assert array.flags.c_contiguous
+    return int(array.ctypes.data)
 
 
 @register_native("attention", NATIVE_LEVELS)
