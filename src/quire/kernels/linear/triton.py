@@ -58,11 +58,9 @@ def linear(
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``."""
     weight = packed.data.t()
     if out_dtype == x.dtype:
-        if packed.bias is None:
-            return torch.mm(x, weight) if out is None else torch.mm(x, weight, out=out)
         return (
-            torch.addmm(packed.bias, x, weight)
-            if out is None
+            torch.mm(x, weight, out=out)
+            if packed.bias is None
             else torch.addmm(packed.bias, x, weight, out=out)
         )
     if x.is_cuda:
@@ -214,15 +212,9 @@ def quantize_rows_to_fp8(x: torch.Tensor, group: int | None) -> QuantizedRows:
     if tokens:
         block = triton.next_power_of_2(group or size)
         rows_to_fp8[(tokens, groups)](
-            x,
-            x.stride(0),
-            q,
-            scale,
-            size,
-            GROUP=group or size,
-            BLOCK=block,
+            x, x.stride(0), q, scale, size, GROUP=group or size, BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
-        )
+        )  # fmt: skip
     return QuantizedRows(q, scale, scale.new_empty(tokens, 0, dtype=torch.int32), size, group, x.dtype)
 
 
