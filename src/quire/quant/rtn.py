@@ -52,7 +52,7 @@ def round_to_nearest(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeigh
     group = held.group or in_features
     padded = torch.nn.functional.pad(weight.float(), (0, -in_features % group))
     values = torch.unflatten(padded, 1, (-1, group))
-    largest = values.abs().amax(-1, keepdim=True)  # NaN and infinity come through
+    largest = values.abs().amax(-1, keepdim=True)  # NaN and infinity are kept
     finite = torch.isfinite(largest)
     used = finite & (largest > SMALLEST)
     q, scale = _int4(values, used) if held.kind == "int4" else _int8(values, largest)

@@ -13,8 +13,8 @@ Group scales and offsets are fp16 ``[groups, out]`` times a power of two per fea
 holds what checkpoints have exactly; with one scale per feature ``scale`` is it, and offsets are fp32 ``[out]``.
 Integers are exact in bf16, sums are fp32, and a scale multiplies the sum of its group.
 
-**fp8.** Rows become fp8 as they come. Data is ``[out, in]``. With one scale per feature the product is
-`torch._scaled_mm` (cuBLAS, CUTLASS) where the GPU has it for scales by row and column, else the tiles of
+**fp8.** Rows are converted to fp8 in the op. Data is ``[out, in]``. With one scale per feature the product is
+`torch._scaled_mm` (cuBLAS, CUTLASS) where the GPU supports it for scales by row and column, else the tiles of
 `triton_matmul`; with groups, the blocks of 128 x 128 of DeepSeek-V3, always the tiles: sums of 128 inputs times both
 scales are added in fp32. A block's scale is held for each of its rows.
 """
