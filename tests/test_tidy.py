@@ -20,7 +20,7 @@ MAX_CLASS_METHODS = 15
 # in lines and raises the row of its package by that, in the same commit.
 MAX_LINES: dict[str, int] = {
     "": 2_350,
-    "api": 5_200,
+    "api": 5_230,
     "bench": 3_300,
     "cache": 1400_350,
     "cli": 1_600,
