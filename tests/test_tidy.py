@@ -20,11 +20,11 @@ MAX_CLASS_METHODS = 15
 # in lines and raises the row of its package by that, in the same commit.
 MAX_LINES: dict[str, int] = {
     "": 2_350,
-    "api": 5_200,
+    "api": 5_230,
     "bench": 3_300,
     "cache": 1400_350,
     "cli": 1_600,
-    "engine": 3_830,
+    "engine": 3_880,
     "executor": 1_000,
     "families": 1_800,
     "gateway": 400,
@@ -37,8 +37,8 @@ MAX_LINES: dict[str, int] = {
     "models": 1_700,
     "plan": 2_000,
     "quant": 550,
-    "runner": 2_400,
-    "sampling": 550,
+    "runner": 2_200,
+    "sampling": 680,
     "scheduler": 2500_400,
     "sim": 1_700,
     "text": 4_170,
@@ -64,7 +64,6 @@ LATE_IMPORTS: dict[str, str] = {
     "__init__.py": "LLM and friends are resolved lazily",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
-    "models/spec_only.py": "the same",
 }
 
 

@@ -10,7 +10,6 @@ from quire.api.params import deadline_of
 from quire.api.protocol import RequestFields, SampledFields
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.stream import RequestStream
 from quire.http.refusals import Refusal
 from quire.request import Deadline, Pooling, SamplingParams
 
@@ -149,33 +148,3 @@ def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str
     if isinstance(request, SampledFields):
         given |= {"deadline": deadline_of(request.deadline_ms, ignored), "timing": request.timing}
     return given
-
-
-def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float) -> Any:
-    """Return the ``timing`` block of an answer that has ended: one object, or a list of one per prompt."""
-    blocks = [_timing(stream, determinism, total_s) for stream in streams]
-    return blocks[0] if len(blocks) == 1 else blocks
-
-
-def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str, Any]:
-    output = stream.output
-    has_token = output.ttft_s > 0.0
-    return {
-        "queued_ms": _ms(output.queued_s),
-        "prefill_ms": _ms(output.ttft_s - output.queued_s) if has_token else None,
-        "first_token_ms": _ms(output.ttft_s) if has_token else None,
-        "total_ms": _ms(total_s),
-        "prompt_tokens": len(stream.prompt_token_ids),
-        "cached_tokens": output.num_cached_tokens,
-        "cache_miss": output.cache_miss or None,
-        "completion_tokens": output.num_output_tokens,
-        "preemptions": output.num_preemptions,
-        "chunks": output.num_chunks,
-        "steps": output.num_steps,
-        "seed": stream.seed,
-        "determinism": determinism,
-    }
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
