@@ -52,18 +52,11 @@ class StepTime(Protocol):
         ...
 
 
-<<<<<<< HEAD
-def features(plan: StepPlan, num_logits: int) -> StepFeatures:
-    """Return the features of ``plan``; ``num_logits``: how many of its sequences sample a token.
-
-    The plan alone does not say that: a chunk samples if it ends at the sequence's last known token.
-=======
 def features(plan: StepPlan, sampled: Collection[int]) -> StepFeatures:
     """Return the features of ``plan``; ``sampled``: ids of the sequences that sample tokens.
 
-    The plan does not say that by itself: a chunk samples if it ends at the sequence's last known token. A decode with
+    The plan alone does not say that: a chunk samples if it ends at the sequence's last known token. A decode with
     drafts samples at each of its tokens, and reads its keys once.
->>>>>>> main
     """
     rows = num_logits = decode_kv = chunk_kv = pairs = 0
     for seq in plan.seqs:
