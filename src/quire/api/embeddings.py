@@ -13,7 +13,7 @@ from quire.api.protocol import RequestFields
 from quire.api.replies import Usage, WholeAnswer, new_head
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.pooling import NOTHING_DRAWN, embedding
+from quire.engine.pooling import NOTHING_SAMPLED, embedding
 from quire.errors import RequestError
 from quire.http.wire import Boolean, Integer, Text, parse
 from quire.request import Pooling
@@ -59,7 +59,7 @@ async def embeddings_job(state: ApiState, body: Any, ignored: list[str] | None) 
         prompts = [await tokenize(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
     return Job(
         prompts=prompts,
-        sampling=NOTHING_DRAWN,
+        sampling=NOTHING_SAMPLED,
         answer=WholeAnswer(new_head(state, "embd-", model), partial(_write, request)),
         priority=request.priority,
         cache_salt=request.cache_salt,
