@@ -98,7 +98,7 @@ class LLM:
         params = _params_of(sampling_params or self.get_default_sampling_params(), len(items))
         adapters = self.adapters.for_each(adapter, len(items))
         requests = [
-            self._request(self._ids(item, index), params[index], adapter=adapters[index])
+            self._request(_ids_of(item, index, self._tokenizer), params[index], adapter=adapters[index])
             for index, item in enumerate(items)
         ]
         return self._run(requests, [_text_of(item) for item in items], use_tqdm, continues=True)
@@ -148,7 +148,7 @@ class LLM:
         adapter: str | None = None,
     ) -> Iterator[OutputChunk]:
         """Yield the chunks of one prompt as they arrive. Leaving the iterator aborts the request."""
-        ids = self._ids(prompt, 0, add_special_tokens=add_special_tokens)
+        ids = _ids_of(prompt, 0, self._tokenizer, add_special_tokens=add_special_tokens)
         (found,) = self.adapters.for_each(adapter, 1)
         request = self._request(ids, sampling_params or self.get_default_sampling_params(), adapter=found)
         return (chunk for _, chunk in self._chunks(deque([request]), continues=True))
@@ -172,7 +172,7 @@ class LLM:
         """
         items = _as_list(prompts)
         requests = [
-            self._request(self._ids(item, index), NOTHING_SAMPLED, pooling=Pooling(pooling))
+            self._request(_ids_of(item, index, self._tokenizer), NOTHING_SAMPLED, pooling=Pooling(pooling))
             for index, item in enumerate(items)
         ]
         outputs = self._run(requests, [None] * len(items), use_tqdm, continues=True)
@@ -224,20 +224,6 @@ class LLM:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _ids(self, prompt: Prompt, index: int, *, add_special_tokens: bool = True) -> Sequence[int]:
-        """Return the token ids of prompt number ``index``."""
-        text = _text_of(prompt)
-        if text is not None:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-        if isinstance(ids, Sequence) and not isinstance(ids, str):
-            return ids
-        raise RequestError(
-            f"prompt {index} is {prompt!r:.80}: give a string, a list of token ids, or a dict with prompt or "
-            "prompt_token_ids.",
-            param="prompt",
-        )
 
     def _request(self, ids: Sequence[int], sampling: SamplingParams, **more: Any) -> Request:
         """Build a request; ``more`` is ``adapter`` or ``pooling``."""
@@ -318,6 +304,23 @@ def _params_of(given: SamplingParams | Sequence[SamplingParams], count: int) -> 
             param="sampling_params",
         )
     return list(given)
+
+
+def _ids_of(
+    prompt: Prompt, index: int, tokenizer: Tokenizer, *, add_special_tokens: bool = True
+) -> Sequence[int]:
+    """Return the token ids of prompt number ``index``."""
+    text = _text_of(prompt)
+    if text is not None:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+    if isinstance(ids, Sequence) and not isinstance(ids, str):
+        return ids
+    raise RequestError(
+        f"prompt {index} is {prompt!r:.80}: give a string, a list of token ids, or a dict with prompt or "
+        "prompt_token_ids.",
+        param="prompt",
+    )
 
 
 def _text_of(prompt: Prompt) -> str | None:
