@@ -1,6 +1,6 @@
 """Time single CPU ops of one level beside the bounds of the machine: `python -m benchmarks.cpu_kernels [--op …]`.
 
-Shapes are the cases marked ``bench`` of `quire.kernels.cases`, those that the tests use. A `Job` says what its op must
+Shapes are the cases marked ``bench`` of `tests.kernels.cases`, those that the tests use. A `Job` says what its op must
 move and compute; its bound is the slower of bytes over read bandwidth and operations over the dot peak, both measured
 before and after. Weights rotate over copies that no cache holds. Times are medians.
 """
@@ -20,10 +20,11 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.table import Table
+from tests.kernels import cases
 
 from quire.device import detect_device
 from quire.errors import ConfigError, nearest
-from quire.kernels import cases, registry
+from quire.kernels import registry
 from quire.kernels.attention import attention
 from quire.kernels.kv_blocks import SCALE_BYTES
 from quire.kernels.linear import PackedLinear, QuantizedWeight, linear, pack_empty, write_rows

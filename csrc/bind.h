@@ -13,7 +13,7 @@
 
 namespace quire::cpu {
 
-// Tensors come as addresses (torch's data_ptr()): the Python side has checked shapes, types and strides.
+// Tensors are passed as addresses (torch's data_ptr()); the Python side has checked shapes, types and strides.
 template <typename T>
 T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
@@ -34,7 +34,7 @@ const Kernels& kernels_of(const std::string& isa) {
   return *kernels;
 }
 
-// One a file; `bindings.cpp` calls them all.
+// One per file; `bindings.cpp` calls them all.
 void bind_linear(nanobind::module_& m);
 void bind_quantized(nanobind::module_& m);
 void bind_norm(nanobind::module_& m);

@@ -1,4 +1,4 @@
-// Attention over pages.
+// Attention over the blocks of the KV cache.
 #include "bind.h"
 #include "cpu/attention.h"
 
@@ -23,7 +23,7 @@ void bind_attention(nb::module_& m) {
         const auto run = tiles ? kernels_of<AttentionTilesKernels>(isa).tiles : kernels_of<AttentionKernels>(isa).rows;
         submit(num_threads, args, {}, run);
       },
-      "Attention over pages, see kernels/attention; window, cap and sinks 0 for none.",
+      "Attention over KV blocks, see kernels/attention; window, cap and sinks 0 for none.",
       nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -16,7 +16,7 @@ void bind_probe(nb::module_& m) {
         const PoolLease pool(num_threads);
         return probe_dot(pool.get(), instruction, passes);
       },
-      "Operations a second of a register-resident loop of the instruction on all threads.",
+      "Operations per second of a register-resident loop of the instruction on all threads.",
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "probe_read",
@@ -24,7 +24,7 @@ void bind_probe(nb::module_& m) {
         const PoolLease pool(num_threads);
         return probe_read(pool.get(), num_bytes, passes);
       },
-      "Median seconds of reading num_bytes of memory once, one stream a thread.",
+      "Median seconds of reading num_bytes of memory once, one stream per thread.",
       nb::call_guard<nb::gil_scoped_release>());
 }
 

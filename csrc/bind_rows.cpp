@@ -31,7 +31,7 @@ void bind_rows(nb::module_& m) {
                              type_of(bf16),  type_of(pieces_bf16), tiles, int8};
         submit(num_threads, args, {&StoreArgs::tokens}, kernels_of<RowKernels>(isa).store);
       },
-      "Write rows of K and V (0 where it is in K) into the pages.", nb::call_guard<nb::gil_scoped_release>());
+      "Write rows of K and V (0 where it is in K) into the cache.", nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "rope_store",
       [](int num_threads, const std::string& isa, bool bf16, bool pieces_bf16, bool tiles, bool int8,

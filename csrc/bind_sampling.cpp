@@ -1,4 +1,4 @@
-// Drawing tokens, log-probabilities.
+// Sampling of tokens, log-probabilities.
 #include "bind.h"
 #include "cpu/sampling.h"
 
@@ -17,7 +17,7 @@ void bind_sampling(nb::module_& m) {
         const PoolLease pool(num_threads);
         kernels_of<SamplingKernels>(isa).sample(args, pool.get());
       },
-      "One token a row; logits: addresses of the rows, columns: records of sampling/batch.py.",
+      "One token per row; logits: addresses of the rows, columns: records of kernels/sampling/reference.py.",
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "logprobs",

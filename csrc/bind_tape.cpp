@@ -11,7 +11,7 @@ void bind_tape(nb::module_& m) {
       .def(
           "start",
           [](Tape& tape, int64_t tokens, int64_t logits) { tape.start({tokens, logits}); },
-          "Note the native calls that this thread makes from now on, and do not run them. The numbers are those of the "
+          "Record the native calls that this thread makes from now on, and do not run them. The numbers are those of the "
           "largest step, different.",
           nb::arg("tokens"), nb::arg("logits"))
       .def("stop", &Tape::stop, "End the recording.")

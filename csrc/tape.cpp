@@ -12,7 +12,7 @@ thread_local Tape* current = nullptr;
 
 const PoolLease::Entry& PoolLease::find(int num_threads) {
   static std::mutex mutex;
-  // Never destroyed: at exit the threads may be parked in a process that is already half gone.
+  // Never destroyed: at exit the threads may still be parked while the process is torn down.
   static auto* pools = new std::map<int, std::unique_ptr<Entry>>;
   const std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Entry>& entry = (*pools)[num_threads];

@@ -1,10 +1,10 @@
-// Who runs a native call: the compute threads, at once; or, while a tape records, the tape, whenever it is replayed.
+// What runs a native call: the compute threads, at once; or, while a tape records, the tape, whenever it is replayed.
 //
 // A step of a small model is some 300 calls of a few microseconds; from Python each costs as much again in checks and
 // argument passing. So a step is recorded once, at its largest shape and without running, and every step is then one
 // call without the GIL (the CPU's answer to CUDA graphs). A call takes the number of its rows, the step's tokens or the
-// rows that give logits, from each replay, and all else that changes by address: one tape serves every step. Whoever
-// records keeps the memory where it is, with room for the largest shape.
+// rows that give logits, from each replay, and everything else that changes by address: one tape serves every step. The
+// recording side keeps the memory where it is, with room for the largest shape.
 #pragma once
 
 #include <array>
@@ -51,8 +51,8 @@ class Tape {
  public:
   using Call = std::function<void(ThreadPool&, const Counts&)>;
 
-  // Between start and stop the calls that this thread submits are noted and not run. `limits`: the largest step, two
-  // different numbers, by which a call's counts are told apart. Tapes do not nest.
+  // Between start and stop the calls that this thread submits are recorded and not run. `limits`: the largest step, two
+  // different numbers that tell the counts of a call apart. Tapes do not nest.
   void start(const Counts& limits);
   void stop();
   // `what`: the type of the arguments, which names the op.
@@ -62,7 +62,7 @@ class Tape {
   std::vector<std::pair<std::string, double>> run_timed(int num_threads, const Counts& counts) const;
   int64_t size() const { return static_cast<int64_t>(calls_.size()); }
 
-  // Which of the counts a call's number is; throws where it is none of them: then the call cannot be replayed.
+  // Which of the counts a call's number is; throws where it is none of them, since such a call cannot be replayed.
   int kind_of(int64_t count) const;
 
   // The tape that records on this thread, or null.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.house import ROOT, import_circles, import_graph
+from tools.house import ROOT, import_circles, import_graph, parsed
 
 SRC = ROOT / "src"
 
@@ -87,7 +87,7 @@ def place(module: str) -> str:
 def imports(path: Path) -> set[str]:
     """Return the modules of quire, without the leading ``quire.``, that the file imports."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import typer
 import yaml
+from tests.test_arrows import LINES
 
 from quire import __version__
 from quire.cli import app
@@ -194,3 +196,36 @@ def test_readme_names_the_gguf_types_that_are_read() -> None:
     listed = re.search(r"GGUF: ([\w, ]+) are read", (ROOT / "README.md").read_text())
     assert listed is not None
     assert set(re.split(r", | and ", listed.group(1))) == {"F32", "F16", "BF16", *map(str.upper, BLOCK_TYPES)}
+
+
+def test_the_annotated_tree_has_every_module_and_package() -> None:
+    block = re.search(
+        r"^src/quire/.*?^csrc/", (ROOT / "docs/architecture.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert block is not None
+    words = set(re.findall(r"\w+", block.group()))
+    assert {path.stem for path in SRC.glob("[a-z]*") if path.suffix in ("", ".py")} <= words
+
+
+def test_the_ranks_are_those_that_are_tested() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    said = {
+        name: int(rank)
+        for rank, names in re.findall(r"^(\d)  ([\w ]+)$", text, re.MULTILINE)
+        for name in names.split()
+    }
+    ranks = {name: rank for rank, names in LINES for name in names}
+    assert {name: ranks.get(name) for name in said} == said
+    modules = {path.stem for path in SRC.glob("[a-z]*") if path.suffix in ("", ".py")}
+    assert set(said) == modules
+
+
+def test_the_simulators_median_errors_are_those_of_its_table() -> None:
+    text = (ROOT / "docs/simulator.md").read_text()
+    errors: dict[str, list[list[float]]] = {}
+    for row in re.findall(r"^\|[^|]*\|[^|]*\| (profile|step log) \|(.*)\|$", text, re.MULTILINE):
+        errors.setdefault(row[0], []).append([float(e) for e in re.findall(r"\(([\d.]+)%", row[1])])
+    for kind, said in (("profile", (14, 12, 2)), ("step log", (3, 6, 0.2))):
+        medians = [median(column) for column in zip(*errors[kind], strict=True)][:3]
+        assert medians == pytest.approx(said, rel=0.11)
+        assert " | ".join(f"{value:g} %" for value in said) in text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tools.house import ROOT, lines_per_package
+from tools.house import ROOT, lines_per_package, parsed
 
 SRC = ROOT / "src" / "quire"
 FILES = sorted(SRC.rglob("*.py"))
@@ -20,7 +20,7 @@ MAX_CLASS_METHODS = 15
 # in lines and raises the row of its package by that, in the same commit.
 MAX_LINES: dict[str, int] = {
     "": 2_350,
-    "api": 5_500,
+    "api": 5_230,
     "bench": 3_300,
     "cache": 1400_350,
     "cli": 1_600,
@@ -37,8 +37,8 @@ MAX_LINES: dict[str, int] = {
     "models": 1_700,
     "plan": 2_000,
     "quant": 550,
-    "runner": 2_400,
-    "sampling": 550,
+    "runner": 2_200,
+    "sampling": 680,
     "scheduler": 2500_400,
     "sim": 1_700,
     "text": 4_170,
@@ -64,8 +64,11 @@ LATE_IMPORTS: dict[str, str] = {
     "__init__.py": "LLM and friends are resolved lazily",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
-    "models/spec_only.py": "the same",
 }
+
+
+# Packages that no test of tests/quick.txt imports by name: they run below the engine or the API in those tests.
+TOUCHED_BY_OTHERS = {"layers", "executor", "http", "jobs"}
 
 
 def name_of(path: Path) -> str:
@@ -74,7 +77,7 @@ def name_of(path: Path) -> str:
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
     for path in FILES:
-        yield name_of(path), ast.parse(path.read_text(), filename=str(path))
+        yield name_of(path), parsed(path)
 
 
 def length(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
@@ -143,6 +146,18 @@ def test_no_import_inside_functions() -> None:
                 late.add(file)
     assert late <= set(LATE_IMPORTS), f"imports inside functions: {late - set(LATE_IMPORTS)}"
     assert set(LATE_IMPORTS) <= late | {"__init__.py"}, "an entry of the allow-list is not needed any more"
+
+
+def test_quick_tests_exist_and_touch_every_package() -> None:
+    listed = (ROOT / "tests" / "quick.txt").read_text().split()
+    assert not [line for line in listed if not (ROOT / line).exists()]
+    texts = [
+        file.read_text()
+        for line in listed
+        for file in ([ROOT / line] if line.endswith(".py") else (ROOT / line).rglob("*.py"))
+    ]
+    packages = {name for name in lines_per_package(ROOT) if name} - TOUCHED_BY_OTHERS
+    assert not {name for name in packages if not any(f"quire.{name}" in text for text in texts)}
 
 
 def test_no_bare_or_silent_except() -> None:

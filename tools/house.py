@@ -15,6 +15,7 @@ import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,6 +91,12 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     return lines
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(file.read_text(), filename=str(file))
+
+
 def imported_names(tree: ast.Module) -> Iterator[str]:
     """Yield the dotted names that a file imports, in functions and under TYPE_CHECKING too."""
     for node in ast.walk(tree):
@@ -114,7 +121,7 @@ def import_graph(tree: Path) -> dict[str, set[str]]:
         if module == "quire":
             continue
         graph[module] = set()
-        for name in imported_names(ast.parse(file.read_text())):
+        for name in imported_names(parsed(file)):
             target = name if name in modules else name.rpartition(".")[0]
             if target in modules and target not in ("quire", module):
                 graph[module].add(target)
@@ -147,7 +154,7 @@ def third_party_imports(tree: Path) -> set[str]:
     """Return the dotted names from outside of the package and the standard library."""
     names: set[str] = set()
     for file in files_of(tree):
-        names.update(imported_names(ast.parse(file.read_text())))
+        names.update(imported_names(parsed(file)))
     own = sys.stdlib_module_names | TYPE_ONLY | {"quire"}
     return {name for name in names if name.partition(".")[0] not in own}
 

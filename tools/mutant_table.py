@@ -22,6 +22,7 @@ class Mutant:
 FUZZ = tuple(f"tests/sim/test_fuzz.py::test_fuzz[{first}]" for first in (0, 12, 24))
 EXACT = ("tests/exact/test_quick.py",)
 SAMPLER = ("tests/sampling/test_sampler.py",)
+VERIFY = ("tests/sampling/test_verify.py",)
 SALTS = ("tests/cache/test_manager.py", "tests/cache/test_block_hash.py")
 KERNELS = ("tests/kernels/test_attention.py",)
 MEASURES = ("tests/bench/test_summary.py", "tests/workload")
@@ -157,27 +158,51 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rng-without-sample-index",
-        "the RNG does not know which of n samples it draws for",
-        "src/quire/sampling/batch.py",
-        "        seq.sample_index,\n",
+        "the RNG does not know which of n samples it is for",
+        "src/quire/sampling/sampler.py",
+        "        new.sample_index,\n",
         "        0,\n",
         SAMPLER,
     ),
     Mutant(
         "rng-without-position",
         "the RNG gives the same noise at every position",
-        "src/quire/sampling/batch.py",
-        "        len(seq.prompt_token_ids) + len(seq.output_token_ids),\n",
-        "        0,\n",
+        "src/quire/sampling/sampler.py",
+        'columns["position"] = positions + 1',
+        'columns["position"] = 1',
         SAMPLER,
     ),
     Mutant(
         "penalties-lost-on-resumption",
         "a sequence that comes back has forgotten what it must be penalised for",
-        "src/quire/sampling/batch.py",
-        "penalties_of(seq.sampling, seq.prompt_token_ids, seq.output_token_ids)",
-        "penalties_of(seq.sampling, seq.prompt_token_ids, ())",
+        "src/quire/sampling/processors.py",
+        "        for token_id in new.output_token_ids:\n            self.advance(token_id)\n",
+        "        for token_id in new.output_token_ids if self.mask else ():\n            self.mask.advance(token_id)\n",
         SAMPLER,
+    ),
+    Mutant(
+        "wrong-draft-accepted",
+        "a draft is accepted whatever was sampled in its place",
+        "src/quire/runner/verify.py",
+        "while count < limit and token_ids[first + count] == seq.draft_ids[count]:",
+        "while count < limit:",
+        VERIFY,
+    ),
+    Mutant(
+        "drafts-share-noise",
+        "all rows of a sequence that verifies drafts are sampled with the noise of its last position",
+        "src/quire/runner/input_batch.py",
+        "columns_of(table.columns, logits_rows, positions[indices])",
+        "columns_of(table.columns, logits_rows, table.num_tokens[logits_rows] - 1)",
+        ("tests/runner/test_verify.py",),
+    ),
+    Mutant(
+        "rejected-drafts-penalised",
+        "penalties go on counting drafts that were rejected",
+        "src/quire/runner/sequences.py",
+        "            seq.processors.rollback(num_tokens)\n",
+        "            pass\n",
+        VERIFY,
     ),
     Mutant(
         "coordinated-omission",

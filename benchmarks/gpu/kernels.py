@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from benchmarks.gpu.other_attention import other_attention, over_our_pages
 from benchmarks.gpu.timing import DEVICE, seconds
+from tests.kernels import cases
 
-from quire.kernels import cases
 from quire.kernels.attention import attention
 from quire.kernels.linear import QuantizedWeight, linear, pack_empty, write_rows
 from quire.kernels.norm import add_rms_norm

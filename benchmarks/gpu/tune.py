@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from benchmarks.gpu.kernels import BF16, SHAPES, random_matrix
 from benchmarks.gpu.timing import DEVICE, seconds
+from tests.kernels import cases
 from triton.runtime.errors import OutOfResources
 
 import quire.kernels.triton_ops  # noqa: F401  registers
 from quire.kernels import block_sizes as table
-from quire.kernels import cases
 from quire.kernels.attention import attention
 from quire.kernels.linear import linear
 from quire.kernels.linear.triton import multiplies

@@ -1,12 +1,12 @@
 // AMX tiles for kernel sources of the amx level (Intel SDM vol. 1, ch. 18): eight registers of up to 16 rows of 64
 // bytes, and products of them.
 //
-// The instructions are written as asm: gcc 12's intrinsics say too little of memory. Its _tile_loadconfig names 8 of the
-// 64 bytes, so the stores of the others are dropped, and its _tile_loadd names none, so a row written just before may
-// not be there yet. The compiler knows nothing of tile registers: a kernel that uses them keeps them between its own
-// calls, and calls nothing in between that may use them too.
+// The instructions are written as asm: gcc 12's intrinsics tell the compiler too little about memory. Its
+// _tile_loadconfig names 8 of the 64 bytes, so the stores of the others are dropped, and its _tile_loadd names none, so
+// a row written just before may not be in memory yet. The compiler does not know tile registers: a kernel that uses
+// them keeps them between its own calls, and calls nothing in between that may use them too.
 //
-// Shapes and contents of tiles belong to a thread. A region that uses them holds a `Tiles` on each of its threads;
+// Each thread has its own shapes and contents of tiles. A region that uses them holds a `Tiles` on each of its threads;
 // at its end the registers are released, or the kernel would save 8 KiB at every switch of the thread.
 #pragma once
 
@@ -37,7 +37,7 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 
-  // Shape the tiles of this thread anew; their contents become zero.
+  // Set new shapes for the tiles of this thread; their contents become zero.
   void shape(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
 };
 

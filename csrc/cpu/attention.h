@@ -1,8 +1,8 @@
-// Attention over the pages of the KV cache, prompt chunks and single tokens alike (see kernels/attention/__init__.py).
+// Attention over the blocks of the KV cache, prompt chunks and single tokens alike (see kernels/attention/__init__.py).
 //
 // Keys are cut into tiles of 64 positions at absolute multiples of 64. A row goes through its tiles in order with an
-// online softmax; a tile that it does not see changes no bit, so a row's bits do not depend on which rows share its work
-// item, on chunks, batches, threads or on where the blocks lie.
+// online softmax; a tile that it does not see changes no bit, so a row's bits do not depend on which rows share its
+// work item, on chunks, batches, threads or on where the blocks lie.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,11 @@ namespace quire::cpu {
 
 struct AttentionArgs {
   const void* q;       // [tokens, num_heads, head_dim], heads contiguous, tokens q_stride elements apart
-  const void* pieces;  // [blocks, num_kv_heads, piece], see kernels/kv_view.py; strides in elements
+  const void* pieces;  // [blocks, num_kv_heads, piece], see kernels/kv_blocks.py; strides in elements
   const float* sinks;  // [num_heads] or null
   void* y;             // [tokens, num_heads, v_head_dim], contiguous, of q's type
-  // All that varies between steps of one number of tokens comes by address: a replayed call reads what lies there then.
+  // Everything that varies between steps with equal token counts is passed by address, which a replayed call reads
+  // again.
   const int64_t *cu_seqlens_q, *seq_lens, *block_table;  // [num_seqs + 1], [num_seqs], [num_seqs, table_width]
   const int64_t* extents;                                // num_seqs, table_width
   int64_t num_heads, num_kv_heads, head_dim, v_head_dim, block_size;

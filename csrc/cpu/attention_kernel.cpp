@@ -1,9 +1,9 @@
-// Attention of one ISA level.
+// Attention over rows of K and V, of one ISA level.
 //
 // Algorithm: work items of up to 48 rows (token, query head of one kv head's group); each reads the K and V rows of a
 // tile of 64 positions once for all its rows. K is transposed into [dim / step][64][step] (step 2 for bf16), so that
 // scores are the register tiles of the linear: one load of keys and one broadcast of q. P stays fp32 and multiplies V
-// rows as they lie. Bytes: K and V once an item. Bound: memory bandwidth for single tokens (the transposes cost about
+// rows as they lie. Bytes: K and V once per item. Bound: memory bandwidth for single tokens (the transposes cost about
 // as much as the products at 4 rows), the FMA units for chunks. Rows of two tiles ahead are prefetched into L2.
 #include "cpu/attention.h"
 
@@ -28,7 +28,7 @@ struct Item {
   int64_t seq, kv_head, first_row, rows, first_tile, tiles;
 };
 
-// What a thread needs for one item; kept between calls.
+// A thread's memory for one item; kept between calls.
 struct Scratch {
   std::vector<float> keys, values, query, scores, acc;
   alignas(64) float total[kItemRows][kLanes];
@@ -267,7 +267,7 @@ class ItemKernel {
     }
   }
 
-  // A quarter of the bytes of every block that holds positions [begin, begin + kTile), as far as they are below high.
+  // A quarter of the bytes of every block that holds positions [begin, begin + kTile), as far as they are below `high`.
   void prefetch(int64_t begin, int64_t high, int quarter) const {
     const int64_t end = std::min(begin + kTile, high);
     const int64_t elements = a.block_size * (a.head_dim + (a.v_in_k ? 0 : a.v_head_dim));
@@ -278,7 +278,7 @@ class ItemKernel {
     }
   }
 
-  // Scores -> exp(score - maximum so far); what was summed before is rescaled to the new maximum.
+  // Scores -> exp(score - maximum so far); earlier sums are rescaled to the new maximum.
   void soften(int64_t row, int64_t base) {
     float* p = scores(row);
     const int64_t first = lowest(it.first_row + row) - base, end = position(it.first_row + row) + 1 - base;
@@ -375,7 +375,7 @@ void cut(const AttentionArgs& a, std::vector<Item>& items) {
   }
 }
 
-// A tile costs its transpose beside its rows.
+// The cost of a tile: its transpose, and its rows.
 int64_t cost(const Item& item) { return item.tiles * (item.rows + 4); }
 
 template <typename C, typename Q, typename Kv>

@@ -1,8 +1,8 @@
-// How one call of attention over tiled pages is cut into units of work, and what is prefetched while one computes.
+// How one call of attention over tiled blocks is cut into units of work, and what is prefetched while one computes.
 //
-//   step   64 positions at an absolute multiple of 64: what a unit takes at a time
+//   step   64 positions at an absolute multiple of 64, which a unit computes at a time
 //   split  512 positions: every split of a row's keys is a softmax of its own, and splits are folded in order of position,
-//          whoever computed them. So a long context of few rows can use every thread, and no bit depends on it.
+//          whichever thread computed them. So a long context of few rows can use every thread, and no bit changes.
 //   unit   up to `kUnitRows` rows (token, query head) of one kv head and all their splits, or one split of few rows; or a
 //          few rows each of some kv heads, whose pieces of a block are neighbours in memory
 #pragma once
@@ -20,10 +20,10 @@ constexpr int64_t kTile = kTilePositions;
 constexpr int64_t kStep = 64;
 constexpr int64_t kSplitSteps = 8;
 constexpr int64_t kUnitRows = 48;     // the state of a unit stays in L1
-constexpr int64_t kBlockRows = 16;    // rows of a unit whose products are asked for together
-constexpr int64_t kRunBytes = 1 << 15;  // read one after the other where a unit may choose: memory prefers it to single pages
+constexpr int64_t kBlockRows = 16;    // rows of a unit whose products are computed together
+constexpr int64_t kRunBytes = 1 << 15;  // read in sequence where a unit may choose: faster than single 4 KiB pages
 constexpr int64_t kAheadSteps = 1;      // steps between a prefetch into L2 and its use
-// Lines that are prefetched at a time: a step of a head has some 24 places for them where there is AMX, three elsewhere.
+// Lines that are prefetched at a time: a step of a head has about 24 places for them with AMX, and three without.
 #if defined(QUIRE_HAVE_AMX)
 constexpr int64_t kAheadLines = 12;
 #else
@@ -71,7 +71,7 @@ struct Unit {
 
   int64_t first_step() const { return low / kStep; }
   int64_t last_step() const { return (high - 1) / kStep; }
-  // A step costs its loads beside its rows.
+  // The cost of a step: its loads, and its rows.
   int64_t cost() const { return (last_step() - first_step() + 1) * heads * (rows + 4); }
 };
 
@@ -97,7 +97,7 @@ struct Plan {
     const int64_t enough = 8 * num_threads;
     const bool split = whole < enough && num_threads > 1;
     const int64_t heads = shares_keys(a) ? 1 : std::max<int64_t>(1, std::min(whole / enough, kRunBytes / piece_bytes(a)));
-    // A kv head's sequences are neighbours: what they share of a prefix comes from L2 after the first of them.
+    // A kv head's sequences are neighbours: a shared prefix comes from L2 after the first of them.
     for (int64_t first = 0; first < a.num_kv_heads; first += heads) {
       const int64_t end = std::min(first + heads, a.num_kv_heads);
       for (int64_t seq = 0; seq < a.num_seqs(); ++seq) {
@@ -166,7 +166,7 @@ struct Plan {
 };
 
 // Prefetches into L2 what a thread reads some steps later, across its units. A hardware prefetcher does not follow a
-// block table, and into L1 it would be worse than nothing: its miss buffers are few (notes on CPU kernels).
+// block table, and prefetching into L1 is slower than none: L1 has few miss buffers.
 class Ahead {
  public:
   Ahead(const AttentionArgs& args, const Plan& plan, Range units)
@@ -186,10 +186,10 @@ class Ahead {
     if (unit_ < units_.end) step_ = plan_.units[unit_].first_step();
   }
 
-  // The next few lines of the step, in order of memory. A burst of many would fill the queue of misses, and what is
-  // computed beside it would wait.
+  // The next few lines of the step, in order of memory. A burst of many would fill the queue of misses, and the
+  // computation beside it would wait.
   void few() {
-    __asm__ volatile("");  // gcc takes a function that only prefetches for one without an effect, and drops its calls
+    __asm__ volatile("");  // else gcc drops calls of a function that only prefetches, as if it had no effect
     if (!more()) return;
     const int64_t count = std::min(left_, kAheadLines);
     for (int64_t i = 0; i < count; ++i) __builtin_prefetch(at_ + i * 64, 0, 2);
@@ -198,7 +198,7 @@ class Ahead {
   }
 
  private:
-  // Whether lines are left; takes the next tile where none of this one are.
+  // Whether lines are left; goes on to the next tile where this one has none.
   bool more() {
     while (left_ == 0) {
       if (unit_ >= units_.end) return false;

@@ -1,6 +1,6 @@
 // The two products of attention over tiles of 16 positions, with the dot vocabulary of isa.h:
 //
-//   scores   query [rows, dim] x K [dim / 2][16][2]   ->  scores [rows, 64], 16 columns a tile
+//   scores   query [rows, dim] x K [dim / 2][16][2]   ->  scores [rows, 64], 16 columns per tile
 //   values   weights [rows, 64] x V [8][v_dim][2]     ->  added to sums [rows, width], tile by tile
 //
 // A tile of registers is up to 4 rows. Every element has one chain of dots, in order of the dim or of the positions,
@@ -14,7 +14,7 @@
 
 namespace quire::cpu::QUIRE_ISA {
 
-// What a product works on: up to four tiles of a step, those in [first, last) being there.
+// The operands of a product: up to four tiles of a step, of which those in [first, last) exist.
 struct StepTiles {
   const uint16_t* tile[kStep / kTile];
   int64_t first, last;

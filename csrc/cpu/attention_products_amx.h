@@ -1,11 +1,11 @@
-// The two products of attention on AMX tiles (cpu/amx.h): tiles of the cache are B tiles as they lie.
+// The two products of attention on AMX tiles (cpu/amx.h): a tile of the cache is a B tile as it lies.
 //
-//   scores   A: 16 rows x 32 of the dim, query as it lies    B: K, 16 pairs of the dim x 16 positions, 64 bytes a row
+//   scores   A: 16 rows x 32 of the dim, query as it lies    B: K, 16 pairs of the dim x 16 positions, 64 bytes per row
 //   values   A: 16 rows x 16 positions, weights as they lie  B: V, 8 pairs of positions x 16 columns
 //
-// Every element is one sequence of tdpbf16ps, in order of the dim or of the positions, whatever the number of rows: a row
-// of a tile knows nothing of the others. Query rows are padded with zeros to whole 32: what the last K tile then reads
-// beyond the keys is V of the same positions, times 0.
+// Every element is one sequence of tdpbf16ps, in order of the dim or of the positions, whatever the number of rows: a
+// row of a tile does not affect the others. Query rows are padded with zeros to whole 32: beyond the keys the
+// last K tile then reads V of the same positions, times 0.
 #pragma once
 
 #include "cpu/amx.h"
@@ -17,7 +17,7 @@ class TileProducts {
  public:
   TileProducts(const AttentionArgs& a, int64_t rows)
       : steps_(padded_dim(a.head_dim) / kStepDim), k_elements_(kTile * a.head_dim), v_dim_(a.v_head_dim) {
-    // Few rows make small, fast tiles; buffers have room for whole ones.
+    // Few rows take small, fast tiles; buffers have room for whole ones.
     const int height = rows < kTileRows ? static_cast<int>(rows) : kTileRows;
     TileShapes shapes;
     for (const int t : {0, 1, 2, 3, static_cast<int>(kQuery)}) shapes.set(t, height, kTileBytes);
@@ -27,8 +27,8 @@ class TileProducts {
     tiles_.shape(shapes);
   }
 
-  // Whether a layer's shape is one of tiles, and what is read beyond the keys lies within V. A constant of the layer, so
-  // that its bits are of one kind.
+  // Whether a layer's shape fits tiles, and reads beyond the keys stay within V. A constant of the layer, so that all
+  // its rows are computed alike.
   static bool can(const AttentionArgs& a) {
     return a.v_head_dim % 16 == 0 && padded_dim(a.head_dim) - a.head_dim <= a.v_head_dim;
   }

@@ -1,14 +1,14 @@
-// Attention over pages whose keys and values lie as the dot units read them, bf16, of one ISA level.
+// Attention over blocks whose keys and values lie as the dot units read them, bf16 or int8, of one ISA level.
 //
 //   tile   16 positions: K [head_dim / 2][16][2], then V [8][v_head_dim][2]: pairs of the dim, pairs of positions
 //
 // Algorithm: units of rows (see attention_plan.h) go through their steps of 64 positions in order: scores, an online
 // softmax in powers of two (Milakov and Gimelshein 2018), weights rounded to bf16, weighted values; each tile is read
-// once for all rows of the unit, with nothing to transpose. int8 tiles are widened to bf16, exactly, for the products of a
-// step; their scales multiply scores and weights. Every split of 512 positions starts afresh and is
-// folded into the row's sums in order. Bytes: K and V once a unit. Bound: memory bandwidth for single tokens, the dot
-// units (and beside them the softmax) for chunks. Tiles that a row does not see change no bit of it, so a row's bits are
-// those of its own keys.
+// once for all rows of the unit, with nothing to transpose. int8 tiles are widened to bf16, exactly, for the products
+// of a step; their scales multiply scores and weights. Every split of 512 positions starts with new sums,
+// which are folded into the row's in order. Bytes: K and V once per unit. Bound: memory bandwidth for single tokens,
+// the dot units (and beside them the softmax) for chunks. Tiles that a row does not see change no bit of it, so a row's
+// bits are those of its own keys.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -54,10 +54,10 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// The softmax of some rows as far as it went: maximum and sum a row, weighted values. Scores are in powers of two.
+// The softmax of some rows so far: maximum and sum per row, weighted values. Scores are in powers of two.
 struct Sums {
   float* top;     // [rows]
-  float* total;   // [rows][kLanes]: one sum a lane
+  float* total;   // [rows][kLanes]: one sum per lane
   float* values;  // [rows][width]
 
   static int64_t floats(int64_t rows, int64_t width) { return (rows + kLanes - 1) / kLanes * kLanes + rows * (kLanes + width); }
@@ -162,7 +162,7 @@ class TilesKernel {
     }
   }
 
-  // Blocks of rows in turn: up to kBlockRows of one head, or all of each head. Scores of the next are asked for first.
+  // Blocks of rows in turn: up to kBlockRows of one head, or all of each head. Scores of the next are computed first.
   void step(const Unit& unit, const SeqRows& rows, const Products& products, int64_t base, const Sums& sums,
             Ahead& ahead) {
     const uint16_t* query = s.query.at_least(0);
@@ -202,7 +202,7 @@ class TilesKernel {
     return tiles;
   }
 
-  // Tile t of the step in bf16, in one of two places: every int8 is one. Its scales go beside.
+  // Tile t of the step in bf16, in one of two places; int8 is exact in bf16. Its scales lie beside it.
   const uint16_t* widened(int64_t place, int64_t t, const char* tile, float* k_scales, float* v_scales) {
     const TileForm<int8_t> form{a.head_dim, a.v_head_dim};
     const int8_t* from = reinterpret_cast<const int8_t*>(tile);
@@ -215,9 +215,9 @@ class TilesKernel {
     return to;
   }
 
-  // Scores -> 2^(score - maximum) for up to kBlockRows rows. The maximum is one that the row had once: while scores stay
-  // below it + kRoom there is nothing to do but the powers. Which rows outgrow theirs is looked up together, since a
-  // branch a row stops the core more often. What a row does not see gets the weight 0.
+  // Scores -> 2^(score - maximum) for up to kBlockRows rows. The maximum may be an earlier one of the row: while scores
+  // stay below it + kRoom only the powers are computed. The rows that outgrow theirs are found together, since a branch
+  // per row stalls the core more often. What a row does not see gets the weight 0.
   void soften(const Unit& unit, const SeqRows& rows, int64_t base, int64_t first, int64_t count, float* scores,
               uint16_t* weights, const StepTiles& tiles, const Sums& sums) {
     alignas(64) float limits[kBlockRows];
@@ -268,7 +268,7 @@ class TilesKernel {
     }
   }
 
-  // What the products leave, in the cache's units.
+  // The scores that the products leave, in the cache's units.
   Vec prepared(const float* x, int64_t i, const StepTiles& tiles) const {
     Vec v = load(x + i);
     if (late != scale) v = mul(v, broadcast(scale));
@@ -282,7 +282,7 @@ class TilesKernel {
     store(weights + i, e, f);
   }
 
-  // A row's scores as the softmax takes them, but for the factor `late`; in their place.
+  // A row's scores as the softmax takes them, without the factor `late`; in place.
   void prepare(float* x, const StepTiles& tiles) const {
     UNROLL for (int64_t i = 0; i < kStep; i += kLanes) store(x + i, prepared(x, i, tiles));
   }

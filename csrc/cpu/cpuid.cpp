@@ -36,7 +36,7 @@ uint64_t saved_states() {
 
 bool bit(uint32_t value, int index) { return (value >> index) & 1u; }
 
-// Linux gives a process tile registers on request only, for all its threads, since every switch may then save 8 KiB
+// Linux gives a process tile registers only on request, for all its threads, since every switch may then save 8 KiB
 // more (Documentation/arch/x86/xstate.rst).
 bool tiles_granted() {
 #if defined(__linux__) && defined(SYS_arch_prctl)

@@ -9,13 +9,13 @@ struct Features {
   bool avx512 = false;       // F, BW, DQ, VL
   bool avx512_vnni = false;  // vpdpbusd
   bool avx512_bf16 = false;  // vdpbf16ps
-  bool amx_tile = false;     // tile registers, which the operating system lets this process use
+  bool amx_tile = false;     // tile registers, allowed by the operating system
   bool amx_int8 = false;     // tdpb..d
   bool amx_bf16 = false;     // tdpbf16ps
   bool neon = false;
 };
 
-// The features that the CPU has *and* that the operating system saves on a context switch. Asked once: under a
+// The features that the CPU has *and* that the operating system saves on a context switch. Read once: under a
 // hypervisor every cpuid is an exit of microseconds.
 const Features& detect();
 

@@ -1,4 +1,4 @@
-// Gated activations, a row at a time. Strides are in elements. A row's bits depend on that row alone.
+// Gated activations, one row at a time. Strides are in elements. A row's bits depend on that row alone.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct GatedArgs {
   int64_t tokens, size, stride;
   Gate gate;
   Type type;
-  QuantizedRows rows;  // with rows.q the result, rounded to the type, goes there as int8 and not to y
+  QuantizedRows rows;  // with rows.q the result, rounded to the type, is written there as int8 instead of to y
   int64_t group;
 };
 

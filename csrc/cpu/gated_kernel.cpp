@@ -1,4 +1,7 @@
-// Gated activations of one ISA level: one pass, bound by bandwidth.
+// Gated activations of one ISA level.
+//
+// Algorithm: one pass over the rows, the gate's function from vec_math.h. Bytes: gate and up read, the result written,
+// mostly in cache. Bound: bandwidth.
 #include "cpu/gated.h"
 
 #include "cpu/quantize_row.h"

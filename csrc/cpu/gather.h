@@ -1,5 +1,5 @@
-// Rows of a table by their indices: token embeddings, the rows that sample, the angles of positions. Copies: any level
-// gives the same bits.
+// Rows of a table by their indices: token embeddings, the tokens that give logits, the angles of positions. Copies: any
+// level gives the same bits.
 #pragma once
 
 #include <cstdint>

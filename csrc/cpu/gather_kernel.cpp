@@ -1,4 +1,5 @@
-// Reads and writes each row once; a row of a packed weight lies in pieces of 4 bytes, 128 bytes apart. A few us a step.
+// Rows of a table by index. Bytes: each row read and written once; a row of a packed weight lies in pieces of 4 bytes,
+// 128 bytes apart. Bound: memory latency, a few us per step.
 #include "cpu/gather.h"
 
 #include <algorithm>

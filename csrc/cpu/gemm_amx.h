@@ -1,20 +1,20 @@
-// Products of rows and packed panels on matrix tiles, bf16 and int8 alike: both have B tiles of 16 rows of 64 bytes in
-// their panels as they lie (pairs or quads of k x 16 columns, rows 128 bytes apart), two beside each other a step of
-// 64 bytes of k.
+// Products of rows and packed panels on matrix tiles, bf16 and int8 alike: the panels of both hold B tiles of 16 rows
+// of 64 bytes as they lie (pairs or quads of k x 16 columns, rows 128 bytes apart), two side by side per step of 64
+// bytes of k.
 //
-// Algorithm: A tiles are 16 rows x 64 bytes: of x as it lies for up to 16 rows, else of rows packed once a pass as
-// [chunk][block of 32 rows][step][2 tiles][16][64], one stream a block. 2 x 2 tiles of results, 32 rows x 32 columns,
-// live in registers over all of K, as long as the rows of a pass stay in L2 (a MiB: 256 bf16 rows at K = 2048); longer
-// rows are taken in chunks of 32 steps by 16 panels, and their sums spill in between (as they are, so no bit is lost).
+// Algorithm: A tiles are 16 rows x 64 bytes: of x as it lies for up to 16 rows, else of rows packed once per pass as
+// [chunk][block of 32 rows][step][2 tiles][16][64], one stream per block. 2 x 2 tiles of results, 32 rows x 32 columns,
+// live in registers over all of K, as long as the rows of a pass stay in L2 (1 MiB: 256 bf16 rows at K = 2048); longer
+// rows are computed in chunks of 32 steps by 16 panels, and their sums spill in between (unrounded, so no bit is lost).
 // Short chunks, whose weights stay in L1, spill too often: 1.3 against 1.65 TFLOP/s of bf16
 // (benchmarks/results/amx-gemm-2026-11-21.md). A block's sums become results while the tiles of the next are
 // multiplied, and bypass caches that would not hold them.
 //
 // Exactness: every element is one sequence of tile products over k, step by step, whatever the number of rows: a row of
-// a tile knows nothing of the others. A last step of less than 64 bytes is filled up with zeros, always.
+// a tile does not affect the others. A last step of less than 64 bytes is always padded with zeros.
 //
-// Bytes: the weights once a pass. Bound: memory bandwidth up to some 100 rows, the tile products above; between them
-// the two tiles that each product needs half a KiB of, from L2, which gives some 45 bytes a cycle.
+// Bytes: the weights once per pass. Bound: memory bandwidth up to about 100 rows, the tile products above; in between
+// L2, which delivers about 45 bytes per cycle, of which each product needs half a KiB.
 #pragma once
 
 #include <algorithm>
@@ -28,24 +28,24 @@
 namespace quire::cpu::QUIRE_ISA {
 
 constexpr int64_t kTile = kTileRows * kTileBytes;       // bytes of a tile of rows
-constexpr int64_t kPanelStep = 2 * kTile;               // of a panel's step: two B tiles
+constexpr int64_t kPanelStep = 2 * kTile;               // bytes of a panel's step: two B tiles
 constexpr int64_t kBlockRows = 2 * kTileRows;
 constexpr int64_t kTileSums = kTileRows * kTileRows;    // of a tile of results
 constexpr int64_t kBlockSums = 4 * kTileSums;           // of a block: its four tiles, one after the other
 constexpr int64_t kChunkSteps = 32;                     // between spills of the sums
-constexpr int64_t kGroupPanels = 8;                     // panels that a chunk of the rows serves
-constexpr int64_t kCachedTiles = 1024;                  // A tiles that stay in L2: a MiB
-constexpr int64_t kCachedResults = 1 << 20;             // bytes: more than these do not stay in L2
+constexpr int64_t kGroupPanels = 8;                     // panels that share a chunk of the rows
+constexpr int64_t kCachedTiles = 1024;                  // A tiles that stay in L2: 1 MiB
+constexpr int64_t kCachedResults = 1 << 20;             // bytes; more do not stay in L2
 constexpr int64_t kSmallWork = 1 << 17;                 // bytes of weights times rows, see `over_threads`
 constexpr int64_t kAheadBytes = 8 << 10;                // how far ahead the weights of a single block are fetched
-constexpr int64_t kFetches = 4;                         // times a step: see Ahead
-constexpr int64_t kUnpackSteps = 4;                     // ahead: what is just stored cannot be loaded as tiles at once
+constexpr int64_t kFetches = 4;                         // per step: see Ahead
+constexpr int64_t kUnpackSteps = 4;                     // ahead: bytes just stored cannot be loaded as tiles at once
 constexpr int64_t kUnpackSlots = 8;                     // of unpacked steps, where each is used once
-constexpr int64_t kWriteRows = 4;                       // results written a step
+constexpr int64_t kWriteRows = 4;                       // rows of results written per step
 
 enum { kC00, kC01, kC10, kC11, kA0, kA1, kB0, kB1 };
 
-// What is multiplied, in bytes.
+// The operands, in bytes.
 struct Gemm {
   const uint8_t *x, *w;
   int64_t rows, x_stride, k;  // k: bytes of a row
@@ -56,8 +56,8 @@ struct Gemm {
   int64_t work() const { return rows * n * k; }
 };
 
-// Call body(thread) on the threads, which take of `items`; where there is less work than some 5 us, the others are not
-// worth waking. Who takes what changes no bit.
+// Call body(thread) on the threads, which share `items`; for less than about 5 us of work the others are not woken.
+// Which thread computes an item changes no bit.
 template <typename F>
 void over_threads(int64_t items, int64_t work, ThreadPool& pool, const F& body) {
   pool.deal(items);
@@ -69,7 +69,7 @@ void over_threads(int64_t items, int64_t work, ThreadPool& pool, const F& body) 
 }
 
 // Cache lines to fetch into L2 while something else computes, a few at a time: more would fill the queue of misses, and
-// tiles that are loaded next would wait for them.
+// the tiles that are loaded next would wait for them.
 struct Ahead {
   const uint8_t *next, *end;
   int64_t lines;
@@ -85,8 +85,8 @@ struct Halves {
   Vec left, right;
 };
 
-// Where results go: rows of a panel's width, as fp32 or rounded to bf16, past the caches if there are many. What a row
-// takes is little beside its products only while what depends on the panel alone stays out of the loop.
+// Where results go: rows of a panel's width, as fp32 or rounded to bf16, past the caches if there are many. Whatever
+// depends on the panel alone stays out of the loop over rows, so that writing a row costs little beside its products.
 class RowWriter {
  public:
   RowWriter(void* y, Type type, int64_t stride, int64_t rows, int64_t n) : y_(y), type_(type), stride_(stride), n_(n) {
@@ -94,12 +94,12 @@ class RowWriter {
     stream_ = type == Type::bf16 && whole_lines && rows * n * 2 > kCachedResults;
   }
 
-  // Which of a panel's columns there are.
+  // Which of a panel's columns exist.
   __mmask32 valid(int64_t column) const {
     return static_cast<__mmask32>((uint64_t(1) << std::min<int64_t>(kPanel, n_ - column)) - 1);
   }
 
-  // What is added to the panel's columns. None is -0: it changes no bit of what it is added to.
+  // Added to the panel's columns. Without a bias it is -0, which changes no bit of a sum.
   Halves bias(const float* bias, int64_t column) const {
     if (bias == nullptr) return {broadcast(-0.0f), broadcast(-0.0f)};
     const __mmask32 mask = valid(column);
@@ -141,11 +141,11 @@ class RowWriter {
   bool stream_;
 };
 
-// The rows of one pass and how they lie.
+// The rows of one pass and their layout.
 struct Pass {
   int64_t first, rows, tiles, steps;  // steps: of 64 bytes, the last filled up
   int64_t chunk;                      // steps of a chunk
-  const uint8_t* x;                   // packed, or as it lies: then there is one tile
+  const uint8_t* x;                   // packed; or as it lies, for a single tile
   int64_t stride, step;               // of A tiles: bytes between rows and between steps
   bool packed;
 
@@ -227,7 +227,7 @@ inline Sum* row_of_sums(Sum* sums, int64_t r) {
   return sums + r / kTileRows * 2 * kTileSums + r % kTileRows * kTileRows;
 }
 
-// What one thread does of a pass: the panels that it takes, in groups. Op has the type `Sum`, the products `dot` of
+// One thread's share of a pass: the panels that it takes, in groups. Op has the type `Sum`, the products `dot` of
 // three tiles, and `write(row, rows, column, sums)`, which makes results of some rows' sums (`row_of_sums`). Where its
 // weights are packed more tightly (`kUnpacks`), `unpack(step, to)` makes B tiles of one step of kStepBytes while the
 // first block of rows is multiplied with those before it; a single block needs few of them at a time, and they stay in
@@ -262,14 +262,14 @@ class PanelWorker {
       }
     });
     write(kBlockRows);
-    _mm_sfence();  // streamed results are there for other threads too
+    _mm_sfence();  // makes streamed results visible to other threads
   }
 
  private:
   const uint8_t* weights(int64_t p, int64_t c) const { return g_.w + p * g_.panel + c * pass_.chunk * Op::kStepBytes; }
 
-  // What to fetch during a chunk: a single block streams through the weights, more of them have the time to fetch the
-  // next chunk.
+  // What to fetch during a chunk: a single block streams through the weights, several have time to fetch the next
+  // chunk.
   Ahead ahead_of(int64_t p, int64_t c, int64_t next_p, int64_t next_c) const {
     const uint8_t* end = weights(g_.panels(), 0);
     if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, (Op::kStepBytes / 64 + kFetches - 1) / kFetches};
@@ -290,7 +290,7 @@ class PanelWorker {
     }
     Ahead ahead = ahead_of(p, c, next_p, next_c);
     for (int64_t b = 0; b < pass_.blocks(); ++b) {
-      // In one chunk, two places take turns: one is written to y while the other is summed up.
+      // With one chunk two places alternate: one is written to y while the other is summed.
       Sum* sums = sums_ + (group_ == 1 ? (spare_ = 1 - spare_) : first + b) * kBlockSums;
       const int64_t row = b * kBlockRows, rows = std::min(kBlockRows, pass_.rows - row);
       if (rows > kTileRows) {
@@ -302,8 +302,8 @@ class PanelWorker {
     }
   }
 
-  // One or two tiles of rows x one panel over chunk c. `w`: the panel's chunk; `last`: its last step if that is filled
-  // up apart, else null.
+  // One or two tiles of rows x one panel over chunk c. `w`: the panel's chunk; `last`: its last step if that was
+  // padded separately, else null.
   template <bool kLower>
   void block(int64_t b, int64_t c, const uint8_t* w, const uint8_t* last, Sum* sums, Ahead& ahead) {
     if (c == 0) {

@@ -1,4 +1,4 @@
-// The integer half of isa.h: dot products of bytes, one 32-bit lane a column, exact at every level.
+// The integer half of isa.h: dot products of bytes, one 32-bit lane per column, exact at every level.
 //
 //   Codes, Nibbles    kLanes columns of four unsigned bytes; Nibbles are at most 15
 //   Quad              four signed bytes of a row, for every lane
@@ -6,14 +6,14 @@
 //   fused(a, b, c)    a * b + c with one rounding (isa.h's fma has two at the scalar level)
 //   store_rounded     kLanes floats within +-127 as int8, ties to even; or four vectors of them in a row
 //   add_quads(acc, p) acc[i] += p[4i] + ... + p[4i+3]
-//   load_multipliers  the multipliers of a group of two levels, of a panel's columns (quantized.h), as words 0 ... 15
+//   load_multipliers  the multipliers of a group of two levels, for a panel's columns (quantized.h), as words 0 ... 15
 //   where_odd(m, a, b)      a in lanes of odd m, else b
 //   add_scaled(acc, d, m)   acc + d * m, d within 16 bits
 //   Scaler(m, zero)   store: nibbles n as bytes m * (n - 8 + m mod 2) + zero
 //   load_half         kLanes fp16 numbers; half_to_float: one
 //
-// Tiles: kChannelRows x kVectors<R> accumulators over all of K; kGroupRows x kVectors<R> of integers and as many floats. Of
-// two levels up to kFewRows x kFewVectors<R>, twice.
+// Tiles: kChannelRows x kVectors<R> accumulators over all of K; kGroupRows x kVectors<R> of integers and as many
+// floats. For two levels up to kFewRows x kFewVectors<R>, twice.
 #pragma once
 
 #include <cmath>
@@ -74,7 +74,7 @@ inline Quad broadcast_quad(const int8_t* x) {
   std::memcpy(&four, x, 4);
   return {_mm512_set1_epi32(four)};
 }
-// Not the intrinsic: with it gcc 12 copies every accumulator and spills (notes on CPU kernels, section 4).
+// Not the intrinsic, with which gcc 12 copies every accumulator and spills.
 inline IVec dot_bytes(IVec acc, __m512i w, __m512i x) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
   return acc;

@@ -1,4 +1,4 @@
-// The vector vocabulary of one ISA level. A kernel source includes this once and is compiled once a level, with
+// The vector vocabulary of one ISA level. A kernel source includes this once and is compiled once per level, with
 // QUIRE_ISA naming the namespace and the compiler flags choosing the branch below.
 //
 //   kLanes            fp32 lanes of a vector
@@ -7,7 +7,7 @@
 //   max, min          of (a, b): b where either is NaN, so pass what may be NaN second
 //   where_less        a < b ? x : y, lane by lane
 //   times_power(p,n)  p * 2^n for an integral n in [-126, 127]
-//   power(y)          2^n of y = n + 1.5 * 2^23, n in [-126, 127]: what adding that number leaves of a rounded exponent
+//   power(y)          2^n of y = n + 1.5 * 2^23, n in [-126, 127]: the sum that rounds an exponent by adding that number
 //   reciprocal(d)     1 / d to 2^-23, d in [2^-126, 2^126]
 //   fraction(x)       x - floor(x); for x below -127 any number in [0, 1]
 //   times_floor_power(p,x)  p * 2^floor(x) for p in [1, 2] and x < 127; below 2^-126 it may be rough, for x <= -150 it is 0
@@ -27,7 +27,7 @@
 #include <immintrin.h>
 #endif
 
-// Before loops over a tile's accumulators: one that stays a loop has them in memory, in every other loop too.
+// Unrolls loops over a tile's accumulators: if one stays a loop, the accumulators live in memory in every loop.
 #define UNROLL _Pragma("GCC unroll 16")
 
 namespace quire::cpu::QUIRE_ISA {
@@ -54,7 +54,8 @@ inline Pair broadcast_pair(const uint16_t* x) {
   return (__m512bh)_mm512_set1_epi32(two);
 }
 inline Vec dot(Vec acc, const Weights& w, const Pair& x) { return _mm512_dpbf16_ps(acc, w.v, x); }
-// gcc 12 reloads a weight for every row instead of holding it, and the load ports become the bound: hide its origin.
+// gcc 12 reloads a weight for every row instead of holding it, and the load ports become the bound: this hides where it
+// came from.
 inline void keep(Weights& w) { __asm__("" : "+v"(w.v)); }
 inline void keep(Vec& v) { __asm__("" : "+v"(v)); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -73,7 +74,7 @@ inline Vec times_power(Vec p, Vec n) {
 inline Vec power(Vec y) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(y), 23), _mm512_set1_epi32(127 << 23)));
 }
-// 14 bits and a step of Newton: a division takes the multiplier for 16 cycles.
+// 14 bits and one Newton step: a division occupies the multiplier for 16 cycles.
 inline Vec reciprocal(Vec d) {
   const Vec r = _mm512_rcp14_ps(d);
   return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1.0f)), r);
@@ -86,8 +87,8 @@ inline Vec load(const uint16_t* p) {
   const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
-// Pairs of bytes as floats of 2^23 + 128 + x and 2^15 + 128 + x (x is the low or the high byte): a subtraction leaves x,
-// whose upper half is its bf16.
+// Pairs of bytes as floats of 2^23 + 128 + x and 2^15 + 128 + x (x is the low or the high byte): a subtraction leaves
+// x, whose upper half is its bf16.
 constexpr int kWidened = 32;
 inline void widen(uint16_t* to, const int8_t* from) {
   const __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -252,7 +253,7 @@ inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
 }
 inline Vec times_power(Vec p, Vec n) {
   return each([&](int i) {
-    // A NaN has no integer; its power may be any, since p is NaN then.
+    // A NaN has no integer; any power will do, since p is NaN then.
     const uint32_t bits = uint32_t((n.f[i] == n.f[i] ? int32_t(n.f[i]) : 0) + 127) << 23;
     float power;
     std::memcpy(&power, &bits, 4);
@@ -270,7 +271,7 @@ inline Vec power(Vec y) {
   });
 }
 inline Vec reciprocal(Vec d) { return div(broadcast(1.0f), d); }
-inline int32_t power_floor(float x) {  // a NaN has none; any will do
+inline int32_t power_floor(float x) {  // any value for a NaN
   const float y = x > -127.0f ? x : -127.0f;
   const int32_t n = static_cast<int32_t>(y);
   return n - (static_cast<float>(n) > y);

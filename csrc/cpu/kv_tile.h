@@ -1,8 +1,8 @@
-// Writing one position into a tile of the cache (kernels/kv_view.py): K [head_dim / 2][16][2], V [8][v_head_dim][2] in bf16,
-// or in int8 with the scales of its positions behind: K's 16, V's 16, in fp32.
+// Writing one position into a tile of the cache (kernels/kv_blocks.py): K [head_dim / 2][16][2], V [8][v_head_dim][2]
+// in bf16, or in int8 followed by the scales of its positions: K's 16, V's 16, in fp32.
 //
-// The first position of a tile writes the whole tile, zeros beside its own: what another sequence left there may be inf
-// or NaN, and 0 * NaN is NaN. Positions of a sequence are stored in order, so pages need no clearing.
+// The first position of a tile writes the whole tile, with zeros for the others: another sequence may have left
+// inf or NaN there, and 0 * NaN is NaN. A sequence stores its positions in order, so blocks need no clearing.
 #pragma once
 
 #include <algorithm>
@@ -57,7 +57,7 @@ struct TileWriter {
     }
   }
 
-  // Fetch the lines that `put` writes: in a batch of decodes every token's tile lies elsewhere, and a line takes 100 ns.
+  // Fetch the lines that `put` writes: when decoding, every token's tile lies elsewhere, and a line takes 100 ns.
   void prefetch(const Element* piece, int64_t offset) const {
     __asm__ volatile("");  // as in attention_plan.h: gcc drops calls of what only prefetches
     const Element* tile = piece + offset / kTilePositions * form.stride();
@@ -92,7 +92,7 @@ struct TileWriter {
   }
 };
 
-// The tokens of one thread: a share of them, moved so that no tile is cut. Tokens of a tile are neighbours.
+// One thread's share of the tokens, moved so that no tile is split. Tokens of a tile are neighbours.
 inline Range whole_tiles(const int64_t* block_ids, const int64_t* offsets, int64_t tokens, int thread, int num_threads) {
   const auto same_tile = [&](int64_t i) {
     return i > 0 && i < tokens && block_ids[i] == block_ids[i - 1] &&

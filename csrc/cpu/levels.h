@@ -12,8 +12,8 @@ struct Levels {
   const Kernels *avx512, *avx2, *scalar;
 };
 
-// The table of the amx level: that of avx512, with what is faster on tiles in its place. A family that has such kernels
-// overloads this for its table (QUIRE_AMX_LEVEL below); the others have none and run avx512's.
+// The table of the amx level: that of avx512, with kernels on tiles where they are faster. A family that has such
+// kernels overloads this for its table (QUIRE_AMX_LEVEL below); the others run avx512's.
 template <typename Kernels>
 Kernels with_amx(const Kernels& avx512) {
   return avx512;
@@ -37,8 +37,8 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
 
 }  // namespace quire::cpu
 
-// Declares the table `name` of every level that is built; elsewhere the level's pointer is null. Kernel sources choose
-// nothing and see none of it.
+// Declares the table `name` of every level that is built; elsewhere the level's pointer is null. Kernel sources do not
+// depend on it.
 #if defined(QUIRE_ISA)
 #define QUIRE_LEVELS(Kernels, name)
 #elif defined(QUIRE_HAVE_X86_LEVELS)

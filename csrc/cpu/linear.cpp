@@ -1,8 +1,8 @@
 // Packing: a transpose of 32 rows at a time, in units of 32 bits (a float, or two bf16 of one row).
 //
 // It runs once at load, straight from the mapped checkpoint: a weight is read once and written once, past the caches
-// (a line that is only written need not be fetched first). The first write to a page of the target maps it, on the
-// thread that packs it.
+// (a line that is only written does not have to be fetched first). The first write to a page of the target maps it, on
+// the thread that packs it.
 #include "cpu/linear.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ QUIRE_AVX512 void transpose16(const uint32_t* source, int64_t stride, uint32_t* 
     r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
-  for (int c = 0; c < 4; ++c) {  // what is left is a transpose of 4 x 4 pieces of 128 bits
+  for (int c = 0; c < 4; ++c) {  // then a transpose of 4 x 4 pieces of 128 bits
     const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
     const __m512i d = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
     const __m512i columns[4] = {_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(d, e, 0x88),
@@ -81,7 +81,7 @@ void pack_rows(const Element* w, int64_t count, int64_t k, int64_t first, Elemen
         transpose_panel(reinterpret_cast<const uint32_t*>(w + (begin - first) * k), steps, units);
         continue;
       }
-      // 64 k at a time: the source rows are then read a cache line or two each.
+      // 64 k at a time: each source row is then read one or two cache lines at a time.
       for (int64_t k0 = 0; k0 < k; k0 += 64) {
         const int64_t k1 = std::min(k, k0 + 64);
         for (int64_t row = begin; row < end; ++row) {

@@ -1,10 +1,10 @@
-// The linear of one ISA level (compiled once a level, see isa.h and CMakeLists.txt).
+// The linear of one ISA level (compiled once per level, see isa.h and CMakeLists.txt).
 //
 // Algorithm: panels of 32 columns outermost, split over threads; row tiles inside, so that a panel is read from DRAM
 // once and stays in L2 (at most 512 KiB at K = 8192). A tile of R rows x 32 columns lives in registers over all of K:
-// one load of the weights and one broadcast a row and k-pair. Bytes: N * K * 2 of weights a pass of at most 512 rows,
-// rows from L2/L3. Bound: memory bandwidth for few rows, dpbf16 (AVX-512) for many. While a tile computes, it
-// prefetches its share of the next panel into L2: at 14-64 rows this is worth 10-16 % (notes on CPU kernels).
+// one load of the weights and one broadcast per row and k-pair. Bytes: N * K * 2 of weights per pass of at most 512
+// rows, rows from L2/L3. Bound: memory bandwidth for few rows, dpbf16 (AVX-512) for many. While a tile computes, it
+// prefetches its share of the next panel into L2: at 14-64 rows this is worth 10-16 %.
 #include <algorithm>
 
 #include "cpu/isa.h"
@@ -51,8 +51,8 @@ inline void write(const LinearArgs& a, int64_t row, int64_t column, Vec y) {
   }
 }
 
-// R rows x V vectors over all of K. `next` .. are lines of the next panel to prefetch, one a step; where they are none, few
-// rows stream through the weights, and what they read is fetched ahead.
+// R rows x V vectors over all of K. `next` .. are lines of the next panel to prefetch, one per step; without
+// them few rows stream through the weights, and fetch ahead what they read.
 template <typename T, int R, int V>
 void tile(const LinearArgs& a, const typename T::Element* w, int64_t row, int64_t column, const char* next,
           int64_t next_lines) {
@@ -89,7 +89,7 @@ template <typename T, int R = kRows>
 void tile_of(int rows, const LinearArgs& a, const typename T::Element* panel, int64_t row, int64_t column,
              const char* next, int64_t next_lines) {
   if (rows == R) {
-    constexpr int kVectors = R == 1 ? static_cast<int>(kPanel) / kLanes : kTileVectors;  // one row streams a panel
+    constexpr int kVectors = R == 1 ? static_cast<int>(kPanel) / kLanes : kTileVectors;  // one row streams through a panel
     constexpr int64_t kWidth = kVectors * kLanes;
     for (int64_t part = 0; part < kPanel && column + part < a.n; part += kWidth) {
       tile<T, R, kVectors>(a, panel + part * T::kStep, row, column + part, next, part == 0 ? next_lines : 0);

@@ -5,11 +5,11 @@
 // A linear may be several matrices of a checkpoint in one (q, k, v): its parts. A slot holds for each part
 //     A   [ceil(rank/16)][ceil(k/step)][16][step]          from p * max_rank * padded k on
 //     B   [ceil(width/16)][ceil(rank/step)][16][step]      from max_rank * (padded widths before p) on
-// where step is 2 for bf16 and 1 for fp32: pairs that lie together, as in cpu/linear.h. What is beyond k, rank or width
-// is zero. The rank is the adapter's own, in ranks[s][p]; 0: the part has no adapter.
+// where step is 2 for bf16 and 1 for fp32: pairs that lie together, as in cpu/linear.h. Elements beyond k, rank or
+// width are zero. The rank is the adapter's own, in ranks[s][p]; 0: the part has no adapter.
 //
-// Exactness: h = c * A x is summed over k in kChains sums, whose number belongs to the level, and rounded to the weight's
-// type; B h is one sum over the rank, ascending. Neither knows how many rows there are, nor which other adapters.
+// Exactness: h = c * A x is summed over k in kChains sums, whose number belongs to the level, and rounded to the
+// weight's type; B h is one sum over the rank, ascending. Neither depends on the number of rows or on other adapters.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +25,9 @@ constexpr int64_t kMaxLoraParts = 3;
 
 struct LoraArgs {
   const void* x;         // [rows, k], rows x_stride elements apart
-  void* y;               // [rows, n], rows y_stride elements apart; part p has the columns behind those before it
+  void* y;               // [rows, n], rows y_stride elements apart; parts lie side by side, in order
   void* h;               // [rows, num_parts * max_rank]: scratch
-  const void *a, *b;     // [num_slots] of what is above
+  const void *a, *b;     // [num_slots], laid out as above
   const int64_t* order;  // rows, grouped by slot
   const int64_t* starts;  // [num_slots + 1]
   const int64_t* ranks;   // [num_slots, num_parts]

@@ -1,10 +1,10 @@
 // Low-rank adapters over the rows of a step (cpu/lora.h).
 //
 // Algorithm: shrink, then expand. Shrink: an item is 16 ranks of one part of one slot by up to kBlockRows of its rows;
-// A is read once an item, in order. Expand: a thread takes ranges of 64 columns of y and goes over the slots, so that B
-// is read once a step too and y is written by one thread. Bytes: the A and B of the adapters that have rows in the step;
-// for rank 16 on all linears of a 1B model 22 MB an adapter, against 2.5 GB of weights. Bound: memory bandwidth for few
-// rows an adapter; the multiply-adds are rank * (k + n) a row, 1-3 % of the linear's own.
+// A is read once per item, in order. Expand: a thread takes ranges of 64 columns of y and goes over the slots, so that
+// B is read once per step too and y is written by one thread. Bytes: the A and B of the adapters that have rows in the
+// step; for rank 16 on all linears of a 1B model 22 MB per adapter, against 2.5 GB of weights. Bound: memory bandwidth
+// for few rows per adapter; the multiply-adds are rank * (k + n) per row, 1-3 % of the linear's own.
 #include "cpu/lora.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace quire::cpu::QUIRE_ISA {
 namespace {
 
 constexpr int kVectors = static_cast<int>(kLoraColumns) / kLanes;  // 1, 2 or 4
-// Sums that a row of the shrink has open: a chain of dependent products alone would wait for each. Part of the level's
+// Independent sums per row of the shrink: a single chain of dependent products would wait for each. Part of the level's
 // order of summation. With them the tile fills the registers: 16 of 32, 8 of 16.
 constexpr int kChains = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 1;
 constexpr int kTile = kLanes == 16 ? 4 : 2;       // rows

@@ -55,8 +55,8 @@ struct ExpertsArgs {
   const GatedKernels* gated;
 };
 
-// y = sum_j weights[:, j] * down(act(gate_up(x))) with the expert ids[:, j]. Every expert that was chosen multiplies the
-// rows that chose it, and no others.
+// y = sum_j weights[:, j] * down(act(gate_up(x))) with the expert ids[:, j]. Every expert that was chosen multiplies
+// the rows that chose it, and no others.
 void experts(const ExpertsArgs& args, ThreadPool& pool);
 
 int64_t experts_scratch_bytes(const ExpertsArgs& args);

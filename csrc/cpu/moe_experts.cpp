@@ -1,7 +1,8 @@
 // The products of the experts: tokens sorted by expert, then for each expert that was chosen a gather of its rows, the
 // level's linears, and at the end the weighted sum of each token.
 //
-// Bytes: the weights of the experts that are hit, once each; rows stay in cache. Nothing is padded.
+// Bytes: the weights of the experts that are chosen, once each; rows stay in cache. Nothing is padded. Bound: memory
+// bandwidth for few rows per expert, the dot units for many.
 #include <algorithm>
 #include <cstring>
 
@@ -171,7 +172,8 @@ class Experts {
     a_.gated->gated(args, pool_);
   }
 
-  // y[t] = sum_j weights[t][j] * out[place of (t, j)], j ascending, in fp32: a product and a sum each, rounded once to y.
+  // y[t] = sum_j weights[t][j] * out[place of (t, j)], j ascending, in fp32: a product and a sum each, rounded once to
+  // y.
   template <typename T>
   void combine() {
     constexpr int64_t kChunk = 256;

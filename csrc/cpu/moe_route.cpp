@@ -1,4 +1,5 @@
-// Routing: a few hundred scores a token, so plain scalar code in double where it is not exact in float.
+// Routing: scores, the best groups, the best experts. A few hundred scores per token, which lie in cache, so plain
+// scalar code, in double where float is not exact.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-// RMSNorm, a row at a time. Strides are in elements. A row's bits depend on that row alone.
+// RMSNorm, one row at a time. Strides are in elements. A row's bits depend on that row alone.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 namespace quire::cpu {
 
 // y = x / sqrt(mean(x^2) + eps) * weight, for rows (token, head). With `residual`, x + residual is rounded to the type,
-// written to `sum` and normalised. With `rows.q` the result, rounded to the type, goes there as int8 and not to y.
+// written to `sum` and normalised. With `rows.q` the result, rounded to the type, is written there as int8 instead of
+// to y.
 struct NormArgs {
   const void *x, *residual;  // residual and sum [tokens, size] of stride residual_stride and size, or null
   const float* weight;       // head h has weight + h * weight_stride

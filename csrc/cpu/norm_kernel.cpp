@@ -1,5 +1,5 @@
-// RMSNorm of one ISA level. Reads its rows once from memory (then from L1) and writes once: bound by bandwidth, and at
-// batch 1 by the call itself.
+// RMSNorm of one ISA level: the sum of squares of a row, then its product with the factor and the weight. Bytes: each
+// row read once from memory (then from L1) and written once. Bound: bandwidth, and at batch 1 the call itself.
 #include "cpu/norm.h"
 
 #include <cmath>

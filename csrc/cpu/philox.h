@@ -8,7 +8,7 @@ namespace quire::cpu::QUIRE_ISA {
 
 constexpr uint32_t kPhiloxM0 = 0xD2511F53, kPhiloxM1 = 0xCD9E8D57;
 constexpr int kPhiloxRounds = 10;
-constexpr int kGroupIds = 4 * kLanes;  // a group: one block of four ids a lane
+constexpr int kGroupIds = 4 * kLanes;  // a group: one block of four ids per lane
 
 struct Stream {
   uint32_t position, purpose, sample_index;
@@ -43,8 +43,8 @@ inline uint32_t word_of(const Stream& s, int64_t id) {
 
 // words[i] is the word of id 4 * first_block + i, for a whole group.
 //
-// A product of 32 bits takes a lane of 64, so blocks are worked on in lanes of 64 whose upper halves hold what is left
-// of earlier products: no operation reads them. Blocks are dealt to lanes so that the four words of a block end up side
+// A product of 32 bits takes a lane of 64, so blocks are computed in lanes of 64 whose upper halves hold remains of
+// earlier products, which no operation reads. Blocks are dealt to lanes so that the four words of a block end up side
 // by side with a transposition inside each 128 bits.
 #if defined(__AVX512BF16__)
 
@@ -114,7 +114,8 @@ inline void philox_group(const Stream& s, uint32_t first_block, uint32_t* words)
 #endif
 
 // At least the Gumbel noise of each word, and at most 0.07 more where it is large. With u = (word + 1/2) / 2^32,
-// -log(-log u) <= -log(1 - u); log2 of a float lies above its exponent plus its mantissa's fraction, which are its bits.
+// -log(-log u) <= -log(1 - u); log2 of a float lies above its exponent plus its mantissa's fraction, which are its
+// bits.
 constexpr float kBoundScale = -0.69314718f / 8388608.0f;  // log 2 / 2^23
 constexpr float kBoundShift = 109.51726f + 1e-3f;         // log 2 * (127 + 31), and room for the rounding of this bound
 #if defined(__AVX512BF16__)

@@ -1,4 +1,4 @@
-// What lies between the other ops where a family wants it: a sum of two rows, a factor, the soft cap of logits.
+// Sums of two rows, factors and the soft cap of logits, between the other ops of some model families.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace quire::cpu {
 
 struct PointwiseArgs {
-  const void *x, *other;  // [rows, size], rows `stride` elements apart; other: of add alone
+  const void *x, *other;  // [rows, size], rows `stride` elements apart; other: only for add
   void* y;                // [rows, size], contiguous; may be x
   int64_t rows, size, stride, other_stride;
   float scale, cap;  // cap 0: none

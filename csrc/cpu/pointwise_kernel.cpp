@@ -1,4 +1,5 @@
-// One pass over the rows, one rounding at the end: bound by cache or memory bandwidth.
+// Pointwise ops of one ISA level: one pass over the rows, one rounding at the end. Bytes: each row read and written
+// once. Bound: cache or memory bandwidth.
 #include "cpu/pointwise.h"
 
 #include "cpu/row_loops.h"

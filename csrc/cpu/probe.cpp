@@ -1,9 +1,9 @@
 // Bounds of the machine: one-stream reads of memory, and loops of one dot instruction that touch registers alone.
 //
-// The loops are assembly, so that no compiler option or optimizer stands between the name and what is measured. Twelve
-// accumulators hide the latency of the vector instructions (4-10 cycles at 1-2 a cycle); four tiles of the eight hide
-// that of AMX, whose instruction takes 16 cycles of its unit. Tiles hold random numbers: on zeros a core draws less
-// power and runs a quarter faster than on any data.
+// The loops are assembly, so that no compiler option changes what is measured. Twelve
+// accumulators hide the latency of the vector instructions (4-10 cycles at 1-2 per cycle); four tiles of the eight hide
+// that of AMX, whose instruction takes 16 cycles of its unit. Tiles hold random numbers: on zeros a core uses less
+// power and runs a quarter faster than on real data.
 #include "cpu/probe.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ double seconds_of(ThreadPool& pool, const auto& body) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// Memory that the kernel gives in huge pages where it can, as for weights.
+// Memory in huge pages where the operating system has them, as for weights.
 class Mapping {
  public:
   explicit Mapping(int64_t num_bytes) : num_bytes_(num_bytes) {
@@ -55,7 +55,7 @@ class Mapping {
   int64_t num_bytes_;
 };
 
-// One load of every cache line moves all of it; eight lines a turn keep the loop itself out of the way.
+// One load of every cache line moves all of it; eight lines per turn make the loop's own cost small.
 int64_t read_lines(const int64_t* words, int64_t begin, int64_t end) {
   int64_t sum[8] = {};
   for (int64_t i = begin; i + 64 <= end; i += 64) {

@@ -1,5 +1,5 @@
-// One row of activations to int8 (the contract: kernels/quantized_rows.py). An op that has just written a row calls this
-// while it is in L1.
+// One row of activations to int8 (the contract: kernels/quantized_rows.py). An op that has just written a row calls
+// this while it is in L1.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace quire::cpu::QUIRE_ISA {
 
 constexpr float kSmallest = 0x1p-100f;
 
-// Where a row lies that is only written to be quantized.
+// Memory of a row that is written only to be quantized.
 template <typename T>
 inline T* scratch_row(int64_t size) {
   thread_local std::vector<T> row;
@@ -22,7 +22,8 @@ inline T* scratch_row(int64_t size) {
   return row.data();
 }
 
-// The bits of the largest |x| as fp32; in their order infinity and NaN come last. Plain loops: compilers vectorize them.
+// The bits of the largest |x| as fp32; as integers they order infinity and NaN last. Plain loops: compilers vectorize
+// them.
 inline uint32_t largest_magnitude(const uint16_t* x, int64_t k) {
   uint16_t most = 0;
   for (int64_t i = 0; i < k; ++i) most = std::max<uint16_t>(most, x[i] & 0x7fff);

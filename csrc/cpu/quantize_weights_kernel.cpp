@@ -1,7 +1,7 @@
-// Rounding on load, the algorithm of quant/rtn.py. It reads 2 or 4 bytes a weight and writes 1; int8 is bound by memory,
-// int4 by arithmetic: eight vector operations a weight for each of the seven places that a group's largest may take.
+// Rounding on load, the algorithm of quant/rtn.py. Bytes: 2 or 4 per weight read and 1 written. Bound: memory for int8,
+// arithmetic for int4: eight vector operations per weight for each of the seven places that a group's largest may take.
 //
-// int4 takes as many groups as a vector has lanes, one a lane, so that sums, quotients and choices of a group need
+// int4 takes as many groups as a vector has lanes, one per lane, so that sums, quotients and choices of a group need
 // nothing across lanes; the levels are then rounded in the weights' own order.
 #include "cpu/quantize_weights.h"
 
@@ -62,7 +62,7 @@ void int8_group(const T* x, int64_t size, int8_t* q, float* scale) {
   round_group(x, size, 127.0f / largest, -127.0f, 127.0f, q);
 }
 
-// kLanes groups of one row: `plain` as they lie there, `across` with one group a lane.
+// kLanes groups of one row: `plain` as they lie there, `across` with one group per lane.
 struct Int4Block {
   alignas(64) float plain[kLanes * kMaxGroup];
   alignas(64) float across[kLanes * kMaxGroup];
@@ -157,7 +157,7 @@ void int4_row(const T* x, int64_t k, int64_t group, int8_t* q, float* scale) {
   }
 }
 
-// Multipliers of the groups of one block, one a lane, and what a row's scale is made of.
+// Multipliers of the groups of one block, one per lane, and the sums that a row's scale is made of.
 struct Multipliers {
   alignas(64) float m[kLanes], along[kLanes], size[kLanes];
 

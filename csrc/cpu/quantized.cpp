@@ -21,7 +21,7 @@ uint32_t int4_quad(const int8_t* q) {
   return (four & 0x0f0f0f0fu) ^ 0x08080808u;
 }
 
-// One row of one group to its column of the block. The codes of what a short last group lacks are of zeros.
+// One row of one group to its column of the block. A short last group is padded with the codes of zeros.
 void pack_codes(const QuantizedFormat& format, const int8_t* q, int64_t size, int64_t column, uint8_t* block) {
   const int64_t step = format.bits == 8 ? 4 : 8;  // numbers that make four bytes
   uint8_t* target = block + column * 4;
@@ -37,7 +37,7 @@ void pack_codes(const QuantizedFormat& format, const int8_t* q, int64_t size, in
   }
 }
 
-// The multipliers of one row of one block; of groups that are not there 0.
+// The multipliers of one row of one block; 0 for groups that do not exist.
 void pack_multipliers(const uint8_t* m, int64_t groups, int64_t column, uint8_t* target) {
   const int shift = column < kPanel / 2 ? 0 : 4;
   for (int64_t g = 0; g < kTwoLevelBlock / kTwoLevelGroup; ++g) {

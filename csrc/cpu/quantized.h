@@ -1,9 +1,9 @@
 // y[m][n] = sum_k x[m][k] * w[n][k] (+ bias[n]) with int8 activations and int8 or int4 weights, w = scale * q + offset
 // for every group of inputs of an output feature. The order of arithmetic is that of
-// kernels/linear/quantized_reference.py, so every level has the same bits.
+// kernels/linear/reference.py, so every level has the same bits.
 //
-// Packed layout, one linear stream a panel of 32 columns; bytes are unsigned (int8: q + 128, int4: q + 8):
-//     one scale a column    [N/32] [K/4][32][4]                                           scales (and offsets) apart, fp32
+// Packed layout, one linear stream per panel of 32 columns; bytes are unsigned (int8: q + 128, int4: q + 8):
+//     one scale per column  [N/32] [K/4][32][4]                                           scales (and offsets) apart, fp32
 //     int8 groups           [N/32][K/G] { [G/4][32][4],  32 fp16 scales (, 32 fp16 offsets) }
 //     int4 groups           [N/32][K/G] { [G/8][32][4],  32 fp16 scales (, 32 fp16 offsets) }
 //                           low nibbles are quad 2i of k, high nibbles quad 2i + 1
@@ -28,12 +28,13 @@ inline int64_t num_groups(int64_t k, int64_t group) { return group == 0 ? 1 : (k
 
 struct QuantizedFormat {
   int bits;       // 8 or 4
-  int64_t group;  // inputs; 0: one scale a column (8 bits only)
+  int64_t group;  // inputs; 0: one scale per column (8 bits only)
   bool has_offset;
 
   bool two_level() const { return bits == 4 && group == kTwoLevelGroup; }
   int64_t groups(int64_t k) const { return num_groups(k, group); }
-  // A block is a group's codes, scales and offsets of one panel; without groups it is the panel, of two levels four groups.
+  // A block is a group's codes, scales and offsets of one panel; without groups it is the panel, of two levels four
+  // groups.
   int64_t block_inputs(int64_t k) const {
     return group == 0 ? (k + 3) / 4 * 4 : two_level() ? kTwoLevelBlock : group;
   }
@@ -58,7 +59,7 @@ struct QuantizedLinearArgs {
   QuantizedRows x;
   const uint8_t* packed;
   const float* scale;   // [panels * 32]: of the column, or the power of two that its fp16 scales are multiplied with
-  const float* offset;  // [panels * 32] where one scale a column has offsets
+  const float* offset;  // [panels * 32] where there is one scale per column, with offsets
   const float* bias;    // [n] or null
   void* y;              // [rows, n] of y_type, rows y_stride elements apart
   int64_t rows, n, k, y_stride;
@@ -84,8 +85,8 @@ struct TakeArgs {
   Type type;
 };
 
-// Write rows [first, first + count) of a matrix, given as q [count, k] and fp16 scales and offsets [count, groups] (null
-// for one scale a column; of two levels uint8 multipliers), into its packed form.
+// Write rows [first, first + count) of a matrix, given as q [count, k] and fp16 scales and offsets [count, groups]
+// (null for one scale per column; uint8 multipliers for two levels), into its packed form.
 void pack_quantized(const QuantizedFormat& format, const int8_t* q, const void* scale, const uint16_t* offset,
                     int64_t count, int64_t k, int64_t first, uint8_t* packed, ThreadPool& pool);
 

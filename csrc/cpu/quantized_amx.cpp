@@ -1,7 +1,7 @@
 // Linears with int8 and int4 weights of the amx level; few rows by groups are avx512's, which streams them faster.
 //
-// Integers have no order, and the floats after them keep the order of quantized_kernel.cpp, so results are those of
-// avx512, bit for bit.
+// Sums of integers do not depend on their order, and the floats after them keep the order of quantized_kernel.cpp, so
+// results are those of avx512, bit for bit.
 #include "cpu/gemm_amx.h"
 #include "cpu/int_vec.h"
 #include "cpu/quantized.h"
@@ -32,7 +32,7 @@ void write_rows(const QuantizedLinearArgs& a, const RowWriter& y, int64_t row, i
   });
 }
 
-// One scale a column: integers over all of K. Weights are unsigned: q + 128.
+// One scale per column: integers over all of K. Weights are unsigned: q + 128.
 struct ChannelRows {
   using Sum = int32_t;
   static constexpr bool kUnpacks = false;

@@ -1,13 +1,13 @@
 // Linears of the amx level whose weights have scales of groups, int8 or int4 (gemm_amx.h has what others share).
 //
-// Algorithm: the weights of a panel are unpacked to signed bytes when its first block of 32 rows meets them, and stay
+// Algorithm: the weights of a panel are unpacked to signed bytes when its first block of 32 rows uses them, and stay
 // in L2 for the others. A group of up to 64 inputs is one tile product: a tile has as many bytes of k as the group, so
 // groups of 32 take 16 rows x 32 bytes by 8 quads x 16 columns. Its integers are stored, and become floats while the
 // tiles of the next groups are multiplied: two groups at a time, so that a row of floats is loaded and stored once for
 // both.
 //
-// Exactness: integers have no order, and the floats after them keep the order of quantized_kernel.cpp (groups
-// ascending, one fma each, with offsets two), so results are those of avx512, bit for bit.
+// Exactness: sums of integers do not depend on their order, and the floats after them keep the order of
+// quantized_kernel.cpp (groups ascending, one fma each, with offsets two), so results are those of avx512, bit for bit.
 //
 // Bytes: as avx512. Bound: memory bandwidth for few rows; for many the tile products, of which groups of 32 use half,
 // and beside them two vector operations (load and convert, fma) for 16 sums of a group.
@@ -20,11 +20,11 @@
 namespace quire::cpu::QUIRE_ISA {
 
 constexpr int kChunkGroups = 2;  // that become floats together
-constexpr int64_t kUnpackAhead = 4;  // groups: what is just stored cannot be loaded as tiles at once
+constexpr int64_t kUnpackAhead = 4;  // groups: bytes just stored cannot be loaded as tiles at once
 constexpr int64_t kLineQuad = kPanel * 4;  // bytes of a panel's quad of k
 constexpr int64_t kRowBytes = 1 << 20;     // of the rows of a pass: they stay in L2
 
-// What the tiles of a group look like.
+// The shape of a group's tiles.
 struct GroupShape {
   int64_t group, width, steps;  // width: bytes of k of a tile
 
@@ -55,7 +55,7 @@ inline void pack_block(const QuantizedLinearArgs& a, const GroupShape& shape, co
   }
 }
 
-// Groups of a block's integers on their way into floats, and at last into y.
+// Groups of a block's integers on their way into floats, and finally into y.
 struct GroupSums {
   const int32_t* dots = nullptr;  // [groups] blocks of sums
   const uint8_t* scales = nullptr;
@@ -64,7 +64,7 @@ struct GroupSums {
   bool last = false;
 };
 
-// What one thread does of a pass: the panels that it takes.
+// One thread's share of a pass: the panels that it takes.
 template <int kBits, bool kOffset>
 class GroupWorker {
  public:
@@ -93,14 +93,15 @@ class GroupWorker {
       }
     });
     finish(0, 1);
-    _mm_sfence();  // streamed results are there for other threads too
+    _mm_sfence();  // makes streamed results visible to other threads
   }
 
  private:
   int64_t group_bytes() const { return shape_.group * kPanel; }  // of unpacked codes
   const uint8_t* panel(int64_t p) const { return a_.packed + p * a_.format.panel_bytes(a_.k); }
 
-  // Blocks of a panel have the time to fetch the next one. A single one streams through the weights: see `unpack`.
+  // Several blocks of a panel have time to fetch the next panel. A single one streams through the weights: see
+  // `unpack`.
   Ahead ahead_of(int64_t p) const {
     if (pass_.blocks() == 1) return {nullptr, nullptr, 0};
     const int64_t lines = a_.format.panel_bytes(a_.k) / 64 + 1, turns = pass_.blocks() * pass_.groups;
@@ -133,7 +134,7 @@ class GroupWorker {
     if (g < pass_.groups) unpack(w + g * a_.format.block_bytes(a_.k), codes_ + g * group_bytes());
   }
 
-  // Rows of one tile of a group by both tiles of columns: rows x and weights w, which may be there already.
+  // Rows of one tile of a group by both tiles of columns: rows x and weights w, which may be loaded already.
   template <int kLeft, int kRight, int kA, bool kLoad>
   void multiply(const uint8_t* x, const uint8_t* w) const {
     tile_zero<kLeft>();
@@ -161,7 +162,7 @@ class GroupWorker {
     }
   }
 
-  // What C10 and C11 still hold of a group before.
+  // The sums of an earlier group that C10 and C11 still hold.
   void store_lower() {
     if (lower_ == nullptr) return;
     tile_store<kC10>(lower_, kTileBytes);
@@ -169,12 +170,13 @@ class GroupWorker {
     lower_ = nullptr;
   }
 
-  // Group g of block b, i of `count` that will become floats together; those of the groups before do so meanwhile.
+  // Group g of block b, i of `count` that will become floats together; those of the groups before are converted
+  // meanwhile.
   //
   // Tile registers are not renamed: a product waits until the sums that it overwrites are stored. So where a group is
-  // one product, one half of the rows multiplies while that of the other is stored (7 % at groups of 32), and of a
-  // single tile of rows every other group does. Floats are made before stores, which cover every offset within a page:
-  // a load behind a store of its offset waits for it.
+  // one product, one half of the rows multiplies while that of the other is stored (7 % at groups of 32), and for a
+  // single tile of rows every other group alternates. Floats are made before stores, which cover every offset within a
+  // page: a load behind a store of its offset waits for it.
   template <bool kLower>
   void add_group(int64_t b, int64_t g, int64_t i, int64_t count, int32_t* dots) {
     const uint8_t* x = pass_.x + (b * pass_.groups + g) * shape_.steps * 2 * shape_.tile();

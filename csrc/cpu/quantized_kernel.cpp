@@ -1,9 +1,9 @@
 // Linears with int8 and int4 weights, of one ISA level (isa.h, int_vec.h).
 //
-// Algorithm: as linear_kernel.cpp: panels of 32 columns outermost and split over threads, row tiles inside, one template
-// for every number of rows. Bytes: N * K (or half, and the scales) of weights a pass of at most 512 rows. Bound: memory
-// bandwidth for few rows, the byte dot products for many; groups add one fma each (two with offsets). What unsigned
-// storage adds to a dot, zero * sum(x), is taken away by the initial value of the accumulator.
+// Algorithm: as linear_kernel.cpp: panels of 32 columns outermost and split over threads, row tiles inside, one
+// template for every number of rows. Bytes: N * K (or half, and the scales) of weights per pass of at most 512 rows.
+// Bound: memory bandwidth for few rows, the byte dot products for many; groups add one fma each (two with offsets).
+// Unsigned storage adds zero * sum(x) to a dot, which the initial value of the accumulator subtracts.
 #include "cpu/quantized.h"
 
 #include <algorithm>
@@ -42,7 +42,7 @@ inline int32_t row_sum(const QuantizedLinearArgs& a, int64_t row) {
   return sum;
 }
 
-// One scale a column: integers over all of K.
+// One scale per column: integers over all of K.
 struct Channel {
   static constexpr int kTileRows = kChannelRows;
 
@@ -124,7 +124,7 @@ struct Grouped {
     constexpr int V = kVectors<R>;
     const int64_t group = a.format.group, groups = a.format.groups(a.k);
     const int64_t codes = a.format.code_bytes(a.k), block = a.format.block_bytes(a.k);
-    const int64_t lines = (at.next_lines + groups - 1) / groups;  // to prefetch, a group
+    const int64_t lines = (at.next_lines + groups - 1) / groups;  // to prefetch per group
     const int32_t* sums = a.x.sums + at.row * groups;
     Vec f[R][V];
     UNROLL for (int r = 0; r < R; ++r) {
@@ -184,7 +184,7 @@ void rows_of(int64_t rows, const QuantizedLinearArgs& a, const Place& at) {
   }
 }
 
-// The panel as one of int8, in memory of this thread.
+// The panel unpacked to int8, in memory of this thread.
 const uint8_t* unpacked_panel(const QuantizedLinearArgs& a, const uint8_t* panel) {
   static thread_local Scratch scratch;
   const int64_t blocks = a.format.blocks(a.k);

@@ -1,4 +1,4 @@
-// The end of every quantized linear, of one ISA level: what its tiles have summed becomes results.
+// The end of every quantized linear, of one ISA level: the sums of its tiles become results.
 #pragma once
 
 #include <algorithm>

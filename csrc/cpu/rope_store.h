@@ -1,4 +1,4 @@
-// What lies between a layer's q/k/v projection and its attention, in one pass over the projection's rows.
+// The ops between a layer's q/k/v projection and its attention, in one pass over the projection's rows.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct RopeStoreArgs {
   const float *cos, *sin;           // [tokens, half], or null: nothing is rotated
   const float *q_weight, *k_weight;  // of RMSNorm, of one head or of all; null: none
   void* q;                          // [tokens, num_heads, head_dim]
-  void* pieces;                     // see kernels/kv_view.py; strides in elements
+  void* pieces;                     // see kernels/kv_blocks.py; strides in elements
   const int64_t *block_ids, *offsets;  // [tokens]
   int64_t tokens, num_heads, num_kv_heads, head_dim, v_head_dim, half, block_size;
   int64_t stride, block_stride, piece_stride;

@@ -1,7 +1,8 @@
-// q/k norm, RoPE and the store into the KV cache of one ISA level: q to its buffer, k and v straight into the pages.
+// q/k norm, RoPE and the store into the KV cache of one ISA level: q to its buffer, k and v straight into the cache.
 //
-// A head is taken to fp32, normalised, rotated and rounded once. Bytes: the projection's rows, which are still in cache,
-// and as many written. A token's bits depend on that token alone.
+// A head is converted to fp32, normalised, rotated and rounded once. Bytes: the projection's rows, which are still in
+// cache, and as many written. Bound: cache bandwidth, and the latency of the cache blocks. A token's bits depend on
+// that token alone.
 #include "cpu/rope_store.h"
 
 #include <cmath>
@@ -57,7 +58,7 @@ class TokenKernel {
     });
   }
 
-  // Fetch where a token goes, unless it is where the one before went.
+  // Fetch the lines that a token is stored to, unless the one before was stored there too.
   void prefetch(int64_t token) const {
     if constexpr (sizeof(Kv) <= 2) {
       const int64_t block = a.block_ids[token], offset = a.offsets[token];
@@ -68,7 +69,7 @@ class TokenKernel {
   }
 
  private:
-  // Each of `count` heads goes to where `target(head)` says; then done(head).
+  // Each of `count` heads is written to `target(head)`; then done(head) is called.
   template <typename Target, typename Done>
   void heads(int64_t token, const T* x, int64_t count, const float* weight, const Target& target, const Done& done) {
     const int64_t dim = a.head_dim;

@@ -10,12 +10,12 @@
 
 namespace quire::cpu::QUIRE_ISA {
 
-constexpr int64_t kSmallElements = 1 << 15;  // a few us: not worth another thread
-constexpr int64_t kTakenElements = 1 << 13;  // taken at a time: some 1 us
-constexpr int64_t kTakenBytes = 64 << 10;    // of weights: some 4 us
+constexpr int64_t kSmallElements = 1 << 15;  // a few us: too little for another thread
+constexpr int64_t kTakenElements = 1 << 13;  // taken at a time: about 1 us
+constexpr int64_t kTakenBytes = 64 << 10;    // of weights: about 4 us
 
-// Fetch kBytes that are read some steps later in a stream of weights. Where pages end the hardware's prefetcher stops, and
-// alone it leaves a third of one thread's bandwidth (benchmarks/results/cpu-kernels-2026-11-22.md).
+// Fetch kBytes that are read some steps later in a stream of weights. The hardware's prefetcher stops at the end of a 4
+// KiB page, and alone it leaves a third of one thread's bandwidth (benchmarks/results/cpu-kernels-2026-11-22.md).
 template <int64_t kBytes>
 inline void fetch_ahead(const void* p) {
   constexpr int64_t kAhead = 8 << 10;
@@ -33,8 +33,8 @@ void over_rows(int64_t rows, int64_t row_elements, ThreadPool& pool, const F& ro
   pool.run([&](int thread, int) { pool.take_all(thread, most, some); });
 }
 
-// Call f(range of panels) on all of them. `small`: below some 5 us of work the other threads are not worth waking. Who
-// computes a panel changes no bit.
+// Call f(range of panels) on all of them. `small`: for less than about 5 us of work the other threads are not woken.
+// Which thread computes a panel changes no bit.
 template <typename F>
 void over_panels(int64_t panels, int64_t panel_bytes, bool small, ThreadPool& pool, const F& f) {
   if (small) return f(Range{0, panels});
@@ -43,7 +43,7 @@ void over_panels(int64_t panels, int64_t panel_bytes, bool small, ThreadPool& po
   pool.run([&](int thread, int) { pool.take_all(thread, most, f); });
 }
 
-// Call f(i, n) for every vector of a row: n lanes of it count.
+// Call f(i, n) for every vector of a row, of which n lanes are in use.
 template <typename F>
 inline void over_vectors(int64_t size, const F& f) {
   int64_t i = 0;

@@ -1,4 +1,5 @@
-// RoPE and the store into the KV cache, a row at a time. Strides are in elements. A row's bits depend on that row alone.
+// RoPE and the store into the KV cache, one row at a time. Strides are in elements. A row's bits depend on that row
+// alone.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ struct RopeArgs {
 
 struct StoreArgs {
   const void *k, *v;  // [tokens, heads, dim]; v null where it is a part of k
-  void* pieces;       // see kernels/kv_view.py
+  void* pieces;       // see kernels/kv_blocks.py
   const int64_t *block_ids, *offsets;
   int64_t tokens, heads, head_dim, v_head_dim, block_size;
   int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride, block_stride, piece_stride;

@@ -1,5 +1,5 @@
-// RoPE and the store into the KV cache, of one ISA level. Each reads its rows once and writes once: bound by cache or
-// memory bandwidth, and at batch 1 by the call itself.
+// RoPE and the store into the KV cache, of one ISA level, element by element. Bytes: each row read once and written
+// once. Bound: cache or memory bandwidth, and at batch 1 the call itself.
 #include "cpu/rows.h"
 
 #include <algorithm>

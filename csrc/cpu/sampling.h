@@ -1,5 +1,5 @@
-// Drawing tokens from rows of fp32 logits, and their log-probabilities. What every step computes, to the last bit, is
-// said by kernels/sampling (exact_math.py, reference.py) and sampling/truncate.py: every level gives the same tokens.
+// Sampling of tokens from rows of fp32 logits, and their log-probabilities. kernels/sampling (exact_math.py, noise.py,
+// truncate.py, reference.py) defines the result to the last bit: every level gives the same tokens.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace quire::cpu {
 
-// A record of the columns of sampling/batch.py.
+// A record of COLUMNS of kernels/sampling/reference.py.
 struct SampleRow {
   int64_t features;
   float temperature;

@@ -1,10 +1,11 @@
-// Sampling of one ISA level: per row the largest logit, where truncation cuts, and the Gumbel-max draw.
+// Sampling of one ISA level: per row the largest logit, the cut of truncation, and Gumbel-max.
 //
-// Bytes: two passes over a row of fp32 logits (three with truncation); it was just written, so they come from cache. The
-// bound is the arithmetic of Philox, a quarter of a block an id: ten rounds of two 32 x 32 bit products. Logarithms are
+// Bytes: two passes over a row of fp32 logits (three with truncation); it was just written, so they come from cache.
+// Bound: the arithmetic of Philox, a quarter of a block per id: ten rounds of two 32 x 32 bit products. Logarithms are
 // taken of few ids: a score plus an upper bound of its noise (philox.h) mostly stays below the best exact sum so far,
-// and where not even the largest possible noise could lift a group of ids, their words are not made. A maximum does not
-// depend on what was left out, nor on how the vocabulary is cut into ranges, so the tokens are the reference's.
+// and where not even the largest possible noise could lift a group of ids, their words are not made. The maximum does
+// not depend on the ids that were skipped, nor on how the vocabulary is cut into ranges, so the tokens are the
+// reference's.
 #include "cpu/philox.h"
 #include "cpu/sampling.h"
 #include "cpu/sampling_rows.h"
@@ -13,11 +14,11 @@ namespace quire::cpu::QUIRE_ISA {
 
 namespace {
 
-constexpr int64_t kRange = 8192;          // ids that a thread takes at once, at absolute multiples
+constexpr int64_t kRange = 8192;          // ids per range, which start at absolute multiples
 constexpr float kLargestNoise = 22.88f;  // of the word 2^32 - 1
 static_assert(kRange % kGroupIds == 0, "a range is whole groups");
 
-struct Draw {
+struct Best {
   double value;
   int64_t id;
   void offer(double v, int64_t i) {
@@ -43,8 +44,8 @@ int64_t first_equal(const float* logits, int64_t size, float value) {
   return id;
 }
 
-// A row that is drawn with noise.
-struct Drawn {
+// A row that is sampled with noise.
+struct SampledRow {
   Row row;
   Stream stream;
   int64_t index, likely;  // of the row among the rows; its first largest id
@@ -54,10 +55,10 @@ struct Drawn {
 };
 
 // The best exact score + noise among ids [begin, end); the row's likeliest id counts too.
-Draw draw_of(const Drawn& d, int64_t begin, int64_t end) {
+Best best_of(const SampledRow& d, int64_t begin, int64_t end) {
   const ScoreBound bound(d.row);
   const Vec cut = broadcast(std::max(d.cut.score, d.row.floor));
-  Draw best{d.noise(d.likely), d.likely};  // its score is 0
+  Best best{d.noise(d.likely), d.likely};  // its score is 0
   constexpr float kMargin = 1e-4f;         // roundings of the bounds and of `value` to fp32
   for (int64_t group = begin; group < end; group += kGroupIds) {
     float copy[kGroupIds];
@@ -97,16 +98,16 @@ float floor_of(double min_p) {
   return double(rounded) < exact ? std::nextafter(rounded, kInfinity) : rounded;
 }
 
-std::vector<Drawn> rows_to_draw(const SampleArgs& a) {
-  std::vector<Drawn> drawn;
+std::vector<SampledRow> rows_to_sample(const SampleArgs& a) {
+  std::vector<SampledRow> sampled;
   for (int64_t i = 0; i < a.num_rows; ++i) {
     const SampleRow& r = a.rows[i];
     if (!(r.features & kRandomFeature) || !std::isfinite(a.best[i])) continue;
     const float floor = r.features & kMinPFeature ? floor_of(r.min_p) : -kInfinity;
-    drawn.push_back({Row{a.logits[i], a.vocab, a.best[i], r.temperature, floor},
+    sampled.push_back({Row{a.logits[i], a.vocab, a.best[i], r.temperature, floor},
                      Stream(r.seed, r.sample_index, r.position, a.purpose), i, a.ids[i], Cut{}});
   }
-  return drawn;
+  return sampled;
 }
 
 // ids and best: the first largest logit of every row.
@@ -132,33 +133,33 @@ void greedy(const SampleArgs& a, int64_t num_ranges, ThreadPool& pool) {
 void sample(const SampleArgs& a, ThreadPool& pool) {
   const int64_t num_ranges = (a.vocab + kRange - 1) / kRange;
   greedy(a, num_ranges, pool);
-  std::vector<Drawn> drawn = rows_to_draw(a);
-  if (drawn.empty()) return;
-  const auto truncated = [&](const Drawn& d) { return (a.rows[d.index].features & kTruncatedFeature) != 0; };
-  if (std::any_of(drawn.begin(), drawn.end(), truncated)) {
+  std::vector<SampledRow> sampled = rows_to_sample(a);
+  if (sampled.empty()) return;
+  const auto truncated = [&](const SampledRow& d) { return (a.rows[d.index].features & kTruncatedFeature) != 0; };
+  if (std::any_of(sampled.begin(), sampled.end(), truncated)) {
     pool.run([&](int thread, int num_threads) {
       Scratch scratch;
-      for (size_t i = size_t(thread); i < drawn.size(); i += size_t(num_threads)) {
-        const SampleRow& r = a.rows[drawn[i].index];
-        if (truncated(drawn[i])) drawn[i].cut = cut_of_row(drawn[i].row, r.top_k, r.top_p, scratch);
+      for (size_t i = size_t(thread); i < sampled.size(); i += size_t(num_threads)) {
+        const SampleRow& r = a.rows[sampled[i].index];
+        if (truncated(sampled[i])) sampled[i].cut = cut_of_row(sampled[i].row, r.top_k, r.top_p, scratch);
       }
     });
   }
-  std::vector<Draw> draws(drawn.size() * size_t(num_ranges));
+  std::vector<Best> bests(sampled.size() * size_t(num_ranges));
   pool.run([&](int thread, int num_threads) {
-    const Range items = share(int64_t(draws.size()), thread, num_threads);
+    const Range items = share(int64_t(bests.size()), thread, num_threads);
     for (int64_t i = items.begin; i < items.end; ++i) {
       const int64_t begin = i % num_ranges * kRange;
-      draws[size_t(i)] = draw_of(drawn[size_t(i / num_ranges)], begin, std::min(begin + kRange, a.vocab));
+      bests[size_t(i)] = best_of(sampled[size_t(i / num_ranges)], begin, std::min(begin + kRange, a.vocab));
     }
   });
-  for (size_t i = 0; i < drawn.size(); ++i) {
-    Draw best = draws[i * size_t(num_ranges)];
+  for (size_t i = 0; i < sampled.size(); ++i) {
+    Best best = bests[i * size_t(num_ranges)];
     for (int64_t j = 1; j < num_ranges; ++j) {
-      const Draw& d = draws[i * size_t(num_ranges) + size_t(j)];
+      const Best& d = bests[i * size_t(num_ranges) + size_t(j)];
       best.offer(d.value, d.id);
     }
-    a.ids[drawn[i].index] = best.id;
+    a.ids[sampled[i].index] = best.id;
   }
 }
 

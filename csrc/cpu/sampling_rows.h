@@ -2,7 +2,8 @@
 //
 //   score(id) = (logit - shift) / temperature in fp32     order: score descending, id ascending
 //
-// min_p, top_k and top_p each keep a prefix of that order (sampling/truncate.py), so a row's truncation is one Cut.
+// min_p, top_k and top_p each keep a prefix of that order (kernels/sampling/truncate.py), so a row's truncation is one
+// Cut.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +42,7 @@ struct ScoreBound {
   Vec shift, scale;
   explicit ScoreBound(const Row& row)
       : shift(broadcast(row.shift)), scale(broadcast(1.0f / row.temperature * (1.0f - 1e-6f))) {}
-  // For logits of at most `shift`: what is less than nothing is shrunk by more than the roundings make of it.
+  // For logits of at most `shift`: a negative score is shrunk by more than the rounding errors.
   Vec operator()(Vec l) const { return fma(sub(l, shift), scale, broadcast(1e-6f)); }
 };
 
@@ -58,8 +59,8 @@ inline void over_logits(const float* logits, int64_t begin, int64_t end, const F
   }
 }
 
-// The best k of a row, in order. One pass that compares with the k-th best so far: scores rise with logits, so what
-// beats its score has a larger logit, and ids come in ascending order, so what equals it is behind.
+// The best k of a row, in order. One pass that compares with the k-th best so far: scores rise with logits, so an id
+// that beats its score has a larger logit, and ids ascend, so an equal one ranks behind it.
 inline void best_of_row(const Row& row, int64_t k, std::vector<Candidate>& found) {
   const size_t wanted = size_t(std::min(k, row.vocab)), room = 2 * wanted + 1024;
   found.clear();
@@ -88,7 +89,7 @@ inline void best_of_row(const Row& row, int64_t k, std::vector<Candidate>& found
   std::sort(found.begin(), found.end(), before);
 }
 
-// exp(score) of every id (0 for those below the floor) into `values`; returns their sum.
+// Write exp(score) of every id (0 below the floor) to `values`; return the sum.
 inline double mass_of_row(const Row& row, std::vector<float>& values, std::vector<double>& scratch) {
   values.resize(size_t(row.vocab + kLanes));
   scratch.resize(size_t(row.vocab / 2 + 1));
@@ -137,10 +138,10 @@ inline uint32_t depth_of(float score) {
   return bits & 0x7fffffffu;
 }
 
-// Where a wide nucleus ends, without sorting it: masses are added by classes of near scores (an eighth of an octave, then
-// a 4096th of that), and only the class where the share is reached is put in order. These sums differ from those along
-// the order by less than 2^18 roundings of 2^-53, so where no id comes nearer to the share than that, the answer is the
-// same; else false.
+// Where a wide nucleus ends, without sorting it: masses are added by classes of near scores (an eighth of an octave,
+// then a 4096th of that), and only the class where the share is reached is put in order. These sums differ from those
+// along the order by less than 2^18 roundings of 2^-53, so where no id comes nearer to the share than that, the answer
+// is the same; else false.
 inline bool wide_cut(const Row& row, double share, double total, Scratch& scratch, Cut& cut) {
   const double enough = share * total, slack = 1e-10 * total;
   if (row.vocab > (1 << 18)) return false;

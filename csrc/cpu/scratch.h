@@ -10,7 +10,7 @@ namespace quire::cpu {
 
 class Scratch {
  public:
-  // Room for `count` elements, aligned to pages; what it held is lost where it has to grow.
+  // Room for `count` elements, aligned to pages; its contents are lost where it has to grow.
   template <typename T>
   T* get(std::size_t count) {
     const std::size_t needed = count * sizeof(T);

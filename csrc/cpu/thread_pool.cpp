@@ -80,8 +80,8 @@ void ThreadPool::run(Body body, void* context) {
   if (parked_.load(std::memory_order_seq_cst) != 0) generation_.notify_all();
   body(context, 0, n);
   for (int spins = 0; pending_.load(std::memory_order_acquire) != 0; ++spins) {
-    // On a busy machine the worker may be waiting for this very core: let it have it. With the long spin every region
-    // then took a millisecond.
+    // On a busy machine the worker may be waiting for this very core, so yield it. With the long spin every region took
+    // a millisecond then.
     if (spins > kCallerSpins) std::this_thread::yield();
     pause();
   }

@@ -1,6 +1,6 @@
-// A persistent pool: one thread a core, pinned, that spins briefly and then parks.
+// A persistent pool: one thread per core, pinned, that spins briefly and then parks.
 //
-// A decode step has some 150 parallel regions of 10-500 us. Waking a parked thread costs 25-40 us, joining a spinning
+// A decode step has about 150 parallel regions of 10-500 us. Waking a parked thread costs 25-40 us, joining a spinning
 // one 0.1 us (measured, benchmarks/results), so a worker spins about half a millisecond after its last region before
 // it parks: it stays awake within a step and leaves the core to the API process between steps.
 #pragma once
@@ -45,12 +45,12 @@ class ThreadPool {
         const_cast<void*>(static_cast<const void*>(&f)));
   }
 
-  // Lay out items [0, n), n < 2^32, for the next run: a share a thread.
+  // Lay out items [0, n), n < 2^32, for the next run: one share per thread.
   void deal(int64_t n);
 
   // The next items of `thread`, at most `most`: of its own share in order, then from the back of others' shares; empty
-  // when none are left. Cores differ: a neighbour on the sibling hyperthread or another process takes half of one, and a
-  // fixed split waits for it.
+  // when none are left. Cores differ: a neighbour on the sibling hyperthread or another process takes half of one, and
+  // a fixed split waits for it.
   Range take(int thread, int64_t most);
 
   // Call f(items) until none are left.

@@ -1,12 +1,13 @@
-// int4 weights of two levels (quantized.h has the layout), of one ISA level: their bytes as int8 weights have them, and
-// the product with one row.
+// int4 weights of two levels (quantized.h has the layout), of one ISA level: unpacking to the layout of int8 weights,
+// and the product with few rows.
 //
 // Everything is integer until the row's scale, so any order of summation has the same bits, those of int8 weights
 // m * (q + m mod 2). In a 16-bit lane lie two levels n = 0 ... 15: times m both stay bytes (at most 225), so one
 // multiplication gives two weights.
 //
-// Few rows do not need them apart: the sum of a group, less m's zero (8, for odd m 7) times the row's sum, fits into 16
-// bits (16 * 8 * 127), and one product of words adds m times it. Bytes: 4.25 bits a weight; bound: memory bandwidth.
+// Few rows do not need them unpacked: the sum of a group, less m's zero (8, for odd m 7) times the row's sum, fits into
+// 16 bits (16 * 8 * 127), and one product of words adds m times it. Bytes: 4.25 bits per weight; bound: memory
+// bandwidth.
 #pragma once
 
 #include "cpu/int_vec.h"
@@ -40,8 +41,8 @@ inline void unpack_block(const uint8_t* block, int zero, uint8_t* to) {
   }
 }
 
-// The integers of R rows, `stride` bytes apart, by vectors kFirst ... of a panel. `zeros`: of every row and group -8 and -7
-// times the row's sum.
+// The integers of R rows, `stride` bytes apart, by vectors kFirst ... of a panel. `zeros`: of every row and group -8
+// and -7 times the row's sum.
 template <int kFirst, int R, int V>
 inline void dot_panel(const uint8_t* panel, const int8_t* x, int64_t stride, const int32_t (*zeros)[2], int64_t groups,
                       IVec (&acc)[R][V]) {

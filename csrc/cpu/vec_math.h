@@ -1,12 +1,12 @@
-// exp and what follows from it, in the vocabulary of isa.h: the same operations for every lane, no libm, so that a value
-// has the same bits wherever it lies. Errors are a few 1e-7, relative unless said otherwise.
+// exp and what follows from it, in the vocabulary of isa.h: the same operations for every lane, no libm, so that a
+// value has the same bits wherever it lies. Errors are a few 1e-7, relative unless said otherwise.
 #pragma once
 
 #include "cpu/isa.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
-// e^x; exactly 1 at 0, exactly 0 below -87.3 (masked scores count on it), 1.6e38 from 88 on.
+// e^x; exactly 1 at 0, exactly 0 below -87.3 (masked scores rely on it), 1.6e38 from 88 on.
 inline Vec exp(Vec x) {
   const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec y = max(broadcast(-87.3f), min(broadcast(88.0f), x));
@@ -24,8 +24,8 @@ inline Vec exp(Vec x) {
   return where_less(x, broadcast(-87.3f), zero(), times_power(p, n));
 }
 
-// 2^x for x < 127; exactly 1 at 0, exactly 0 far below -127 (masked scores). Relative error 3e-6: for weights that become
-// bf16.
+// 2^x for x < 127; exactly 1 at 0, exactly 0 far below -127 (masked scores). Relative error 3e-6: for weights that
+// become bf16.
 inline Vec exp2(Vec x) {
   const Vec f = fraction(x);
   Vec p = broadcast(1.342668436e-2f);  // minimax of (2^f - 1) / f on [0, 1], relative to 2^f

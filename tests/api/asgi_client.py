@@ -13,8 +13,7 @@ from starlette.applications import Starlette
 from tests.api.fake_frontend import FakeFrontend
 
 from quire.api.app import create_app
-from quire.api.settings import ApiSettings
-from quire.api.state import is_busy
+from quire.api.state import ApiSettings, is_busy
 from quire.jobs.extension import JobSettings, jobs_of
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
-from quire.api import anthropic_protocol as protocol
+from quire.api import anthropic_request as protocol
 from quire.http.wire import Use, table_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -9,15 +9,13 @@ from pathlib import Path
 from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend
 
-from quire.api import anthropic_protocol as anthropic
+from quire.api import anthropic_request as anthropic
 from quire.api import protocol as wire
-from quire.api import response_protocol as responses
+from quire.api import response_request as responses
 from quire.api.app import create_app
-from quire.api.deadline import DeadlineMs
-from quire.api.embeddings import EmbeddingRequest
-from quire.api.rerank import Document, RerankRequest, ScoreRequest
-from quire.api.settings import ApiSettings
-from quire.api.structured import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from quire.api.params import DeadlineMs, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from quire.api.pooling import Document, EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.api.state import ApiSettings
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
 from quire.api.tools import FUNCTION, TOOL
 from quire.http.wire import Table, Use, table_of
@@ -54,7 +52,7 @@ MODELS: dict[str, type[wire.Wire] | Table] = {
     "/v1/messages: tool_result": anthropic.ToolResultBlock,
     "/v1/messages: tools[i]": anthropic.Tool,
     "/v1/messages: tool_choice": anthropic.ToolChoice,
-    "/v1/messages: thinking": anthropic.Thinking,
+    "/v1/messages: thinking": anthropic.ThinkingSettings,
     "/v1/messages: output_config": anthropic.OutputConfig,
     "/v1/messages: output_config.format": anthropic.OutputConfigFormat,
     "/v1/messages: metadata": anthropic.Metadata,

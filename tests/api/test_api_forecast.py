@@ -7,7 +7,7 @@ from tests.api.asgi_client import Api
 
 from quire.api.app import create_app
 from quire.api.forecast import TtftForecast
-from quire.api.settings import ApiSettings
+from quire.api.state import ApiSettings
 from quire.config import SchedulerConfig
 from quire.plan.cost_model import CostModel, Curve
 from quire.workload.slo import Slo

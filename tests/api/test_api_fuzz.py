@@ -12,9 +12,9 @@ import pytest
 from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
-from quire.api.anthropic_protocol import CountTokensRequest, MessagesRequest
+from quire.api.anthropic_request import CountTokensRequest, MessagesRequest
 from quire.api.protocol import ChatRequest, CompletionRequest
-from quire.api.response_protocol import ResponsesRequest
+from quire.api.response_request import ResponsesRequest
 from quire.http.wire import Table, table_of
 
 NUM_REQUESTS = 300

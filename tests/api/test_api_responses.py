@@ -12,9 +12,9 @@ from tests.api.asgi_client import Api, error_of
 from tests.api.fake_frontend import FakeFrontend, say
 from tests.api.test_api_fields import properties
 
-from quire.api import response_protocol as protocol
+from quire.api import response_request as protocol
 from quire.api.protocol import TextPart
-from quire.api.response_store import ResponseStore, Stored
+from quire.api.state import ResponseStore, Stored
 from quire.http.wire import Use, table_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

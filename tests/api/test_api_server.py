@@ -19,7 +19,7 @@ from tests.api.fake_frontend import ANSWER, FailingFrontend
 
 from quire.api.app import create_app
 from quire.api.server import run
-from quire.api.settings import ApiSettings
+from quire.api.state import ApiSettings
 from quire.errors import ConfigError
 from quire.http.listen import bind, url_of
 

@@ -9,8 +9,6 @@ import pytest
 from tests.api.asgi_client import Api, error_of, events
 from tests.api.fake_frontend import FakeFrontend, say
 
-from quire.api.chat_choices import merge_message
-
 TOOLS = [
     {
         "type": "function",
@@ -42,6 +40,20 @@ def streamed(api: Api, **fields: Any) -> tuple[dict[str, Any], str]:
             merge_message(message, delta)
             finish = choice["finish_reason"] or finish
     return message, finish
+
+
+def merge_message(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add a delta to a message, as a client of the stream does."""
+    for name, value in delta.items():
+        if name != "tool_calls":
+            message[name] = (message.get(name) or "") + value
+            continue
+        calls = message.setdefault("tool_calls", [])
+        for part in value:
+            if "id" in part:
+                calls.append({**part, "function": dict(part["function"])})
+            else:
+                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:

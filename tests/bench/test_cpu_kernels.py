@@ -8,10 +8,10 @@ import sys
 
 import pytest
 from benchmarks import cpu_kernels as kernel
+from tests.kernels.cases import LINEAR
 
 from quire.errors import ConfigError
 from quire.kernels import registry
-from quire.kernels.cases import LINEAR
 from quire.plan.hardware import Bounds
 
 native = pytest.importorskip("quire._native")

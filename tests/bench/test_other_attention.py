@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks.gpu.other_attention import other_attention, over_our_pages
+from tests.kernels import cases
 
-from quire.kernels import cases
 from quire.kernels.attention import attention
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from tests.kernels.tolerances import tolerance
 
 from quire.config import RunnerConfig
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.threads import choose_threads
-from quire.kernels.tolerances import tolerance
 
 DTYPES = (torch.float32, torch.bfloat16)
 SEED = 20261120

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import (
     DTYPES,
     assert_close,
@@ -15,7 +16,7 @@ from tests.kernels.checks import (
     generator,
 )
 
-from quire.kernels import cases, registry
+from quire.kernels import registry
 from quire.kernels.linear import quantize_rows
 from quire.kernels.pointwise import ActivationKind, gated, gated_to_int8
 from quire.kernels.registry import Backend

@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import assert_same_bits, generator, threads
 from tests.kernels.test_quantized_linear import random_weight
 
-from quire.kernels import cases, registry
+from quire.kernels import registry
 from quire.kernels.linear import PackedLinear, linear, pack_empty, quantize_rows, write_bias, write_rows
 from quire.weight_format import WeightFormat
 

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator, threads
 
-from quire.kernels import cases, registry
+from quire.kernels import registry
 from quire.kernels.attention import AttentionShape, RaggedBatch, attention
 from quire.kernels.kv_blocks import KvView, Layout
 from quire.kernels.registry import Backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import (
     DTYPES,
     assert_close,
@@ -13,7 +14,7 @@ from tests.kernels.checks import (
     threads,
 )
 
-from quire.kernels import cases, registry
+from quire.kernels import registry
 from quire.kernels.linear import (
     PackedLinear,
     head_linear,

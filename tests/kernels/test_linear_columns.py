@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels import test_linear, test_quantized_linear
+from tests.kernels import cases, test_linear, test_quantized_linear
 from tests.kernels.checks import DTYPES, assert_same_bits, generator
 
-from quire.kernels import cases, registry
+from quire.kernels import registry
 from quire.kernels.linear import PackedLinear, linear
 from quire.kernels.registry import Backend
 from quire.weight_format import PLAIN, WeightFormat

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import (
     DTYPES,
     assert_close,
@@ -15,7 +16,7 @@ from tests.kernels.checks import (
     generator,
 )
 
-from quire.kernels import cases, registry
+from quire.kernels import registry
 from quire.kernels.lora import LoraStack, LowRank, add_lora, group_rows, stack_empty, write_slot
 from quire.kernels.registry import Backend
 from quire.kernels.tape import StepTape

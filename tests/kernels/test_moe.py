@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
 
-from quire.kernels import cases
 from quire.kernels.linear import linear, pack_empty, write_bias, write_rows
 from quire.kernels.moe import ExpertStack, experts, route
 from quire.kernels.pointwise import add_gated_rows, gated, widen_rows

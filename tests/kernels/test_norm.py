@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import (
     DTYPES,
     assert_close,
@@ -15,7 +16,7 @@ from tests.kernels.checks import (
     threads,
 )
 
-from quire.kernels import cases, registry
+from quire.kernels import registry
 from quire.kernels.linear import QuantizedRows, QuantizedWeight, linear, quantize_rows, write_rows
 from quire.kernels.norm import add_rms_norm, add_rms_norm_to_int8, rms_norm, rms_norm_to_int8
 from quire.kernels.pointwise import gated

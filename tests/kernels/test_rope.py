@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import (
     DTYPES,
     assert_close,
@@ -13,7 +14,7 @@ from tests.kernels.checks import (
     threads,
 )
 
-from quire.kernels import cases, registry
+from quire.kernels import registry
 from quire.kernels.kv_blocks import Layout, view_layer
 from quire.kernels.registry import Backend
 from quire.kernels.rope import QkNorm, apply_rope, rope_store, store_kv

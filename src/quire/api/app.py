@@ -10,20 +10,16 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from quire.api.anthropic_messages import count_tokens, messages_job
+from quire.api.anthropic import count_tokens, messages_job
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
-from quire.api.embeddings import embeddings_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
 from quire.api.forecast import TtftForecast
 from quire.api.health import Models, Probes
 from quire.api.openapi import Description
-from quire.api.rerank import rerank_job, score_job
-from quire.api.response_store import ResponseStore
+from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, responses_job
-from quire.api.running import RunningRequests
-from quire.api.settings import ApiSettings
-from quire.api.state import ApiState
+from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.http.edge import Edge, Extension, error_handlers, id_source

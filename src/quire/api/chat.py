@@ -1,60 +1,28 @@
-"""``/v1/chat/completions``: from the wire to a `Job`."""
+"""``/v1/chat/completions``: from the wire to a `Job`, and its choices with content, reasoning and tool calls."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from quire.api.chat_choices import ChatChoices
-from quire.api.deadline import deadline_of
-from quire.api.job import Answer, Job
-from quire.api.logprobs import TokenNames
-from quire.api.messages import template_messages
+import msgspec
+
+from quire.api.choices import ChoicesAnswer
+from quire.api.conversation import Conversation, conversation_job, template_messages, template_variables
+from quire.api.job import Answer, Head, Job, common_fields
+from quire.api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from quire.api.params import given_sampling, sampling_params, structured_outputs
+from quire.api.parts import Assembler, Event, Kind, Part
 from quire.api.protocol import ChatPrompt, ChatRequest, stream_options
-from quire.api.replies import ChoicesAnswer, new_head
-from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
-from quire.api.thinking import thinking_budget
-from quire.api.tools import OutputPlan, ToolUse, output_plan, tool_use
-from quire.engine.prompts import RenderedChat
+from quire.api.tools import OutputPlan, Thinking, chat_tools, tool_use
+from quire.engine.output import OutputChunk
 from quire.errors import RequestError
-from quire.http.wire import parse
-from quire.request import Deadline, SamplingParams
+from quire.http.wire import not_allowed, parse
+from quire.request import FinishReason, SamplingParams, TokenLogprobs
 
-# What the server itself hands to a template; a client may not replace it through chat_template_kwargs.
-_RESERVED_KWARGS = (
-    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ChatWork:
-    """A checked chat: what to run, and how its answers are taken apart (``plan`` None: they are plain text)."""
-
-    request: ChatRequest
-    model: str  # the name that the answer carries
-    text: str  # what the chat template made
-    prompt: list[int]
-    sampling: SamplingParams
-    plan: OutputPlan | None
-    deadline: Deadline | None = None
-
-    def job(self, answer: Answer) -> Job:
-        request = self.request
-        return Job(
-            prompts=[self.prompt],
-            prompt_text=self.text,
-            sampling=self.sampling,
-            answer=answer,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            tenant=request.user,
-            continues=bool(request.continue_final_message),
-            client_request_id=request.request_id or request.rid,
-            truncate_to=request.truncate_prompt_tokens,
-            deadline=self.deadline,
-            timing=request.timing,
-        )
+_encode = msgspec.json.Encoder().encode
 
 
 async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
@@ -65,90 +33,59 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
     """
     request = parse(ChatRequest, body, ignored=ignored)
     options = stream_options(request, ignored)
-    work = await chat_work(state, request, ignored)
-    names = TokenNames(state.frontend.tokenizer, as_ids=request.return_tokens_as_token_ids)
-    choices = ChatChoices(
-        names,
-        with_logprobs=request.logprobs,
-        with_ids=request.return_token_ids,
-        num_prompt_logprobs=request.prompt_logprobs,
-        plan=work.plan,
-        new_id=state.new_id,
+    state.check_model(request.model)
+    fields = common_fields(request, ignored)
+    sampling = sampling_params(
+        given_sampling(request),
+        state.model.generation_defaults,
+        max_tokens=_max_tokens(request),
+        logprobs=_num_logprobs(request),
+        form=structured_outputs(request, ignored),
+        client_names={"logprobs": "top_logprobs"},
     )
-    head = new_head(state, choices.id_prefix, work.model)
-    return work.job(ChoicesAnswer(head, choices, options, work.sampling.n))
+
+    def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:
+        choices = ChatChoices(
+            TokenNames(state.frontend.tokenizer, as_ids=request.return_tokens_as_token_ids),
+            with_logprobs=request.logprobs,
+            with_ids=request.return_token_ids,
+            num_prompt_logprobs=request.prompt_logprobs,
+            plan=plan,
+            new_id=state.new_id,
+        )
+        return ChoicesAnswer(head, choices, options, sampling.n)
+
+    conversation = chat_conversation(request, ignored, request)
+    return await conversation_job(
+        state, conversation, sampling, answer, model=request.model, id_prefix="chatcmpl-", fields=fields
+    )
 
 
-async def chat_work(
-    state: ApiState, request: ChatRequest, ignored: list[str] | None, *, effort: str | None = None
-) -> ChatWork:
-    """Check a chat's values and render its prompt; the other endpoints that hold conversations come here too.
-
-    ``effort``: a level that the template has as a variable already (Anthropic's, which does not say whether to think).
+def chat_conversation(
+    request: ChatPrompt, ignored: list[str] | None, chat: ChatRequest | None = None
+) -> Conversation:
+    """Return the conversation of a chat prompt. ``chat``: the same, if it is a whole chat completion.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    model = state.check_model(request.model)
-    deadline = deadline_of(request.deadline_ms, ignored)
-    sampling = sampling_params(
-        request,
-        state.model.generation_defaults,
-        max_tokens=_max_tokens(request),
-        logprobs=_num_logprobs(request),
-        logprobs_param="top_logprobs",
-        ignored=ignored,
+    tools = chat_tools(request.tools, ignored)
+    effort = chat.reasoning_effort if chat else None
+    choice, parallel = (chat.tool_choice, chat.parallel_tool_calls) if chat else (None, None)
+    return Conversation(
+        template_messages(request.messages, ignored),
+        tool_use(tools, choice, parallel, function=".function"),
+        template_variables(
+            request.chat_template_kwargs,
+            effort=effort,
+            documents=request.documents,
+            continues=request.continue_final_message,
+            begins=request.add_generation_prompt,
+        ),
+        Thinking(chat.thinking_token_budget if chat else None, effort),
+        separate_reasoning=chat is None or chat.separate_reasoning,
+        with_reasoning=chat is None or chat.include_reasoning,
     )
-    use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls, ignored)
-    text, prompt = await chat_prompt(state, request, ignored, use)
-    plan = output_plan(
-        state,
-        use,
-        text,
-        separate_reasoning=request.separate_reasoning,
-        with_reasoning=request.include_reasoning,
-        skip_special_tokens=sampling.skip_special_tokens,
-    )
-    if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
-        form = plan.constrained(use, sampling.structured_outputs)
-        sampling = replace(sampling, skip_special_tokens=False, structured_outputs=form)
-    effort = effort or request.reasoning_effort
-    budget = thinking_budget(state, request.thinking_token_budget, effort, text, has_tools=bool(use.tools))
-    if budget is not None:
-        sampling = replace(sampling, thinking_budget=budget)
-    return ChatWork(request, model, text, prompt, sampling, plan, deadline)
-
-
-async def chat_prompt(
-    state: ApiState,
-    request: ChatPrompt,
-    ignored: list[str] | None,
-    use: ToolUse,
-    *,
-    add_special_tokens: bool = False,
-) -> RenderedChat:
-    """Return what the model's template makes of the messages, as text and as token ids.
-
-    Raises:
-        RequestError: a message that is wrong, or that the template rejects.
-        CapacityError: too many conversations wait to be rendered (503).
-    """
-    messages = template_messages(request.messages, ignored)
-    _name_developers(state, messages)
-    # With tool_choice "none" the model is not shown the tools, so that it does not call them.
-    tools = list(use.tools) if use.choice != "none" else None
-    return await state.frontend.chat_prompt(
-        messages, tools or None, add_special_tokens=add_special_tokens, **_template_kwargs(request)
-    )
-
-
-def _name_developers(state: ApiState, messages: list[dict[str, Any]]) -> None:
-    """`developer` is OpenAI's newer name of `system`; most templates know the older one alone."""
-    template = state.frontend.chat_template
-    if template is not None and template.names and "developer" not in template.source():
-        for message in messages:
-            if message["role"] == "developer":
-                message["role"] = "system"
 
 
 def _max_tokens(request: ChatRequest) -> int | None:
@@ -160,10 +97,7 @@ def _max_tokens(request: ChatRequest) -> int | None:
             param="max_completion_tokens",
         )
     if new is not None and new < 1:
-        raise RequestError(
-            f"max_completion_tokens = {new} is not allowed: it must be an integer ≥ 1, or null.",
-            param="max_completion_tokens",
-        )
+        raise not_allowed("max_completion_tokens", new, "an integer ≥ 1, or null")
     return new if new is not None else old
 
 
@@ -178,30 +112,120 @@ def _num_logprobs(request: ChatRequest) -> int | None:
     return None
 
 
-def _template_kwargs(request: ChatPrompt) -> dict[str, Any]:
-    kwargs: dict[str, Any] = {}
-    for name, value in (request.chat_template_kwargs or {}).items():
-        if name in _RESERVED_KWARGS:
-            raise RequestError(
-                f"chat_template_kwargs.{name} is not allowed: send {name} as a field of the request.",
-                param=f"chat_template_kwargs.{name}",
+@dataclass(slots=True)
+class ChatChoices:
+    """The choices of one answer. ``plan`` None: the model's text is the content as it is."""
+
+    kind: ClassVar[str] = "chat.completion"
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
+
+    names: TokenNames
+    with_logprobs: bool
+    with_ids: bool
+    num_prompt_logprobs: int | None
+    plan: OutputPlan | None
+    new_id: Callable[[], str]
+    _assemblers: dict[int, Assembler] = field(default_factory=dict)
+
+    def opening(self, index: int, echo: str) -> bytes | None:
+        """Return the choice that names the role, before any content; chats are not echoed."""
+        return (
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+            % index
+        )
+
+    def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
+        """Return the choice object of one chunk; None if there is nothing to show yet."""
+        last = chunk.finish_reason is not None
+        text_only = not last and not self.with_logprobs and not self.with_ids
+        if text_only and self.plan is None:
+            if not chunk.text:
+                return None
+            content = _encode(chunk.text)
+            return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
+                index,
+                content,
             )
-        kwargs[name] = value
-    effort = getattr(request, "reasoning_effort", None)
-    if effort is not None:
-        kwargs.setdefault("reasoning_effort", effort)
-        kwargs.setdefault("enable_thinking", effort != "none")
-        kwargs.setdefault("thinking", effort != "none")
-    if request.documents:
-        kwargs["documents"] = request.documents
-    if request.continue_final_message:
-        if request.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message = true and add_generation_prompt = true contradict each other.",
-                param="continue_final_message",
-            )
-        kwargs["continue_final_message"] = True
-        kwargs["add_generation_prompt"] = False
-    elif request.add_generation_prompt is not None:
-        kwargs["add_generation_prompt"] = request.add_generation_prompt
-    return kwargs
+        delta = _delta(self._assembler(index).feed(chunk.text, last=last))
+        if text_only and not delta:
+            return None
+        if not delta and self.plan is None and not last:
+            delta = {"content": ""}  # a token whose text is held back
+        value: dict[str, Any] = {"index": index, "delta": delta, **self._beside_text(index, chunk)}
+        if not last:
+            del value["stop_reason"]
+        return _encode(value)
+
+    def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the choice object of a whole answer, given as one chunk."""
+        assembler = self._assembler(index)
+        assembler.feed(chunk.text, last=True)
+        calls = [_call(part, part.text) for part in assembler.parts if part.kind is Kind.CALL]
+        content = assembler.text(Kind.TEXT)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "refusal": None,
+        }
+        message |= _reasoning(assembler.text(Kind.REASONING))
+        if calls:
+            message["tool_calls"] = calls
+        return {"index": index, "message": message, **self._beside_text(index, chunk)}
+
+    def beside(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return fields beside ``choices``, in a whole answer and in the first chunk."""
+        return {"prompt_token_ids": prompt_token_ids} if self.with_ids else {}
+
+    def scored(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        """Return the prompt's log-probabilities with the first chunk of the first choice."""
+        if index or chunk.prompt_logprobs is None or self.num_prompt_logprobs is None:
+            return {}
+        entries = prompt_logprobs(chunk.prompt_logprobs, self.num_prompt_logprobs, self.names)
+        return {"prompt_logprobs": entries}
+
+    def _assembler(self, index: int) -> Assembler:
+        assembler = self._assemblers.get(index)
+        if assembler is None:
+            assembler = self._assemblers[index] = Assembler(self.plan, self._new_call_id)
+        return assembler
+
+    def _new_call_id(self) -> str:
+        return "call_" + self.new_id()[:24]
+
+    def _beside_text(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        """Return the fields of a choice beside its message or delta."""
+        finish: str | None = chunk.finish_reason
+        if chunk.finish_reason is FinishReason.STOP and self._assembler(index).num_calls:
+            finish = "tool_calls"
+        fields = {
+            "logprobs": self._logprobs(chunk.logprobs),
+            "finish_reason": finish,
+            "stop_reason": chunk.stop_reason,
+        }
+        return {**fields, "token_ids": chunk.token_ids} if self.with_ids else fields
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        return chat_logprobs(logprobs or (), self.names) if self.with_logprobs else None
+
+
+def _delta(events: Sequence[Event]) -> dict[str, Any]:
+    """Return the ``delta`` object of events; empty if they add nothing."""
+    delta: dict[str, Any] = {}
+    for verb, part, text in events:
+        if part.kind is Kind.CALL and verb != "close":
+            call: dict[str, Any] = {"index": part.call}
+            call |= _call(part, "") if verb == "open" else {"function": {"arguments": text}}
+            delta.setdefault("tool_calls", []).append(call)
+        elif verb == "more":
+            pieces = {"content": text} if part.kind is Kind.TEXT else _reasoning(text)
+            delta |= {name: delta.get(name, "") + piece for name, piece in pieces.items()}
+    return delta
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """vLLM's newer name, and the older one of DeepSeek, SGLang and earlier vLLM."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
+
+
+def _call(part: Part, arguments: str) -> dict[str, Any]:
+    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": arguments}}

@@ -1,20 +1,25 @@
-"""``/v1/completions``: from the wire to a `Job`."""
+"""``/v1/completions``: from the wire to a `Job`, and its choices."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from quire.api.deadline import deadline_of
-from quire.api.job import Job
-from quire.api.logprobs import TokenNames
+import msgspec
+
+from quire.api.choices import ChoicesAnswer
+from quire.api.job import Job, common_fields, new_head
+from quire.api.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from quire.api.params import given_sampling, sampling_params, structured_outputs
 from quire.api.protocol import CompletionRequest, stream_options
-from quire.api.replies import ChoicesAnswer, CompletionChoices, new_head
-from quire.api.sampling import sampling_params
 from quire.api.state import ApiState
+from quire.engine.output import OutputChunk
 from quire.errors import RequestError
-from quire.http.wire import clip, parse
+from quire.http.wire import not_allowed, parse
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_encode = msgspec.json.Encoder().encode
 
 
 async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
@@ -24,43 +29,30 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
         RequestError: names the field, the value and what is allowed.
     """
     request = parse(CompletionRequest, body, ignored=ignored)
-    model = state.check_model(request.model)
+    head = new_head(state, "cmpl-", request.model)
     options = stream_options(request, ignored)
-    prompts = parse_prompts(request.prompt)
-    if not request.add_special_tokens:
-        tokenize = state.frontend.tokenize
-        prompts = [await tokenize(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
-    defaults = state.model.generation_defaults
-    max_tokens = request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS
+    prompts = await parse_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens)
     sampling = sampling_params(
-        _echoing(request),
-        defaults,
-        max_tokens=max_tokens,
+        given_sampling(_echoing(request)),
+        state.model.generation_defaults,
+        max_tokens=request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS,
         logprobs=request.logprobs,
-        logprobs_param="logprobs",
-        ignored=ignored,
+        form=structured_outputs(request, ignored),
     )
-    names = TokenNames(state.frontend.tokenizer, as_ids=request.return_tokens_as_token_ids)
     choices = CompletionChoices(
-        names,
+        TokenNames(state.frontend.tokenizer, as_ids=request.return_tokens_as_token_ids),
         num_logprobs=request.logprobs,
         with_ids=request.return_token_ids,
         num_prompt_logprobs=request.prompt_logprobs,
         echo=request.echo,
     )
     return Job(
-        prompts=prompts,
-        sampling=sampling,
-        answer=ChoicesAnswer(new_head(state, choices.id_prefix, model), choices, options, sampling.n),
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        tenant=request.user,
+        prompts,
+        sampling,
+        ChoicesAnswer(head, choices, options, sampling.n),
         continues=True,
-        client_request_id=request.request_id or request.rid,
-        truncate_to=request.truncate_prompt_tokens,
-        deadline=deadline_of(request.deadline_ms, ignored),
-        timing=request.timing,
         echo=request.echo,
+        **common_fields(request, ignored),
     )
 
 
@@ -72,39 +64,49 @@ def _echoing(request: CompletionRequest) -> CompletionRequest:
     return request.model_copy(update={"prompt_logprobs": most})
 
 
-def parse_prompts(prompt: Any, param: str = "prompt") -> list[str | list[int]]:
-    """Return the prompts of a string, a list of ids, or a list of either. ``param``: what the client calls them.
+async def parse_prompts(
+    state: ApiState, prompt: Any, param: str = "prompt", *, add_special_tokens: bool = True
+) -> list[str | list[int]]:
+    """Return the prompts of a string, a list of ids, or a list of either. ``param``: the client's name of the field.
 
     Raises:
-        RequestError: any other shape, by the first wrong element.
+        RequestError: any other shape; names the first wrong element.
     """
-    if isinstance(prompt, str):
-        return [prompt]
     if prompt is None:
         raise RequestError(
             f"{param} is required: it must be a string, a list of token ids, or a list of either.",
             param=param,
             code="missing_required_parameter",
         )
-    if not isinstance(prompt, list) or not prompt:
-        raise _wrong(param, prompt, "a string, a list of token ids, or a list of either, not empty")
-    if _is_id(prompt[0]):
-        return [_ids(param, prompt)]
+    if not isinstance(prompt, str) and (not isinstance(prompt, list) or not prompt):
+        allowed = "a string, a list of token ids, or a list of either, not empty"
+        raise not_allowed(param, prompt, allowed, "invalid_type")
     prompts: list[str | list[int]] = []
-    for i, item in enumerate(prompt):
-        if isinstance(item, str):
-            prompts.append(item)
-        elif isinstance(item, list) and item:
-            prompts.append(_ids(f"{param}[{i}]", item))
-        else:
-            raise _wrong(f"{param}[{i}]", item, "a string or a list of token ids, not empty")
-    return prompts
+    if isinstance(prompt, str):
+        prompts = [prompt]
+    elif _is_id(prompt[0]):
+        prompts = [_ids(param, prompt)]
+    else:
+        prompts = [_prompt(f"{param}[{i}]", item) for i, item in enumerate(prompt)]
+    if add_special_tokens:
+        return prompts
+    tokenize = state.frontend.tokenize
+    return [await tokenize(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
+
+
+def _prompt(where: str, item: Any) -> str | list[int]:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, list) and item:
+        return _ids(where, item)
+    raise not_allowed(where, item, "a string or a list of token ids, not empty", "invalid_type")
 
 
 def _ids(where: str, items: list[Any]) -> list[int]:
     for i, item in enumerate(items):
         if not _is_id(item):
-            raise _wrong(f"{where}[{i}]", item, "a token id (an integer ≥ 0), like the elements before it")
+            allowed = "a token id (an integer ≥ 0), like the elements before it"
+            raise not_allowed(f"{where}[{i}]", item, allowed, "invalid_type")
     return items
 
 
@@ -112,7 +114,86 @@ def _is_id(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _wrong(where: str, value: Any, allowed: str) -> RequestError:
-    return RequestError(
-        f"{where} = {clip(value)} is not allowed: it must be {allowed}.", param=where, code="invalid_type"
-    )
+@dataclass(slots=True)
+class CompletionChoices:
+    """Choices of ``/v1/completions``. ``num_logprobs``: alternatives beside each token, also of an echoed prompt."""
+
+    kind: ClassVar[str] = "text_completion"
+    chunk_kind: ClassVar[str] = "text_completion"
+
+    names: TokenNames
+    num_logprobs: int | None
+    with_ids: bool
+    num_prompt_logprobs: int | None = None
+    echo: bool = False
+    _renderers: dict[int, CompletionLogprobs] = field(default_factory=dict)
+
+    def opening(self, index: int, echo: str) -> bytes | None:
+        """Return the choice with the prompt's text, if it is echoed."""
+        if not echo:
+            return None
+        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, _encode(echo))
+
+    def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
+        """Return the choice object of one chunk; None if there is nothing to show yet."""
+        plain = chunk.finish_reason is None and chunk.prompt_logprobs is None
+        if plain and self.num_logprobs is None and not self.with_ids:
+            if not chunk.text:
+                return None
+            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (
+                index,
+                _encode(chunk.text),
+            )
+        value: dict[str, Any] = {
+            "index": index,
+            "text": chunk.text,
+            "logprobs": self._logprobs(index, chunk),
+            "finish_reason": chunk.finish_reason,
+            **self._scored(chunk),
+        }
+        if chunk.finish_reason is not None:
+            value["stop_reason"] = chunk.stop_reason
+        if self.with_ids:
+            value["token_ids"] = chunk.token_ids
+        return _encode(value)
+
+    def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the choice object of a whole answer, given as one chunk."""
+        value: dict[str, Any] = {
+            "index": index,
+            "text": chunk.text,
+            "logprobs": self._logprobs(index, chunk),
+            "finish_reason": chunk.finish_reason,
+            "stop_reason": chunk.stop_reason,
+            **self._scored(chunk),
+        }
+        if self.with_ids:
+            value["token_ids"] = chunk.token_ids
+            value["prompt_token_ids"] = prompt_token_ids
+        return value
+
+    def beside(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return no fields: each choice may have another prompt."""
+        return {}
+
+    def scored(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        """Return no fields: each choice has its prompt's log-probabilities."""
+        return {}
+
+    def _scored(self, chunk: OutputChunk) -> dict[str, Any]:
+        if chunk.prompt_logprobs is None or self.num_prompt_logprobs is None:
+            return {}
+        entries = prompt_logprobs(chunk.prompt_logprobs, self.num_prompt_logprobs, self.names)
+        return {"prompt_logprobs": entries}
+
+    def _logprobs(self, index: int, chunk: OutputChunk) -> dict[str, Any] | None:
+        if self.num_logprobs is None:
+            return None
+        renderer = self._renderers.get(index)
+        if renderer is None:
+            renderer = self._renderers[index] = CompletionLogprobs(self.names)
+        echoed = None
+        if self.echo and chunk.prompt_logprobs is not None:
+            assert chunk.prompt_token_ids is not None
+            echoed = renderer.echo(chunk.prompt_logprobs, chunk.prompt_token_ids, self.num_logprobs)
+        return renderer.render(chunk.logprobs or (), echoed)

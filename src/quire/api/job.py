@@ -4,34 +4,104 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-from quire.api.replies import Head, Usage
+from quire.api.params import deadline_of
+from quire.api.protocol import RequestFields, SampledFields
+from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.http.refusals import Refusal
 from quire.request import Deadline, Pooling, SamplingParams
 
 
-class Answer(Protocol):
-    """How the chunks of a request are written: as one body, or as server-sent events."""
+@dataclass(slots=True)
+class Usage:
+    """Token counts of one HTTP request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    timing: Any = None  # set at the end if it was asked for
+    truncated_tokens: int = 0  # cut off by truncate_prompt_tokens; not in prompt_tokens
+
+    def beside(self) -> dict[str, Any]:
+        """Return the fields that stand beside ``usage`` in an answer."""
+        return {} if self.timing is None else {"timing": self.timing}
+
+    def to_json(self) -> dict[str, Any]:
+        details = {"cached_tokens": self.cached_tokens}
+        if self.truncated_tokens:
+            details["truncated_tokens"] = self.truncated_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": details,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The fields that every answer and every chunk of it repeats."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    fingerprint: str
+    determinism: str  # "exact" | "batch-dependent"
+
+    def to_json(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "determinism": self.determinism,
+        }
+
+
+def new_head(state: ApiState, prefix: str, model: str | None) -> Head:
+    """Return the head of an answer under a new id. ``model``: the name that the request gives.
+
+    Raises:
+        NotFoundError: the model is not served.
+    """
+    info = state.frontend.info
+    return Head(
+        id=prefix + state.new_id(),
+        created=int(state.unix_time()),
+        model=state.check_model(model),
+        fingerprint=state.settings.system_fingerprint,
+        determinism=info.determinism if info is not None else state.model.determinism,
+    )
+
+
+class Answer:
+    """How the chunks of a request are written: as one body, or as server-sent events if ``streamed``."""
 
     head: Head
-    streamed: bool
+    streamed = False
 
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed: one chunk for each choice, the token ids of each prompt."""
+        """Return the body of an answer that is not streamed: one chunk per choice, the token ids of each prompt."""
+        raise NotImplementedError
 
     def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
-        """The events before any chunk. ``echoes``: the text of each prompt where it is asked for, else empty."""
+        """Return the events before any chunk. ``echoes``: the text of each prompt if it is echoed, else empty."""
+        raise NotImplementedError
 
     def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
-        """The events of one chunk of one choice; empty where it says nothing yet."""
+        """Return the events of one chunk of one choice; empty if there is nothing to show yet."""
+        raise NotImplementedError
 
     def closing(self, usage: Usage) -> bytes:
-        """The events behind the last chunk."""
+        """Return the events after the last chunk."""
+        raise NotImplementedError
 
     def error(self, refusal: Refusal) -> bytes:
-        """The end of a stream that had begun and failed."""
+        """Return the events that end a stream which had begun and failed."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +114,37 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
-    continues: bool = False  # the output goes on from the prompt's text
+    continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
-    prompt_text: str | None = None  # of a chat: what its template made
-    # Keep this many tokens at the end of each prompt; -1: what the context holds.
+    prompt_text: str | None = None  # of a chat: the text that its template made
+    # Keep this many tokens at the end of each prompt; -1: as many as the context holds.
     truncate_to: int | None = None
     deadline: Deadline | None = None
-    timing: bool = False  # the answer says where its time went
-    in_background: bool = False  # answered with the id at once; for responses alone
+    timing: bool = False  # the answer has a timing block
+    in_background: bool = False  # a response that runs without its client
     echo: bool = False  # each choice begins with its prompt's text
-    pooling: Pooling | None = None  # no answers, but what it asks of each prompt
-    prompt_param: str = "prompt"  # what the endpoint calls its prompts
+    pooling: Pooling | None = None  # of requests that sample nothing
+    prompt_param: str = "prompt"  # the endpoint's name of its prompts
 
     @property
-    def draws_nothing(self) -> bool:
-        """Whether the prompts are all there is to compute."""
+    def samples_nothing(self) -> bool:
+        """Whether only the prompts are computed."""
         return self.pooling is not None or self.sampling.max_tokens == 0
+
+
+def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str, Any]:
+    """Return the fields of a `Job` that every endpoint takes from its request.
+
+    Raises:
+        RequestError: a deadline that is wrong.
+    """
+    given: dict[str, Any] = {
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+        "client_request_id": request.request_id or getattr(request, "rid", None),
+        "tenant": getattr(request, "user", ""),
+        "truncate_to": getattr(request, "truncate_prompt_tokens", None),
+    }
+    if isinstance(request, SampledFields):
+        given |= {"deadline": deadline_of(request.deadline_ms, ignored), "timing": request.timing}
+    return given

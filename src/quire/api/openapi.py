@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.api import anthropic_protocol, response_protocol
 from quire.api import protocol as wire
-from quire.api.embeddings import EmbeddingRequest
-from quire.api.rerank import RerankRequest, ScoreRequest
+from quire.api.anthropic_request import CountTokensRequest, MessagesRequest, Turn
+from quire.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.api.response_request import ResponsesRequest
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
 from quire.http.wire import Body, Use, Wire, table_of
 
@@ -32,15 +32,15 @@ BODIES: dict[str, Body] = {
     "/v1/completions": Body("Continue a text", wire.CompletionRequest, {}, _STREAM),
     "/v1/messages": Body(
         "Answer a conversation (Anthropic's form)",
-        anthropic_protocol.MessagesRequest,
-        {"messages": anthropic_protocol.Turn},
+        MessagesRequest,
+        {"messages": Turn},
     ),
     "/v1/messages/count_tokens": Body(
         "Count the tokens of a conversation",
-        anthropic_protocol.CountTokensRequest,
-        {"messages": anthropic_protocol.Turn},
+        CountTokensRequest,
+        {"messages": Turn},
     ),
-    "/v1/responses": Body("Answer, and keep the answer", response_protocol.ResponsesRequest),
+    "/v1/responses": Body("Answer, and keep the answer", ResponsesRequest),
     "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest),
     **dict.fromkeys(
         ("/v1/rerank", "/rerank", "/v2/rerank"),

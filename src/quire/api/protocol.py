@@ -32,16 +32,18 @@ DeadlineField = Annotated[
     Field(description="a number of milliseconds, or an object with first_token, total or both"),
 ]
 
+EFFORTS = {"max": "xhigh"}  # the highest level that templates know
+
 
 class StreamOptions(Wire):
-    """``stream_options``: whether and when the stream carries a usage block."""
+    """``stream_options``."""
 
     include_usage: Boolean = False
     continuous_usage_stats: Boolean = False
 
 
 class RequestFields(Wire):
-    """What every request to the engine may say. None: not given."""
+    """Fields of every request to the engine. None: not given."""
 
     model: Text | None = None
     priority: Integer = 0
@@ -49,8 +51,8 @@ class RequestFields(Wire):
     request_id: Text | None = None
 
 
-class DrawingFields(RequestFields):
-    """What every endpoint that draws tokens has under the same name: OpenAI's, Anthropic's, and the responses."""
+class SampledFields(RequestFields):
+    """Fields that every endpoint which samples tokens has under the same name."""
 
     stream: Boolean = False
     temperature: Number | None = None
@@ -62,14 +64,14 @@ class DrawingFields(RequestFields):
     deadline_ms: DeadlineField | None = None
     timing: Boolean = False
 
-    def given(self) -> dict[str, Any]:
-        """Return these fields where the client set them."""
-        values = {name: getattr(self, name) for name in DrawingFields.model_fields}
-        return {name: value for name, value in values.items() if value is not None}
+    def given_sampling(self) -> dict[str, Any]:
+        """Return the sampling fields among these that the client set."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-class GenerationFields(DrawingFields):
-    """What chat and text completions have in common."""
+class GenerationFields(SampledFields):
+    """Fields of chat and text completions."""
 
     stream_options: AnyObject | None = None
     n: Integer | None = None

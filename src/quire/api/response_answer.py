@@ -1,30 +1,30 @@
 """Answers of ``/v1/responses``: a response with output items, whole or as OpenAI's numbered events.
 
 response.created response.in_progress
-(response.output_item.added … response.output_item.done)*     one item for each part of the answer
+(response.output_item.added … response.output_item.done)*     one item per part of the answer
 response.completed | response.incomplete | response.failed
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from quire.api.answer_parts import AnswerParts, Event, Kind, Part
 from quire.api.generation import CANCELLED_BY_CLIENT
-from quire.api.replies import Head, Usage
-from quire.api.response_logprobs import TextLogprobs
+from quire.api.job import Answer, Head, Usage
+from quire.api.parts import Assembler, Event, Kind, Part, TextLogprobs
+from quire.api.state import ApiState
 from quire.api.tools import OutputPlan
 from quire.engine.output import OutputChunk
+from quire.http import sse
 from quire.http.refusals import Refusal
 from quire.request import FinishReason
 
 _encode = msgspec.json.Encoder().encode
 _PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
-# Name of a part's events, where its text stands in them, and the type of its content.
+# Name of a part's events, the field of its text in them, and the type of its content.
 _EVENTS = {
     Kind.TEXT: ("output_text", "text", "output_text"),
     Kind.REASONING: ("reasoning_text", "text", "reasoning_text"),
@@ -32,39 +32,32 @@ _EVENTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHooks:
-    """What an answer needs of the server."""
+class ResponseAnswer(Answer):
+    """The one response to a request. ``store`` is called with the response when it has ended.
 
-    new_id: Callable[[], str]
-    unix_time: Callable[[], float]
-    count_tokens: Callable[[str], int]
-    store: Callable[[dict[str, Any]], None]  # called with a response that is over
-
-
-class ResponseAnswer:
-    """The one response to a request. ``echoed``: the fields of the request that it repeats."""
+    ``echoed``: the fields of the request that the response repeats.
+    """
 
     def __init__(
         self,
+        state: ApiState,
         head: Head,
-        echoed: dict[str, Any],
         plan: OutputPlan | None,
-        hooks: ResponseHooks,
+        echoed: dict[str, Any],
+        store: Callable[[dict[str, Any]], None],
         *,
         streamed: bool,
         input_items: list[dict[str, Any]],
         logprobs: TextLogprobs,
-        in_background: bool = False,
     ) -> None:
         self.head = head
-        self._in_background = in_background
-        self.input_items = input_items
         self.streamed = streamed
+        self.input_items = input_items
+        self._state = state
         self._echoed = echoed
-        self._hooks = hooks
+        self._store = store
         self._logprobs = logprobs
-        self._parts = AnswerParts(plan, lambda: "call_" + hooks.new_id()[:24])
+        self._assembler = Assembler(plan, lambda: "call_" + state.new_id()[:24])
         self._ids: list[str] = []  # of the items
         self._cut = False  # a limit ended the answer
         self._cut_by = "max_output_tokens"  # or the context; or "deadline"
@@ -74,19 +67,19 @@ class ResponseAnswer:
         (chunk,) = chunks
         self._note_end(chunk)
         self._logprobs.feed(chunk)
-        for event in self._parts.feed(chunk.text, last=True):
+        for event in self._assembler.feed(chunk.text, last=True):
             self._name(event)
         return _encode(self._complete(usage))
 
     def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
-        response = self.begun("queued" if self._in_background else "in_progress")
+        response = self.begun("queued" if self._echoed["background"] else "in_progress")
         created = self._event("response.created", {"response": response})
         return created + self._event("response.in_progress", {"response": response})
 
     def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
         self._note_end(chunk)
         self._logprobs.feed(chunk)
-        events = self._parts.feed(chunk.text, last=chunk.finish_reason is not None)
+        events = self._assembler.feed(chunk.text, last=chunk.finish_reason is not None)
         return b"".join([self._part_events(event) for event in events])
 
     def closing(self, usage: Usage) -> bytes:
@@ -96,16 +89,16 @@ class ResponseAnswer:
     def error(self, refusal: Refusal) -> bytes:
         self._cut = True  # the last item is incomplete
         status = "cancelled" if refusal.code == CANCELLED_BY_CLIENT else "failed"
-        parts = [] if self._in_background else self._parts.parts
+        parts = [] if self._echoed["background"] else self._assembler.parts
         response = self._response(status, [self._item(part) for part in parts])
         if status == "failed":
             response["error"] = {"code": "server_error", "message": refusal.message}
-        if self._in_background:
-            self._hooks.store(response)
+        if self._echoed["background"]:
+            self._store(response)
         return self._event("response.failed", {"response": response})
 
     def begun(self, status: str) -> dict[str, Any]:
-        """The response before anything of it is there."""
+        """Return the response before its first part."""
         return self._response(status, [])
 
     def _note_end(self, chunk: OutputChunk) -> None:
@@ -115,22 +108,23 @@ class ResponseAnswer:
 
     def _complete(self, usage: Usage) -> dict[str, Any]:
         response = self._response(
-            "incomplete" if self._cut else "completed", [self._item(part) for part in self._parts.parts]
+            "incomplete" if self._cut else "completed", [self._item(part) for part in self._assembler.parts]
         )
         if self._cut:
             response["incomplete_details"] = {"reason": self._cut_by}
-        response["completed_at"] = None if self._cut else int(self._hooks.unix_time())
-        thoughts = [part.text for part in self._parts.parts if part.kind is Kind.REASONING]
+        response["completed_at"] = None if self._cut else int(self._state.unix_time())
+        count = self._state.frontend.tokenizer.encode
+        thoughts = [part.text for part in self._assembler.parts if part.kind is Kind.REASONING]
         response["usage"] = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            # The tokens that the text takes: those that were written may be cut otherwise.
-            "output_tokens_details": {"reasoning_tokens": sum(map(self._hooks.count_tokens, thoughts))},
+            # Counted from the text: the sampled tokens may split it differently.
+            "output_tokens_details": {"reasoning_tokens": sum(len(count(text)) for text in thoughts)},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         response |= usage.beside()
-        self._hooks.store(response)
+        self._store(response)
         return response
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -153,13 +147,13 @@ class ResponseAnswer:
         }
 
     def _name(self, event: Event) -> None:
-        """Give the item of a part that opens its id."""
+        """Give a part that opens the id of its item."""
         if event.verb == "open":
-            self._ids.append(_PREFIXES[event.part.kind] + self._hooks.new_id())
+            self._ids.append(_PREFIXES[event.part.kind] + self._state.new_id())
 
     def _item(self, part: Part, *, begun: bool = False) -> dict[str, Any]:
-        """The output item of a part, or as it begins, empty; what the end cut off is incomplete."""
-        cut = self._cut and part is self._parts.parts[-1]
+        """Return the output item of a part (``begun``: still empty); a part that a limit cut off is incomplete."""
+        cut = self._cut and part is self._assembler.parts[-1]
         status = "in_progress" if begun else "incomplete" if cut else "completed"
         item = {"id": self._ids[part.index], "status": status}
         if part.kind is Kind.CALL:
@@ -199,9 +193,9 @@ class ResponseAnswer:
         return done + self._event("response.output_item.done", {**index, "item": self._item(part)})
 
     def _event(self, kind: str, values: dict[str, Any]) -> bytes:
-        value = {"type": kind, "sequence_number": self._num_events, **values}
+        numbered = {"sequence_number": self._num_events, **values}
         self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(value))
+        return sse.named_event(kind, numbered)
 
 
 def _content(part: Part, text: str, logprobs: list[Any]) -> dict[str, Any]:

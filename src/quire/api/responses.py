@@ -1,41 +1,29 @@
-"""OpenAI's ``/v1/responses``, by way of a chat completion, and what is stored of it."""
+"""OpenAI's ``/v1/responses``: jobs, and what is stored of their answers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.chat import ChatWork
+from quire.api.conversation import conversation_job
 from quire.api.generation import Generation
-from quire.api.job import Job
+from quire.api.job import Answer, Head, Job, common_fields
 from quire.api.logprobs import TokenNames
-from quire.api.protocol import ChatRequest
-from quire.api.replies import new_head
-from quire.api.response_answer import ResponseAnswer, ResponseHooks
-from quire.api.response_logprobs import TextLogprobs
-from quire.api.response_prompt import add_input, chat_fields, input_items
-from quire.api.response_protocol import ResponsesRequest
-from quire.api.response_store import Stored
-from quire.api.state import ApiState
-from quire.api.translated import Words
+from quire.api.params import sampling_params
+from quire.api.parts import TextLogprobs
+from quire.api.response_answer import ResponseAnswer
+from quire.api.response_request import ResponsesRequest, add_input, conversation_of, form_of, input_items
+from quire.api.state import ApiState, Stored
+from quire.api.tools import OutputPlan
 from quire.errors import NotFoundError, RequestError
 from quire.http.body import json_response, page_of
 from quire.http.wire import clip, parse
+from quire.request import SamplingParams
 
 _LOGPROBS = "message.output_text.logprobs"
-_WORDS = Words(
-    (
-        ("reasoning_effort", "reasoning.effort"),
-        ("response_format.json_schema", "text.format"),
-        ("response_format", "text.format"),
-        (".function.", "."),
-        ("max_completion_tokens", "max_output_tokens"),
-    )
-)
 
 
 async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
@@ -45,7 +33,6 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
         RequestError: names the field, the value and what is allowed.
     """
     request = parse(ResponsesRequest, body, ignored=ignored)
-    fields = chat_fields(request, ignored) | request.given()
     if request.background and (request.stream or not request.store):
         other = "stream = true" if request.stream else "store = false"
         raise RequestError(
@@ -53,7 +40,49 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
             "/v1/responses/{id}.",
             param="background",
         )
-    _include(request, fields)
+    state.check_model(request.model)
+    num_logprobs = _num_logprobs(request)
+    messages = _messages(state, request, ignored)
+    conversation = conversation_of(request, messages, ignored)
+    sampling = sampling_params(
+        request.given_sampling(),
+        state.model.generation_defaults,
+        max_tokens=request.max_output_tokens,
+        logprobs=num_logprobs,
+        form=form_of(request, ignored),
+        client_names={"logprobs": "top_logprobs"},
+    )
+    items = input_items(request.input, state.new_id)
+
+    def store(response: dict[str, Any]) -> None:
+        if request.store:
+            add_input(messages, response["output"])
+            state.responses.put(
+                response["id"], Stored(*map(msgspec.json.encode, (response, items, messages)))
+            )
+
+    def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:
+        tokenizer = state.frontend.tokenizer
+        names = TokenNames(tokenizer, as_ids=False) if num_logprobs is not None else None
+        return ResponseAnswer(
+            state,
+            head,
+            plan,
+            _echoed(request, sampling),
+            store,
+            streamed=request.stream or request.background,
+            input_items=items,
+            logprobs=TextLogprobs(names, plan, tokenizer, skip_special_tokens=sampling.skip_special_tokens),
+        )
+
+    fields = {**common_fields(request, ignored), "in_background": request.background}
+    return await conversation_job(
+        state, conversation, sampling, answer, model=request.model, id_prefix="resp_", fields=fields
+    )
+
+
+def _messages(state: ApiState, request: ResponsesRequest, ignored: list[str] | None) -> list[dict[str, Any]]:
+    """Return the messages of the earlier turns and of the request's input."""
     messages = _before(state, request.previous_response_id)
     add_input(messages, request.input, ignored)
     if not messages:
@@ -61,27 +90,11 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
     for message in messages:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""  # reasoning alone
-    opening = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    work = await _WORDS.work(state, ChatRequest(**fields, messages=opening + messages), ignored)
-    items = input_items(request.input, state.new_id)
-    hooks = _hooks(state, request, messages, items)
-    head = new_head(state, "resp_", work.model)
-    echoed = _echoed(request, work)
-    answer = ResponseAnswer(
-        head,
-        echoed,
-        work.plan,
-        hooks,
-        streamed=request.stream or request.background,
-        input_items=items,
-        logprobs=_text_logprobs(state, work),
-        in_background=request.background,
-    )
-    return replace(work.job(answer), in_background=request.background)
+    return messages
 
 
 def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
-    """The conversation that ``previous_response_id`` ends."""
+    """Return the conversation that ``previous_response_id`` ends."""
     if previous is None:
         return []
     stored = state.responses.get(previous)
@@ -101,56 +114,33 @@ def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
 
 
 def _pending(state: ApiState, response_id: str) -> Generation | None:
-    """Return what runs a background response that is not complete, or None."""
+    """Return the background response of this id if it is still running."""
     for request in state.running.named(response_id):
         if isinstance(request, Generation) and request.job.in_background:
             return request
     return None
 
 
-def _hooks(
-    state: ApiState,
-    request: ResponsesRequest,
-    messages: list[dict[str, Any]],
-    items: list[dict[str, Any]],
-) -> ResponseHooks:
-    def store(response: dict[str, Any]) -> None:
-        if request.store:
-            add_input(messages, response["output"])
-            kept = Stored(*map(msgspec.json.encode, (response, items, messages)))
-            state.responses.put(response["id"], kept)
-
-    def count_tokens(text: str) -> int:
-        return len(state.frontend.tokenizer.encode(text))
-
-    return ResponseHooks(state.new_id, state.unix_time, count_tokens, store)
-
-
-def _text_logprobs(state: ApiState, work: ChatWork) -> TextLogprobs:
-    tokenizer = state.frontend.tokenizer
-    names = TokenNames(tokenizer, as_ids=False) if work.request.logprobs else None
-    return TextLogprobs(names, work.plan, tokenizer, skip_special_tokens=work.sampling.skip_special_tokens)
-
-
-def _include(request: ResponsesRequest, fields: dict[str, Any]) -> None:
-    """``include`` and ``top_logprobs``."""
-    for i, name in enumerate(request.include or ()):
-        if name not in (_LOGPROBS, "reasoning.encrypted_content"):  # reasoning is in the open already
+def _num_logprobs(request: ResponsesRequest) -> int | None:
+    """Check ``include`` and ``top_logprobs``; None if no log-probabilities are asked for."""
+    included = request.include or []
+    for i, name in enumerate(included):
+        if name not in (_LOGPROBS, "reasoning.encrypted_content"):  # reasoning is shown in plain text
             raise RequestError(
                 f"include[{i}] = {clip(name)} is not supported: only {_LOGPROBS!r} is.", param=f"include[{i}]"
             )
-    if _LOGPROBS in (request.include or ()):
-        fields["logprobs"] = True
-        fields["top_logprobs"] = request.top_logprobs or 0
-    elif request.top_logprobs:
+    if _LOGPROBS in included:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
         raise RequestError(
             f"top_logprobs = {request.top_logprobs} is only allowed with include = [{_LOGPROBS!r}].",
             param="top_logprobs",
         )
+    return None
 
 
-def _echoed(request: ResponsesRequest, work: ChatWork) -> dict[str, Any]:
-    """The fields of the request that the response repeats, with the values that count."""
+def _echoed(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
+    """Return the fields of the request that the response repeats, with the values in force."""
     text, reasoning = request.text or {}, request.reasoning or {}
     return {
         "background": request.background,
@@ -165,8 +155,8 @@ def _echoed(request: ResponsesRequest, work: ChatWork) -> dict[str, Any]:
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "max_output_tokens": request.max_output_tokens,
         "top_logprobs": request.top_logprobs or 0,
-        "temperature": work.sampling.temperature,
-        "top_p": work.sampling.top_p,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
         "user": request.user or None,
     }
 
@@ -178,7 +168,7 @@ class StoredResponses:
         self._state = state
 
     async def one(self, request: Request) -> Response:
-        """Return the response as it was, or forget it.
+        """Return a stored response, or delete it.
 
         Raises:
             NotFoundError: an id that is not stored.
@@ -202,7 +192,7 @@ class StoredResponses:
         return json_response(pending.job.answer.begun("in_progress" if has_tokens else "queued"))
 
     async def input_items(self, request: Request) -> Response:
-        """The items of a response's own input, a page at a time.
+        """Return a page of the items of a response's own input.
 
         Raises:
             NotFoundError: an id that is not stored.
@@ -222,7 +212,7 @@ class StoredResponses:
 
         Raises:
             NotFoundError: an id that is not stored.
-            RequestError: it was not begun in the background.
+            RequestError: it was not a background response.
         """
         response_id = request.path_params["response_id"]
         stored = self._stored(response_id).response

@@ -1,14 +1,18 @@
-"""What the endpoints of one app share."""
+"""What the endpoints of one app share: the engine, settings, metrics, clocks, and the requests at work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
 
 from quire.api.forecast import TtftForecast
-from quire.api.response_store import ResponseStore
-from quire.api.running import RunningRequests
-from quire.api.settings import ApiSettings
+from quire.config import EngineConfig
 from quire.engine.frontend import Frontend
 from quire.engine.prepare import ModelInfo
 from quire.errors import NotFoundError
@@ -16,6 +20,22 @@ from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.request import Adapter
 from quire.text.output import FORMATS, OutputFormat, detect_format
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Settings of the HTTP API. The served names are `ModelInfo.names`."""
+
+    version: str = "0"
+    system_fingerprint: str = "fp_unknown"  # see `fingerprint`
+    api_keys: tuple[str, ...] = ()  # empty: no key is needed
+    cors_origins: tuple[str, ...] = ()  # empty: no CORS headers; "*": every origin
+    lenient: bool = False  # accept unknown request fields; the header x-quire-ignored-fields lists them
+    max_body_bytes: int = 32 * 2**20
+    tool_format: str = "auto"  # a name of quire.text.output.FORMATS; auto: what the chat template shows
+    retry_after_s: int = 1  # sent with 503
+    cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
+    response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +110,108 @@ class ApiState:
 def is_busy(frontend: Frontend) -> bool:
     """Whether requests wait for the engine now, or it takes none: batches pause then."""
     return frontend.state != "ready" or frontend.stats().num_waiting > 0
+
+
+def fingerprint(config: EngineConfig, version: str) -> str:
+    """Return ``system_fingerprint``: equal fingerprints and seeds give equal tokens."""
+    scope = (
+        version,
+        config.cache.model_key,
+        config.model.dtype,
+        config.model.kv_dtype,
+        config.model.quantize,
+        config.cache.block_size,
+        config.device.kind,
+        config.runner.kernels,
+        config.device.native,
+    )
+    return "fp_" + hashlib.blake2b(repr(scope).encode(), digest_size=6).hexdigest()
+
+
+class Cancellable(Protocol):
+    """A request that is running."""
+
+    async def cancel(self) -> None:
+        """End it now; its client gets an error."""
+
+    def describe(self, now_s: float) -> dict[str, Any]:
+        """Return its line in ``GET /requests``."""
+
+
+class RunningRequests:
+    """The requests at work in order of arrival, by the id of the answer and by ``x-request-id``."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, tuple[frozenset[str], Cancellable]] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @contextmanager
+    def entered(self, ids: frozenset[str], request: Cancellable) -> Iterator[None]:
+        """List ``request`` while the block runs."""
+        key, self._next = self._next, self._next + 1
+        self._requests[key] = (ids, request)
+        try:
+            yield
+        finally:
+            del self._requests[key]
+
+    def named(self, request_id: str) -> list[Cancellable]:
+        """Return the requests of this id, which clients may use more than once."""
+        return [request for ids, request in self._requests.values() if request_id in ids]
+
+    def describe(self, now_s: float) -> list[dict[str, Any]]:
+        return [request.describe(now_s) for _, request in self._requests.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response, its input and the conversation that it ends, all as JSON text."""
+
+    response: bytes
+    input_items: bytes
+    messages: bytes  # as a chat template reads them, without instructions; the answer at the end
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.input_items) + len(self.messages)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        return list(msgspec.json.decode(self.messages))
+
+
+class ResponseStore:
+    """Answers of ``/v1/responses`` in memory: at most ``max_bytes``, the least recently used are dropped first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._items: OrderedDict[str, Stored] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        """Keep an answer under an id that is new."""
+        assert response_id not in self._items
+        self._items[response_id] = stored
+        self.num_bytes += stored.num_bytes
+        while self.num_bytes > self.max_bytes:
+            _, oldest = self._items.popitem(last=False)
+            self.num_bytes -= oldest.num_bytes
+
+    def get(self, response_id: str) -> Stored | None:
+        """Return an answer, which is then the most recently used, or None."""
+        stored = self._items.get(response_id)
+        if stored is not None:
+            self._items.move_to_end(response_id)
+        return stored
+
+    def delete(self, response_id: str) -> bool:
+        """Delete an answer; return whether it was stored."""
+        stored = self._items.pop(response_id, None)
+        if stored is not None:
+            self.num_bytes -= stored.num_bytes
+        return stored is not None

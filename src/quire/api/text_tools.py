@@ -6,10 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from quire.api.chat import chat_job, chat_prompt
+from quire.api.chat import chat_conversation, chat_job
 from quire.api.protocol import ChatPrompt
 from quire.api.state import ApiState
-from quire.api.tools import tool_use
 from quire.errors import RequestError
 from quire.http.wire import Boolean, Text, TokenIds, Wire, clip, parse
 
@@ -55,9 +54,8 @@ async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dic
         special = request.add_special_tokens is not False
         ids = await state.frontend.tokenize(request.prompt, add_special_tokens=special)
     else:
-        use, special = tool_use(request.tools, None, None, ignored), request.add_special_tokens is True
-        prompt = await chat_prompt(state, request, ignored, use, add_special_tokens=special)
-        ids = prompt.token_ids
+        special = request.add_special_tokens is True
+        _, ids = await chat_conversation(request, ignored).prompt(state, add_special_tokens=special)
     tokenizer = state.frontend.tokenizer
     strings = [tokenizer.id_to_token(i) or "" for i in ids] if request.return_token_strs else None
     return {

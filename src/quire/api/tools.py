@@ -1,15 +1,16 @@
-"""Tools of a chat request, and how the model's answer is taken apart."""
+"""Tools of a conversation, how the model's answer is taken apart, and how long the model may think."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.api.state import ApiState
 from quire.errors import RequestError
-from quire.http.wire import clip, rules_of, sift
+from quire.http.wire import clip, not_allowed, rules_of, sift
+from quire.request import ThinkingBudget
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.output import OutputFormat, OutputParser, prompt_opening
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
@@ -17,12 +18,14 @@ from quire.text.output.formats import without_tools
 
 TOOL = rules_of(["tools"], ["type", "function"])
 FUNCTION = rules_of([], ["name", "description", "parameters", "strict", "return", "response"])
+# Tokens of reasoning at most; "high" and "xhigh" are limited by max_tokens alone.
+EFFORT_TOKENS = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192}
 _NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """``tools`` as the template gets them. ``choice`` is none, auto, required, or a tool's name behind "="."""
+    """``tools`` as the template gets them. ``choice`` is none, auto, required, or "=" and a tool's name."""
 
     tools: tuple[dict[str, Any], ...] = ()
     choice: str = "auto"
@@ -30,63 +33,57 @@ class ToolUse:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """Name of each tool that may be called → its parameters."""
+        """The parameters of each tool that may be called, by name."""
         chosen = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
         return {} if self.choice == "none" else chosen
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Names of which one must be called; empty where the model decides."""
+        """Names of tools of which one must be called; empty if the model decides."""
         if self.choice == "required":
             return tuple(self.schemas)
         return (self.choice[1:],) if self.choice.startswith("=") else ()
 
 
 def tool_use(
-    tools: list[Any] | None, choice: Any, parallel: bool | None, ignored: list[str] | None
+    tools: Sequence[dict[str, Any]], choice: Any, parallel: bool | None, *, function: str
 ) -> ToolUse:
-    """Check ``tools``, ``tool_choice`` and ``parallel_tool_calls``.
+    """Check names and ``tool_choice``. ``tools`` are in OpenAI's form; ``function`` is the path of one in its tool.
 
     Raises:
-        RequestError: a tool that is none, a name that comes twice, a choice without a tool of that name.
+        RequestError: a name that is not allowed or not unique, or a choice without a tool of that name.
     """
-    checked = tuple(_tool(tool, f"tools[{i}]", ignored) for i, tool in enumerate(tools or ()))
-    names = [tool["function"]["name"] for tool in checked]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise RequestError(f"tools[{i}].function.name = {clip(name)} comes twice.", param=f"tools[{i}]")
-    named = _choice(choice, names)
-    return ToolUse(checked, named, parallel is not False)
+    names: list[str] = []
+    for i, tool in enumerate(tools):
+        where, name = f"tools[{i}]{function}.name", tool["function"].get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise not_allowed(where, name, "1 to 128 letters, digits, '_', '-' or '.'")
+        if name in names:
+            raise RequestError(f"{where} = {clip(name)} comes twice.", param=f"tools[{i}]")
+        names.append(name)
+    return ToolUse(tuple(tools), _choice(choice, names), parallel is not False)
+
+
+def chat_tools(tools: list[Any] | None, ignored: list[str] | None) -> list[dict[str, Any]]:
+    """Return the checked ``tools`` of a chat completion; `tool_use` checks their names.
+
+    Raises:
+        RequestError: names the tool and what it must be.
+    """
+    return [_tool(tool, f"tools[{i}]", ignored) for i, tool in enumerate(tools or ())]
 
 
 def _tool(tool: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
-    if (
-        not isinstance(tool, dict)
-        or tool.get("type") != "function"
-        or not isinstance(tool.get("function"), dict)
-    ):
-        raise RequestError(
-            f'{where} = {clip(tool)} is not allowed: it must be {{"type": "function", "function": {{…}}}}.',
-            param=where,
-            code="invalid_type",
-        )
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type") != "function":
+        raise not_allowed(where, tool, '{"type": "function", "function": {…}}', "invalid_type")
     sift(tool, TOOL, prefix=where + ".", ignored=ignored)
-    function = tool["function"]
     prefix = where + ".function."
     sift(function, FUNCTION, prefix=prefix, ignored=ignored)
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(
-            f"{prefix}name = {clip(name)} is not allowed: it must be 1 to 128 letters, digits, '_', '-' or '.'.",
-            param=prefix + "name",
-        )
+    parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise RequestError(
-            f"{prefix}parameters = {clip(parameters)} is not allowed: it must be a JSON schema (an object).",
-            param=prefix + "parameters",
-            code="invalid_type",
-        )
-    return tool
+        raise not_allowed(prefix + "parameters", parameters, "a JSON schema (an object)", "invalid_type")
+    return dict(tool)
 
 
 def _choice(choice: Any, names: list[str]) -> str:
@@ -103,11 +100,8 @@ def _choice(choice: Any, names: list[str]) -> str:
     )
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise RequestError(
-            f"tool_choice = {clip(choice)} is not allowed: it must be 'none', 'auto', 'required' or "
-            '{"type": "function", "function": {"name": …}}.',
-            param="tool_choice",
-        )
+        form = '{"type": "function", "function": {"name": …}}'
+        raise not_allowed("tool_choice", choice, f"'none', 'auto', 'required' or {form}")
     if name not in names:
         raise RequestError(
             f"tool_choice names {clip(name)}, which is no tool of this request; tools: {', '.join(names) or 'none'}.",
@@ -124,16 +118,16 @@ class OutputPlan:
     schemas: Mapping[str, Mapping[str, Any]]
     opening: str
     hidden: tuple[str, ...]
-    with_reasoning: bool = True  # false: it is left out of the answer
-    max_calls: int | None = None  # what parallel_tool_calls = false allows
+    with_reasoning: bool = True  # False: the answer leaves it out
+    max_calls: int | None = None  # 1 with parallel_tool_calls = false
 
     def constrained(
         self, use: ToolUse, form: StructuredOutputsParams | None
     ) -> StructuredOutputsParams | None:
-        """Return the form of the whole answer: the calls that ``use`` requires, or ``form``, behind the reasoning.
+        """Return the form of the whole answer: the reasoning, then the calls that ``use`` requires, or ``form``.
 
         Raises:
-            RequestError: both say what the answer is, or the format's calls cannot be required.
+            RequestError: both a call and a form are required, or this format's calls cannot be required.
         """
         part: dict[str, Any] | None = None
         param = "tool_choice" if form is None else form.param
@@ -174,7 +168,7 @@ def output_plan(
     with_reasoning: bool,
     skip_special_tokens: bool,
 ) -> OutputPlan | None:
-    """Return how the answer is taken apart; None where it is plain text."""
+    """Return how the answer is taken apart; None if it is plain text."""
     format = state.output_format(bool(use.tools))
     if not use.schemas:
         format = without_tools(format)
@@ -196,3 +190,64 @@ def output_plan(
         with_reasoning,
         None if use.parallel else 1,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How long the model may think, under the client's names of the two fields."""
+
+    num_tokens: int | None = None
+    effort: str | None = None
+    tokens_param: str = "thinking_token_budget"
+    effort_param: str = "reasoning_effort"
+
+
+def thinking_budget(
+    state: ApiState, asked: Thinking, prompt: str, *, has_tools: bool
+) -> ThinkingBudget | None:
+    """Return the limit of an answer to ``prompt`` (text), or None if there is none.
+
+    A number of tokens is an upper limit, which a model that does not reason keeps. An effort means nothing to such a
+    model, so all but "none" are refused. An effort that the template reads is left to the template.
+
+    Raises:
+        RequestError: the effort is not supported, or the model's marks of reasoning are not single tokens.
+    """
+    format = state.output_format(has_tools)
+    num_tokens, param = asked.num_tokens, asked.tokens_param
+    reasons = format.reasoning is not None or format.harmony
+    if num_tokens is None and asked.effort is not None and not _reads_effort(state, has_tools):
+        param = asked.effort_param
+        if not reasons and asked.effort != "none":
+            raise RequestError(
+                f"{param} = {clip(asked.effort)} is not supported by this model: it does not reason (its chat "
+                "template shows no format of reasoning). Leave it out, or send 'none'.",
+                param=param,
+                code="unsupported_parameter",
+            )
+        num_tokens = EFFORT_TOKENS.get(asked.effort)
+    if num_tokens is None or not reasons:
+        return None
+    begin_id, end_id = _marks(state, format, param)
+    assert format.reasoning is not None
+    is_open = prompt_opening(format, prompt) == format.reasoning[0]
+    return ThinkingBudget(num_tokens, begin_id, end_id, is_open)
+
+
+def _reads_effort(state: ApiState, has_tools: bool) -> bool:
+    template = state.frontend.chat_template
+    return template is not None and bool(template.names) and "reasoning_effort" in template.source(has_tools)
+
+
+def _marks(state: ApiState, format: OutputFormat, param: str) -> tuple[int, int]:
+    """Return the tokens that begin and end the reasoning. Only marks of one token can be found reliably in the ids."""
+    tokenizer = state.frontend.tokenizer
+    found = [tokenizer.encode(mark, add_special_tokens=False) for mark in format.reasoning or ()]
+    if len(found) != 2 or any(len(ids) != 1 for ids in found):
+        raise RequestError(
+            f"{param} is not supported with the tool format {format.name!r} of this model: its reasoning has no marks "
+            "of one token each. Limit the answer with max_tokens.",
+            param=param,
+            code="unsupported_parameter",
+        )
+    return found[0][0], found[1][0]

@@ -1,7 +1,6 @@
 """One streaming request to an OpenAI-compatible server, timed chunk by chunk.
 
-A request is sent once and never again: a retry would hide what a user sees. Every failure has a kind, which the summary
-counts by.
+A request is sent once: a retry would hide what a user sees. Every failure has a kind, by which the summary counts it.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from quire.bench.summary import CANCELLED, ERROR, OK, RequestRecord
+from quire.bench.summary import CANCELLED, ERROR, OK, RequestRecord, Timing
 from quire.errors import ConfigError
 from quire.workload.request import WorkloadRequest
 
 READY_POLL_S = 0.2
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
-# Asked for where the server takes it: a list of ids says how many tokens a chunk holds, and no token stays hidden
-# behind half a character.
+# Sent to servers that take them: a list of ids says how many tokens a chunk holds, so that a token is counted even
+# where its text waits for the rest of a character.
 OPTIONAL_FIELDS: Mapping[str, Any] = {
     "return_token_ids": True,
     "ignore_eos": True,
@@ -35,10 +34,10 @@ OPTIONAL_FIELDS: Mapping[str, Any] = {
 class Target:
     """The server under test."""
 
-    url: str  # of the API, as http://127.0.0.1:8000/v1
+    url: str  # of the API, such as http://127.0.0.1:8000/v1
     model: str
     endpoint: str = "completions"  # or "chat"
-    as_ids: bool = True  # prompts of completions are token ids; else words
+    as_ids: bool = True  # prompts of completions are token ids; otherwise words
     api_key: str | None = None
     timeout_s: float = 600.0  # for one whole request
     optional: Mapping[str, Any] = field(default_factory=lambda: dict(OPTIONAL_FIELDS))
@@ -49,7 +48,7 @@ class Target:
         return self.url + PATHS[self.endpoint]
 
     def body(self, prompt: Any, num_output_tokens: int) -> dict[str, Any]:
-        """The JSON of one request. ``prompt``: ids or text; of a chat the messages."""
+        """Return the JSON of one request. ``prompt``: ids or text; for a chat the messages."""
         body: dict[str, Any] = {"model": self.model, "stream": True}
         body["messages" if self.endpoint == "chat" else "prompt"] = prompt
         body["max_tokens"] = num_output_tokens
@@ -60,33 +59,25 @@ def api_url(url: str) -> str:
     """Complete ``http://host:port`` to the URL of its API.
 
     Raises:
-        ConfigError: it is no http or https URL.
+        ConfigError: it is not an http or https URL.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"--url {url!r} must be an http or https URL, as http://127.0.0.1:8000")
+        raise ConfigError(f"--url {url!r} must be an http or https URL, such as http://127.0.0.1:8000")
     return url.rstrip("/") if parts.path.strip("/") else url.rstrip("/") + "/v1"
 
 
 @dataclass(slots=True)
-class Progress:
-    """What is known of one request while it runs. Times are seconds of `time.monotonic`."""
+class Answer:
+    """What has come of one request so far."""
 
-    sent_s: float = 0.0
-    first_s: float | None = None
-    last_s: float = 0.0
-    num_output_tokens: int = 0
+    timing: Timing
     text: str = ""
-    gaps: list[tuple[float, int]] = field(
-        default_factory=list
-    )  # (seconds, tokens) of each chunk but the first
-    num_prompt_tokens: int | None = None  # what the server counted
-    num_cached_tokens: int = 0
-    finished: bool = False  # the server said how the answer ended
+    finished: bool = False  # a finish_reason came
 
 
 class RequestFailed(Exception):
-    """The request did not complete. ``kind`` is what errors are counted by."""
+    """The request did not complete. Errors are counted by ``kind``."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}" if detail else kind)
@@ -98,7 +89,7 @@ class _Cancelled(Exception):
 
 
 class StreamingClient:
-    """Sends requests over one pool of connections without a limit of its own."""
+    """Sends requests over one pool of connections, which has no limit of its own."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -116,34 +107,29 @@ class StreamingClient:
     async def send(
         self, request: WorkloadRequest, body: bytes, arrival_s: float, start_s: float
     ) -> tuple[RequestRecord, str]:
-        """Send ``body`` and read the answer. Returns the record, its times since ``start_s``, and the answer's text.
+        """Send ``body`` and read the answer. Return the record, with times since ``start_s``, and the answer's text.
 
-        ``arrival_s`` is the intended send time (of `time.monotonic`, as ``start_s``).
+        ``arrival_s`` is the intended send time; it and ``start_s`` are times of `time.monotonic`.
         """
-        progress = Progress(sent_s=time.monotonic())
+        answer = Answer(Timing(time.monotonic()))
         status, kind, detail = OK, None, None
         try:
-            await self._stream(body, progress, request.cancel_after_tokens)
+            await self._stream(body, answer, request.cancel_after_tokens)
         except _Cancelled:
             status = CANCELLED
         except RequestFailed as failure:
             status, kind, detail = ERROR, failure.kind, failure.detail
-        end_s = progress.last_s if status != ERROR else time.monotonic()
-        record = RequestRecord(
-            index=request.index,
-            arrival_s=arrival_s - start_s,
-            sent_s=progress.sent_s - start_s,
-            end_s=end_s - start_s,
-            num_prompt_tokens=progress.num_prompt_tokens or request.num_prompt_tokens,
-            num_output_tokens=progress.num_output_tokens,
-            first_token_s=None if progress.first_s is None else progress.first_s - start_s,
-            itl_s=tuple(gap_s / num for gap_s, num in progress.gaps for _ in range(num)),
+        end_s = answer.timing.last_s if status != ERROR else time.monotonic()
+        record = answer.timing.record(
+            request,
+            arrival_s=arrival_s,
+            start_s=start_s,
+            end_s=end_s,
             status=status,
             error=kind,
             detail=detail,
-            num_cached_tokens=progress.num_cached_tokens,
         )
-        return record, progress.text
+        return record, answer.text
 
     async def probe(self, body: bytes) -> None:
         """Send one request and forget its times.
@@ -151,13 +137,13 @@ class StreamingClient:
         Raises:
             RequestFailed: what the server or the connection said.
         """
-        await self._stream(body, Progress(sent_s=time.monotonic()), None)
+        await self._stream(body, Answer(Timing(time.monotonic())), None)
 
     async def models(self) -> dict[str, int | None]:
-        """The names of /models, each with its context in tokens where the server tells it (``max_model_len``).
+        """Return the names of /models, each with its context in tokens where the server reports it (``max_model_len``).
 
         Raises:
-            RequestFailed: the server is not there, or has no such list.
+            RequestFailed: the server cannot be reached, or has no such list.
         """
         try:
             async with self._session.get(self.target.url + "/models") as answer:
@@ -169,16 +155,17 @@ class StreamingClient:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestFailed("no list of models", _reason(error)) from error
 
-    async def _stream(self, body: bytes, progress: Progress, cancel_after: int | None) -> None:
+    async def _stream(self, body: bytes, answer: Answer, cancel_after: int | None) -> None:
+        timing = answer.timing
         try:
-            async with self._session.post(self.target.request_url, data=body) as answer:
-                if answer.status != 200:
-                    said = (await answer.content.read(2000)).decode(errors="replace")
-                    raise RequestFailed(f"http {answer.status}", _message(said))
-                async for now_s, data in _events(answer.content):
-                    _take(progress, now_s, data)
-                    if cancel_after is not None and progress.num_output_tokens >= cancel_after:
-                        answer.close()  # not release: the connection goes, which is how a client leaves
+            async with self._session.post(self.target.request_url, data=body) as response:
+                if response.status != 200:
+                    said = (await response.content.read(2000)).decode(errors="replace")
+                    raise RequestFailed(f"http {response.status}", _message(said))
+                async for now_s, data in _events(response.content):
+                    _take(answer, now_s, data)
+                    if cancel_after is not None and timing.num_output_tokens >= cancel_after:
+                        response.close()  # not release: a client that leaves closes its connection
                         raise _Cancelled
         except TimeoutError as error:
             raise RequestFailed("timeout", f"after {self.target.timeout_s:g} s") from error
@@ -186,14 +173,14 @@ class StreamingClient:
             raise RequestFailed("connection refused", _reason(error)) from error
         except (aiohttp.ClientError, OSError) as error:
             raise RequestFailed("connection broken", _reason(error)) from error
-        if not progress.finished:
+        if not answer.finished:
             raise RequestFailed("cut off", "the stream ended without a finish_reason")
-        if progress.num_output_tokens == 0:
+        if timing.num_output_tokens == 0:
             raise RequestFailed("empty", "the answer has no token")
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[float, bytes]]:
-    """(time of arrival, data) of each server-sent event; one that came in pieces has the time of its last piece."""
+    """Yield (arrival time, data) of each server-sent event; an event in several pieces has the time of the last."""
     rest = b""
     async for piece in content.iter_any():
         now_s = time.monotonic()
@@ -203,7 +190,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[float, b
                 yield now_s, line[5:].strip()
 
 
-def _take(progress: Progress, now_s: float, data: bytes) -> None:
+def _take(answer: Answer, now_s: float, data: bytes) -> None:
     """Count one event. The first token may come in any field: text, content, reasoning, a tool call."""
     if data == b"[DONE]":
         return
@@ -214,40 +201,28 @@ def _take(progress: Progress, now_s: float, data: bytes) -> None:
     if not isinstance(event, dict) or event.get("error"):
         raise RequestFailed("error event", _message(data.decode(errors="replace")))
     if event.get("usage"):
-        _usage(progress, event["usage"])
+        _usage(answer.timing, event["usage"])
     for choice in event.get("choices") or ():
         ids, delta = choice.get("token_ids"), choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or ""
         said = text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
-        num_tokens = len(ids) if ids is not None else int(bool(said))
-        progress.text += text
-        if num_tokens:
-            _count(progress, now_s, num_tokens)
-        progress.finished = progress.finished or choice.get("finish_reason") is not None
+        answer.text += text
+        if num := len(ids) if ids is not None else int(bool(said)):
+            answer.timing.tokens(now_s, num)
+        answer.finished = answer.finished or choice.get("finish_reason") is not None
 
 
-def _count(progress: Progress, now_s: float, num_tokens: int) -> None:
-    if progress.first_s is None:
-        progress.first_s = now_s
-        if num_tokens > 1:  # they came together
-            progress.gaps.append((0.0, num_tokens - 1))
-    else:
-        progress.gaps.append((now_s - progress.last_s, num_tokens))
-    progress.last_s = now_s
-    progress.num_output_tokens += num_tokens
-
-
-def _usage(progress: Progress, usage: Mapping[str, Any]) -> None:
-    """The server's own counts win: without ids, a chunk of several tokens was counted as one."""
-    progress.num_prompt_tokens = usage.get("prompt_tokens", progress.num_prompt_tokens)
-    if progress.first_s is not None:
-        progress.num_output_tokens = max(progress.num_output_tokens, usage.get("completion_tokens") or 0)
+def _usage(timing: Timing, usage: Mapping[str, Any]) -> None:
+    """Take the server's own counts: without ids, a chunk of several tokens was counted as one."""
+    timing.num_prompt_tokens = usage.get("prompt_tokens", timing.num_prompt_tokens)
+    if timing.first_s is not None:
+        timing.num_output_tokens = max(timing.num_output_tokens, usage.get("completion_tokens") or 0)
     details = usage.get("prompt_tokens_details") or {}
-    progress.num_cached_tokens = details.get("cached_tokens") or 0
+    timing.num_cached_tokens = details.get("cached_tokens") or 0
 
 
 def _message(text: str) -> str:
-    """The message of an error body, or the body, on one line."""
+    """Return the message of an error body, or the body, on one line."""
     try:
         error = json.loads(text)
         error = error.get("error", error)
@@ -262,13 +237,13 @@ def _reason(error: BaseException) -> str:
 
 
 async def settle(target: Target, body_of: Any, ready_s: float = 0.0) -> Target:
-    """Find out with one short request what the server takes; returns the target without the fields that it refuses.
+    """Find out with one short request which fields the server takes; return the target without those that it refuses.
 
-    ``body_of(target)`` makes the body. Only a refusal that names one of `OPTIONAL_FIELDS` drops it. A server that says
-    503 is still loading: it is asked again for ``ready_s`` seconds.
+    ``body_of(target)`` makes the body. A field of `OPTIONAL_FIELDS` is dropped only if a refusal names it. A server
+    that answers 503 is still loading: it is asked again for ``ready_s`` seconds.
 
     Raises:
-        ConfigError: the server cannot be reached, or refuses the request itself.
+        ConfigError: the server cannot be reached, or refuses the request for another reason.
     """
     give_up_s = time.monotonic() + ready_s
     while True:

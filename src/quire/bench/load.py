@@ -107,21 +107,10 @@ class Runner:
             arrival_s = self._start_s + record.end_s
 
     def _give_up(self, rest: Sequence[WorkloadRequest], last: RequestRecord) -> None:
-        """The later turns of a session that broke have failed too: they were due and nobody could send them."""
+        """Count the later turns of a broken session as failed: they were due and could not be sent."""
         for request in rest:
-            record = RequestRecord(
-                index=request.index,
-                arrival_s=last.end_s,
-                sent_s=last.end_s,
-                end_s=last.end_s,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=0,
-                status=ERROR,
-                error="earlier turn failed",
-                detail=last.error,
-            )
             self._observe(request)
-            self._finish(record)
+            self._finish(RequestRecord.not_sent(request, last.end_s, last.error))
 
     def _finish(self, record: RequestRecord) -> None:
         self._records[record.index] = record

@@ -1,6 +1,6 @@
-"""The engine in this process under a workload: no server, no text, the same records and summary as over HTTP.
+"""`quire bench latency` and `quire bench throughput`: the engine in this process, without a server and without text.
 
-`quire bench latency` and `quire bench throughput`: the engine in this process, without a server.
+Records and summary are the same as over HTTP.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.args import EngineArgs
 from quire.bench.args import LatencyArgs, ThroughputArgs
 from quire.bench.page import console, print_summary, write
-from quire.bench.summary import ERROR, OK, RequestRecord, summarize
+from quire.bench.summary import ERROR, OK, RequestRecord, Timing, summarize
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
@@ -29,55 +29,41 @@ from quire.workload.request import PromptMaker, WorkloadRequest
 from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
 
+DEFAULT_REQUESTS = 100
+
 
 @dataclass(slots=True)
 class _Running:
     """One request of a run."""
 
     work: WorkloadRequest
-    sent_s: float
+    timing: Timing
     queued_s: float = 0.0
-    first_s: float | None = None
-    last_s: float = 0.0
-    num_tokens: int = 0
-    num_cached: int = 0
-    gaps: list[float] = field(default_factory=list)
     error: str | None = None
 
     def take(self, event: TokenEvent, now_s: float) -> None:
-        count = len(event.token_ids)
-        if event.error is not None:
+        if event.error is not None or event.finish_reason is FinishReason.ERROR:
             self.error = event.error_kind or "error"
-        if count == 0:
-            return
-        if self.first_s is None:
-            self.first_s, self.queued_s, self.num_cached = now_s, event.queued_s, event.num_cached_tokens
-            self.gaps += [0.0] * (count - 1)
-        else:
-            self.gaps += [(now_s - self.last_s) / count] * count
-        self.last_s = now_s
-        self.num_tokens += count
+        if event.token_ids:
+            if self.timing.first_s is None:
+                self.queued_s, self.timing.num_cached_tokens = event.queued_s, event.num_cached_tokens
+            self.timing.tokens(now_s, len(event.token_ids))
 
     def record(self, now_s: float) -> RequestRecord:
-        failed = self.error is not None
-        return RequestRecord(
-            index=self.work.index,
+        status, end_s = (OK, self.timing.last_s) if self.error is None else (ERROR, now_s)
+        return self.timing.record(
+            self.work,
             arrival_s=self.work.arrival_s,
-            sent_s=self.sent_s,
-            end_s=now_s if failed else self.last_s,
-            num_prompt_tokens=self.work.num_prompt_tokens,
-            num_output_tokens=self.num_tokens,
-            first_token_s=self.first_s,
-            itl_s=tuple(self.gaps),
-            status=ERROR if failed else OK,
+            start_s=0.0,
+            end_s=end_s,
+            status=status,
             error=self.error,
-            num_cached_tokens=self.num_cached,
         )
 
 
 @dataclass(slots=True)
 class OfflineRun:
-    """What a run gave: records in the order of its requests, and when each was admitted."""
+    """The result of a run: records in the order of its requests, and when each was admitted."""
 
     records: list[RequestRecord]
     admitted_s: dict[int, float]  # by index
@@ -92,7 +78,7 @@ class OfflineEngine:
         """Load the model of ``args``. ``executor`` as `quire.engine.build` names them.
 
         Raises:
-            ConfigError, ModelLoadError: the settings or the model.
+            ConfigError, ModelLoadError: the settings or the model are wrong.
         """
         self.config, _ = configure(args, detect_device())
         self._clock = WallClock()
@@ -112,7 +98,7 @@ class OfflineEngine:
         self._client.send(change)
 
     def prompts(self, seed: int) -> PromptMaker:
-        """Random token ids of this model's vocabulary; its first ids are special tokens in many."""
+        """Return a maker of random token ids of this model's vocabulary; the first ids of many are special tokens."""
         vocab_size = self.config.model.spec.vocab_size
         return PromptMaker(vocab_size, seed, min(256, vocab_size // 2))
 
@@ -124,7 +110,7 @@ class OfflineEngine:
     ) -> OfflineRun:
         """Run all requests at their arrival times, greedily and to their full lengths.
 
-        ``on_step`` is called after each step with the time since the start and the engine's numbers.
+        ``on_step`` is called after each step with the seconds since the start and the engine's statistics.
         """
         waiting = [(r.arrival_s, i) for i, r in enumerate(requests)]
         heapq.heapify(waiting)
@@ -138,11 +124,11 @@ class OfflineEngine:
         start_s = self._clock.now()
         while len(records) < len(requests):
             now_s = self._clock.now() - start_s
-            # More at once would be refused by the queue, which protects servers; they have arrived all the same.
+            # The queue, which protects servers, would refuse more at once; their arrival times stay as they are.
             while waiting and waiting[0][0] <= now_s and len(running) - len(records) < room:
                 i = heapq.heappop(waiting)[1]
-                self._client.send(AddRequest(_arriving(made[i], start_s + requests[i].arrival_s)))
-                running[made[i].request_id] = _Running(requests[i], now_s)
+                self._client.send(AddRequest(replace(made[i], arrival_s=start_s + requests[i].arrival_s)))
+                running[made[i].request_id] = _Running(requests[i], Timing(now_s))
             pause_s = max(0.0, waiting[0][0] - now_s) if waiting else None
             events = self._client.receive(pause_s)
             now_s = self._clock.now() - start_s
@@ -150,10 +136,7 @@ class OfflineEngine:
                 state = running[event.request_id]
                 state.take(event, now_s)
                 if event.finish_reason is not None:
-                    if event.finish_reason is FinishReason.ERROR and state.error is None:
-                        state.error = "error"
-                    place = by_id[event.request_id]
-                    records[place] = state.record(now_s)
+                    records[by_id[event.request_id]] = state.record(now_s)
                     admitted[state.work.index] = state.work.arrival_s + state.queued_s
             if on_step is not None:
                 on_step(now_s, self._client.stats())
@@ -176,13 +159,6 @@ class OfflineEngine:
         )
 
 
-def _arriving(request: Request, arrival_s: float) -> Request:
-    return Request(request.request_id, request.prompt_token_ids, request.sampling, arrival_s)
-
-
-DEFAULT_REQUESTS = 100
-
-
 def latency(engine_args: EngineArgs, args: LatencyArgs) -> int:
     """Time batches of equal requests that start together; every request of every counted batch is one record."""
     engine = OfflineEngine(engine_args)
@@ -192,7 +168,7 @@ def latency(engine_args: EngineArgs, args: LatencyArgs) -> int:
     records: list[RequestRecord] = []
     duration_s = 0.0
     for i in range(args.warmup + args.iterations):
-        # Other tokens each time: a batch must not find the one before in the prefix cache.
+        # Other tokens each time: a batch must not find the previous one in the prefix cache.
         done = engine.run(batch.requests, engine.prompts(engine_args.seed + i))
         if i >= args.warmup:
             records += done.records
@@ -201,11 +177,11 @@ def latency(engine_args: EngineArgs, args: LatencyArgs) -> int:
     summary = summarize(records, duration_s=duration_s, refused_rows=batch.refused)
     summary["run"] = {"kernels": engine.info.kernels, "workload": batch.source, "batches": args.iterations}
     title = f"{engine_args.model}: {args.iterations} batches of {args.batch_size}, {engine.info.kernels}"
-    return _told(title, summary, args.json)
+    return _report(title, summary, args.json)
 
 
 def throughput(engine_args: EngineArgs, args: ThroughputArgs) -> int:
-    """All requests at once: tokens a second."""
+    """Run all requests at once and print tokens/s."""
     slo = Slo.parse(args.slo) if args.slo else None
     trace = None if args.trace is None else read_trace(args.trace)
     engine = OfflineEngine(engine_args)
@@ -220,11 +196,11 @@ def throughput(engine_args: EngineArgs, args: ThroughputArgs) -> int:
     summary = summarize(done.records, slo=slo, duration_s=done.duration_s, refused_rows=workload.refused)
     summary["run"] = {"kernels": engine.info.kernels, "workload": workload.source, "steps": done.num_steps}
     title = f"{engine_args.model}: {workload.source}, {done.num_steps} steps, {engine.info.kernels}"
-    return _told(title, summary, args.json)
+    return _report(title, summary, args.json)
 
 
-def _told(title: str, summary: dict[str, Any], path: str | None) -> int:
-    """Print the summary, and write it; return the exit status."""
+def _report(title: str, summary: dict[str, Any], path: str | None) -> int:
+    """Print the summary and write it to ``path``; return the exit status."""
     out = console()
     out.print(title)
     print_summary(out, summary)

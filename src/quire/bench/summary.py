@@ -1,8 +1,8 @@
-"""From the record of every request to one summary: the same keys from ``quire bench serve`` and ``quire simulate``.
+"""From one record per request to one summary, with the same keys from ``quire bench serve`` and ``quire simulate``.
 
 TTFT = first token − arrival; E2EL = last token − arrival; TPOT = (E2EL − TTFT) / (output tokens − 1); ITL = each gap
-between two tokens. Arrival is the *intended* send time: a client that falls behind, or waits for a connection, does not
-hide what its requests waited (coordinated omission). Goodput = completed requests a second that met every SLO.
+between two tokens. Arrival is the *intended* send time, so a client that falls behind or waits for a connection does
+not hide the time that its requests waited (coordinated omission). Goodput = completed requests/s that met every SLO.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from quire.workload.request import WorkloadRequest
 from quire.workload.slo import Slo
 
 PERCENTILES = (50, 90, 95, 99)
@@ -25,16 +26,22 @@ class RequestRecord:
 
     index: int
     arrival_s: float  # the intended send time
-    sent_s: float  # when it was really sent
-    end_s: float  # last token, or when it failed
+    sent_s: float  # the actual send time
+    end_s: float  # last token, or the time of the failure
     num_prompt_tokens: int
     num_output_tokens: int
     first_token_s: float | None = None
-    itl_s: tuple[float, ...] = ()  # a gap for each token but the first; tokens of one chunk share theirs
+    itl_s: tuple[float, ...] = ()  # one gap per token after the first; the tokens of a chunk share theirs
     status: str = OK  # ok, cancelled (by this client, as planned) or error
-    error: str | None = None  # the kind of error, which errors are counted by
-    detail: str | None = None  # what the server or the connection said
-    num_cached_tokens: int = 0  # of the prompt, where the server tells
+    error: str | None = None  # the kind of error, by which errors are counted
+    detail: str | None = None  # the message of the server or the connection
+    num_cached_tokens: int = 0  # of the prompt, where the server reports it
+
+    @classmethod
+    def not_sent(cls, turn: WorkloadRequest, due_s: float, why: str | None) -> RequestRecord:
+        """Return the record of a later turn that failed because an earlier turn of its session did."""
+        return cls(turn.index, due_s, due_s, due_s, turn.num_prompt_tokens, 0,
+                   status=ERROR, error="earlier turn failed", detail=why)  # fmt: skip
 
     @property
     def ttft_s(self) -> float | None:
@@ -46,7 +53,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """None where fewer than two tokens came."""
+        """None with fewer than two tokens."""
         if self.first_token_s is None or self.num_output_tokens < 2:
             return None
         return (self.end_s - self.first_token_s) / (self.num_output_tokens - 1)
@@ -55,6 +62,49 @@ class RequestRecord:
         """One line of the JSON lines file: the fields, and TTFT, TPOT and E2EL in milliseconds."""
         derived = {"ttft_ms": self.ttft_s, "tpot_ms": self.tpot_s, "e2el_ms": self.e2el_s}
         return asdict(self) | {name: None if s is None else s * 1e3 for name, s in derived.items()}
+
+
+@dataclass(slots=True)
+class Timing:
+    """What a client knows of one request while it runs. Times are seconds on the client's own clock."""
+
+    sent_s: float
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_prompt_tokens: int | None = None  # as the server counted them
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    gaps: list[float] = field(default_factory=list)  # seconds, one per token after the first
+
+    def tokens(self, now_s: float, num: int) -> None:
+        """Count ``num`` tokens that arrived together."""
+        if self.first_s is None:
+            self.first_s = now_s
+            self.gaps += [0.0] * (num - 1)
+        else:
+            self.gaps += [(now_s - self.last_s) / num] * num
+        self.last_s = now_s
+        self.num_output_tokens += num
+
+    def record(
+        self, request: WorkloadRequest, *, arrival_s: float, start_s: float, end_s: float, status: str = OK,
+        error: str | None = None, detail: str | None = None,
+    ) -> RequestRecord:  # fmt: skip
+        """Return the record of ``request``; ``start_s`` is the start of the run on the client's clock."""
+        return RequestRecord(
+            index=request.index,
+            arrival_s=arrival_s - start_s,
+            sent_s=self.sent_s - start_s,
+            end_s=end_s - start_s,
+            num_prompt_tokens=self.num_prompt_tokens or request.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            first_token_s=None if self.first_s is None else self.first_s - start_s,
+            itl_s=tuple(self.gaps),
+            status=status,
+            error=error,
+            detail=detail,
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
 
 def summarize(
@@ -66,8 +116,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the summary, ready for JSON.
 
-    Latencies are those of completed requests; tokens count of all. ``duration_s`` is from the start of the run to the
-    last token, unless given. Without an SLO every completed request counts for goodput.
+    Latencies are those of completed requests; tokens are those of all requests. Without ``duration_s`` the duration is
+    the time from the start of the run to the last token. Without an SLO every completed request counts for goodput.
     """
     done = [r for r in records if r.status == OK]
     if duration_s is None:
@@ -104,14 +154,14 @@ def summarize(
 
 
 def distribution(seconds: Iterable[float | None]) -> dict[str, float | None]:
-    """``mean``, ``p50`` … ``p99`` in milliseconds of what is not None; all None where nothing is."""
+    """Return ``mean``, ``p50`` … ``p99`` in milliseconds of the values that are not None; all None where none is."""
     values = sorted(s * 1e3 for s in seconds if s is not None)
     mean = math.fsum(values) / len(values) if values else None
     return {"mean": mean} | {f"p{p}": percentile(values, p) for p in PERCENTILES}
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float | None:
-    """The percentile of ascending values, linear between neighbours (numpy's default); None of none."""
+    """Return the percentile of ascending values, linear between neighbours (numpy's default); None without values."""
     if not ordered:
         return None
     place = (len(ordered) - 1) * percent / 100.0

@@ -18,7 +18,7 @@ from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.cli.flags import PlanArgs
 from quire.device import detect_device
 from quire.errors import ConfigError
-from quire.models.spec_only import spec_of
+from quire.models.checkpoint import spec_of
 from quire.plan.capacity import CapacityPlan, Question, plan_capacity
 from quire.plan.estimate import Load
 from quire.plan.explain import explain

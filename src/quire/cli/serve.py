@@ -88,7 +88,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     """What the API is built with."""
-    from quire.api.settings import ApiSettings, fingerprint
+    from quire.api.state import ApiSettings, fingerprint
 
     return ApiSettings(
         version=__version__,

@@ -1,8 +1,8 @@
 """Block sizes of the Triton kernels, by GPU, op and shape: a table that `benchmarks/gpu/tune.py` writes.
 
-Nothing is tuned at start-up. ``block_size_tables/<GPU>.json`` maps op → shape → sizes; a shape that is not there takes
-the op's "all", and a GPU without a file the defaults below. Sizes of invariant versions are part of the result, so they
-are constants and no table changes them.
+Nothing is tuned at start-up. ``block_size_tables/<GPU>.json`` maps op → shape → sizes; a shape without an entry takes
+the op's "all", and a GPU without a file takes the defaults below. Sizes of invariant versions are part of the result,
+so they are constants and no table changes them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Activations as int8, row by row: what a linear with int8 or int4 weights multiplies.
+"""Activations as int8, row by row: the input of a linear with int8 or int4 weights.
 
     scale = max|x| / 127        q = round(x · (127 / max|x|)), ties to even        sums = Σ q over each group of inputs
 
-in fp32, one rounding an operation, so every backend has the same bits. ``sums`` are there because weights are stored
-unsigned, or have offsets: Σ (q_w + c)·q_x = Σ q_w·q_x + c·Σ q_x.
+in fp32, with one rounding per operation, so every backend has the same bits. ``sums`` are kept because weights are
+stored unsigned, or have offsets: Σ (q_w + c)·q_x = Σ q_w·q_x + c·Σ q_x.
 
-fp8 rows (`quantize_rows_to_fp8`) come in the same form: e4m3 numbers, a scale a row and group, no sums.
+fp8 rows (`quantize_rows_to_fp8`) have the same form: e4m3 numbers, one scale per row and group, no sums.
 
 A row with |x| < `SMALLEST` everywhere becomes zeros with scale 0. A row with NaN or infinity becomes zeros with scale
 NaN, so that every output of it is NaN: a broken row stays visible.
@@ -20,23 +20,23 @@ import torch
 from quire.kernels.workspace import empty
 
 SMALLEST = 2.0**-100  # below, 127 / max|x| overflows fp32
-STRIDE_ALIGN = 64  # bytes: a cache line, and a row of an AMX tile
+STRIDE_ALIGN = 64  # bytes of a cache line, and of a row of an AMX tile
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """``group`` is the weight's (None: one group); the last group may be short, its missing inputs are zeros."""
+    """``group`` is the weight's (None: one group). The last group may be short; its missing inputs are zeros."""
 
     q: torch.Tensor  # int8 [num_tokens, row_stride]; zeros from in_features on; fp8 [num_tokens, in_features]
     scale: torch.Tensor  # fp32 [num_tokens]; fp8: [num_tokens, num_groups]
     sums: torch.Tensor  # int32 [num_tokens, num_groups]; fp8: [num_tokens, 0]
     in_features: int
     group: int | None
-    dtype: torch.dtype  # of the rows that were quantized, and of what a linear makes of them
+    dtype: torch.dtype  # of the rows before they were quantized, and of a linear's result
 
     @property
     def shape(self) -> torch.Size:
-        """Of the rows that were quantized."""
+        """The shape of the rows that were quantized."""
         return torch.Size((self.q.shape[0], self.in_features))
 
     @property
@@ -49,19 +49,19 @@ def num_groups(in_features: int, group: int | None) -> int:
 
 
 def padded_size(in_features: int, group: int | None) -> int:
-    """Return the inputs that weights are stored for: whole groups, or whole quads."""
+    """Return the inputs that weights are stored for: a multiple of the group, or of 4."""
     step = group or 4
     return -(-in_features // step) * step
 
 
 def row_stride(in_features: int, group: int | None) -> int:
-    """Return the bytes from row to row: padded to lines, and not to a multiple of 512, which fills few cache sets."""
+    """Return the bytes from row to row: whole lines, but no multiple of 512, which would use few of the cache sets."""
     stride = -(-padded_size(in_features, group) // STRIDE_ALIGN) * STRIDE_ALIGN
     return stride + STRIDE_ALIGN if stride % 512 == 0 else stride
 
 
 def empty_rows(num_tokens: int, in_features: int, group: int | None, dtype: torch.dtype) -> QuantizedRows:
-    """Return rows for a native op to fill, the padding too."""
+    """Return rows for a native op to fill, padding included."""
     return QuantizedRows(
         empty(num_tokens, row_stride(in_features, group), dtype=torch.int8),
         empty(num_tokens, dtype=torch.float32),
@@ -73,7 +73,7 @@ def empty_rows(num_tokens: int, in_features: int, group: int | None, dtype: torc
 
 
 def row_words(rows: QuantizedRows | None) -> tuple[int, int, int, int, int]:
-    """Return (q, stride, scale, sums, group), as the bindings take rows to fill; zeros for none."""
+    """Return (q, stride, scale, sums, group), as the bindings take rows to fill; zeros without rows."""
     if rows is None:
         return 0, 0, 0, 0, 0
     return rows.q.data_ptr(), rows.q.stride(0), rows.scale.data_ptr(), rows.sums.data_ptr(), rows.group or 0

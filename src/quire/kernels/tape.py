@@ -1,11 +1,11 @@
 """A step recorded once and replayed for every step: the native calls of a forward, without Python between them.
 
-Recording runs the Python of a forward at the largest shape that a step may have, and none of its kernels (csrc/tape.h):
-what it notes is each call with its addresses. A replay is one call, with the step's numbers of tokens and logits rows.
+Recording runs the Python of a forward at the largest shape that a step may have, and none of its kernels (csrc/tape.h).
+It notes each native call with its addresses. A replay is one call, with the step's numbers of tokens and logits rows.
 
-That is sound only where every byte of the forward is written by a native call. So a recording watches torch: an
-operation that makes new data, rather than another view of memory, ends it with `NotRecordable`, and so does a native
-call whose rows are neither the step's tokens nor its logits. Nothing is guessed; such a model runs call by call.
+That is sound only where native calls write every byte of the forward. So a recording watches torch: an operation that
+makes new data, rather than another view of memory, ends the recording with `NotRecordable`, and so does a native call
+whose rows are neither the step's tokens nor its logits. Nothing is guessed; such a model runs call by call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class NotRecordable(Exception):
 class StepTape:
     """``forward()`` is called once, here; it works on tensors of ``max_tokens`` and ``max_logits`` rows.
 
-    Both tell a call's rows apart, so they must differ. What it reads must stay where it is for as long as the tape.
+    The two must differ, because they tell the rows of a call apart. What ``forward`` reads must not move while the tape
+    lives.
 
     Raises:
         NotRecordable: the forward is not native throughout.
@@ -64,12 +65,12 @@ class StepTape:
         return self._arena.num_bytes
 
     def run(self, num_tokens: int, num_logits: int) -> torch.Tensor:
-        """Compute a step; returns its rows of `output`, which the next replay overwrites."""
+        """Compute a step and return its rows of `output`, which the next replay overwrites."""
         self._tape.run(num_native_threads(), num_tokens, num_logits)
         return self.output[:num_logits]
 
     def run_timed(self, num_tokens: int, num_logits: int) -> dict[str, float]:
-        """Compute a step and return the seconds of each op in it: what benchmarks ask."""
+        """Compute a step and return the seconds of each of its ops, for benchmarks."""
         seconds: dict[str, float] = {}
         for mangled, taken in self._tape.run_timed(num_native_threads(), num_tokens, num_logits):
             name = mangled.removesuffix("E").rpartition("cpu")[2].lstrip("0123456789").removesuffix("Args")
@@ -78,11 +79,11 @@ class StepTape:
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets pass the torch operations that return views of their arguments and write nothing."""
+    """Allows only torch operations that return views of their arguments and write nothing."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch asks. Yes, its default, would import torch._dynamo at the first operation: a second of every start."""
+        """Torch's default, True, would import torch._dynamo at the first operation: a second per start."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,11 +1,11 @@
-"""How many threads the native kernels use: a property of the process, as torch's own number is.
+"""How many threads the native kernels use: a property of the process, like torch's own number.
 
 Threads belong to the machine, not to an engine: two engines in one process share them and take turns
-(csrc/bindings.cpp). Nothing depends on the number but speed.
+(csrc/bindings.cpp). The number changes the speed alone.
 
-torch's threads and ours must not both be many. An OpenMP worker spins for milliseconds after each of torch's parallel
+Torch's threads and ours must not both be many. An OpenMP worker spins for milliseconds after each of torch's parallel
 regions, on the core that our pinned worker needs: a decode step of a 1B model took 332 ms with two and two threads and
-103 ms where OpenMP's did not spin (one run each on a busy machine, before our own spinning threads learnt to yield).
+103 ms where OpenMP's did not spin (one run each on a busy machine, before our own spinning threads yielded).
 So an engine whose heavy ops are all native gives torch one thread.
 """
 
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 
 _one_at_a_time = threading.Lock()  # MKL's number of threads is the process's, so two engines take turns
-_chosen = 0  # 0: nobody has chosen, and torch's number counts
+_chosen = 0  # 0: not chosen, so torch's number counts
 
 
 def choose_threads(num_threads: int, *, torch_is_heavy: bool) -> None:
@@ -38,7 +38,7 @@ def num_native_threads() -> int:
 def one_torch_thread() -> Iterator[None]:
     """Run torch's products on the calling thread alone.
 
-    A library cuts a long sum between its threads where it likes: MKL does for in_features ≥ 1024 on an Intel CPU, in
+    A library may split a long sum between its threads anywhere: MKL does so for in_features ≥ 1024 on an Intel CPU, in
     fp32 and bf16. So a product whose bits must not depend on the number of threads is computed by one.
     """
     with _one_at_a_time:

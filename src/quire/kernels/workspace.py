@@ -1,8 +1,8 @@
-"""Where native ops put their results: every one allocates with `empty`, so that a recorded step can say where.
+"""Where native ops put their results: every op allocates with `empty`, so that a recording controls the addresses.
 
-While a step is recorded (`kernels.tape`) results lie in an `Arena`, whose memory stays where it is. It gives and takes
-back as an allocator does: what Python lets go of is given again, so the addresses that are recorded overlap exactly as
-those of a plain run would, and a step needs no more memory than that. Outside a recording `empty` is torch's own.
+While a step is recorded (`kernels.tape`) results lie in an `Arena`, whose memory stays where it is. The arena reuses
+memory as an allocator does: what Python frees is handed out again, so the addresses that are recorded overlap exactly
+as those of a plain run, and a step needs no more memory than that. Outside a recording `empty` is torch's own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 
 _CPU = torch.device("cpu")
 _LINE = 64  # bytes
-_SLAB = 1 << 20  # bytes mapped at least at a time
+_SLAB = 1 << 20  # bytes mapped at a time, or more
 
 
 class Arena:
-    """Mapped memory; a page costs nothing until a step is large enough to touch it."""
+    """Mapped memory, which costs nothing until a step is large enough to touch it."""
 
     def __init__(self) -> None:
         self._slabs: list[mmap.mmap] = []
         self._free: list[tuple[int, int, int]] = []  # (slab, start, end), sorted, none adjacent
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that has its memory until it and its views are gone."""
+        """Return a tensor that keeps its memory until it and its views are gone."""
         num_bytes = prod(shape) * dtype.itemsize
         assert num_bytes > 0, shape
         size = -(-num_bytes // _LINE) * _LINE

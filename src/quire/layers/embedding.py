@@ -10,14 +10,14 @@ from quire.kernels.linear import PackedLinear, pack_empty, read_rows
 from quire.kernels.pointwise import scale_rows, take_rows
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
-from quire.layers.weights import NO_FORMATS, Formats, Place, copy_into, matrix_backend, write_weight
+from quire.layers.weights import NO_FORMATS, Formats, WeightLoader, copy_into, matrix_backend, write_weight
 from quire.weight_format import PLAIN
 
 
 class Embedding:
     """Input table and output matrix of a model.
 
-    Tied, there is one matrix, in the layout of the linear kernel; so is a table that a checkpoint has quantized.
+    Tied embeddings are one matrix in the layout of the linear kernel; a quantized table is in that layout too.
     """
 
     def __init__(
@@ -33,16 +33,15 @@ class Embedding:
     ) -> None:
         self._take_backend = kernels.backend("take_rows")
         self._scale_backend = kernels.backend("scale_rows")
-        self._scale = torch.tensor(scale, dtype=dtype).item()  # rounded first, as the models were trained
+        self._scale = torch.tensor(scale, dtype=dtype).item()  # rounded first, as in training
         held = formats.get("embed.weight", PLAIN)
         of_head = held if tied else formats.get("lm_head.weight", PLAIN)
         self._head = Linear(
             {"head": vocab_size}, hidden_size, dtype, kernels, formats={"head.weight": of_head}
         )
         self._table: torch.Tensor | None = None
-        self._packed: PackedLinear | None = (
-            self._head.packed if tied else None
-        )  # holds the rows, with no table
+        # Holds the rows where there is no table.
+        self._packed: PackedLinear | None = self._head.packed if tied else None
         if not tied and held.quantized:
             backend = matrix_backend(kernels, held)
             self._packed = pack_empty(
@@ -52,8 +51,8 @@ class Embedding:
             self._table = torch.empty(vocab_size, hidden_size, dtype=dtype)
         self._tied = tied
 
-    def places(self) -> dict[str, Place]:
-        head = self._head.places()["head.weight"]
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        head = self._head.weight_loaders()["head.weight"]
         if self._tied:
             return {"embed.weight": head}
         if self._packed is not None:

@@ -12,15 +12,15 @@ from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty
 from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
 from quire.kernels.registry import KernelChoice
 from quire.kernels.workspace import empty
-from quire.layers.weights import NO_FORMATS, Formats, Place, matrix_backend, write_weight
+from quire.layers.weights import NO_FORMATS, Formats, WeightLoader, matrix_backend, write_weight
 from quire.weight_format import PLAIN, WeightFormat
 
 
 class Linear:
     """``parts``: name → output features, stacked in that order. Weights lie in the layout of the kernel.
 
-    ``formats``: "{part}.weight" → format of those that are quantized. Neighbours of one format are one matrix; where
-    formats differ (Q4_K_M of GGUF has its v apart from q and k), there are several, each for a range of columns.
+    ``formats``: "{part}.weight" → format of the quantized parts. Neighbours of one format are one matrix; where formats
+    differ (GGUF's Q4_K_M holds v in another format than q and k), there are several, each for a range of columns.
     """
 
     def __init__(
@@ -53,28 +53,27 @@ class Linear:
 
     @property
     def packed(self) -> PackedLinear:
-        """The matrix, where there is one."""
+        """The matrix of a linear with one format."""
         assert len(self.segments) == 1, [each.format for each in self.segments]
         return self.segments[0]
 
     @property
     def reads(self) -> WeightFormat:
-        """The format whose `QuantizedRows` it takes; PLAIN where it wants plain rows, as adapters do."""
+        """The format whose `QuantizedRows` it takes; PLAIN where it takes plain rows, as adapters need."""
         one = len(self.segments) == 1 and self.segments[0].reads_quantized and self.lora is None
         held = self.segments[0].format if one else PLAIN
-        return (
-            PLAIN if held.kind == "fp8" and held.group else held
-        )  # who writes fp8 rows knows one scale a row
+        # Ops that write fp8 rows give them one scale per row, not one per group.
+        return PLAIN if held.kind == "fp8" and held.group else held
 
     def add_slots(self, num_slots: int, max_rank: int) -> None:
-        """Make room for adapters beside the weights. Before anybody asks what it `reads`."""
+        """Allocate slots for adapters beside the weights. To be called before `reads` is read."""
         backend = self._kernels.backend("lora")
         widths = tuple(self.parts.values())
         self.lora = stack_empty(widths, self._in_features, num_slots, max_rank, self._dtype, backend=backend)
 
-    def places(self) -> dict[str, Place]:
+    def weight_loaders(self) -> dict[str, WeightLoader]:
         """Return ``{part}.weight [features, in_features]`` and, with biases, ``{part}.bias [features]``."""
-        found: dict[str, Place] = {}
+        found: dict[str, WeightLoader] = {}
         for name, (packed, start) in self._where.items():
             found[f"{name}.weight"] = partial(write_weight, packed, start)
             if packed.bias is not None:
@@ -88,9 +87,9 @@ class Linear:
         *,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``, in x's dtype if nothing is said.
+        """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``, in x's dtype by default.
 
-        ``adapters``: which rows have which, where the linear has slots.
+        ``adapters``: which rows have which adapter, for a linear with slots.
         """
         y = self._base(x, out_dtype)
         if self.lora is not None and adapters is not None:
@@ -105,7 +104,9 @@ class Linear:
         device = x.device if isinstance(x, torch.Tensor) else x.q.device
         y = empty(num_tokens, sum(self.parts.values()), dtype=out_dtype or x.dtype, device=device)
         start = 0
-        for packed in self.segments:  # into their columns: a `cat` would be no native call (`kernels.tape`)
+        for packed in (
+            self.segments
+        ):  # into their columns: `cat` is not a native call and cannot be recorded (`kernels.tape`)
             stop = start + packed.out_features
             linear(x, packed, out_dtype=out_dtype, out=y[:, start:stop])
             start = stop

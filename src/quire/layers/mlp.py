@@ -1,16 +1,31 @@
-"""Gated MLP: ``down(act(gate(x)) · up(x))``, gate and up in one product."""
+"""Feed-forward blocks: the gated MLP, ``down(act(gate(x)) · up(x))``, and the mixture of experts."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from quire.kernels.linear import PackedLinear, pack_many, write_bias
 from quire.kernels.lora import AdapterRows
-from quire.kernels.pointwise import ActivationKind, gated, gated_to_int8
+from quire.kernels.moe import ExpertStack, experts, route
+from quire.kernels.pointwise import ActivationKind, add_gated_rows, add_rows, gated, gated_to_int8, widen_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
-from quire.layers.weights import NO_FORMATS, Formats, Place
-from quire.weight_format import WeightFormat
+from quire.layers.weights import (
+    NO_FORMATS,
+    Formats,
+    WeightLoader,
+    copy_into,
+    matrix_backend,
+    prefixed,
+    under,
+    write_weight,
+)
+from quire.modelspec import MlpSpec
+from quire.quant.stored import StoredMatrix, StoredStack, Weight
+from quire.weight_format import PLAIN, WeightFormat
 
 
 class Mlp:
@@ -36,21 +51,115 @@ class Mlp:
         self._gated_backend = kernels.backend("gated")
         self._to_int8_backend = kernels.backend("gated_to_int8")
 
-    def places(self) -> dict[str, Place]:
-        return {**self._gate_up.places(), **self._down.places()}
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        return {**self._gate_up.weight_loaders(), **self._down.weight_loaders()}
 
     @property
     def reads(self) -> WeightFormat:
         return self._gate_up.reads
 
     def linears(self) -> tuple[Linear, ...]:
-        """Those that an adapter may change."""
+        """Return the linears that an adapter may change."""
         return self._gate_up, self._down
 
     def __call__(self, x: torch.Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> torch.Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
         gate_up = self._gate_up(x, adapters)
-        if self._down.reads.kind in ("int8", "int4"):  # fp8 rows it makes itself
+        if self._down.reads.kind in ("int8", "int4"):  # `linear` itself makes fp8 rows
             group = self._down.reads.group
             return self._down(gated_to_int8(gate_up, self._activation, group, backend=self._to_int8_backend))
         return self._down(gated(gate_up, self._activation, backend=self._gated_backend), adapters)
+
+
+class MoeBlock:
+    """Every variant of `MoeSpec`. The router works in fp32: a wrong choice of experts is no small error."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: MlpSpec,
+        dtype: torch.dtype,
+        kernels: KernelChoice,
+        *,
+        formats: Formats = NO_FORMATS,
+    ) -> None:
+        moe = spec.moe
+        assert moe is not None
+        self._moe = moe
+        inter = moe.intermediate_size
+        self._router = Linear(
+            {"router": moe.num_experts}, hidden_size, torch.float32, kernels, bias=moe.router_bias
+        )
+
+        def pack(name: str, out_features: int, in_features: int) -> list[PackedLinear]:
+            held = formats.get(f"{name}.weight", PLAIN)
+            backend = matrix_backend(kernels, held)
+            return pack_many(
+                moe.num_experts, out_features, in_features, dtype, bias=moe.expert_bias, backend=backend, format=held
+            )  # fmt: skip
+
+        self._gate_up = pack("gate", 2 * inter, hidden_size)
+        self._down = pack("down", hidden_size, inter)
+        self._correction = torch.zeros(moe.num_experts) if moe.correction_bias else None
+        self._shared: Mlp | None = None
+        if moe.shared_intermediate_size:
+            shared = under("shared.", formats)
+            self._shared = Mlp(
+                hidden_size, moe.shared_intermediate_size, spec.activation, dtype, kernels, formats=shared
+            )
+        self._shared_gate = (
+            Linear({"shared_gate": 1}, hidden_size, dtype, kernels) if moe.shared_gate else None
+        )
+        self._stack = ExpertStack(self._gate_up, self._down, spec.activation)
+        self._route = partial(route, backend=kernels.backend("moe.route"))
+        self._experts = partial(experts, backend=kernels.backend("moe.experts"))
+        self._widen = partial(widen_rows, backend=kernels.backend("widen_rows"))
+        self._add = partial(add_rows, backend=kernels.backend("add_rows"))
+        self._add_gated = partial(add_gated_rows, backend=kernels.backend("add_gated_rows"))
+
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        inter = self._moe.intermediate_size
+        found = self._router.weight_loaders()
+        for name, packed, start in (
+            ("gate", self._gate_up, 0),
+            ("up", self._gate_up, inter),
+            ("down", self._down, 0),
+        ):
+            found[f"{name}.weight"] = partial(_write_all, write_weight, packed, start)
+            if self._moe.expert_bias:
+                found[f"{name}.bias"] = partial(_write_all, write_bias, packed, start)
+        if self._correction is not None:
+            found["correction_bias"] = copy_into(self._correction)
+        if self._shared is not None:
+            found.update(prefixed("shared.", self._shared.weight_loaders()))
+        if self._shared_gate is not None:
+            found.update(self._shared_gate.weight_loaders())
+        return found
+
+    @property
+    def reads(self) -> WeightFormat:
+        return PLAIN  # the router needs plain rows
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Return the linears that an adapter may change."""
+        return () if self._shared is None else self._shared.linears()
+
+    def __call__(self, x: torch.Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> torch.Tensor:
+        """``[num_tokens, hidden_size]`` → the same shape."""
+        assert isinstance(x, torch.Tensor)
+        weights, ids = self._route(self._router(self._widen(x)), self._moe, self._correction)
+        y = self._experts(x, weights, ids, self._stack)
+        if self._shared is None:
+            return y
+        if self._shared_gate is None:
+            return self._add(y, self._shared(x, adapters))
+        return self._add_gated(y, self._shared(x, adapters), self._shared_gate(x))
+
+
+def _write_all(write, packed: list[PackedLinear], start: int, weight: Weight) -> None:  # type: ignore[no-untyped-def]
+    """``weight [num_experts, ...]``: one slice per expert."""
+    assert weight.shape[0] == len(packed)
+    assert not isinstance(weight, StoredMatrix)
+    parts = weight.matrices if isinstance(weight, StoredStack) else weight
+    for expert, part in zip(packed, parts, strict=True):
+        write(expert, start, part)

@@ -13,7 +13,7 @@ from quire.kernels.norm import (
 )
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
-from quire.layers.weights import Place, copy_into
+from quire.layers.weights import WeightLoader, copy_into
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN, WeightFormat
 
@@ -21,7 +21,7 @@ from quire.weight_format import PLAIN, WeightFormat
 class RmsNorm:
     """The weight is held in fp32; with ``plus_one`` (Gemma) it holds 1 + w.
 
-    ``reader``: the format of the one linear that reads the result; if it is quantized, `enter` writes int8 or fp8 rows.
+    ``reader``: the format of the only linear that reads the result; if quantized, `enter` writes int8 or fp8 rows.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class RmsNorm:
         self._to_fp8_backend = kernels.backend("add_rms_norm_to_fp8")
         self._reader = reader
 
-    def place(self, weight: Weight) -> None:
+    def load(self, weight: Weight) -> None:
         """Take ``weight [size]``."""
         copy_into(self.weight)(weight)
         if self._plus_one:
             self.weight.add_(1.0)
 
-    def places(self) -> dict[str, Place]:
-        return {"weight": self.place}
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        return {"weight": self.load}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise over the last dimension; same shape and dtype."""
@@ -62,7 +62,7 @@ class RmsNorm:
     def enter(
         self, x: torch.Tensor | None, residual: torch.Tensor
     ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
-        """Return ``(norm(residual + x), residual + x)``, the norm as its reader takes it; None is nothing to add."""
+        """Return ``(norm(residual + x), residual + x)``, the norm as its reader takes it; x None: nothing to add."""
         if self._reader.kind == "fp8":
             return add_rms_norm_to_fp8(x, residual, self.weight, self.eps, backend=self._to_fp8_backend)
         group, backend = self._reader.group, self._to_int8_backend

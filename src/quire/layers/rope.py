@@ -1,6 +1,6 @@
-"""Rotary frequencies from a `RopeSpec`, fixed once per engine by ``max_model_len`` (DESIGN §4).
+"""Rotary frequencies from a `RopeSpec`, fixed once per engine by ``max_model_len``.
 
-Cached keys cannot be rotated anew, so the kinds whose frequencies depend on the length (dynamic NTK, LongRoPE's short
+Cached keys cannot be rotated again, so the kinds whose frequencies depend on the length (dynamic NTK, LongRoPE's short
 and long factors) take the longest length that this engine serves. Formulas as in transformers' rope utilities:
 linear (kaiokendev), dynamic NTK (bloc97, emozilla), YaRN (arXiv:2309.00071), llama3 (Llama 3.1), LongRoPE
 (arXiv:2402.13753).
@@ -18,9 +18,9 @@ _BLOCK = 1024  # positions added to the table at a time
 
 
 class RopeTable:
-    """cos and sin of every position so far needed, each ``[max_positions, dim / 2]`` fp32, times the attention factor.
+    """cos and sin of every position needed so far, each ``[max_positions, dim / 2]`` fp32, times the attention factor.
 
-    The tables do not move, so that a recorded step may read them; memory that is not filled yet costs nothing.
+    The tables do not move, so that a recorded step may read them; memory that is not filled costs nothing.
     """
 
     def __init__(self, spec: RopeSpec, max_model_len: int) -> None:
@@ -34,7 +34,7 @@ class RopeTable:
         self.num_positions = 0
 
     def cover(self, num_positions: int) -> None:
-        """Fill the tables for the positions below ``num_positions``. No value depends on the call that makes it."""
+        """Fill the tables for the positions below ``num_positions``. Which call fills a value does not change it."""
         assert num_positions <= self.cos.shape[0], (
             f"{num_positions} positions; there is room for {len(self.cos)}"
         )

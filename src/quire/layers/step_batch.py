@@ -1,4 +1,4 @@
-"""The tensors of one step, as the runner makes them and the layers read them (words of DESIGN §8)."""
+"""The tensors of one step, as the runner makes them and the layers read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GroupBatch:
 
 @dataclass(frozen=True, slots=True)
 class AdapterBatch:
-    """Which rows have which adapter: of all tokens, and of those that give logits."""
+    """Which tokens have which adapter: of all tokens, and of those that give logits."""
 
     tokens: AdapterRows
     logits: AdapterRows
@@ -29,7 +29,7 @@ class AdapterBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """``input_ids, positions [num_tokens]`` and ``logits_indices [num_logits]``: rows that sample; all int64.
+    """``input_ids, positions [num_tokens]`` and ``logits_indices [num_logits]``: tokens that give logits; all int64.
 
     ``adapters`` is None in an engine without adapters.
     """

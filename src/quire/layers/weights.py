@@ -1,4 +1,4 @@
-"""How weights find their place: every module names the tensors it takes, and a function for each."""
+"""How weights reach the layers: every module names the tensors it takes, with a weight loader for each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quire.quant.rtn import quantize
 from quire.quant.stored import StoredMatrix, StoredStack, Weight, row_ranges
 from quire.weight_format import WeightFormat
 
-Place = Callable[[Weight], None]
-Formats = Mapping[str, WeightFormat]  # name of a weight → how it is held; plain where it is not named
+WeightLoader = Callable[[Weight], None]
+Formats = Mapping[str, WeightFormat]  # name of a quantized weight → how it is held
 NO_FORMATS: Formats = MappingProxyType({})
 
 
-def prefixed(prefix: str, places: Mapping[str, Place]) -> dict[str, Place]:
-    """Return ``places`` under names that start with ``prefix``."""
-    return {prefix + name: place for name, place in places.items()}
+def prefixed(prefix: str, loaders: Mapping[str, WeightLoader]) -> dict[str, WeightLoader]:
+    """Return ``loaders`` under names that start with ``prefix``."""
+    return {prefix + name: loader for name, loader in loaders.items()}
 
 
 def under(prefix: str, formats: Formats) -> Formats:
@@ -33,21 +33,21 @@ def matrix_backend(kernels: KernelChoice, held: WeightFormat) -> Backend:
     return kernels.backend(op_of(held))
 
 
-def copy_into(target: torch.Tensor) -> Place:
-    """Return a place that copies into ``target``, converting to its dtype."""
+def copy_into(target: torch.Tensor) -> WeightLoader:
+    """Return a weight loader that copies into ``target``, converting to its dtype."""
 
-    def place(weight: Weight) -> None:
+    def load(weight: Weight) -> None:
         assert isinstance(weight, torch.Tensor)
         assert weight.shape == target.shape, (weight.shape, target.shape)
         target.copy_(weight)
 
-    return place
+    return load
 
 
 def write_weight(packed: PackedLinear, start: int, weight: Weight) -> None:
-    """Put a matrix ``[n, in_features]`` at the output features ``start …``: as it is, decoded, or rounded.
+    """Write a matrix ``[n, in_features]`` at the output features ``start …``: as it is, decoded, or rounded.
 
-    Quantized ones pass in ranges of rows, so that no second copy of a large matrix is ever there.
+    Quantized matrices are written in ranges of rows, so that there is never a second copy of a large one.
     """
     if isinstance(weight, StoredMatrix):
         for row, part in weight.ranges():

@@ -82,7 +82,7 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec) -> AdapterFile:
 
 
 def _digest(*paths: Path) -> str:
-    """The content's name: what separates the prefix caches of adapters, and tells that a file was changed."""
+    """Return the name of the content: it separates the prefix caches of adapters and shows that a file has changed."""
     digest = hashlib.blake2b(b"quire.adapter.v1", digest_size=16)
     for path in paths:
         content = map_file(path)
@@ -170,7 +170,7 @@ class _Modules:
         self._others.add("lm_head")
 
     def find(self, path: Path, tensor: str, module: str) -> str:
-        """Return the linear that a tensor's ``module`` names; trained on the bare decoder, it lacks "model."."""
+        """Return the linear that a tensor's ``module`` names; of a bare decoder it has no "model." prefix."""
         for name in (module, f"model.{module}"):
             if name in self.takes:
                 return name

@@ -17,20 +17,20 @@ from quire.request import Adapter
 
 
 class LoraSlots:
-    """``places``: "layers.0.attn.q" … → (the stack of its linear, which part of it).
+    """``targets``: "layers.0.attn.q" … → (the stack of its linear, index of the part).
 
-    An adapter that cannot be loaded fails the sequences that want it, and nobody else: `failure` says why, and tries
-    again first, since the file may have come back.
+    An adapter that cannot be loaded fails only the sequences that use it: `failure` says why, and first tries again,
+    since the file may have come back.
     """
 
-    def __init__(self, spec: ModelSpec, places: Mapping[str, tuple[LoraStack, int]]) -> None:
+    def __init__(self, spec: ModelSpec, targets: Mapping[str, tuple[LoraStack, int]]) -> None:
         self._spec = spec
-        self._places = places
-        self._stacks = list({id(stack): stack for stack, _ in places.values()}.values())
+        self._targets = targets
+        self._stacks = list({id(stack): stack for stack, _ in targets.values()}.values())
         self._held: dict[int, Adapter] = {}
         self._failed: dict[int, str] = {}
 
-    @torch.inference_mode()  # the slots of a GPU are made in it
+    @torch.inference_mode()  # a GPU's slots are inference tensors
     def load(self, slot: int, adapter: Adapter) -> None:
         """Make ``adapter`` the content of ``slot`` (from 1 on)."""
         self._held[slot] = adapter
@@ -52,7 +52,7 @@ class LoraSlots:
     def _write(self, slot: int, file: AdapterFile) -> None:
         stacks: dict[int, dict[int, LowRank]] = defaultdict(dict)
         for canonical, part in file.parts.items():
-            stack, index = self._places[canonical]
+            stack, index = self._targets[canonical]
             if part.rank > stack.max_rank:
                 raise ModelLoadError(f"its rank is {part.rank} and a slot has room for {stack.max_rank}")
             stacks[id(stack)][index] = _low_rank(part, stack.dtype)
@@ -65,7 +65,7 @@ class LoraSlots:
 
 
 def _read_again(adapter: Adapter, spec: ModelSpec) -> AdapterFile:
-    """Read what a request names by its content: a changed file would answer what nobody asked, and poison the cache."""
+    """Read an adapter that is named by its content: a changed file would give wrong answers and poison the cache."""
     file = read_adapter(adapter.name, Path(adapter.path), spec)
     if file.adapter.key != adapter.key:
         raise ModelLoadError(

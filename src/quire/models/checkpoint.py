@@ -1,4 +1,7 @@
-"""`describe`: what a model on disk is, without reading its weights and without torch."""
+"""`describe`: what a model on disk is, without reading its weights and without torch.
+
+`read_spec` reads the configuration alone: no weights are downloaded or opened.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,12 @@ from quire.families import quantization_of, spec_from_config, weight_map
 from quire.families.fields import Fields
 from quire.families.gguf import BLOCK_TYPES, gguf_weight_map, spec_from_gguf
 from quire.models.gguf_file import read_gguf
+from quire.models.hub import INSTEAD, config_of, locate
+from quire.models.quill import QUILL_NAMES
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_safetensors
 from quire.models.weight_sources import FLOATS, find_sources, stored_formats
 from quire.modelspec import ModelSpec
+from quire.plan.presets import preset_of, preset_spec
 from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -27,7 +33,7 @@ Kind = Literal["safetensors", "gguf", "random"]
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What ``generation_config.json`` proposes; None where it is silent."""
+    """Defaults of ``generation_config.json``; None where it has no such field."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -45,12 +51,11 @@ class Checkpoint:
     kind: Kind
     spec: ModelSpec
     files: tuple[Path, ...]  # of weights; empty for "random"
-    dtype: str  # most of the weights' bytes are of this type
+    dtype: str  # the type of most of the weights' bytes
     generation: GenerationDefaults
     tokenizer: Path  # the folder with the tokenizer's files, or the GGUF file that holds it
-    formats: Mapping[str, WeightFormat] = field(
-        default_factory=dict
-    )  # canonical name → how it can be held, if quantized
+    # Canonical name of a quantized weight → the format that holds it.
+    formats: Mapping[str, WeightFormat] = field(default_factory=dict)
 
     @property
     def weight_bytes(self) -> int:
@@ -75,6 +80,31 @@ def describe(path: Path, load_format: str = "auto") -> Checkpoint:
     if load_format == "gguf" and path.is_dir():
         return _describe_gguf(_only_gguf(path), load_format)
     return _describe_folder(path, load_format)
+
+
+def spec_of(model: str) -> ModelSpec:
+    """Return the `ModelSpec` of a preset of the planner, or of what `read_spec` finds."""
+    name = preset_of(model) if not Path(model).expanduser().exists() else None
+    return preset_spec(name) if name is not None else read_spec(model)
+
+
+def read_spec(name: str, *, revision: str | None = None) -> ModelSpec:
+    """Return the `ModelSpec` of "quill", a folder, a GGUF file, a config.json, or a hub id (that file is fetched).
+
+    Raises:
+        ModelLoadError: there is no such thing, or its configuration cannot be read.
+        UnsupportedModelError: Quire does not run it.
+    """
+    path = Path(name).expanduser()
+    if name in QUILL_NAMES or path.exists():
+        path = locate(name)
+        config = path if path.suffix == ".json" else path / "config.json"
+        return spec_from_config(read_json(config), str(config)) if config.is_file() else describe(path).spec
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith((".gguf", ".json")):
+        raise ModelLoadError(
+            f"there is no preset, file or folder {name!r}, and a hub id is org/repo. {INSTEAD}."
+        )
+    return spec_from_config(read_json(config_of(name, revision)), f"{name}/config.json")
 
 
 def _describe_folder(path: Path, load_format: str) -> Checkpoint:
@@ -116,7 +146,7 @@ def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
 
 
 def _end_of_turn(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids at which a chat turn ends, where the file names them apart from the end of the text."""
+    """Return the ids that end a chat turn, where the file names them beside the end of the text."""
     keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     return tuple(int(metadata[key]) for key in keys if metadata.get(key) is not None)
 
@@ -136,7 +166,7 @@ def _only_gguf(folder: Path) -> Path:
 def _common_dtype(tensors: Iterable[StoredTensor]) -> str:
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        if tensor.dtype not in (*FLOATS, *BLOCK_TYPES):  # packed: no type to compute in
+        if tensor.dtype not in (*FLOATS, *BLOCK_TYPES):  # packed: not a type to compute in
             continue
         sizes[tensor.dtype] += tensor.num_bytes
     return sizes.most_common(1)[0][0] if sizes else "bfloat16"

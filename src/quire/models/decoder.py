@@ -1,8 +1,8 @@
 """One decoder for every `ModelSpec`: dense and mixture of experts, plain and latent attention, every norm order.
 
-Weights arrive one tensor at a time under their canonical names (`modelspec`) and are copied to where the kernels want
-them, so there is never a second copy of the model. The residual stream is ``[num_tokens, hidden_size]`` in the model's
-dtype; each row is computed from its own row and from the cache alone.
+Weights arrive one tensor at a time under their canonical names (`modelspec`) and are copied into the layout that the
+kernels read, so there is never a second copy of the model. The residual stream is ``[num_tokens, hidden_size]`` in the
+model's dtype; each token is computed from its own row and from the cache alone.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from quire.kernels.lora import LoraStack
 from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
-from quire.layers.attention import Attention, CosSin
+from quire.layers.attention import Attention, CosSin, LatentAttention
 from quire.layers.embedding import Embedding
-from quire.layers.mla import LatentAttention
-from quire.layers.mlp import Mlp
-from quire.layers.moe import MoeBlock
+from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
 from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
-from quire.layers.weights import NO_FORMATS, Formats, Place, prefixed, under
+from quire.layers.weights import NO_FORMATS, Formats, WeightLoader, prefixed, under
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
@@ -48,7 +46,7 @@ class Decoder:
         formats: Formats = NO_FORMATS,
         lora: LoraConfig | None = None,
     ) -> None:
-        """``formats``: canonical name → how a weight is held, for those that are quantized (`weight_plan`)."""
+        """``formats``: canonical name → how a quantized weight is held (`weight_plan`)."""
         self.spec = spec
         self.dtype = dtype
         self._shapes = weight_shapes(spec)
@@ -75,27 +73,29 @@ class Decoder:
                 self._ropes[rope] = RopeTable(rope, max_model_len)
         self._take_rows = partial(take_rows, backend=kernels.backend("take_rows"))
         self._cap_logits = partial(cap_logits, backend=kernels.backend("cap_logits"))
-        self._places = self._collect_places()
+        self._loaders = self._collect_loaders()
 
-    def _collect_places(self) -> dict[str, Place]:
-        places = {**self._embedding.places(), **prefixed("norm.", self._norm.places())}
+    def _collect_loaders(self) -> dict[str, WeightLoader]:
+        loaders = {**self._embedding.weight_loaders(), **prefixed("norm.", self._norm.weight_loaders())}
         for index, layer in enumerate(self._layers):
-            places.update(prefixed(f"layers.{index}.", layer.places()))
-        assert set(places) == set(self._shapes), set(places) ^ set(self._shapes)
-        return places
+            loaders.update(prefixed(f"layers.{index}.", layer.weight_loaders()))
+        assert set(loaders) == set(self._shapes), set(loaders) ^ set(self._shapes)
+        return loaders
 
-    def lora_places(self) -> dict[str, tuple[LoraStack, int]]:
-        """Return "layers.0.attn.q" … → (the slots of its linear, which part of that)."""
-        places: dict[str, tuple[LoraStack, int]] = {}
+    def lora_targets(self) -> dict[str, tuple[LoraStack, int]]:
+        """Return "layers.0.attn.q" … → (the adapter slots of its linear, index of the part)."""
+        targets: dict[str, tuple[LoraStack, int]] = {}
         for index, layer in enumerate(self._layers):
-            places.update({f"layers.{index}.{name}": place for name, place in layer.lora_places().items()})
-        assert set(places) == set(adaptable(self.spec)), set(places) ^ set(adaptable(self.spec))
-        return places
+            targets.update(
+                {f"layers.{index}.{name}": target for name, target in layer.lora_targets().items()}
+            )
+        assert set(targets) == set(adaptable(self.spec)), set(targets) ^ set(adaptable(self.spec))
+        return targets
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Take all weights from a stream of (canonical name, tensor).
 
-        Raises `ModelLoadError` for a name or a shape that the spec does not have, and for a weight that never came.
+        Raises `ModelLoadError` for a name or a shape that the spec does not have, and for a weight that is missing.
         """
         for name, tensor in weights:
             if name not in self._shapes:
@@ -105,21 +105,21 @@ class Decoder:
                     f"Weight {name} has shape {list(tensor.shape)}; the model's configuration asks for "
                     f"{list(self._shapes[name])}."
                 )
-            self._places[name](tensor)
+            self._loaders[name](tensor)
             self._missing.discard(name)
         if self._missing:
             some = ", ".join(sorted(self._missing)[:3])
             raise ModelLoadError(f"{len(self._missing)} weights are missing from the checkpoint: {some}, …")
 
     def cover(self, num_positions: int) -> None:
-        """Have the angles of the positions below ``num_positions`` ready: before every `forward`."""
+        """Compute the angles of the positions below ``num_positions``. To be called before every `forward`."""
         for table in self._ropes.values():
             table.cover(num_positions)
 
     def forward(self, batch: StepBatch, kv: Sequence[KvView]) -> torch.Tensor:
-        """Compute all rows of the step, storing their K and V; ``kv`` has one view a layer.
+        """Compute all tokens of the step, storing their K and V; ``kv`` has one view per layer.
 
-        Returns the hidden rows that sample, after the last norm: ``[num_logits, hidden_size]``.
+        Returns the hidden states that give logits, after the last norm: ``[num_logits, hidden_size]``.
         """
         cos_sin = {
             rope: (self._take_rows(table.cos, batch.positions), self._take_rows(table.sin, batch.positions))
@@ -138,7 +138,7 @@ class Decoder:
         return self._norm.add(delta, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``, scaled and capped as the model wants."""
+        """``[num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``, scaled and capped as the model defines."""
         logits = self._embedding.logits(hidden)
         return self._cap_logits(logits, self.spec.logits_scale, self.spec.logits_soft_cap)
 
@@ -193,15 +193,15 @@ class DecoderLayer:
         self._add_rows = partial(add_rows, backend=kernels.backend("add_rows"))
         self._scale_rows = partial(scale_rows, backend=kernels.backend("scale_rows"))
 
-    def places(self) -> dict[str, Place]:
-        found = prefixed("attn.", self._attention.places())
-        found.update(prefixed("mlp." if isinstance(self._mlp, Mlp) else "moe.", self._mlp.places()))
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        found = prefixed("attn.", self._attention.weight_loaders())
+        found.update(prefixed("mlp." if isinstance(self._mlp, Mlp) else "moe.", self._mlp.weight_loaders()))
         for name, norm in self._norms.items():
-            found.update(prefixed(f"{name}.", norm.places()))
+            found.update(prefixed(f"{name}.", norm.weight_loaders()))
         return found
 
-    def lora_places(self) -> dict[str, tuple[LoraStack, int]]:
-        """Return "attn.q" … → (the slots of its linear, which part of that)."""
+    def lora_targets(self) -> dict[str, tuple[LoraStack, int]]:
+        """Return "attn.q" … → (the adapter slots of its linear, index of the part)."""
         mlp = "mlp." if isinstance(self._mlp, Mlp) else "moe.shared."
         linears = [("attn.", each) for each in self._attention.linears()]
         linears += [(mlp, each) for each in self._mlp.linears()]
@@ -222,9 +222,10 @@ class DecoderLayer:
         rows: torch.Tensor | None = None,
         adapters: AdapterBatch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``residual`` lacks ``delta``, the last block's output, still; returns the same pair for the next layer.
+        """Return (delta, residual) of this layer, given those of the layer before it.
 
-        With ``rows`` (the last layer) only those go on once their keys and values are stored.
+        The residual stream is ``residual + delta``: the addition is deferred and fused into the next norm.
+        With ``rows`` (the last layer) only those tokens continue once the keys and values of all are stored.
         """
         of_rows = None if adapters is None else adapters.tokens
         x, residual = self._enter("attn_norm", delta, residual)

@@ -1,8 +1,8 @@
-"""GGUF files, mapped into memory: metadata and where each tensor lies. Little-endian, versions 2 and 3.
+"""GGUF files, mapped into memory: metadata, and where each tensor lies. Little-endian, versions 2 and 3.
 
     | "GGUF" | version | num tensors | num keys | keys and values … | tensor infos … | padding | tensor bytes … |
 
-Torch-free. Format: github.com/ggml-org/ggml, docs/gguf.md. Tensor extents are stored fastest first and turned here.
+Torch-free. Format: github.com/ggml-org/ggml, docs/gguf.md. Tensor extents are stored fastest first and reversed here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a GGUF file says of itself."""
+    """Metadata and tensors of a GGUF file."""
 
     path: Path
     metadata: Mapping[str, Any]  # strings, numbers, flags and lists of them
@@ -113,7 +113,7 @@ class _Reader:
         if start + size > len(self.buffer):
             raise struct.error(f"a string of {size} bytes at {self.at} of {len(self.buffer)}")
         self.at = start + size
-        # Tokens of byte-level vocabularies are text; a few files hold bytes that are none.
+        # Tokens of byte-level vocabularies are text, but a few files hold bytes that are not valid UTF-8.
         return self.buffer[start : self.at].decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:

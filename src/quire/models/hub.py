@@ -1,4 +1,4 @@
-"""From what a person types to a path on this machine: a folder, a GGUF file, Quill, or a repository of the hub.
+"""From the name of a model to a path on this machine: a folder, a GGUF file, Quill, or a repository of the hub.
 
 Only what serving needs is downloaded: safetensors with their index, or one GGUF file, and the small text files of the
 configuration and the tokenizer. Torch-free.
@@ -61,8 +61,8 @@ def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
 
 
 def _from_hub(repo: str, quant: str, revision: str | None, token: str | None) -> Path:
-    """Download (or find in the cache) what is needed of a repository."""
-    import huggingface_hub  # it brings an HTTP client: 0.2 s that a local model need not wait for
+    """Download the files of a repository that serving needs, or find them in the cache."""
+    import huggingface_hub  # imported late: its HTTP client takes 0.2 s, which a local model does not need
     from huggingface_hub import errors as hub_errors
 
     try:
@@ -88,7 +88,7 @@ def _from_hub(repo: str, quant: str, revision: str | None, token: str | None) ->
 
 
 def _from_cache(repo: str, quant: str, revision: str | None, cause: Exception) -> Path:
-    """The hub does not answer: use what an earlier download left, if it is there."""
+    """Return what an earlier download left in the cache, for when the hub does not answer."""
     import huggingface_hub
     from huggingface_hub import errors as hub_errors
 
@@ -111,7 +111,7 @@ def _inside(repo: str, quant: str, folder: Path) -> Path:
 
 
 def _needed(repo: str, quant: str, files: Sequence[str]) -> list[str]:
-    """Return patterns of the files to download, safetensors before anything else."""
+    """Return patterns of the files to download; safetensors take precedence."""
     if quant:
         return [pick_gguf(f"{repo}:{quant}", quant, files)]
     if any(file.endswith(".safetensors") for file in files):
@@ -129,6 +129,20 @@ def _needed(repo: str, quant: str, files: Sequence[str]) -> list[str]:
     raise ModelLoadError(
         f"{repo} holds no safetensors and no GGUF files; pickles (.bin) are not read: convert them first. {INSTEAD}."
     )
+
+
+def config_of(repo: str, revision: str | None) -> Path:
+    """Download the config.json of a repository alone. Raises `ModelLoadError` where the hub does not give it."""
+    import huggingface_hub
+    from huggingface_hub import errors as hub_errors
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(repo, "config.json", revision=revision))
+    except (hub_errors.HfHubHTTPError, hub_errors.LocalEntryNotFoundError, OSError) as error:
+        raise ModelLoadError(
+            f"config.json of {repo} cannot be had from the hub ({type(error).__name__}): give a local folder with it, "
+            "or one of the planner's presets (docs/planner.md)."
+        ) from None
 
 
 def _one_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """Weights of a checkpoint under their canonical names, one after another: safetensors, GGUF, or random.
 
 Names, shapes and types are checked before the first is used (`weight_sources`). Where the type needs no change, tensors
-are views of the mapped file: no second copy, and pages that nobody reads cost nothing. What is stored quantized and
-held so comes as a matrix that decodes the rows asked for.
+are views of the mapped file: no second copy, and unread parts of the file take no memory. A weight that is stored
+quantized and held so comes as a matrix that decodes rows on demand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def iter_weights(
     """Yield (canonical name, weight) in the order of `weight_shapes`: a tensor of ``dtype`` (``correction_bias`` in
     float32), or a quantized matrix where ``model.formats`` says that it is held as it is stored.
 
-    ``device`` is where random weights are made; a checkpoint's come in the host's memory.
+    ``device`` is where random weights are made; a checkpoint's weights lie in the host's memory.
     Tensors may be views of the mapped checkpoint: replace them, do not write into them.
     Raises `ModelLoadError` for a file, name or shape that is wrong, saying which.
     """
@@ -77,20 +77,16 @@ def _iter_mapped(
                 f"configuration asks for {list(shape)}; config.json and weights do not belong together."
             )
         yield canonical, weight
-        # Whoever took it has copied or packed it: the process should not count the model twice while it loads.
+        # The consumer has copied or packed the weight: drop its pages, so that memory never holds the model twice.
         for name in (*source.take.names, *(name for parts in source.parts for name in parts.values())):
             if name in stored:
                 stored[name].unmap_pages()
 
 
 def _weight(
-    model: ModelConfig,
-    canonical: str,
-    source: Source,
-    stored: Mapping[str, StoredTensor],
-    dtype: torch.dtype,
+    model: ModelConfig, canonical: str, source: Source, stored: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> Weight:
-    """Return a weight as ``model.formats`` wants it held; a plain one that is to be quantized comes plain."""
+    """Return a weight as ``model.formats`` says; one that will be quantized on load comes plain."""
     if not source.held.quantized:
         return _assemble(source.take, stored, dtype)
     matrix = open_quantized(source, stored)
@@ -102,7 +98,7 @@ def _weight(
 
 
 def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> torch.Tensor:
-    """Do what a `Take` says; see there for the order."""
+    """Apply the steps of a `Take`, in the order that its docstring gives."""
     cut: list[slice] = [slice(None)] * (take.dim + 1)
     cut[take.dim] = slice(take.start, take.stop, take.step)
     if take.encoding == "mxfp4":  # rows are cut before they are expanded
@@ -126,14 +122,12 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
 def expand_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``[…, rows, 32 · groups]`` of ``dtype``: value = fp4 · 2 ** (scale − 127), exact in bfloat16 too.
 
-    ``blocks [..., rows, groups, 16]`` uint8, two values a byte with the low half first; ``scales [..., rows, groups]``
-    uint8.
+    ``blocks [..., rows, groups, 16]`` uint8, two values per byte, the low half first;
+    ``scales [..., rows, groups]`` uint8.
     """
     pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)], dtype=dtype)
     out = torch.empty((*scales.shape[:-1], 32 * scales.shape[-1]), dtype=dtype)
-    for target, packed, scale in zip(
-        out, blocks, scales, strict=True
-    ):  # expert by expert: indices take 8 bytes each
+    for target, packed, scale in zip(out, blocks, scales, strict=True):  # by expert: an index takes 8 bytes
         powers = torch.exp2(scale.float() - 127.0).to(dtype).unsqueeze(-1)
         values = pairs[packed.long()].flatten(-2).mul_(powers)  # [rows, groups, 32]
         target.copy_(values.flatten(-2))

@@ -1,7 +1,7 @@
 """Quill, the model that ships with Quire: where its folders lie in the installed package.
 
 Each folder is an ordinary Hugging Face checkpoint (config, safetensors, tokenizer, chat template, generation defaults);
-nothing else in Quire knows that it is special. docs/quill.md says what the models are and how they were made.
+no other code treats it as special. docs/quill.md says what the models are and how they were made.
 """
 
 from __future__ import annotations

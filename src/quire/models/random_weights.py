@@ -1,9 +1,9 @@
 """``load_format="random"``: weights from a `ModelSpec` and a seed alone, to try, test and measure without a checkpoint.
 
-A tensor depends on its name, its shape and the seed, not on the order in which tensors are made. Norms are 1 and all
-else is normal with standard deviation 0.02: not each number drawn anew (that takes ten seconds for a billion), but
-each tensor cut from one endless repetition of `POOL` drawn numbers at a place that its name decides. `POOL` is prime,
-so no two rows of a matrix are equal.
+A tensor depends on its name, its shape and the seed, not on the order in which tensors are made. Norms are 1; all other
+weights are normal with standard deviation 0.02. Generating every number would take ten seconds for a billion, so each
+tensor is cut from an endless repetition of `POOL` random numbers, at a place that its name decides. `POOL` is prime, so
+no two rows of a matrix are equal.
 """
 
 from __future__ import annotations

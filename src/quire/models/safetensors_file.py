@@ -28,7 +28,7 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "I32": ("int32", 4),
     "I64": ("int64", 8),
 }
-_HEADER_MAX = 100_000_000  # bytes; the reference implementation refuses more too
+_HEADER_MAX = 100_000_000  # bytes, the limit of the reference implementation
 INDEX_NAME = "model.safetensors.index.json"
 AGAIN = "the download is incomplete or the file is damaged: download it again"
 
@@ -45,7 +45,7 @@ class StoredTensor:
     file: Path
 
     def unmap_pages(self) -> None:
-        """Take the pages that were read out of this process's memory: a later read brings them back from the file."""
+        """Drop the pages that were read from this process's memory: a later read brings them back from the file."""
         start = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (self.offset + self.num_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
         if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
@@ -64,7 +64,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of one file. Nothing but the header is read.
+    """Return every tensor of one file. Only the header is read.
 
     Raises `ModelLoadError` for a truncated or damaged file, `UnsupportedModelError` for an element type.
     """

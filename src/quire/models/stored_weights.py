@@ -1,4 +1,4 @@
-"""The mapped bytes of a checkpoint as tensors, and quantized matrices over them that decode the rows asked for."""
+"""The mapped bytes of a checkpoint as tensors, and quantized matrices over them that decode rows on demand."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor
 from quire.models.weight_sources import FP8, Parts, Source
 from quire.quant.gguf_blocks import decode_rows
-from quire.quant.int32_words import AWQ_ORDER, exchange, unpack
-from quire.quant.stored import StoredMatrix, StoredStack, regroup
+from quire.quant.stored import AWQ_ORDER, StoredMatrix, StoredStack, exchange, regroup, unpack
 from quire.weight_format import WeightFormat
 
 _TORCH = {
@@ -40,7 +39,7 @@ def view(stored: StoredTensor) -> torch.Tensor:
     count = stored.num_bytes // dtype.itemsize
     if count == 0:
         return torch.empty(stored.shape, dtype=dtype)
-    if stored.offset % dtype.itemsize:  # a header of odd length: such bytes cannot be a view
+    if stored.offset % dtype.itemsize:  # unaligned bytes (a header of odd length) cannot be a view
         raw = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
         return raw.clone().view(dtype).view(stored.shape)
     return torch.frombuffer(stored.buffer, dtype=dtype, count=count, offset=stored.offset).view(stored.shape)
@@ -98,7 +97,7 @@ def _open_parts(
     last = out if take.stop is None else take.stop
 
     def read(start: int, stop: int) -> QuantizedWeight:
-        # Words of 4 or 8 outputs are read whole.
+        # Words of 4 or 8 outputs are read as a whole.
         low, high = (first + start) // 8 * 8, min(out, -(-(first + stop) // 8) * 8)
         rows = decode(tensors, held, low, high, in_features)
         cut = slice(first + start - low, first + stop - low)
@@ -128,9 +127,8 @@ def _word_rows(
     if zero is not None:
         zero = zero[:, columns]
         if scheme.zero_minus_one:
-            zero = (
-                zero + 0x1111_1111 if bits == 4 else zero + 0x0101_0101
-            )  # as words: a carry was borrowed before
+            # Added to whole words: a carry undoes the borrow of the subtraction.
+            zero = zero + 0x1111_1111 if bits == 4 else zero + 0x0101_0101
         zero = unpack(zero, bits, AWQ_ORDER if scheme.encoding == "awq" else None).t()
     if scheme.encoding == "awq":
         q = unpack(words[:, columns], bits, AWQ_ORDER).t()
@@ -155,7 +153,7 @@ def _fp8_rows(
     high: int,
     in_features: int,
 ) -> QuantizedWeight:
-    """A block's scale becomes that of each of its rows, a matrix' scale too."""
+    """Each row gets the scale of its block, or of the whole matrix."""
     scale = tensors["scale"].float()
     rows = torch.arange(low, high)
     if scheme.group is not None:
@@ -165,7 +163,7 @@ def _fp8_rows(
 
 
 def _check_index(index: torch.Tensor, scheme: Scheme, name: str) -> None:
-    """The group of each input must be its place: kernels know groups of consecutive inputs only."""
+    """Check that groups are of consecutive inputs, the only groups that the kernels support."""
     group = scheme.group or index.shape[0]
     if not torch.equal(index.long(), torch.arange(index.shape[0]) // group):
         raise UnsupportedModelError(
@@ -175,16 +173,12 @@ def _check_index(index: torch.Tensor, scheme: Scheme, name: str) -> None:
 
 
 def _check_zeros(zero: torch.Tensor, scheme: Scheme, name: str) -> None:
-    """A symmetric checkpoint has the middle everywhere."""
+    """Check that every zero point of a symmetric checkpoint is the middle."""
     middle = 0
-    if scheme.encoding in ("gptq", "awq"):
+    if scheme.encoding in ("gptq", "awq", "packed"):  # as a word of zero points
         each = (1 << scheme.bits - 1) - scheme.zero_minus_one
-        middle = int(
-            torch.tensor([each * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)]).to(torch.int32)
-        )
-    if scheme.encoding == "packed":
-        middle = int(torch.tensor([(1 << scheme.bits - 1) * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)])
-                     .to(torch.int32))  # fmt: skip
+        word = each * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)
+        middle = int(torch.tensor([word]).to(torch.int32))
     if (zero != middle).any():
         raise ModelLoadError(
             f"{name} has zero points, and quantization_config says that the weights are symmetric; config.json and "

@@ -1,8 +1,8 @@
 """Which tensors of a checkpoint hold a NaN or an infinity: every stored float is read. Torch-free.
 
-Such a weight makes every answer that it touches an error ("the model's logits are not finite"), long after the load.
-Packed types (uint8 blocks, GGUF's) are passed over: their payload has no such values, and their scales are checked
-where they are tensors of their own.
+Such a weight turns every answer that it touches into an error ("the model's logits are not finite"), long after the
+load. Packed types (uint8 blocks, GGUF's) are skipped: their payload has no such values, and their scales are checked
+where they are separate tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`find_sources`: which stored tensors make each canonical weight, and how it is quantized. Headers only; torch-free.
 
-Names and shapes must match exactly: a weight that is missing or that nothing asks for is an error, for a model that
-loads "almost" answers nonsense. All of it is found before the first weight is packed.
+Names and shapes must match exactly: a missing or an unexpected weight is an error, because a model that is loaded
+"almost" answers nonsense. All errors are found before the first weight is packed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ from quire.weight_plan import role_of
 Tensors = Mapping[str, StoredTensor]
 Parts = Mapping[str, str]  # part of a quantized matrix ("q", "scale", "zero", "index") → stored name
 FP8 = ("fp8", "fp8_inverse")  # encodings
-_TYPES = {
-    "int8": "int8",
-    "fp8": "float8_e4m3fn",
-    "fp8_inverse": "float8_e4m3fn",
-}  # of weights, where not in int32 words
+# Element type by encoding, for weights that are not in int32 words.
+_TYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_inverse": "float8_e4m3fn"}
 FLOATS = ("float32", "float16", "bfloat16")
-# What follows the module's name, by encoding; "index" and "shape" may be absent.
+# Suffix after the module's name, by encoding; "index" and "shape" may be absent.
 _PARTS: Mapping[str, Parts] = {
     "gptq": {"q": "qweight", "scale": "scales", "zero": "qzeros", "index": "g_idx", "bias": "bias"},
     "awq": {"q": "qweight", "scale": "scales", "zero": "qzeros"},
@@ -43,7 +40,7 @@ _PARTS: Mapping[str, Parts] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one canonical weight comes from. ``held``: how it can be held without loss (plain where it is plain)."""
+    """Where one canonical weight comes from. ``held``: the format that holds it without loss."""
 
     take: Take
     held: WeightFormat = PLAIN
@@ -54,7 +51,7 @@ class Source:
 def find_sources(
     where: str, names: WeightMap, stored: Tensors, quantization: Quantization | None = None
 ) -> dict[str, Source]:
-    """Pick the alternative that the checkpoint holds for each weight; check that nothing lacks and nothing is over.
+    """Pick the alternative that the checkpoint holds for each weight; check that none is missing or left over.
 
     Raises `ModelLoadError` for a name, a shape or a type that is wrong, naming the tensor; `UnsupportedModelError` for
     a quantized matrix that no kernel can hold.
@@ -85,7 +82,7 @@ def find_sources(
 
 
 def stored_formats(spec: ModelSpec, sources: Mapping[str, Source]) -> dict[str, WeightFormat]:
-    """Return how the matrices that a checkpoint has quantized are held: what `plan_weights` starts from."""
+    """Return how the quantized matrices of a checkpoint are held: what `plan_weights` starts from."""
     found = {}
     for name, source in sources.items():
         if source.held.quantized and role_of(spec, name) != "other":
@@ -100,7 +97,7 @@ def stored_formats(spec: ModelSpec, sources: Mapping[str, Source]) -> dict[str, 
 
 
 def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> Source | None:
-    """Return how ``take`` is stored, None where not all of it is there."""
+    """Return how ``take`` is stored, None where a part is missing."""
     scheme = _scheme(take, stored, quantization)
     if scheme is not None:
         parts = tuple(_parts(name, scheme, stored) for name in take.names)
@@ -135,7 +132,7 @@ def _scheme(take: Take, stored: Tensors, quantization: Quantization | None) -> S
 
 
 def _parts(name: str, scheme: Scheme, stored: Tensors) -> Parts:
-    """Part → stored name; empty where one lacks."""
+    """Return part → stored name; empty where one is missing."""
     module = name.removesuffix(".weight")
     parts = {part: f"{module}.{suffix}" for part, suffix in _PARTS[scheme.encoding].items()}
     needed = ["q", "scale"]

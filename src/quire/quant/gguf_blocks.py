@@ -1,6 +1,6 @@
 """ggml's block formats → integers, scales and offsets, without loss: llama.cpp's ``ggml-common.h`` has the layouts.
 
-A block holds 32 weights of a row, or (the K formats) 256 in 8 or 16 groups. ``raw [rows, bytes of a row]`` uint8.
+A block holds 32 weights of a row, or (the K formats) 256 in 8 or 16 groups. ``raw [rows, bytes per row]`` uint8.
 
     Q8_0  d, 32 int8                        w = d · q
     Q4_0  d, 16 bytes                       w = d · (q − 8)          low halves first, then high halves
@@ -111,7 +111,7 @@ assert set(_DECODERS) == set(BLOCK_TYPES)
 
 
 def decode_rows(raw: torch.Tensor, name: str) -> QuantizedWeight:
-    """``raw [rows, bytes of a row]`` of format ``name`` → the exchange form of those rows."""
+    """``raw [rows, bytes per row]`` of format ``name`` → the exchange form of those rows."""
     kind = BLOCK_TYPES[name]
     rows = raw.shape[0]
     q, scale, offset = _DECODERS[name](raw.reshape(-1, kind.block_bytes))

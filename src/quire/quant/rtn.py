@@ -1,15 +1,16 @@
 """Round to nearest on load: the plain matrix of any checkpoint → int8 or int4 with symmetric scales.
 
-int8 takes the largest weight of a row or group as 127. Sixteen levels are too few for that: of `DIVISORS`, each the
-place of a group's largest weight among −8 … 7, the one is taken that leaves the least square error under the best
-scale for its integers, Σ w·q / Σ q² (the error is Σ w² − (Σ w·q)² / Σ q²). Each group stands alone, so the result
+int8 takes the largest weight of a row or group as 127. Sixteen levels are too few for that: int4 tries `DIVISORS`,
+each the place of a group's largest weight among −8 … 7, and takes the one that leaves the least square error under the
+best scale for its integers, Σ w·q / Σ q² (the error is Σ w² − (Σ w·q)² / Σ q²). Each group stands alone, so the result
 depends on neither ranges nor threads. A group with NaN or infinity gets the scale NaN, never plausible numbers.
 
 int4 of two levels (`quire.weight_format`): the largest weight of a row is `TOP` times a first scale, each group takes
-the multiplier of `NEIGHBOURS` that leaves the least square error under it, and the row at last the best scale for the
-integers that it got. A row with NaN or infinity gets the scale NaN.
+the multiplier of `NEIGHBOURS` that leaves the least square error under it, and the row finally gets the best scale for
+its integers. A row with NaN or infinity gets the scale NaN.
 
-This file is the reference, in an order of summation that every level of `quire.quant.rtn_native` keeps bit for bit.
+The torch version is the reference, in an order of summation that every level of the native one
+(csrc/cpu/quantize_weights_kernel.cpp) keeps bit for bit.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.kernels.linear.reference import scaled_to_fp8
-from quire.kernels.registry import Backend, find, register
-from quire.quant import rtn_native  # noqa: F401  registers it
+from quire.kernels.quantized_rows import num_groups
+from quire.kernels.registry import NATIVE_LEVELS, Backend, find, native, register, register_native
+from quire.kernels.threads import num_native_threads
 from quire.weight_format import WeightFormat
 
 # The largest weight of a group becomes −divisor: beyond 8 it is cut off, below it not all levels are used.
@@ -31,7 +33,7 @@ SMALLEST = 2.0**-100  # a group whose largest weight is no larger is all zeros
 
 
 def quantize(weight: torch.Tensor, held: WeightFormat, *, backend: Backend = "reference") -> QuantizedWeight:
-    """``weight [out, in]`` → ``held``, which has no offset; the last group may be short. fp8: a scale a row."""
+    """``weight [out, in]`` → ``held``, which has no offset; the last group may be short. fp8: one scale per row."""
     assert held.quantized
     assert not held.has_offset
     if held.kind == "fp8":
@@ -60,9 +62,7 @@ def round_to_nearest(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeigh
 
 def _int8(values: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[out, groups, group]`` → q of that shape and scale ``[out, groups, 1]``, both fp32."""
-    inverse = (
-        torch.full_like(largest, 127.0) / largest
-    )  # 127.0 / largest is a reciprocal and a product in torch
+    inverse = torch.full_like(largest, 127.0) / largest  # not 127.0 / largest: torch makes that a reciprocal
     return (values * inverse).round_().clamp_(-127, 127), largest / 127.0
 
 
@@ -78,7 +78,7 @@ def _int4(values: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch
         q = _levels(values, each)
         along, size = _sum(values * q), q.square().sum(-1, keepdim=True)  # the second is exact in any order
         gain = along.square() / size
-        better = gain > best  # NaN, of a group of zeros, is not
+        better = gain > best  # False for the NaN of a group of zeros
         best = torch.where(better, gain, best)
         scale = torch.where(better, along / size, scale)
         inverse = torch.where(better, each, inverse)
@@ -138,3 +138,26 @@ def _sum(products: torch.Tensor) -> torch.Tensor:
     for step in steps[1:]:
         partial += step
     return ((partial[..., 0] + partial[..., 2]) + (partial[..., 1] + partial[..., 3])).unsqueeze(-1)
+
+
+BITS = {"int8": 8, "int4": 4}
+
+
+@register_native("round_to_nearest", NATIVE_LEVELS)
+def round_to_nearest_native(isa: str, weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
+    """``weight [out, in]`` → ``held``; other types than bf16 and fp32 become fp32 first."""
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        weight = weight.float()
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    num_rows, in_features = weight.shape
+    q = torch.empty(num_rows, in_features, dtype=torch.int8)
+    groups = num_groups(in_features, held.group)
+    scale = torch.empty(num_rows, 1 if held.two_level else groups)
+    multiplier = torch.empty(num_rows, groups, dtype=torch.uint8) if held.two_level else None
+    native.quantize_weights(
+        num_native_threads(), isa, BITS[held.kind], held.group or in_features, weight.dtype == torch.bfloat16,
+        weight.data_ptr(), weight.stride(0), num_rows, in_features, q.data_ptr(), scale.data_ptr(),
+        0 if multiplier is None else multiplier.data_ptr(),
+    )  # fmt: skip
+    return QuantizedWeight(held, q, scale, multiplier=multiplier)

@@ -130,27 +130,10 @@ class Client:
         )
         turns = self._later.get(source.session or "")
         if status == ERROR and turns:
-            self._give_up(turns, now, error)
+            self.records += [RequestRecord.not_sent(turn, now, error) for turn in reversed(turns)]
+            turns.clear()
         if turns:
             turn = turns.pop()
             yield turn, max(turn.arrival_s, now + turn.think_s)
         elif self._next:
             yield self._next.popleft(), now
-
-    def _give_up(self, turns: list[WorkloadRequest], now: float, why: str | None) -> None:
-        """The later turns of a session that broke have failed too: they were due and nobody could send them."""
-        while turns:
-            turn = turns.pop()
-            self.records.append(
-                RequestRecord(
-                    turn.index,
-                    now,
-                    now,
-                    now,
-                    turn.num_prompt_tokens,
-                    0,
-                    status=ERROR,
-                    error="earlier turn failed",
-                    detail=why,
-                )
-            )

@@ -15,7 +15,7 @@ from quire.args import EngineArgs, make_args
 from quire.bench.args import SimulateArgs
 from quire.config import CacheConfig
 from quire.errors import ConfigError
-from quire.models.spec_only import spec_of
+from quire.models.checkpoint import spec_of
 from quire.plan.cost_model import StepTime
 from quire.plan.hardware import find_hardware
 from quire.plan.memory import plan_memory

@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton: pip install -e '.[dev]' has it")
 
+from tests.kernels.cases import AttentionInputs
+
 import quire.kernels.triton_ops  # noqa: F401  registers
-from quire.kernels.cases import AttentionInputs
 from quire.kernels.kv_blocks import KvView
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

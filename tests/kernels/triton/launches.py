@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from tests.kernels import cases
 
 import quire.kernels.triton_ops  # noqa: F401  registers
-from quire.kernels import cases
 from quire.kernels.attention import attention
 from quire.kernels.kv_blocks import KvView, view_layer
 from quire.kernels.linear import linear, pack_empty, pack_many
@@ -19,7 +19,7 @@ from quire.kernels.pointwise import gated
 from quire.kernels.registry import GPU_KERNELS
 from quire.kernels.rope import QkNorm, rope_store
 from quire.kernels.sampling.reference import COLUMNS, RANDOM, TRUNCATED
-from quire.kernels.sampling.triton import draw_rows, edit_rows, facts_of
+from quire.kernels.sampling.triton import edit_rows, facts_of, sample_rows
 from quire.weight_format import WeightFormat
 
 BF16 = torch.bfloat16
@@ -107,7 +107,7 @@ def launch_sampling(capability: int) -> None:
     columns = np.zeros(3, COLUMNS)
     columns["features"], columns["temperature"] = RANDOM | TRUNCATED, 1.0
     logits, facts = torch.zeros(3, 128_256), torch.from_numpy(facts_of(columns))
-    draw_rows(logits, facts, 0, cut=True)
+    sample_rows(logits, facts, 0, cut=True)
     counts, ids = torch.zeros(1, 128_256, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
     edit_rows[(3, 126)](
         logits, 128_256, logits, facts, counts, counts, ids, ids, 128_256, 4008, CHUNK=1024, num_warps=4,

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator
 from tests.kernels.test_attention import SMALL, oracle, part, run
 from tests.kernels.triton.device import WARNINGS, on_device
 
-from quire.kernels import cases
 from quire.kernels.attention import LayerKind, RaggedBatch, StepLimits
 from quire.kernels.attention.triton_plan import most_works, plan_works
 from quire.kernels.kv_blocks import view_layer

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.gpu import tune
+from tests.kernels import cases
 from tests.kernels.checks import assert_close
 from tests.kernels.test_attention import oracle
 from tests.kernels.triton.device import WARNINGS, on_device
 
-from quire.kernels import block_sizes, cases
+from quire.kernels import block_sizes
 from quire.kernels.attention import LayerKind, attention
 from quire.kernels.attention.triton_plan import plan_works
 

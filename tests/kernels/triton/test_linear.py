@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator
 from tests.kernels.test_linear import make as make_plain
 from tests.kernels.test_quantized_linear import case_id, random_weight
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
-from quire.kernels import cases
 from quire.kernels.linear import (
     PackedLinear,
     QuantizedWeight,

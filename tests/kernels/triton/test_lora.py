@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits
 from tests.kernels.test_lora import make, oracle_of, rows_of, run
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
-from quire.kernels import cases
 from quire.kernels.lora import LoraStack, group_rows, most_tiles, tiles_of, write_slot
 
 pytestmark = WARNINGS

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator
 from tests.kernels.test_moe import make_route
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
-from quire.kernels import cases
 from quire.kernels.linear import pack_many, read_rows, write_bias, write_rows
 from quire.kernels.moe import ExpertStack, experts, route
 from quire.kernels.moe.triton import cut_tiles

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.kernels import cases
 from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator
 from tests.kernels.test_activation import oracle as gated_oracle
 from tests.kernels.test_norm import EPS
@@ -11,7 +12,6 @@ from tests.kernels.test_norm import oracle as norm_oracle
 from tests.kernels.test_rope import qk_norm
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
-from quire.kernels import cases
 from quire.kernels.kv_blocks import KvView, clear_blocks, copy_blocks, view_layer
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.pointwise import ActivationKind, gated

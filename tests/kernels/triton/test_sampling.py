@@ -39,7 +39,7 @@ def drawn(logits: torch.Tensor, columns: np.ndarray, backend: Backend) -> tuple[
         ids, best = sample(logits, {}, columns, purpose=0, backend=backend)
         return ids.tolist(), best
     facts = torch.from_numpy(on_gpu.facts_of(columns)).to(DEVICE)
-    made = on_gpu.draw_rows(logits.to(DEVICE), facts, 0, cut=on_gpu.truncated(columns))
+    made = on_gpu.sample_rows(logits.to(DEVICE), facts, 0, cut=on_gpu.truncated(columns))
     return made[0].tolist(), made[1].cpu().numpy()
 
 

@@ -45,28 +45,10 @@ def attention(
     assert sinks is None or sinks.dtype == torch.float32
     y = empty(tokens, num_heads, kv.v_head_dim, dtype=q.dtype)
     native.attention(
-        num_native_threads(),
-        isa,
-        q.dtype == torch.bfloat16,
-        pieces.dtype == torch.bfloat16,
-        kv.layout == "tiles",
-        pieces.dtype == torch.int8,
-        q.data_ptr(),
-        q.stride(0),
-        pieces.data_ptr(),
-        pieces.stride(0),
-        pieces.stride(1),
-        0 if sinks is None else sinks.data_ptr(),
-        y.data_ptr(),
-        *batch.plan(_KEY, lambda: addresses(batch)),
-        num_heads,
-        pieces.shape[1],
-        head_dim,
-        kv.v_head_dim,
-        kv.block_size,
-        shape.window or 0,
-        shape.scale,
-        shape.soft_cap or 0.0,
-        kv.v_in_k,
-    )
+        num_native_threads(), isa, q.dtype == torch.bfloat16, pieces.dtype == torch.bfloat16,
+        kv.layout == "tiles", pieces.dtype == torch.int8, q.data_ptr(), q.stride(0), pieces.data_ptr(),
+        pieces.stride(0), pieces.stride(1), 0 if sinks is None else sinks.data_ptr(), y.data_ptr(),
+        *batch.plan(_KEY, lambda: addresses(batch)), num_heads, pieces.shape[1], head_dim, kv.v_head_dim,
+        kv.block_size, shape.window or 0, shape.scale, shape.soft_cap or 0.0, kv.v_in_k,
+    )  # fmt: skip
     return y

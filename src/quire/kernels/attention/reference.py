@@ -5,14 +5,15 @@ For a row r and a tile j (Milakov and Gimelshein 2018, Dao et al. 2022, with the
     s_j = scale · q_r · K_jᵀ (capped, masked)      m_j = max s_j      p_j = exp(s_j − m_j)      l_j = Σ p_j
     M = max_j m_j      w_j = exp(m_j − M)      out = Σ_j w_j (p_j V_j) / Σ_j w_j l_j      summed in order of j
 
-Why the bits of a row depend on nothing but its own q and the K and V that it sees:
+Why the bits of a row depend only on its own q and the K and V that it sees:
 
 * a tile starts at an absolute position, so a chunk, a single token and a cached prefix cut the keys alike;
 * both products always have one shape, [row_tile, head_dim] × [head_dim, 64] and [row_tile, 64] × [64, v_head_dim],
   padded to multiples of 16, where MKL's batched sgemm gave a row the same bits in any place and batch (measured;
   unpadded it did not, e.g. v_head_dim 6 or 20), and run on one thread;
-* a tile that a row does not see has w_j = 0 exactly and adds 0, so it may be there or not. This needs finite K and V
-  in every block: the worker clears blocks when a sequence gets them.
+* a tile that a row does not see has w_j = 0 exactly and adds 0, so whether it is computed changes nothing. This needs
+finite K and
+  V in every block: the worker clears blocks when a sequence gets them.
 
 All in fp32, whatever the cache holds. The batch is cut into pairs of one fixed shape each:
 
@@ -42,7 +43,7 @@ from quire.kernels.threads import one_torch_thread
 
 TILE = 64  # positions
 ALIGN = 16  # elements of head_dim and v_head_dim
-_LOWEST = -1e30  # stands for the maximum of a row that sees nothing in a tile; exp(−inf − _LOWEST) = 0
+_LOWEST = -1e30  # the maximum of a row that sees nothing in a tile; exp(−inf − _LOWEST) = 0
 _CHUNK_FLOATS = (
     1 << 20
 )  # of gathered K and V at once, 4 MiB: they stay in the caches, so reading them twice is free
@@ -106,7 +107,7 @@ def _align(size: int) -> int:
 
 
 def _chunks(batch: RaggedBatch, kv: KvView, group: int, row_tile: int, window: int | None) -> list[PairChunk]:
-    """Return the cut of the batch, made by the first layer that asks and kept for the others of its group."""
+    """Return the cut of the batch, which the first layer makes and the others of its group reuse."""
     blocks_per_tile = -(-TILE // kv.block_size)
     tile = _align(blocks_per_tile * kv.block_size)
     floats_per_pair = kv.num_kv_heads * tile * (_align(kv.head_dim) + _align(kv.v_head_dim) + 2 * row_tile)
@@ -131,7 +132,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the unnormalised output ``[kv_heads, items, used, v_dim]``, its denominator and its maximum.
 
-    The products are of whole row tiles; what lies between them looks only at the rows in use.
+    The products are of whole row tiles; the operations between them are of the rows in use alone.
     """
     kv_heads = rows.shape[0]
     num_pairs, used, tile = chunk.bias.shape
@@ -194,7 +195,7 @@ def _sinks_of_rows(sinks: torch.Tensor, chunk: PairChunk, kv_heads: int, num_tok
 def _add_sinks(
     acc: torch.Tensor, total: torch.Tensor, top: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put one more logit into the denominator: everything is rescaled to the new maximum."""
+    """Add one more logit to the denominator, rescaling everything to the new maximum."""
     new_top = torch.maximum(top, sinks)
     rescale = torch.exp(top - new_top)
     return acc * rescale.unsqueeze(-1), total * rescale + torch.exp(sinks - new_top)
@@ -260,7 +261,7 @@ def _pair(
     item = np.arange(len(ordinal)) - np.repeat(starts, counts)
     tile_index = low[item] + ordinal
     columns = tile_index[:, None] * blocks_per_tile + np.arange(blocks_per_tile)
-    columns = np.minimum(columns, batch.block_table.shape[1] - 1)  # what lies beyond is masked
+    columns = np.minimum(columns, batch.block_table.shape[1] - 1)  # masked beyond the table
     blocks = batch.block_table[seq[item][:, None], columns]
     lane = np.arange(tile)
     position = tile_index[:, None] * positions_per_tile + lane  # [pairs, tile]

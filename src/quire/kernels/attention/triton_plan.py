@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,14 +122,8 @@ class TritonPlanner:
         return HostPlan(arrays, restore)
 
 
-@register("attention.planner", "triton")
-def planner(layers: Iterable[LayerKind], device: torch.device) -> TritonPlanner:
-    return TritonPlanner(layers, device, invariant=False)
-
-
-@register("attention.planner", "invariant")
-def planner_invariant(layers: Iterable[LayerKind], device: torch.device) -> TritonPlanner:
-    return TritonPlanner(layers, device, invariant=True)
+register("attention.planner", "triton")(partial(TritonPlanner, invariant=False))
+register("attention.planner", "invariant")(partial(TritonPlanner, invariant=True))
 
 
 def device_batch(batch: RaggedBatch, device: torch.device) -> DeviceBatch:

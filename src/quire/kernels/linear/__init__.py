@@ -1,4 +1,4 @@
-"""``y = x · Wᵀ + b``. The weights are held in the layout that the backend wants, written row range by row range.
+"""``y = x · Wᵀ + b``. The weights are held in the layout of the backend, written row range by row range.
 
     packed = pack_empty(out_features, in_features, dtype, bias=..., backend=..., format=...)
     write_rows(packed, start, weight[n, in_features])     # several matrices fused into one: q, k, v; gate, up
@@ -8,8 +8,8 @@
 Writing in ranges lets a loader build fused matrices tensor by tensor, without a second copy of the model.
 
 A quantized matrix is written as `QuantizedWeight` and multiplies int8 activations (`kernels.quantized_rows`). `linear`
-quantizes plain rows itself; who has several uses for them, or an op that writes them at once, gives `QuantizedRows`.
-A GPU's integer matrices multiply plain rows (`PackedLinear.reads_quantized` is False); fp8 ones multiply fp8 rows.
+quantizes plain rows itself, or takes `QuantizedRows`, for callers that use them several times or have an op that writes
+them. On a GPU, integer matrices multiply plain rows (`PackedLinear.reads_quantized` is False) and fp8 ones fp8 rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def pack_empty(
         packed = find("linear.pack_empty", backend)(out_features, in_features, dtype)
     packed.backend, packed.format, packed.dtype = backend, format, dtype
     if bias:
-        wide = format.quantized or backend in NATIVE_LEVELS  # these add it in fp32
+        wide = format.quantized or backend in NATIVE_LEVELS  # these add the bias in fp32
         packed.bias = torch.zeros(out_features, dtype=torch.float32 if wide else dtype)
     return packed
 
@@ -77,7 +77,7 @@ def pack_many(
     backend: Backend,
     format: WeightFormat = PLAIN,
 ) -> list[PackedLinear]:
-    """Return ``count`` matrices alike, the experts of a block; on a GPU they lie one behind the other."""
+    """Return ``count`` equal matrices, the experts of a block; on a GPU they lie side by side in memory."""
 
     def one() -> PackedLinear:
         return pack_empty(out_features, in_features, dtype, bias=bias, backend=backend, format=format)
@@ -86,7 +86,7 @@ def pack_many(
 
 
 def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor | QuantizedWeight) -> None:
-    """Put ``weight [n, in_features]`` at the output features ``start … start + n − 1``, quantized if ``packed`` is."""
+    """Write ``weight [n, in_features]`` to output features ``start … start + n − 1``, quantized if ``packed`` is."""
     num_rows, in_features = weight.shape
     assert in_features == packed.in_features, (weight.shape, packed.in_features)
     assert 0 <= start <= start + num_rows <= packed.out_features
@@ -102,7 +102,7 @@ def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor | Quantize
 
 
 def write_bias(packed: PackedLinear, start: int, bias: torch.Tensor) -> None:
-    """Put ``bias [n]`` at the output features ``start … start + n − 1``."""
+    """Write ``bias [n]`` to the output features ``start … start + n − 1``."""
     assert packed.bias is not None
     packed.bias[start : start + bias.shape[0]].copy_(bias)
 
@@ -135,8 +135,8 @@ def linear(
 ) -> torch.Tensor:
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]`` (rows may be strided).
 
-    The result is in x's dtype, or in ``out_dtype``, where a native sum comes as it is, in fp32. It is written into
-    ``out`` where that is given: of that shape and dtype, such as a range of the columns of a wider result.
+    The result is in x's dtype, or in ``out_dtype`` (float32 returns a native sum as it is). It is written into ``out``
+    where that is given, of that shape and dtype, such as a range of the columns of a wider result.
     """
     y: torch.Tensor
     if out is not None:

@@ -1,8 +1,7 @@
 """Native linears: plain (csrc/cpu/linear_kernel.cpp), and with int8 and int4 weights (csrc/cpu/quantized_kernel.cpp).
 
 Weights lie in packed panels of 32 columns, with one order of summation for any number of rows. Quantized products have
-the reference's bits at every level. One backend for each level of instructions that the CPU has, so that tests go over
-all of them.
+the reference's bits at every level.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from quire.weight_format import TWO_LEVEL_BLOCK, WeightFormat
 PANEL = 32  # columns that lie together
 TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 STEP = {torch.bfloat16: 2, torch.float32: 1}  # consecutive k of one column that lie together
+BITS = {"int8": 8, "int4": 4}
 
 
 @register_native("linear.pack_empty", NATIVE_LEVELS, takes_level=False)
@@ -34,14 +34,9 @@ def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> Packe
 def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
     source = weight.to(packed.data.dtype).contiguous()
     native.pack(
-        num_native_threads(),
-        TYPES[packed.data.dtype],
-        source.data_ptr(),
-        source.shape[0],
-        source.shape[1],
-        start,
-        packed.data.data_ptr(),
-    )
+        num_native_threads(), TYPES[packed.data.dtype], source.data_ptr(), source.shape[0], source.shape[1],
+        start, packed.data.data_ptr(),
+    )  # fmt: skip
 
 
 @register_native("linear.read_rows", NATIVE_LEVELS)
@@ -64,11 +59,7 @@ def read_rows(isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor
 
 @register_native("linear", NATIVE_LEVELS)
 def linear(
-    isa: str,
-    x: torch.Tensor,
-    packed: PackedLinear,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None,
+    isa: str, x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: torch.Tensor | None
 ) -> torch.Tensor:
     dtype = packed.data.dtype
     assert x.dtype == dtype, (x.dtype, dtype)
@@ -79,26 +70,16 @@ def linear(
         x = torch.nn.functional.pad(x, (0, 1))
     y = empty(num_tokens, packed.out_features, dtype=out_dtype) if out is None else out
     native.linear(
-        num_native_threads(),
-        isa,
-        TYPES[dtype],
-        x.data_ptr(),
-        x.stride(0),
-        packed.data.data_ptr(),
-        packed.bias.data_ptr() if packed.bias is not None else 0,
-        y.data_ptr(),
-        y.stride(0),
-        TYPES[out_dtype],
-        num_tokens,
-        packed.out_features,
-        in_features,
-    )
+        num_native_threads(), isa, TYPES[dtype], x.data_ptr(), x.stride(0), packed.data.data_ptr(),
+        packed.bias.data_ptr() if packed.bias is not None else 0, y.data_ptr(), y.stride(0), TYPES[out_dtype],
+        num_tokens, packed.out_features, in_features,
+    )  # fmt: skip
     return y
 
 
 @register_native("head_linear.pack", NATIVE_LEVELS, takes_level=False)
 def pack_heads(weight: torch.Tensor) -> list[PackedLinear]:
-    """A packed matrix for each head of ``[num_heads, in_size, out_size]``."""
+    """One packed matrix per head of ``[num_heads, in_size, out_size]``."""
     _, in_size, out_size = weight.shape
     matrices = []
     for matrix in weight:
@@ -114,9 +95,6 @@ def head_linear(isa: str, x: torch.Tensor, heads: HeadMatrices, out: torch.Tenso
     assert isinstance(heads.data, list)
     for head, packed in enumerate(heads.data):
         linear(isa, x[:, head], packed, x.dtype, out[:, head])
-
-
-BITS = {"int8": 8, "int4": 4}
 
 
 def format_words(format: WeightFormat) -> tuple[int, int, bool]:
@@ -162,16 +140,10 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
         scale, offset, packed.scale[place] = storable_scales(weight.scale, weight.offset)
     q = weight.q.contiguous()
     native.pack_quantized(
-        num_native_threads(),
-        *format_words(packed.format),
-        q.data_ptr(),
-        0 if scale is None else scale.data_ptr(),
-        0 if offset is None else offset.data_ptr(),
-        count,
-        in_features,
-        start,
-        packed.data.data_ptr(),
-    )
+        num_native_threads(), *format_words(packed.format), q.data_ptr(),
+        0 if scale is None else scale.data_ptr(), 0 if offset is None else offset.data_ptr(), count,
+        in_features, start, packed.data.data_ptr(),
+    )  # fmt: skip
 
 
 @register_native("quantized_linear.read_rows", NATIVE_LEVELS)
@@ -181,17 +153,10 @@ def int_read_rows(isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Te
     assert ids.is_contiguous()
     y = empty(ids.shape[0], packed.in_features, dtype=packed.dtype)
     native.take_quantized_rows(
-        num_native_threads(),
-        isa,
-        *format_words(packed.format),
-        packed.data.data_ptr(),
-        packed.scale.data_ptr(),
-        0 if packed.offset is None else packed.offset.data_ptr(),
-        ids.data_ptr(),
-        packed.dtype == torch.bfloat16,
-        y.data_ptr(),
-        *y.shape,
-    )
+        num_native_threads(), isa, *format_words(packed.format), packed.data.data_ptr(),
+        packed.scale.data_ptr(), 0 if packed.offset is None else packed.offset.data_ptr(), ids.data_ptr(),
+        packed.dtype == torch.bfloat16, y.data_ptr(), *y.shape,
+    )  # fmt: skip
     return y
 
 
@@ -202,48 +167,22 @@ def quantize_rows(isa: str, x: torch.Tensor, group: int | None) -> QuantizedRows
         x = x.contiguous()
     rows = empty_rows(num_tokens, in_features, group, x.dtype)
     native.quantize_rows(
-        num_native_threads(),
-        isa,
-        x.dtype == torch.bfloat16,
-        x.data_ptr(),
-        x.stride(0),
-        num_tokens,
-        in_features,
-        group or 0,
-        rows.q.data_ptr(),
-        rows.q.stride(0),
-        rows.scale.data_ptr(),
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), num_tokens,
+        in_features, group or 0, rows.q.data_ptr(), rows.q.stride(0), rows.scale.data_ptr(),
         rows.sums.data_ptr(),
-    )
+    )  # fmt: skip
     return rows
 
 
 @register_native("quantized_linear", NATIVE_LEVELS)
-def int_linear(
-    isa: str,
-    rows: QuantizedRows,
-    packed: PackedLinear,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
+def int_linear(isa: str, rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
     assert packed.scale is not None
     y = empty(rows.num_tokens, packed.out_features, dtype=rows.dtype) if out is None else out
     native.quantized_linear(
-        num_native_threads(),
-        isa,
-        *format_words(packed.format),
-        rows.q.data_ptr(),
-        rows.q.stride(0),
-        rows.scale.data_ptr(),
-        rows.sums.data_ptr(),
-        packed.data.data_ptr(),
-        packed.scale.data_ptr(),
+        num_native_threads(), isa, *format_words(packed.format), rows.q.data_ptr(), rows.q.stride(0),
+        rows.scale.data_ptr(), rows.sums.data_ptr(), packed.data.data_ptr(), packed.scale.data_ptr(),
         0 if packed.offset is None else packed.offset.data_ptr(),
-        0 if packed.bias is None else packed.bias.data_ptr(),
-        rows.dtype == torch.bfloat16,
-        y.data_ptr(),
-        y.stride(0),
-        rows.num_tokens,
-        packed.out_features,
-        packed.in_features,
-    )
+        0 if packed.bias is None else packed.bias.data_ptr(), rows.dtype == torch.bfloat16, y.data_ptr(),
+        y.stride(0), rows.num_tokens, packed.out_features, packed.in_features,
+    )  # fmt: skip
     return y

@@ -17,16 +17,15 @@ RANGE = {"int8": (-128, 127), "int4": (-8, 7)}  # of integers
 class QuantizedWeight:
     """A quantized matrix on its way into a packed layout; see `quire.weight_format` for the formula.
 
-    The last group of a row may be short. An int8 −128 is taken too (some checkpoints have it).
+    The last group of a row may be short. An int8 −128 is allowed too: some checkpoints have it.
     """
 
     format: WeightFormat
     q: torch.Tensor  # int8 [out, in]: −127 … 127, or −8 … 7 for int4; fp8: float8_e4m3fn
     scale: torch.Tensor  # fp32 [out, in / group]
     offset: torch.Tensor | None = None  # fp32, the same shape; present where format.has_offset
-    multiplier: torch.Tensor | None = (
-        None  # uint8 [out, in / 16] where format.two_level; scale is then [out, 1]
-    )
+    # uint8 [out, in / 16] where format.two_level; scale is then [out, 1].
+    multiplier: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.format.quantized
@@ -61,30 +60,29 @@ class QuantizedWeight:
 
 @dataclass(slots=True)
 class PackedLinear:
-    """``data``, ``scale`` and ``offset`` are opaque but to the backend."""
+    """Only the backend reads ``data``, ``scale`` and ``offset``."""
 
     out_features: int
     in_features: int
     data: torch.Tensor
-    bias: torch.Tensor | None = (
-        None  # [out_features]: fp32, but in the weights' dtype for plain torch backends
-    )
+    # [out_features]: fp32, but the weights' dtype for plain torch backends.
+    bias: torch.Tensor | None = None
     backend: Backend = "reference"
     format: WeightFormat = PLAIN
-    dtype: torch.dtype = torch.float32  # of what `read_rows` returns: the model's
+    dtype: torch.dtype = torch.float32  # of the result of `read_rows`: the model's
     scale: torch.Tensor | None = None  # fp32
     offset: torch.Tensor | None = None  # fp32
-    group_scale: torch.Tensor | None = None  # fp16, of GPU kernels; fp32 with fp8
+    group_scale: torch.Tensor | None = None  # GPU kernels: fp16, with fp8 fp32
 
     @property
     def reads_quantized(self) -> bool:
-        """Whether it multiplies `QuantizedRows`; a GPU multiplies integer weights with plain rows."""
+        """Whether it multiplies `QuantizedRows`. A GPU multiplies integer weights with plain rows."""
         return self.format.quantized and (self.format.kind == "fp8" or self.backend not in GPU_KERNELS)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadMatrices:
-    """``data`` is opaque but to the backend."""
+    """A small matrix per head (MLA). Only the backend reads ``data``."""
 
     num_heads: int
     in_size: int
@@ -94,7 +92,7 @@ class HeadMatrices:
 
 
 def stacked(one: PackedLinear, count: int) -> list[PackedLinear]:
-    """``count`` matrices like ``one``, each of their tensors one behind the other in memory."""
+    """Return ``count`` matrices like ``one``; each kind of tensor of theirs lies side by side in memory."""
     parts = {
         name: tensor.unsqueeze(0).repeat(count, *(1 for _ in tensor.shape))
         for name in ("data", "bias", "scale", "offset", "group_scale")
@@ -108,8 +106,8 @@ def storable_scales(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Scales and offsets of groups, fp32 ``[out, groups]``, as fp16 times a power of two of the output feature.
 
-    Returns (fp16 scales, fp16 offsets, fp32 ``[out]`` powers). So every scale that is an fp16 or bf16 number is held
-    exactly, as long as a feature's largest is not 2²⁹ times its smallest; others are rounded to 11 bits.
+    Returns (fp16 scales, fp16 offsets, fp32 ``[out]`` powers). A scale that is an fp16 or bf16 number is held exactly,
+    unless a feature's largest is 2²⁹ times its smallest; other scales are rounded to 11 bits.
     """
     largest = scale.abs().amax(1)
     if offset is not None:

@@ -1,16 +1,37 @@
-"""Exact linear: always the same GEMM, 32 rows by the whole matrix, so a row's bits do not depend on the batch.
+"""Exact linears in torch: plain, with int8 or int4 weights, and with fp8 weights.
 
-A library GEMM promises no order of summation, and picks its code by the shape of the product and the number of
-threads. With both fixed the code is fixed; what is left is whether the result of a row depends on where in the tile it
-lies or on the other rows. Measured with torch 2.13 (MKL for fp32, oneDNN for bf16), on Zen 4 and on Emerald Rapids:
+**Plain.** Always the same GEMM, 32 rows by the whole matrix, so a row's bits do not depend on the batch. A library GEMM
+promises no order of summation, and picks its code by the shape of the product and the number of threads. With both
+fixed the code is fixed; what is left is whether the result of a row depends on its place in the tile or on the other
+rows. Measured with torch 2.13 (MKL for fp32, oneDNN for bf16), on Zen 4 and on Emerald Rapids:
 
 * it does for fp32 where in_features is odd and out_features < 16 (MKL's edge kernels sum in another order);
 * it never did when both are multiples of 32, which is why the matrix is padded with zeros to that;
   zeros add nothing to a sum, so padding changes no result. Real models hardly pad;
-* on the Intel CPU a sum over in_features ≥ 1024 is cut between the threads in some shapes, so every product runs
+* on the Intel CPU a sum over in_features ≥ 1024 is split between the threads in some shapes, so every product runs
   on one thread, whatever torch's number is.
 
-``tests/kernels/test_linear.py`` checks it on the machine at hand.
+``tests/kernels/test_linear.py`` checks this on the machine at hand.
+
+**Integers.** The order of arithmetic that every CPU backend keeps, bit for bit. With q_x, s_x, sums of
+`kernels.quantized_rows`, and D[g] = Σ q_x·q_w over the inputs of group g, an exact integer:
+
+    one scale per output feature   t = fp32(D) · scale             with offsets  t = fma(fp32(sums), offset, t)
+    int4 of two levels             the same, with D over `QuantizedWeight.integers`
+    groups, g ascending            f = fma(fp32(D[g]), scale[g], f)         then  f = fma(fp32(sums[g]), offset[g], f)
+                                   t = f · power                   (`storable_scales`; a power of two, so exact)
+    y = t · s_x, with a bias       fma(t, s_x, bias), rounded once to the dtype of x
+
+The dots are exact in fp32 as long as no partial sum reaches 2²⁴: 1,024 products of 127 · 128 do not. An fma is computed
+in fp64, where the product is exact; the second rounding could differ from a true fma's in one of about 2²⁹ cases.
+
+**fp8** (float8_e4m3fn), the oracle of a GPU's versions; no engine on a CPU uses it.
+
+    y = Σ_g D[g] · s_x[g] · s_w[g] (+ bias), rounded once        D[g] = Σ q_x · q_w over the inputs of group g
+
+Rows are quantized as they come, with one scale per row, or per row and group where weights have groups: the largest
+magnitude becomes 448 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; groups of 128 as in DeepSeek-V3). Sums
+are in fp64: a product of two e4m3 numbers has at most 8 bits, so every D is exact, in any order.
 """
 
 from __future__ import annotations
@@ -25,6 +46,9 @@ from quire.weight_format import WeightFormat
 
 TILE_ROWS = 32
 ALIGN = 32  # features
+EXACT_SUM = 1024  # products of two int8 whose sum fp32 holds exactly, in any order
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of float8_e4m3fn
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -76,8 +100,7 @@ def linear(
 def pack_heads(weight: torch.Tensor) -> torch.Tensor:
     """``[num_heads, in_size, out_size]`` → the same, both sizes padded with zeros to a multiple of 32."""
     heads, in_size, out_size = weight.shape
-    align = ALIGN
-    packed = weight.new_zeros(heads, round_up(in_size, align), round_up(out_size, align))
+    packed = weight.new_zeros(heads, round_up(in_size, ALIGN), round_up(out_size, ALIGN))
     packed[:, :in_size, :out_size] = weight
     return packed
 
@@ -87,16 +110,12 @@ def head_linear(x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None
     """One bmm for every 32 tokens."""
     assert isinstance(heads.data, torch.Tensor)
     num_tokens, num_heads, in_size = x.shape
-    tile = TILE_ROWS
-    tiles = x.new_zeros(num_heads, round_up(num_tokens, tile), heads.data.shape[1])
+    tiles = x.new_zeros(num_heads, round_up(num_tokens, TILE_ROWS), heads.data.shape[1])
     tiles[:, :num_tokens, :in_size] = x.transpose(0, 1)
-    for start in range(0, num_tokens, tile):
+    for start in range(0, num_tokens, TILE_ROWS):
         with one_torch_thread():
-            product = torch.bmm(tiles[:, start : start + tile], heads.data)
-        out[start : start + tile] = product[:, : num_tokens - start, : heads.out_size].transpose(0, 1)
-
-
-EXACT_SUM = 1024  # products of two int8 whose sum fp32 holds exactly, in any order
+            product = torch.bmm(tiles[:, start : start + TILE_ROWS], heads.data)
+        out[start : start + TILE_ROWS] = product[:, : num_tokens - start, : heads.out_size].transpose(0, 1)
 
 
 @register("quantize_rows", "reference")
@@ -107,22 +126,19 @@ def quantize_rows(x: torch.Tensor, group: int | None) -> QuantizedRows:
     largest = values.abs().amax(1, keepdim=True)  # NaN and infinity come through
     finite = torch.isfinite(largest)
     used = finite & (largest >= SMALLEST)
-    inverse = (
-        torch.full_like(largest, 127.0) / largest
-    )  # 127.0 / largest is a reciprocal and a product in torch
+    inverse = torch.full_like(largest, 127.0) / largest  # not 127.0 / largest: torch makes that a reciprocal
     q = torch.where(used, torch.round(values * inverse), 0.0)
     scale = torch.where(used, largest / 127.0, torch.where(finite, 0.0, torch.nan))
     rows = torch.zeros(x.shape[0], row_stride(in_features, group), dtype=torch.int8)
     rows[:, :in_features] = q
     groups = num_groups(in_features, group)
-    sums = torch.unflatten(rows[:, : padded_size(in_features, group)], 1, (groups, -1)).sum(
-        -1, dtype=torch.int32
-    )
+    whole = torch.unflatten(rows[:, : padded_size(in_features, group)], 1, (groups, -1))
+    sums = whole.sum(-1, dtype=torch.int32)
     return QuantizedRows(rows, scale.squeeze(1), sums, in_features, group, x.dtype)
 
 
 def scale_group(format: WeightFormat) -> int | None:
-    """Return the inputs that share a scale: of two levels the whole row."""
+    """Return the inputs that share a scale; None is the whole row, as in int4 of two levels."""
     return None if format.two_level else format.group
 
 
@@ -159,9 +175,8 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
 def int_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
     assert packed.scale is not None
     offset = None if packed.offset is None else packed.offset[ids]
-    return dequantize(packed.data[ids], packed.scale[ids], offset, scale_group(packed.format)).to(
-        packed.dtype
-    )
+    plain = dequantize(packed.data[ids], packed.scale[ids], offset, scale_group(packed.format))
+    return plain.to(packed.dtype)
 
 
 def dequantize(
@@ -208,12 +223,8 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of float8_e4m3fn
-
-
 def scaled_to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 ``[..., n]`` → fp8 of that shape and a scale for each last dimension, fp32 ``[..., 1]``."""
+    """fp32 ``[..., n]`` → fp8 of that shape and one scale per last dimension, fp32 ``[..., 1]``."""
     largest = values.abs().amax(-1, keepdim=True)  # NaN and infinity come through, and stay visible
     used = ~(largest < SMALLEST)
     inverse = torch.where(used, torch.full_like(largest, LARGEST) / largest, 0.0)

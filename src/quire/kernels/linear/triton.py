@@ -35,23 +35,20 @@ from quire.kernels.registry import GPU_KERNELS, register
 from quire.weight_format import WeightFormat
 
 
+@register("linear.pack_empty", *GPU_KERNELS)
 def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
     """Row-major ``[out_features, in_features]``."""
     return PackedLinear(out_features, in_features, torch.empty(out_features, in_features, dtype=dtype))
 
 
+@register("linear.write_rows", *GPU_KERNELS)
 def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
     packed.data[start : start + weight.shape[0]].copy_(weight)
 
 
+@register("linear.read_rows", *GPU_KERNELS)
 def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
     return packed.data.index_select(0, ids)
-
-
-for backend in GPU_KERNELS:
-    register("linear.pack_empty", backend)(pack_empty)
-    register("linear.write_rows", backend)(write_rows)
-    register("linear.read_rows", backend)(read_rows)
 
 
 @register("linear", "triton")
@@ -90,7 +87,7 @@ def linear_invariant(
 
 @register("head_linear", "triton")
 def head_linear(x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None:
-    """``x [num_tokens, num_heads, in_size]`` → ``out [num_tokens, num_heads, out_size]``: a product over heads."""
+    """``x [num_tokens, num_heads, in_size]`` → ``out [num_tokens, num_heads, out_size]``: one bmm over the heads."""
     assert isinstance(heads.data, torch.Tensor)
     out.copy_(torch.bmm(x.transpose(0, 1), heads.data).transpose(0, 1))
 
@@ -105,12 +102,12 @@ def head_linear_invariant(x: torch.Tensor, heads: HeadMatrices, out: torch.Tenso
         out[:, head] = linear_invariant(x[:, head], one, x.dtype, None)
 
 
-for backend in GPU_KERNELS:
-    register("head_linear.pack", backend)(torch.Tensor.contiguous)
+register("head_linear.pack", *GPU_KERNELS)(torch.Tensor.contiguous)
 
 
+@register("quantized_linear.pack_empty", *GPU_KERNELS)
 def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
-    assert not format.two_level, "int4 of two levels is for CPUs: `resolve` takes groups of 32"
+    assert not format.two_level, "int4 of two levels is for CPUs: `resolve` chooses groups of 32"
     groups = num_groups(in_features, format.group)
     if format.kind == "int4":
         assert format.group is not None
@@ -126,6 +123,7 @@ def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) ->
     return packed
 
 
+@register("quantized_linear.write_rows", *GPU_KERNELS)
 def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> None:
     assert packed.scale is not None
     place = slice(start, start + weight.shape[0])
@@ -158,6 +156,7 @@ def _pack_int4(weight: QuantizedWeight) -> torch.Tensor:
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(rows, pairs * group)
 
 
+@register("quantized_linear.read_rows", *GPU_KERNELS)
 def int_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
     """Rows of the matrix in the model's dtype."""
     assert packed.scale is not None
@@ -199,16 +198,11 @@ def int_linear_invariant(
     return matmul(x, packed, out_dtype, out, block_sizes("matmul_invariant", "all"), fixed_splits=True)
 
 
-for backend in GPU_KERNELS:
-    register("quantized_linear.pack_empty", backend)(int_pack_empty)
-    register("quantized_linear.write_rows", backend)(int_write_rows)
-    register("quantized_linear.read_rows", backend)(int_read_rows)
-
-
-SMALL = 32  # rows: from more on, the tiles for many rows are taken
+SMALL = 32  # rows, beyond which the tiles for many rows are taken
 SCALED_MM = (9, 0)  # compute capability from which torch multiplies with scales by row and column
 
 
+@register("quantize_rows_to_fp8", *GPU_KERNELS)
 def quantize_rows_to_fp8(x: torch.Tensor, group: int | None) -> QuantizedRows:
     """``x [num_tokens, in_features]``; ``scale [num_tokens, groups]``."""
     if x.stride(1) != 1:
@@ -232,6 +226,7 @@ def quantize_rows_to_fp8(x: torch.Tensor, group: int | None) -> QuantizedRows:
     return QuantizedRows(q, scale, scale.new_empty(tokens, 0, dtype=torch.int32), size, group, x.dtype)
 
 
+@register("fp8_linear.pack_empty", *GPU_KERNELS)
 def fp8_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
     data = torch.zeros(out_features, in_features, dtype=FP8)
     packed = PackedLinear(out_features, in_features, data, scale=torch.ones(out_features))
@@ -240,6 +235,7 @@ def fp8_pack_empty(out_features: int, in_features: int, format: WeightFormat) ->
     return packed
 
 
+@register("fp8_linear.write_rows", *GPU_KERNELS)
 def fp8_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) -> None:
     assert packed.scale is not None
     place = slice(start, start + weight.shape[0])
@@ -250,6 +246,7 @@ def fp8_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
         packed.group_scale[:, place].copy_(weight.scale.t())
 
 
+@register("fp8_linear.read_rows", *GPU_KERNELS)
 def fp8_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
     """Rows of the matrix in the model's dtype."""
     assert packed.scale is not None
@@ -278,7 +275,7 @@ def fp8_linear_invariant(rows: QuantizedRows, packed: PackedLinear, out: torch.T
 
 
 def scaled_mm(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
-    """torch's own product, to bf16; the bias is fp32 and added behind it."""
+    """torch's own product, to bf16; the fp32 bias is added to the result."""
     assert packed.scale is not None
     y: torch.Tensor = torch._scaled_mm(
         rows.q, packed.data.t(), scale_a=rows.scale, scale_b=packed.scale.unsqueeze(0), out_dtype=rows.dtype
@@ -289,7 +286,7 @@ def scaled_mm(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | Non
 
 
 def multiplies(packed: PackedLinear) -> bool:
-    """Whether `torch._scaled_mm` takes the matrix: sizes in sixteens, and a GPU with such scales."""
+    """Whether `torch._scaled_mm` supports the matrix: sizes in sixteens, and a GPU with scales by row and column."""
     in_sixteens = packed.out_features % 16 == 0 and packed.in_features % 16 == 0
     return in_sixteens and packed.data.is_cuda and _capability(packed.data.device) >= SCALED_MM
 
@@ -297,10 +294,3 @@ def multiplies(packed: PackedLinear) -> bool:
 @lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-for backend in GPU_KERNELS:
-    register("quantize_rows_to_fp8", backend)(quantize_rows_to_fp8)
-    register("fp8_linear.pack_empty", backend)(fp8_pack_empty)
-    register("fp8_linear.write_rows", backend)(fp8_write_rows)
-    register("fp8_linear.read_rows", backend)(fp8_read_rows)

@@ -18,23 +18,23 @@ import triton.language as tl
 from quire.kernels.block_sizes import Sizes
 from quire.kernels.linear.packed import PackedLinear
 
-ENOUGH = 256  # programs: with fewer tiles than that, the inputs are split too
+ENOUGH = 256  # programs; with fewer tiles than that, the inputs are split too
 LEAST_STEPS = 4  # of a split
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """How `matmul_tiles` finds a matrix: bits of a weight, inputs a scale is for, strides in elements."""
+    """How `matmul_tiles` reads a matrix: bits per weight, inputs per scale, inputs per step."""
 
     kind: int
     group: int
     per_group: bool
-    inner: int  # inputs a step's product has; int4 steps have two products
+    inner: int  # inputs of a product; int4 steps have two products
     step: int  # inputs of a step
 
 
 def held(packed: PackedLinear, inner: int) -> Held:
-    """Return how ``packed`` is held; ``inner`` is the wanted inputs a product, where no group fixes them."""
+    """Return how ``packed`` is held; ``inner`` is the wanted inputs per product, where no group fixes them."""
     if not packed.format.quantized:
         return Held(16, 1, False, inner, inner)
     group = packed.format.group
@@ -105,7 +105,7 @@ def launch(
     experts: ExpertStrides | None,
     row_scale: torch.Tensor | None = None,
 ) -> None:
-    """One launch of the kernel; with ``experts``, ``tiles`` say which rows are whose and ``packed`` is expert 0."""
+    """One launch of the kernel; with ``experts``, ``tiles`` map rows to experts and ``packed`` is expert 0."""
     column_tiles = triton.cdiv(packed.out_features, sizes["columns"])
     row_tiles = tiles.shape[0] if experts is not None else triton.cdiv(num_rows, sizes["rows"])
     strides = experts or ExpertStrides(0, 0, 0, 0)
@@ -144,7 +144,7 @@ def matmul_tiles(
     GROUPED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     TOGETHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows and columns, split). KIND: bits of a weight; 16 is x's own type.
+    """Program (tile of rows and columns, split). KIND: bits per weight; 16 is x's own type.
 
     GROUPED: ``tiles [num_tiles, 3]`` are (expert, first row, end row), rows of x are taken by ``row_index``.
     ROW_SCALE: x and w are fp8, and ``row_scale [rows of x]`` (PER_GROUP: ``[rows of x, groups]``) multiplies the sums.
@@ -183,7 +183,7 @@ def matmul_tiles(
     first_step = tl.program_id(1) * steps_per_split
     for step in range(first_step, first_step + steps_per_split):
         inner = tl.arange(0, INNER)
-        if KIND == 4:  # INNER is a group; two of them a step
+        if KIND == 4:  # INNER is a group; a step has two
             low_k = step * 2 * INNER + inner
             there = step * 2 * INNER < num_inner
             both = tl.load(
@@ -291,7 +291,7 @@ def rows_to_fp8(x, x_stride, q, scale, size, GROUP: tl.constexpr, BLOCK: tl.cons
     mask = (inner < GROUP) & (column < size)
     values = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 0)
-    used = largest >= 2.0**-100  # as `linear.reference`; beyond, 448 / largest is no number
+    used = largest >= 2.0**-100  # as `linear.reference`; beyond, 448 / largest is not finite
     tl.store(scale + row * tl.num_programs(1) + group, tl.where(used, tl.div_rn(largest, 448.0), 0.0))
     inverse = tl.where(used, tl.div_rn(448.0, tl.where(used, largest, 1.0)), 0.0)
     tl.store(q + row * size + column, (values * inverse).to(q.dtype.element_ty), mask=mask)

@@ -1,12 +1,13 @@
-"""``y += scale · B A x`` with the adapter of each row (LoRA: Hu et al. 2021, arXiv:2106.09685), many adapters a step.
+"""``y += scale · B A x`` with the adapter of each row (LoRA: Hu et al. 2021, arXiv:2106.09685), many adapters per step.
 
     stack = stack_empty(widths, in_features, num_slots, max_rank, dtype, backend=...)    # of one linear
     write_slot(stack, 3, {0: LowRank(a, b, scale)})       # part 0 of slot 3; the slot's other parts become empty
     add_lora(x, y, stack, rows)                           # rows: group_rows(slot of each row)
 
-A linear may be several matrices in one (q, k, v); each is a part with a range of y's columns, in order. A row of slot
-0 keeps its y. ``A x`` is summed in fp32, scaled, rounded to the model's type, and ``B`` of that is summed in fp32 and
-added to y with one rounding; a row's bits depend on the row and its adapter alone, never on other rows and adapters.
+A linear may be several matrices in one (q, k, v); each is a part with a range of y's columns, in order. A row with
+slot 0 keeps its y. ``A x`` is summed in fp32, scaled, rounded to the model's type, and ``B`` of that is summed in fp32
+and added to y with one rounding; a row's bits depend on the row and its adapter alone, never on other rows or
+adapters.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def stack_empty(
     *,
     backend: Backend,
 ) -> LoraStack:
-    """Return slots 1 … ``num_slots``, all empty. Memory that no adapter was written to costs nothing."""
+    """Return slots 1 … ``num_slots``, all empty. Memory that no adapter was written to costs nothing on a CPU."""
     assert num_slots >= 1
     assert max_rank >= 1
     shape = (num_slots, len(widths))

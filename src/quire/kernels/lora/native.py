@@ -11,7 +11,7 @@ from quire.kernels.registry import native, register_native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty
 
-COLUMNS = 16  # of A and of B, that lie together
+COLUMNS = 16  # columns of A and of B that lie together
 MAX_PARTS = 3
 
 
@@ -21,7 +21,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 @register_native("lora.allocate", takes_level=False)
 def allocate(stack: LoraStack) -> None:
-    """``a``: a row a slot and part, with room for max_rank; ``b``: a row a slot, its parts one behind the other."""
+    """``a`` has one row per slot and part, ``b`` one per slot with its parts in order; both have room for max_rank."""
     assert len(stack.widths) <= MAX_PARTS, stack.widths
     padded = _round_up(stack.in_features, STEP[stack.dtype])
     rows = stack.num_slots * len(stack.widths)
@@ -57,24 +57,8 @@ def add_lora(isa: str, x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows:
         return
     scratch = empty(num_rows, num_parts * stack.max_rank, dtype=stack.dtype)
     native.add_lora(
-        num_native_threads(),
-        isa,
-        stack.dtype == torch.bfloat16,
-        x.data_ptr(),
-        x.stride(0),
-        y.data_ptr(),
-        y.stride(0),
-        scratch.data_ptr(),
-        stack.a.data_ptr(),
-        stack.b.data_ptr(),
-        rows.order.ctypes.data,
-        rows.starts.ctypes.data,
-        stack.ranks.data_ptr(),
-        stack.scales.data_ptr(),
-        num_rows,
-        stack.in_features,
-        stack.num_slots,
-        num_parts,
-        stack.max_rank,
-        (*stack.widths, *(0,) * (MAX_PARTS - num_parts)),
-    )
+        num_native_threads(), isa, stack.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), y.data_ptr(),
+        y.stride(0), scratch.data_ptr(), stack.a.data_ptr(), stack.b.data_ptr(), rows.order.ctypes.data,
+        rows.starts.ctypes.data, stack.ranks.data_ptr(), stack.scales.data_ptr(), num_rows, stack.in_features,
+        stack.num_slots, num_parts, stack.max_rank, (*stack.widths, *(0,) * (MAX_PARTS - num_parts)),
+    )  # fmt: skip

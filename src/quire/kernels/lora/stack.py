@@ -50,7 +50,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """The same on a GPU: ``order [num_rows]`` and tiles of it, ``[num_tiles, 3]`` (kernels/lora/triton.py)."""
+    """The grouping on a GPU: ``order [num_rows]`` and its tiles, ``[num_tiles, 3]`` (`tiles_of`)."""
 
     order: torch.Tensor
     tiles: torch.Tensor
@@ -60,7 +60,7 @@ class DeviceRows:
 class AdapterRows:
     """Rows grouped by slot: slot s (from 1 on; 0 is the base model) has ``order[starts[s - 1] : starts[s]]``.
 
-    ``order [num_rows]`` has room for all rows of the step; what lies behind ``starts[-1]`` is not read.
+    ``order [num_rows]`` has room for all rows of the step; entries from ``starts[-1]`` on are not read.
     """
 
     order: IntArray

@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts a token takes, and the product with the experts taken."""
+"""Mixture of experts: which experts a token takes, and the product with them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def experts(
 ) -> torch.Tensor:
     """``x [num_tokens, hidden]`` → ``Σ_j weights[:, j] · down(activation(gate_up(x)))``, of the same shape.
 
-    The j-th product of a token is by expert ``expert_ids[:, j]``. The sum is fp32, in order of
-    j, and rounded once to the dtype of x.
+    The j-th product of a token is by expert ``expert_ids[:, j]``. The sum is fp32, in order of j, and rounded once to
+    the dtype of x.
     """
     y: torch.Tensor = find("moe.experts", backend)(x, weights, expert_ids, stack)
     return y

@@ -30,31 +30,17 @@ def route(
     weights = empty(max(num_tokens, 1), spec.top_k, dtype=torch.float32)[:num_tokens]
     ids = empty(max(num_tokens, 1), spec.top_k, dtype=torch.int64)[:num_tokens]
     native.route(
-        num_native_threads(),
-        router_logits.data_ptr(),
-        0 if correction is None else correction.data_ptr(),
-        SCORINGS[spec.scoring],
-        num_tokens,
-        spec.num_experts,
-        spec.top_k,
-        spec.num_groups,
-        spec.topk_groups,
-        spec.group_score == "top2_sum",
-        spec.normalize_topk,
-        spec.routed_scale,
-        weights.data_ptr(),
+        num_native_threads(), router_logits.data_ptr(), 0 if correction is None else correction.data_ptr(),
+        SCORINGS[spec.scoring], num_tokens, spec.num_experts, spec.top_k, spec.num_groups, spec.topk_groups,
+        spec.group_score == "top2_sum", spec.normalize_topk, spec.routed_scale, weights.data_ptr(),
         ids.data_ptr(),
-    )
+    )  # fmt: skip
     return weights, ids
 
 
 @register_native("moe.experts", NATIVE_LEVELS)
 def experts(
-    isa: str,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
-    stack: ExpertStack,
+    isa: str, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, stack: ExpertStack
 ) -> torch.Tensor:
     up, down = stack.gate_up[0], stack.down[0]
     if any(not m.format.quantized and m.in_features % STEP[x.dtype] for m in (up, down)):
@@ -66,20 +52,10 @@ def experts(
     shape = (num_tokens, x.shape[1], down.in_features, len(stack.gate_up), top_k, _words(up), _words(down))
     scratch = empty(max(native.experts_scratch_bytes(TYPES[x.dtype], *shape), 1), dtype=torch.uint8)
     native.experts(
-        num_native_threads(),
-        isa,
-        TYPES[x.dtype],
-        x.data_ptr(),
-        x.stride(0),
-        weights.data_ptr(),
-        expert_ids.data_ptr(),
-        stack.addresses[0].buffer_info()[0],
-        stack.addresses[1].buffer_info()[0],
-        GATES[stack.activation],
-        y.data_ptr(),
-        scratch.data_ptr(),
-        *shape,
-    )
+        num_native_threads(), isa, TYPES[x.dtype], x.data_ptr(), x.stride(0), weights.data_ptr(),
+        expert_ids.data_ptr(), stack.addresses[0].buffer_info()[0], stack.addresses[1].buffer_info()[0],
+        GATES[stack.activation], y.data_ptr(), scratch.data_ptr(), *shape,
+    )  # fmt: skip
     return y
 
 
@@ -91,7 +67,7 @@ def _words(packed: PackedLinear) -> tuple[int, int, bool, int]:
 
 
 def _addresses(matrices: Sequence[PackedLinear]) -> array[int]:
-    """Four for each expert: of the weights, the bias, the scales and the offsets; 0 for none."""
+    """Return four per expert: of the weights, the bias, the scales and the offsets; 0 for none."""
     words = array("q")
     for m in matrices:
         words.extend([0 if part is None else part.data_ptr() for part in (m.data, m.bias, m.scale, m.offset)])

@@ -1,7 +1,7 @@
 """Routing and grouped expert products in torch.
 
 Exact: the scores of a token are a function of its own row; the rows of an expert go through its matrices in tiles of
-32 (`kernels.linear`), whatever other rows are there; and the weighted sum runs over a token's experts in the order of
+32 (`kernels.linear`), whatever the other rows; and the weighted sum runs over a token's experts in the order of
 its own choice, never in the order of the experts that happen to be hit.
 """
 
@@ -24,12 +24,15 @@ _TINY = 1e-20  # DeepSeek-V3 keeps the division of a sum of sigmoids safe with i
 
 @dataclass(slots=True)
 class ExpertStack:
-    """``gate_up[e]`` is ``[2 · intermediate, hidden]``, ``down[e]`` is ``[hidden, intermediate]``."""
+    """The matrices of all experts of a block, equal in shape, format and backend.
+
+    ``gate_up[e]`` is ``[2 · intermediate, hidden]``, ``down[e]`` is ``[hidden, intermediate]``.
+    """
 
     gate_up: Sequence[PackedLinear]
     down: Sequence[PackedLinear]
     activation: ActivationKind
-    # What a backend made of the matrices at the first call; they stay where they are.
+    # What a backend derived from the matrices at the first call; they stay where they are.
     addresses: tuple[array[int], array[int]] | None = field(default=None, repr=False)
 
 

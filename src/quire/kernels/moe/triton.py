@@ -1,7 +1,7 @@
 """Experts on a GPU: (token, choice) pairs sorted by expert, two grouped products over tiles of one expert's rows.
 
-Bytes at few tokens: the matrices of the experts that are hit, once. Nothing waits for the host: the number of tiles is
-bounded from the shapes, and what lies beyond is empty. A token's experts are added in the order of its own choice.
+Bytes at few tokens: the matrices of the experts that are hit, once. Nothing waits for the host: the grid has as many
+tiles as the shapes allow, and superfluous tiles are empty. A token's experts are added in the order of its own choice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.kernels.moe.reference import ExpertStack
 from quire.kernels.pointwise.triton import gated
 from quire.kernels.registry import register
 
-MANY = 64  # rows an expert: from more on, the tiles for many rows are taken
+MANY = 64  # rows per expert, beyond which the tiles for many rows are taken
 
 
 @register("moe.experts", "triton")
@@ -38,7 +38,7 @@ def experts(
 def experts_invariant(
     x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, stack: ExpertStack
 ) -> torch.Tensor:
-    """The same with tiles of one shape: a token's bits do not depend on who shares its experts."""
+    """The same with tiles of one shape: a token's bits do not depend on the tokens that share its experts."""
     return _experts(x, weights, expert_ids, stack, block_sizes("matmul_invariant", "all"))
 
 
@@ -105,7 +105,7 @@ def _grouped(
 
 
 def strides_of(matrices: Sequence[PackedLinear]) -> ExpertStrides:
-    """Elements from expert to expert; `linear.pack_many` lays them out so that there is one number for each tensor."""
+    """Elements from expert to expert: one number per tensor, as `linear.pack_many` lays them out."""
 
     def stride(name: str) -> int:
         first, second = getattr(matrices[0], name), getattr(matrices[min(1, len(matrices) - 1)], name)

@@ -19,7 +19,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """``x [..., size]`` → ``x / sqrt(mean(x²) + eps) · weight`` in x's dtype.
 
-    ``weight``: ``[size]``, or ``[num_heads, size]`` where each head of ``x [num_tokens, num_heads, size]`` has its own.
+    ``weight``: ``[size]``, or ``[num_heads, size]`` for ``x [num_tokens, num_heads, size]`` with one weight per head.
     """
     y: torch.Tensor = find("rms_norm", backend)(x, weight, eps)
     return y
@@ -41,7 +41,7 @@ def add_rms_norm(
 def rms_norm_to_int8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, *, backend: Backend = "reference"
 ) -> QuantizedRows:
-    """`quantize_rows` of what `rms_norm` makes of ``x [num_tokens, size]``: the same bits in one pass."""
+    """`quantize_rows` of the norm of ``x [num_tokens, size]``: the same bits in one pass."""
     rows: QuantizedRows = find("rms_norm_to_int8", backend)(x, weight, eps, group)
     return rows
 
@@ -55,7 +55,7 @@ def add_rms_norm_to_int8(
     *,
     backend: Backend = "reference",
 ) -> tuple[QuantizedRows, torch.Tensor]:
-    """The same of `add_rms_norm`: (int8 rows of the norm, residual + x)."""
+    """`quantize_rows` of the norm that `add_rms_norm` gives: (int8 rows of the norm, residual + x)."""
     y: tuple[QuantizedRows, torch.Tensor] = find("add_rms_norm_to_int8", backend)(
         x, residual, weight, eps, group
     )
@@ -70,7 +70,7 @@ def add_rms_norm_to_fp8(
     *,
     backend: Backend = "reference",
 ) -> tuple[QuantizedRows, torch.Tensor]:
-    """The norm of residual + x as fp8 rows with a scale each, and the sum; x None is nothing to add."""
+    """The norm of residual + x as fp8 rows with one scale each, and the sum; x None: nothing to add."""
     rows, scale, total = find("add_rms_norm_to_fp8", backend)(
         *((residual, None) if x is None else (x, residual)), weight, eps
     )

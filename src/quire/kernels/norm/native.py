@@ -24,24 +24,10 @@ def rms_norm(isa: str, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
         return rms_norm(isa, x.view(-1, x.shape[-1]), weight, eps).view(x.shape)
     y = empty(*x.shape, dtype=x.dtype)
     native.rms_norm(
-        num_native_threads(),
-        isa,
-        x.dtype == torch.bfloat16,
-        x.data_ptr(),
-        x.stride(0),
-        head_stride,
-        0,
-        0,
-        weight.data_ptr(),
-        size if weight.dim() == 2 else 0,
-        eps,
-        y.data_ptr(),
-        0,
-        tokens,
-        heads,
-        size,
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), head_stride, 0, 0,
+        weight.data_ptr(), size if weight.dim() == 2 else 0, eps, y.data_ptr(), 0, tokens, heads, size,
         *row_words(None),
-    )
+    )  # fmt: skip
     return y
 
 
@@ -66,12 +52,7 @@ def add_rms_norm(
 
 @register_native("add_rms_norm_to_int8")
 def add_rms_norm_to_int8(
-    isa: str,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    group: int | None,
+    isa: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None
 ) -> tuple[QuantizedRows, torch.Tensor]:
     rows, total = empty_rows(x.shape[0], x.shape[1], group, x.dtype), empty(*x.shape, dtype=x.dtype)
     _over_rows(isa, x, residual, weight, eps, None, total, rows)
@@ -98,21 +79,8 @@ def _over_rows(
         if residual.stride(1) != 1:
             residual = residual.contiguous()
     native.rms_norm(
-        num_native_threads(),
-        isa,
-        x.dtype == torch.bfloat16,
-        x.data_ptr(),
-        x.stride(0),
-        0,
-        0 if residual is None else residual.data_ptr(),
-        0 if residual is None else residual.stride(0),
-        weight.data_ptr(),
-        0,
-        eps,
-        0 if y is None else y.data_ptr(),
-        0 if total is None else total.data_ptr(),
-        tokens,
-        1,
-        size,
-        *row_words(rows),
-    )
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), 0,
+        0 if residual is None else residual.data_ptr(), 0 if residual is None else residual.stride(0),
+        weight.data_ptr(), 0, eps, 0 if y is None else y.data_ptr(), 0 if total is None else total.data_ptr(),
+        tokens, 1, size, *row_words(rows),
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""RMSNorm in torch. Exact as it stands: see below for the one reduction in it.
+"""RMSNorm in torch. It is exact; its one reduction needs a reason:
 
 torch sums a row in an order given by the row's length alone, as long as it does not split one row over threads: it
 does so only for a single row of 32,768 elements or more, which the assertion excludes. ``rsqrt``, ``mul`` and the

@@ -17,7 +17,7 @@ from quire.kernels.registry import register
 
 @register("rms_norm", "triton")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x [..., size]`` → the same shape and dtype; ``weight [size]`` or, for ``x [tokens, heads, size]``, a head."""
+    """``x [..., size]`` → the same shape and dtype; ``weight [size]`` or, for ``x [tokens, heads, size]``, per head."""
     size = x.shape[-1]
     rows = x if x.dim() == 3 else x.reshape(-1, 1, size)
     if rows.stride(2) != 1:

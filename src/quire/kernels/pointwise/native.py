@@ -18,16 +18,9 @@ def add_rows(isa: str, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     assert other.stride(1) == 1
     y = empty(*x.shape, dtype=x.dtype)
     native.add_rows(
-        num_native_threads(),
-        isa,
-        x.dtype == torch.bfloat16,
-        x.data_ptr(),
-        x.stride(0),
-        other.data_ptr(),
-        other.stride(0),
-        y.data_ptr(),
-        *x.shape,
-    )
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), other.data_ptr(),
+        other.stride(0), y.data_ptr(), *x.shape,
+    )  # fmt: skip
     return y
 
 
@@ -44,17 +37,9 @@ def copy_heads(isa: str, x: torch.Tensor, out: torch.Tensor) -> None:
     """``[num_tokens, num_heads, size]`` each."""
     assert x.stride(2) == out.stride(2) == 1
     native.copy_heads(
-        num_native_threads(),
-        isa,
-        x.dtype == torch.bfloat16,
-        x.data_ptr(),
-        x.stride(0),
-        x.stride(1),
-        out.data_ptr(),
-        out.stride(0),
-        out.stride(1),
-        *x.shape,
-    )
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), x.stride(1),
+        out.data_ptr(), out.stride(0), out.stride(1), *x.shape,
+    )  # fmt: skip
 
 
 @register_native("widen_rows")
@@ -63,14 +48,8 @@ def widen_rows(isa: str, x: torch.Tensor) -> torch.Tensor:
     assert x.stride(1) == 1
     y = empty(*x.shape, dtype=torch.float32)
     native.widen_rows(
-        num_native_threads(),
-        isa,
-        x.dtype == torch.bfloat16,
-        x.data_ptr(),
-        x.stride(0),
-        y.data_ptr(),
-        *x.shape,
-    )
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), y.data_ptr(), *x.shape,
+    )  # fmt: skip
     return y
 
 
@@ -81,18 +60,9 @@ def add_gated_rows(isa: str, x: torch.Tensor, other: torch.Tensor, gate: torch.T
     assert x.stride(1) == other.stride(1) == 1
     y = empty(*x.shape, dtype=x.dtype)
     native.add_gated_rows(
-        num_native_threads(),
-        isa,
-        x.dtype == torch.bfloat16,
-        x.data_ptr(),
-        x.stride(0),
-        other.data_ptr(),
-        other.stride(0),
-        gate.data_ptr(),
-        gate.stride(0),
-        y.data_ptr(),
-        *x.shape,
-    )
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), other.data_ptr(),
+        other.stride(0), gate.data_ptr(), gate.stride(0), y.data_ptr(), *x.shape,
+    )  # fmt: skip
     return y
 
 
@@ -107,16 +77,9 @@ def cap_logits(isa: str, logits: torch.Tensor, scale: float, cap: float | None) 
 def _scale(isa: str, x: torch.Tensor, scale: float, cap: float, y: torch.Tensor) -> None:
     assert x.stride(1) == 1
     native.scale_rows(
-        num_native_threads(),
-        isa,
-        x.dtype == torch.bfloat16,
-        x.data_ptr(),
-        x.stride(0),
-        scale,
-        cap,
-        y.data_ptr(),
-        *x.shape,
-    )
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), scale, cap,
+        y.data_ptr(), *x.shape,
+    )  # fmt: skip
 
 
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_oai": 3}
@@ -138,27 +101,15 @@ def gated_to_int8(isa: str, gate_up: torch.Tensor, kind: str, group: int | None)
 
 
 def _over_rows(
-    isa: str,
-    gate_up: torch.Tensor,
-    kind: str,
-    y: torch.Tensor | None,
-    rows: QuantizedRows | None,
+    isa: str, gate_up: torch.Tensor, kind: str, y: torch.Tensor | None, rows: QuantizedRows | None
 ) -> None:
     num_tokens, width = gate_up.shape
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()
     native.gated(
-        num_native_threads(),
-        isa,
-        gate_up.dtype == torch.bfloat16,
-        GATES[kind],
-        gate_up.data_ptr(),
-        gate_up.stride(0),
-        0 if y is None else y.data_ptr(),
-        num_tokens,
-        width // 2,
-        *row_words(rows),
-    )
+        num_native_threads(), isa, gate_up.dtype == torch.bfloat16, GATES[kind], gate_up.data_ptr(),
+        gate_up.stride(0), 0 if y is None else y.data_ptr(), num_tokens, width // 2, *row_words(rows),
+    )  # fmt: skip
 
 
 @register_native("take_rows")
@@ -174,12 +125,6 @@ def _gather(isa: str, table: torch.Tensor, stride: int, ids: torch.Tensor, y: to
     assert ids.dtype == torch.int64, ids.dtype
     assert ids.is_contiguous()
     native.gather(
-        num_native_threads(),
-        isa,
-        table.dtype == torch.bfloat16,
-        table.data_ptr(),
-        stride,
-        ids.data_ptr(),
-        y.data_ptr(),
-        *y.shape,
-    )
+        num_native_threads(), isa, table.dtype == torch.bfloat16, table.data_ptr(), stride, ids.data_ptr(),
+        y.data_ptr(), *y.shape,
+    )  # fmt: skip

@@ -38,7 +38,7 @@ def store_kv(
     *,
     backend: Backend = "reference",
 ) -> None:
-    """Write the rows of a step into the cache: token i goes to block ``block_ids[i]`` at ``offsets[i]``.
+    """Write the tokens of a step into the cache: token i goes to block ``block_ids[i]`` at ``offsets[i]``.
 
     ``k [num_tokens, num_kv_heads, head_dim]``, ``v [num_tokens, num_kv_heads, v_head_dim]`` (None with ``v_in_k``);
     ``block_ids, offsets [num_tokens]`` int64: slot = block · block_size + offset.
@@ -59,7 +59,7 @@ def rope_store(
     interleaved: bool = False,
     backend: Backend = "reference",
 ) -> torch.Tensor:
-    """All between the projection and attention: q/k norm, `apply_rope`, `store_kv`; return q.
+    """Everything between the projection and attention: q/k norm, `apply_rope`, `store_kv`. Returns q.
 
     ``qkv [num_tokens, (num_heads + num_kv_heads) · head_dim + num_kv_heads · v_head_dim]`` → ``[num_tokens, num_heads,
     head_dim]`` in its dtype. The others as in `apply_rope` and `store_kv`; None: no rotation, no norm.

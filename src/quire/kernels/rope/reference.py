@@ -13,7 +13,10 @@ from quire.kernels.registry import register
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """fp32 weights ``[head_dim]``, or with ``over_all`` (OLMo 2) ``[heads · head_dim]``: one norm of all heads."""
+    """The RMSNorm of q and k heads.
+
+    Weights are fp32 ``[head_dim]``, or with ``over_all`` (OLMo 2) ``[heads · head_dim]`` for one norm of all heads.
+    """
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -45,7 +48,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
 def store_kv(
     k: torch.Tensor, v: torch.Tensor | None, kv: KvView, block_ids: torch.Tensor, offsets: torch.Tensor
 ) -> None:
-    """Rows of the step → pages."""
+    """Write the tokens of a step into the cache."""
     kv.write(k, v, block_ids, offsets)
 
 
@@ -60,7 +63,7 @@ def rope_store(
     offsets: torch.Tensor,
     interleaved: bool,
 ) -> torch.Tensor:
-    """``qkv [num_tokens, …]`` → q ``[num_tokens, num_heads, head_dim]``; k and v go to the pages."""
+    """``qkv [num_tokens, …]`` → q ``[num_tokens, num_heads, head_dim]``; k and v go to the cache."""
     q_width, k_width = num_heads * kv.head_dim, kv.num_kv_heads * kv.head_dim
     q, k, v = qkv[:, :q_width], qkv[:, q_width : q_width + k_width], qkv[:, q_width + k_width :]
     if norm is not None and norm.over_all:

@@ -30,7 +30,7 @@ def rope_store(
     offsets: torch.Tensor,
     interleaved: bool,
 ) -> torch.Tensor:
-    """``qkv [num_tokens, …]`` → q ``[num_tokens, num_heads, head_dim]``; k and v go to the pages."""
+    """``qkv [num_tokens, …]`` → q ``[num_tokens, num_heads, head_dim]``; k and v go to the cache."""
     if qkv.stride(1) != 1:
         qkv = qkv.contiguous()
     if norm is not None and norm.over_all:  # one norm over all heads: before, on its own
@@ -50,7 +50,7 @@ def rope_store(
 def store_kv(
     k: torch.Tensor, v: torch.Tensor | None, kv: KvView, block_ids: torch.Tensor, offsets: torch.Tensor
 ) -> None:
-    """Rows of the step → pages."""
+    """Write the tokens of a step into the cache."""
     rows = k.flatten(1) if v is None else torch.cat((k.flatten(1), v.flatten(1)), dim=1)
     _launch(rows, 0, None, None, kv, block_ids, offsets, False, rows)
 
@@ -87,10 +87,8 @@ def _launch(
     )  # fmt: skip
 
 
-_LARGEST = {
-    torch.int8: 127,
-    torch.float8_e4m3fn: 448,
-}  # what the largest magnitude of a position and head becomes
+# What the largest magnitude of a position and head becomes.
+_LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
 
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it drops the fraction of a small fp32, to nearest even
@@ -122,7 +120,7 @@ def rope_store_heads(
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, V_PAD: tl.constexpr,
     NORM: tl.constexpr, INTERLEAVED: tl.constexpr, EIGHT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, part): part 0 is k, 1 is q, 2 is v. The rotated pairs of a head, then what is not rotated."""
+    """Program (token, part): part 0 is k, 1 is q, 2 is v. The rotated pairs of a head, then its unrotated rest."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.arange(0, HEADS_PAD)
     row = qkv + token * stride

@@ -16,11 +16,7 @@ from quire.request import TokenLogprobs
 
 @register_native("sample")
 def sample(
-    isa: str,
-    logits: Tensor,
-    edited: Mapping[int, Tensor],
-    columns: NDArray[np.void],
-    purpose: int,
+    isa: str, logits: Tensor, edited: Mapping[int, Tensor], columns: NDArray[np.void], purpose: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """See `quire.kernels.sampling.sample`."""
     assert columns.flags.c_contiguous
@@ -32,16 +28,9 @@ def sample(
     rows = columns.size
     ids, best = np.empty(rows, np.int64), np.empty(rows, np.float32)
     native.sample(
-        num_native_threads(),
-        isa,
-        addresses.ctypes.data,
-        columns.ctypes.data,
-        rows,
-        logits.shape[1],
-        purpose,
-        ids.ctypes.data,
-        best.ctypes.data,
-    )
+        num_native_threads(), isa, addresses.ctypes.data, columns.ctypes.data, rows, logits.shape[1], purpose,
+        ids.ctypes.data, best.ctypes.data,
+    )  # fmt: skip
     return ids, best
 
 
@@ -58,19 +47,9 @@ def token_logprobs(
     logprobs, ranks = np.empty(rows), np.empty(rows, np.int64)
     top_ids, top_logprobs = np.empty((rows, width), np.int64), np.empty((rows, width))
     native.logprobs(
-        num_native_threads(),
-        isa,
-        addresses.ctypes.data,
-        chosen.ctypes.data,
-        wanted.ctypes.data,
-        rows,
-        vocab,
-        width,
-        logprobs.ctypes.data,
-        ranks.ctypes.data,
-        top_ids.ctypes.data,
-        top_logprobs.ctypes.data,
-    )
+        num_native_threads(), isa, addresses.ctypes.data, chosen.ctypes.data, wanted.ctypes.data, rows, vocab,
+        width, logprobs.ctypes.data, ranks.ctypes.data, top_ids.ctypes.data, top_logprobs.ctypes.data,
+    )  # fmt: skip
     return [
         TokenLogprobs(token_id, logprob, rank, tuple(best[:k]), tuple(best_logprobs[:k]))
         for token_id, logprob, rank, best, best_logprobs, k in zip(

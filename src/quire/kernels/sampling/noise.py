@@ -3,7 +3,7 @@
 Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. On a CPU the words are made
 in numpy, in half the time of torch's int64 arithmetic. `gumbel_argmax` bounds every perturbed score from above with
 one float32 logarithm there, and computes the exact noise only of the few ids whose bound reaches the best. It reads 4
-bytes of logits per id and makes a quarter of a Philox block for it; the time goes into the integer arithmetic.
+bytes of logits per id and makes a quarter of a Philox block; the integer arithmetic takes most of the time.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
+_MASK, _SHIFT = np.uint64(WORD), np.uint64(32)
+_MULTIPLIER0, _MULTIPLIER1 = (np.uint64(m) for m in MULTIPLIERS)
+_WEYL0, _WEYL1 = (np.uint64(w) for w in WEYL)
+_IDS_AT_ONCE = 1 << 16  # ids whose words are made together: the temporaries then stay in the L2 cache
+# The bound's float32 rounding errors add up to less than 1e-5 where they matter (scores within 30 of the best).
+_MARGIN = 1e-3
+
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
+NumpyWords = NDArray[np.uint64]
 
 
 class Streams(NamedTuple):
-    """What names the noise of each row, all int64 ``[rows]`` on one device, and the purpose of the draw."""
+    """The names of each row's noise, all int64 ``[rows]`` on one device, and the purpose of the sample."""
 
     seeds: Tensor
     sample_indices: Tensor
-    positions: Tensor  # absolute position of the token that is drawn
+    positions: Tensor  # absolute position of the sampled token
     purpose: int = 0
 
     def row_slice(self, start: int, stop: int) -> Streams:
-        return Streams(
-            self.seeds[start:stop],
-            self.sample_indices[start:stop],
-            self.positions[start:stop],
-            self.purpose,
-        )
+        rows = slice(start, stop)
+        return Streams(self.seeds[rows], self.sample_indices[rows], self.positions[rows], self.purpose)
 
     def take(self, rows: Tensor) -> Streams:
         """The streams of ``rows``: int64, any length."""
@@ -51,7 +55,7 @@ def philox4x32_10(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # int64 products wrap modulo 2**64, which is what the high and the low word are cut from.
+        # int64 products wrap modulo 2**64, of which these are the high and the low word.
         product0 = c0 * MULTIPLIERS[0]
         product1 = c2 * MULTIPLIERS[1]
         c0 = ((product1 >> 32) & WORD) ^ c1 ^ k0
@@ -67,12 +71,7 @@ def random_words(streams: Streams, token_ids: Tensor) -> Tensor:
     """The 32-bit word of each (stream, token id): ``token_ids: [rows, n]`` -> int64 ``[rows, n]``."""
     purpose = torch.full_like(streams.positions, streams.purpose)
     words = philox4x32_10(
-        (
-            streams.positions[:, None],
-            token_ids >> 2,
-            purpose[:, None],
-            streams.sample_indices[:, None],
-        ),
+        (streams.positions[:, None], token_ids >> 2, purpose[:, None], streams.sample_indices[:, None]),
         ((streams.seeds & WORD)[:, None], ((streams.seeds >> 32) & WORD)[:, None]),
     )
     stacked = torch.stack([word.expand_as(token_ids) for word in words], dim=-1)  # [rows, n, 4]
@@ -95,12 +94,6 @@ def gumbel_argmax_torch(scores: Tensor, streams: Streams) -> Tensor:
     rows, vocab = scores.shape
     token_ids = torch.arange(vocab, device=scores.device).expand(rows, vocab)
     return torch.argmax(scores.to(torch.float64) + gumbel_noise_torch(streams, token_ids), dim=-1)
-
-
-NumpyWords = NDArray[np.uint64]
-_MASK, _SHIFT = np.uint64(WORD), np.uint64(32)
-_MULTIPLIER0, _MULTIPLIER1 = (np.uint64(m) for m in MULTIPLIERS)
-_WEYL0, _WEYL1 = (np.uint64(w) for w in WEYL)
 
 
 def numpy_words(streams: Streams, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -145,11 +138,6 @@ def _philox(streams: Streams, block_ids: NumpyWords) -> tuple[NumpyWords, NumpyW
     return c0, c1, c2, c3
 
 
-_IDS_AT_ONCE = 1 << 16  # ids whose words are made together: the temporaries then stay in the L2 cache
-# The bound's float32 rounding errors add up to less than 1e-5 where they matter (scores within 30 of the best).
-_MARGIN = 1e-3
-
-
 def gumbel_noise(streams: Streams, token_ids: Tensor) -> Tensor:
     """Gumbel noise of each (stream, token id): ``token_ids: int64 [rows, n]`` -> float64 ``[rows, n]``."""
     if token_ids.device.type != "cpu":
@@ -158,7 +146,7 @@ def gumbel_noise(streams: Streams, token_ids: Tensor) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, streams: Streams) -> Tensor:
-    """Draw one id a row: argmax of ``float64(scores) + gumbel_noise``, lowest id on ties.
+    """Sample one id per row: argmax of ``float64(scores) + gumbel_noise``, lowest id on ties.
 
     scores: ``[rows, vocab]`` float32; −inf never wins. Returns int64 ``[rows]``.
     """
@@ -181,7 +169,7 @@ def gumbel_argmax(scores: Tensor, streams: Streams) -> Tensor:
 
 
 def _survivors(scores: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
-    """The rows and the ids that may win, at least one a row, int64 ``[n]`` each, sorted by (row, id)."""
+    """Return the rows and the ids that may win, at least one per row, int64 ``[n]`` each, sorted by (row, id)."""
     complement = torch.from_numpy(uniform_complement(streams, scores.shape[1]))  # v = 1 − u
     # E = −log(u) lies between v and v / (1 − v), so g = −log(E) lies between −log(v) + log(1 − v) and −log(v):
     # both are tight for the large g that win.
@@ -194,15 +182,15 @@ def _survivors(scores: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
 
 
 def _first_max_by_row(row_of: Tensor, id_of: Tensor, values: Tensor, rows: int) -> Tensor:
-    """Per row the id of the largest value; entries come sorted by (row, id), so the first one wins ties."""
+    """Return per row the id of the largest value. Entries are sorted by (row, id), so the first one wins ties."""
     best = torch.full((rows,), -torch.inf, dtype=torch.float64).scatter_reduce_(0, row_of, values, "amax")
     winners = values == best[row_of]
-    drawn = torch.full((rows,), torch.iinfo(torch.int64).max)
-    return drawn.scatter_reduce_(0, row_of[winners], id_of[winners], "amin")
+    winner = torch.full((rows,), torch.iinfo(torch.int64).max)
+    return winner.scatter_reduce_(0, row_of[winners], id_of[winners], "amin")
 
 
 def gumbel_argmax_of(scores: Tensor, token_ids: Tensor, streams: Streams) -> Tensor:
-    """Draw among given ids: ``scores, token_ids: [rows, n]``, −inf for padding -> int64 ``[rows]``."""
+    """Sample among given ids: ``scores, token_ids: [rows, n]``, −inf for padding -> int64 ``[rows]``."""
     values = scores.to(torch.float64) + gumbel_noise(streams, token_ids)
     best = values.amax(dim=1, keepdim=True)
     beaten = torch.iinfo(torch.int64).max

@@ -35,13 +35,11 @@ COLUMNS = np.dtype(
         ("min_p", np.float64),
         ("seed", np.int64),
         ("sample_index", np.int64),
-        ("position", np.int64),  # absolute position of the next token drawn
+        ("position", np.int64),  # absolute position of the sampled token
         ("num_logprobs", np.int64),
     ],
     align=True,
 )
-
-
 _SCRATCH_ELEMENTS = 1 << 22  # rows are copied in slices of this many numbers
 
 
@@ -63,10 +61,10 @@ def sample(
                 scores[row - start] = edited[row]
         tokens, largest = _argmax(scores)
         best[part] = largest.cpu().numpy()
-        drawn = np.flatnonzero(random[part] & np.isfinite(best[part]))
-        if drawn.size:
-            index = torch.from_numpy(drawn).to(logits.device)
-            tokens[index] = _draw_random(scores[index], columns[part][drawn], purpose)
+        chosen = np.flatnonzero(random[part] & np.isfinite(best[part]))
+        if chosen.size:
+            index = torch.from_numpy(chosen).to(logits.device)
+            tokens[index] = _sample_random(scores[index], columns[part][chosen], purpose)
         ids[part] = tokens.cpu().numpy()
     return ids, best
 
@@ -77,7 +75,7 @@ def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     return ids, scores.gather(1, ids[:, None]).squeeze(1)
 
 
-def _draw_random(scores: Tensor, columns: NDArray[np.void], purpose: int) -> Tensor:
+def _sample_random(scores: Tensor, columns: NDArray[np.void], purpose: int) -> Tensor:
     """Temperature, truncation and Gumbel-max over ``scores: [rows, vocab]``, which is overwritten."""
     features = columns["features"]
     scores.sub_(scores.amax(dim=1, keepdim=True))  # so that no temperature, however small, overflows
@@ -124,7 +122,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) ->
 def logprob_tensors(logits: Tensor, token_ids: Tensor, widest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logprob float64, rank) of ``token_ids``, both ``[rows]``, and (ids, logprobs) of the best, ``[rows, widest]``.
 
-    All on the device of ``logits``, which a GPU's host does not wait for.
+    All are on the device of ``logits``; the host does not wait for a GPU.
     """
     normalizer = log_normalizer(logits)
     chosen = logits.gather(1, token_ids[:, None])
@@ -146,7 +144,7 @@ def assemble(
     top_ids: list[list[int]],
     top_logprobs: list[list[float]],
 ) -> list[TokenLogprobs]:
-    """One entry a row of what `logprob_tensors` found, on the host."""
+    """Return one entry per row of what `logprob_tensors` found, on the host."""
     return [
         TokenLogprobs(
             token_id, logprobs[row], ranks[row], tuple(top_ids[row][:k]), tuple(top_logprobs[row][:k])

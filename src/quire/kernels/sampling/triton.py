@@ -33,14 +33,16 @@ NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
 def facts_of(columns: NDArray[np.void]) -> NDArray[np.int64]:
-    """What `draw_rows` reads of ``columns [rows]``: int64 ``[rows, 8]``, to be uploaded."""
+    """What `sample_rows` reads of ``columns [rows]``: int64 ``[rows, 8]``, to be uploaded."""
     facts = np.empty((columns.size, 8), np.int64)
     for place, name in enumerate(("features", "seed", "sample_index", "position")):
         facts[:, place] = columns[name]
     facts[:, 4] = columns["temperature"].astype(np.float64).view(np.int64)
     floors = np.full(columns.size, -np.inf)
     with_floor = (columns["features"] & MIN_P) != 0
-    floors[with_floor] = [math.log(p) for p in columns["min_p"][with_floor]]  # numpy's may round otherwise
+    floors[with_floor] = [
+        math.log(p) for p in columns["min_p"][with_floor]
+    ]  # numpy's log may round differently
     facts[:, 5] = floors.view(np.int64)
     facts[:, 6] = columns["top_k"]
     facts[:, 7] = columns["top_p"].view(np.int64)
@@ -58,7 +60,7 @@ def logprobs_wanted(columns: NDArray[np.void]) -> tuple[NDArray[np.int64], list[
     return rows, columns["num_logprobs"][rows].tolist()
 
 
-def draw_rows(logits: Tensor, facts: Tensor, purpose: int, *, cut: bool) -> tuple[Tensor, Tensor]:
+def sample_rows(logits: Tensor, facts: Tensor, purpose: int, *, cut: bool) -> tuple[Tensor, Tensor]:
     """(ids int64, largest logits fp32), both ``[rows]`` on the device, where nothing waits for the host.
 
     ``logits [rows, vocab]`` fp32; ``facts`` as `facts_of` makes them; ``cut``: any row is `truncated`. A row whose
@@ -86,7 +88,7 @@ def draw_rows(logits: Tensor, facts: Tensor, purpose: int, *, cut: bool) -> tupl
                 of, of.stride(0), of.shape[1], logits, logits.stride(0), vocab, tops, chunks, facts, cuts, WIDE=wide,
                 CHUNK=CHUNK, CHUNKS=padded, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
-    draw_chunks[(rows, chunks)](
+    sample_chunks[(rows, chunks)](
         logits, logits.stride(0), tops, facts, cuts, values, ids, vocab, purpose, CHUNK=CHUNK, CHUNKS=padded,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -146,11 +148,11 @@ def largest_of_chunks(logits, stride, tops, ids, vocab, CHUNK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def draw_chunks(
+def sample_chunks(
     logits, stride, tops, facts, cuts, values, ids, vocab, purpose,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): the largest of score + noise, for rows that draw. ``ids`` holds the argmax for the others.
+    """Program (row, chunk): the largest of score + noise, for rows with noise. ``ids`` holds the argmax for the others.
 
     ``facts [rows, 8]`` int64: features, seed, sample index, position, the bits of temperature and log min_p, top_k, and
     the bits of top_p. ``cuts [rows, 2]``: of `cut_rows`; zeros cut nothing.
@@ -176,10 +178,10 @@ def draw_chunks(
     )
     floor = tl.load(facts + row * 8 + 5).to(tl.float64, bitcast=True)
     possible = (token < vocab) & (scores >= floor) & kept
-    drawn = tl.where(possible, scores + noise, float("-inf"))
-    best = tl.max(drawn, 0)
+    noisy = tl.where(possible, scores + noise, float("-inf"))
+    best = tl.max(noisy, 0)
     tl.store(values + row * chunks + chunk, best)
-    tl.store(ids + row * chunks + chunk, tl.min(tl.where(drawn == best, token, NO_ID), 0))
+    tl.store(ids + row * chunks + chunk, tl.min(tl.where(noisy == best, token, NO_ID), 0))
 
 
 @triton.jit
@@ -231,7 +233,7 @@ def exp_of(x):
 @triton.jit
 @no_type_check
 def tile_of(values, start, num, top, temperature, floor, CHUNK: tl.constexpr):
-    """(keys, scores, which may be drawn) of the values from ``start`` on."""
+    """(keys, scores, which may be sampled) of the values from ``start`` on."""
     place = start + tl.arange(0, CHUNK)
     x = tl.load(values + place, mask=place < num, other=float("-inf"))
     score = tl.div_rn(x - top, temperature + tl.zeros((CHUNK,), tl.float32))
@@ -282,7 +284,7 @@ def cut_rows(
 ):  # fmt: skip
     """Program (row): the least key that is kept, and the last id that is kept of those that have it.
 
-    ``values``: candidates, or with WIDE the logits again. ``facts [rows, 8]`` and ``tops`` as `draw_chunks` has them.
+    ``values``: candidates, or with WIDE the logits again. ``facts [rows, 8]`` and ``tops`` as `sample_chunks` has them.
     """
     row = tl.program_id(0).to(tl.int64)
     facts += row * 8
@@ -337,8 +339,8 @@ def edit_rows(logits, stride, out, facts, counts, masks, bias_ids, biases, vocab
     """Program (row, chunk) writes ``out [rows, vocab]``. No product may be fused with a sum.
 
     ``facts [rows, 8]`` int64: row of ``counts`` or −1, row of ``masks`` or −1, the bits of repetition, frequency and
-    presence as float64, first bias and behind the last. ``counts``: 2 · times drawn, + 1 if the prompt has the id.
-    ``masks [rows masked, words]``: a bit an id that is allowed. ``biases``: the bits of float64.
+    presence as float64, first bias and end of the biases. ``counts``: 2 · times sampled, + 1 if the prompt has the id.
+    ``masks [rows masked, words]``: one bit per id, set where it is allowed. ``biases``: the bits of float64.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)

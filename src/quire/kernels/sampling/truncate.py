@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
 
 _NUCLEUS_CANDIDATES = 256
+_TYPICAL_CANDIDATES = 256
 _WIDEN = 16
 
 
@@ -47,10 +48,10 @@ def apply_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
 def truncate(
     scores: Tensor, truncation: Truncation, num_candidates: int = _NUCLEUS_CANDIDATES
 ) -> tuple[Tensor, Tensor]:
-    """Keep what top_k and top_p keep of ``scores: [rows, vocab]`` (min_p already applied).
+    """Keep what top_k and top_p keep of ``scores: [rows, vocab]`` (min_p is already applied).
 
-    Returns (scores, ids), both ``[rows, n]``: kept ids in order, −inf beyond them. ``num_candidates`` is how many
-    ids are looked at first where top_p alone limits; it changes the time only.
+    Returns (scores, ids), both ``[rows, n]``: kept ids in order, −inf beyond them. ``num_candidates``:
+    ids to look at first where only top_p limits; it changes the time only.
     """
     vocab = scores.shape[1]
     limited = truncation.top_k < vocab
@@ -75,7 +76,7 @@ def _first(lengths: Tensor, num: int) -> Tensor:
 
 
 def _prefix_lengths(scores: Tensor, values: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
-    """How many of the sorted ``values: [rows, n]`` each row keeps, and which rows need more than n to know."""
+    """Return how many of the sorted ``values: [rows, n]`` each row keeps, and which rows need more than n to know."""
     vocab, num = scores.shape[1], values.shape[1]
     kept = truncation.top_k.clamp(max=num)
     best = values[:, :1]
@@ -95,16 +96,13 @@ def _prefix_lengths(scores: Tensor, values: Tensor, truncation: Truncation) -> t
     return kept, short
 
 
-_TYPICAL_CANDIDATES = 256
-
-
 def typical_ids(
     logits: Tensor, temperature: float, typical_p: float, num_candidates: int = _TYPICAL_CANDIDATES
 ) -> Tensor:
     """Return the ids to keep of ``logits: [vocab] float32``, int64; every bit depends on the row alone.
 
-    A row whose largest logit is not finite is kept whole: the sampler has its own error for it. ``num_candidates``
-    changes the time only.
+    A row whose largest logit is not finite is kept whole, since the sampler has its own error for it.
+    ``num_candidates`` changes the time only.
     """
     best = logits.amax()
     if not bool(torch.isfinite(best)):
@@ -136,10 +134,10 @@ def keep_typical(row: Tensor, temperature: float, typical_p: float) -> None:
 
 
 def top_candidates(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The best k of each row, in the order (score descending, id ascending), exact among equal scores.
+    """Return the best k of each row, in the order (score descending, id ascending), exact among equal scores.
 
     scores: ``[rows, vocab]`` float32 without NaN, ``1 ≤ k ≤ vocab``. Returns (scores, ids), both ``[rows, k]``.
-    Which ids stand for scores of −inf is left open: nobody can draw them.
+    Which ids stand for scores of −inf is left open, since they cannot be sampled.
     """
     values, ids = torch.topk(scores, k, dim=1, sorted=False)
     kth = values.amin(dim=1, keepdim=True)

@@ -1,0 +1,284 @@
+"""OpenAI's Responses API: its wire models, and how they become a `Conversation`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from quire.api.conversation import Conversation, arguments_of, call_message, template_variables
+from quire.api.params import schema_form
+from quire.api.protocol import EFFORTS, SampledFields, TextContent, Tools, text_of
+from quire.api.tools import Thinking, ToolUse, tool_use
+from quire.errors import RequestError
+from quire.http.wire import (
+    AnyObject,
+    Boolean,
+    Integer,
+    JsonSchema,
+    Metadata,
+    Text,
+    Texts,
+    Wire,
+    clip,
+    not_allowed,
+    parse,
+)
+from quire.structured_outputs import StructuredOutputsParams
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
+_ID_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+
+
+class ResponsesRequest(SampledFields):
+    """Body of ``/v1/responses``."""
+
+    input: Annotated[str | list[Any], Field(description="a string or a list of items")]
+    instructions: Text | None = None
+    previous_response_id: Text | None = None
+    store: Boolean = True
+    metadata: Metadata | None = None
+    background: Boolean = False
+    include: Texts | None = None
+    top_logprobs: Integer | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None, Field(description="'none', 'auto', 'required' or an object with a type")
+    ] = None
+    parallel_tool_calls: Boolean = True
+    text: AnyObject | None = None
+    reasoning: AnyObject | None = None
+    max_output_tokens: Annotated[int | None, Field(description="an integer ≥ 1, or null", ge=1)] = None
+    user: Text = ""
+    chat_template_kwargs: AnyObject | None = None
+
+
+class Reasoning(Wire):
+    """``reasoning``."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class TextSettings(Wire):
+    """``text``."""
+
+    format: AnyObject | None = None
+
+
+class TextFormat(Wire):
+    """``text.format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    schema_: Annotated[JsonSchema | None, Field(alias="schema")] = None
+    strict: Boolean | None = None
+
+
+class FunctionTool(Wire):
+    """One of ``tools``."""
+
+    type: Annotated[Literal["function"], Field(description="'function': there are no built-in tools here")]
+    name: Text
+    description: Text | None = None
+    parameters: AnyObject | None = None
+    strict: Boolean | None = None
+
+
+class NamedChoice(Wire):
+    """``tool_choice`` as an object."""
+
+    type: Literal["function"]
+    name: Text
+
+
+class MessageItem(Wire):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextContent
+
+
+class CallItem(Wire):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+
+
+class OutputItem(Wire):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: TextContent
+
+
+class ReasoningItem(Wire):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: TextContent = ""
+    content: TextContent = ""
+
+
+def conversation_of(
+    request: ResponsesRequest, messages: list[dict[str, Any]], ignored: list[str] | None
+) -> Conversation:
+    """Return the conversation of a response. ``messages``: those before its instructions, its input included.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    opening = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    reasoning = parse(Reasoning, request.reasoning or {}, prefix="reasoning.", ignored=ignored)
+    effort = EFFORTS.get(reasoning.effort or "", reasoning.effort)
+    return Conversation(
+        opening + messages,
+        _tool_use(request, ignored),
+        template_variables(request.chat_template_kwargs, effort=effort),
+        Thinking(effort=effort, effort_param="reasoning.effort"),
+    )
+
+
+def form_of(request: ResponsesRequest, ignored: list[str] | None) -> StructuredOutputsParams | None:
+    """Return the form of the answer that ``text`` asks for; None for free text.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    raw = parse(TextSettings, request.text or {}, prefix="text.", ignored=ignored).format
+    if raw is None:
+        return None
+    prefix = "text.format."
+    form = parse(TextFormat, raw, prefix=prefix, ignored=ignored)
+    schema = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+    if form.type == "json_schema":
+        return schema_form(schema, prefix, ignored)
+    for name in schema:
+        raise RequestError(
+            f"{prefix}{name} is only allowed with type 'json_schema', not with {form.type!r}.",
+            param=prefix + name,
+        )
+    return (
+        StructuredOutputsParams(json_object=True, param="text.format") if form.type == "json_object" else None
+    )
+
+
+def add_input(
+    messages: list[dict[str, Any]], given: str | list[Any], ignored: list[str] | None = None
+) -> None:
+    """Append the messages of ``input`` to a conversation.
+
+    The items of one answer (reasoning, text, calls) become one message of the assistant.
+
+    Raises:
+        RequestError: names ``input[i].…``, the value and what is allowed.
+    """
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+        return
+    # The tool of each call so far, by the call's id.
+    names = {c["id"]: c["function"]["name"] for message in messages for c in message.get("tool_calls", ())}
+    for i, item in enumerate(given):
+        where = f"input[{i}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message":
+            _add_message(messages, item, where, ignored)
+        elif kind == "function_call":
+            names.update([_add_call(messages, item, where, ignored)])
+        elif kind == "function_call_output":
+            _add_output(messages, item, where, names, ignored)
+        elif kind == "reasoning":
+            _add_reasoning(messages, item, where, ignored)
+        else:
+            allowed = f"an item of the types {', '.join(_ID_PREFIXES)}"
+            code = "unsupported_content" if isinstance(kind, str) else "invalid_type"
+            raise not_allowed(where, item, allowed, code)
+
+
+def _add_message(messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None) -> None:
+    item = parse(MessageItem, raw, prefix=where + ".", ignored=ignored)
+    text = text_of(item.content, where + ".content", _TEXT_PARTS, ignored)
+    if item.role == "assistant":
+        _assistant(messages, "content")["content"] = text
+    else:
+        messages.append({"role": item.role, "content": text})
+
+
+def _add_call(
+    messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None
+) -> tuple[str, str]:
+    """Return the call's id and the name of its tool."""
+    item = parse(CallItem, raw, prefix=where + ".", ignored=ignored)
+    calls = _assistant(messages).setdefault("tool_calls", [])
+    calls.append(call_message(item.call_id, item.name, arguments_of(item.arguments)))
+    return item.call_id, item.name
+
+
+def _add_output(
+    messages: list[dict[str, Any]], raw: Any, where: str, names: dict[str, str], ignored: list[str] | None
+) -> None:
+    item = parse(OutputItem, raw, prefix=where + ".", ignored=ignored)
+    if item.call_id not in names:
+        raise RequestError(
+            f"{where}.call_id = {clip(item.call_id)} is the id of no function_call before it.",
+            param=where + ".call_id",
+        )
+    text = text_of(item.output, where + ".output", _TEXT_PARTS, ignored)
+    messages.append(
+        {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": text}
+    )
+
+
+def _add_reasoning(messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None) -> None:
+    item = parse(ReasoningItem, raw, prefix=where + ".", ignored=ignored)
+    text = text_of(item.content, where + ".content", _THOUGHT_PARTS, ignored)
+    text = text or text_of(item.summary, where + ".summary", _THOUGHT_PARTS, ignored)
+    if text:
+        _assistant(messages, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
+
+
+def _assistant(messages: list[dict[str, Any]], *absent: str) -> dict[str, Any]:
+    """Return the assistant's message to extend: the last one, or a new one if the last has any of ``absent``."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(last.get(name) is not None for name in absent):
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _tool_use(request: ResponsesRequest, ignored: list[str] | None) -> ToolUse:
+    tools = [_tool(tool, f"tools[{i}].", ignored) for i, tool in enumerate(request.tools or ())]
+    choice: Any = request.tool_choice
+    if isinstance(choice, dict):
+        named = parse(NamedChoice, choice, prefix="tool_choice.", ignored=ignored)
+        choice = {"type": "function", "function": {"name": named.name}}
+    return tool_use(tools, choice, request.parallel_tool_calls, function="")
+
+
+def _tool(raw: Any, prefix: str, ignored: list[str] | None) -> dict[str, Any]:
+    tool = parse(FunctionTool, raw, prefix=prefix, ignored=ignored)
+    return {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
+
+
+def input_items(given: str | list[Any], new_id: Callable[[], str]) -> list[dict[str, Any]]:
+    """Return the checked ``input`` of a request (without earlier turns) as items, with texts as parts."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_with_id(item, new_id) for item in given]
+
+
+def _with_id(item: dict[str, Any], new_id: Callable[[], str]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    named = {"type": kind, **item}
+    if not named.get("id"):
+        named["id"] = _ID_PREFIXES[kind] + new_id()
+    named.setdefault("status", "completed")
+    if kind == "message" and isinstance(named["content"], str):
+        part = "output_text" if named["role"] == "assistant" else "input_text"
+        named["content"] = [{"type": part, "text": named["content"]}]
+    return named
