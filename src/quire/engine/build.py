@@ -50,10 +50,10 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     Raises:
         ModelLoadError, ConfigError: the checkpoint or the settings; one line.
     """
-    scheduler = Scheduler(config.scheduler, config.cache)
     computes = _executor(config, executor, clock)
     if config.runner.step_log is not None:
         computes = LoggedExecutor(computes, Path(config.runner.step_log), clock)
+    scheduler = Scheduler(config.scheduler, config.cache, chains_steps=computes.chains_steps)
     return EngineCore(scheduler, computes, clock, _controller(config))
 
 

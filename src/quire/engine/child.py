@@ -27,6 +27,7 @@ from quire.engine.core import EngineCore
 from quire.engine.process import Boot, Events, Failure, decode, encode
 from quire.errors import QuireError
 from quire.metrics.log import Log, configure
+from quire.scheduler.scheduler import Sleep
 
 STATS_INTERVAL_S = 0.5
 log = Log("engine")
@@ -87,17 +88,18 @@ def serve(core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes],
         while core.rejected:
             log.error("policy_change_rejected", error=core.rejected.pop(0))
         now_s = clock.now()
-        if not core.has_work or now_s - stats_s >= STATS_INTERVAL_S:
+        if core.rest is not None or now_s - stats_s >= STATS_INTERVAL_S:
             outbox.send_multipart(encode(core.stats()))
             stats_s = now_s
 
 
 def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock) -> None:
     """Wait until there is something to do; do not wait while there is work."""
-    if not core.has_work:
+    rest = core.rest
+    if isinstance(rest, Sleep):
+        inbox.poll(math.ceil(max(0.0, rest.until_s - clock.now()) * 1e3))
+    elif rest is not None:
         inbox.poll()
-    elif (wakes_at := core.wakes_at) is not None:
-        inbox.poll(math.ceil(max(0.0, wakes_at - clock.now()) * 1e3))
 
 
 def _drain(inbox: zmq.Socket[bytes]) -> list[Any]:

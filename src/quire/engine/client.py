@@ -20,6 +20,7 @@ from quire.engine.inbox import Message, Reply
 from quire.errors import EngineDeadError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
+from quire.scheduler.scheduler import Sleep, Wait
 
 
 class EngineClient(Protocol):
@@ -100,13 +101,13 @@ class InProcessClient:
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
         """As `EngineClient.receive`; runs at most one step. A step without events also returns an empty list."""
         core = self.core
-        self._arrived.clear()  # before reading has_work, so that a message that arrives in between is not missed
-        if not core.has_work and not self._closed:
-            self._arrived.wait(timeout_s)
-        elif (wakes_at := core.wakes_at) is not None:
-            pause_s = max(0.0, wakes_at - self._clock.now())
-            self._arrived.wait(pause_s if timeout_s is None else min(pause_s, timeout_s))
-        if self._closed or not core.has_work:
+        self._arrived.clear()  # before reading `rest`, so that a message that arrives in between is not missed
+        rest = core.rest
+        if rest is not None and not self._closed:
+            pause_s = max(0.0, rest.until_s - self._clock.now()) if isinstance(rest, Sleep) else None
+            times_s = [time_s for time_s in (pause_s, timeout_s) if time_s is not None]
+            self._arrived.wait(min(times_s, default=None))
+        if self._closed or isinstance(core.rest, Wait):
             return []
         try:
             return core.step()

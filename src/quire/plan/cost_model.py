@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -52,17 +52,20 @@ class StepTime(Protocol):
         ...
 
 
-def features(plan: StepPlan, num_logits: int) -> StepFeatures:
-    """Return the features of ``plan``; ``num_logits``: how many of its sequences draw a token.
+def features(plan: StepPlan, sampled: Collection[int]) -> StepFeatures:
+    """Return the features of ``plan``; ``sampled``: ids of the sequences that sample tokens.
 
-    The plan does not say that by itself: a chunk draws if it ends at the sequence's last known token.
+    The plan does not say that by itself: a chunk samples if it ends at the sequence's last known token. A decode with
+    drafts samples at each of its tokens, and reads its keys once.
     """
-    rows = decode_kv = chunk_kv = pairs = 0
+    rows = num_logits = decode_kv = chunk_kv = pairs = 0
     for seq in plan.seqs:
         start, count = seq.num_computed_tokens, seq.num_scheduled_tokens
         rows += count
-        if count == 1:
-            decode_kv += start + 1
+        if seq.seq_id in sampled:
+            num_logits += 1 + seq.num_draft_tokens
+        if seq.num_known_tokens == 1:
+            decode_kv += start + count
         else:
             chunk_kv += start + count
             pairs += chunk_pairs(start, count)

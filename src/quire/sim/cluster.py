@@ -19,6 +19,7 @@ from quire.executor.base import Executor
 from quire.gateway.routing import Router
 from quire.plan.cost_model import StepTime
 from quire.request import TokenEvent
+from quire.scheduler.scheduler import Sleep
 from quire.scheduler.slo import SloController
 from quire.sim.faults import Fault, check_faults
 from quire.sim.latency import Latency, Speculation, Swap
@@ -191,15 +192,14 @@ class Cluster:
     def _begin(self, replica: Replica) -> None:
         """The replica's loop comes round."""
         self._take(replica, replica.core.begin())
-        core = replica.core
-        if not replica.waits and core.has_work and (wakes_at := core.wakes_at) is not None:
-            self._wake(replica, wakes_at)
+        if isinstance(rest := replica.core.rest, Sleep):
+            self._wake(replica, rest.until_s)
 
     def _wake(self, replica: Replica, when_s: float) -> None:
         """Let an idle replica's loop come round at ``when_s``, unless something else does so before."""
 
         def wake() -> None:
-            if not replica.waits and self.replicas[replica.number] is replica and replica.core.has_work:
+            if not replica.waits and self.replicas[replica.number] is replica:
                 self._begin(replica)
 
         self.at(when_s, wake)
@@ -221,13 +221,14 @@ class Cluster:
         marks = {} if watched else self.client.marks
         for event in events:
             if event[4] is None and event[2] and (mark := marks.get(event[0])) is not None:
-                mark(now)
+                for _ in event[2]:
+                    mark(now)
                 continue
             request = sent.get(event[0])
             if request is None:  # the client has left
                 continue
             if event[2]:
-                request.token_times.append(now)
+                request.token_times += [now] * len(event[2])
             if event[4] is not None:
                 self.router.finished(event.request_id)
                 self._follow(self.client.ended(event, now))

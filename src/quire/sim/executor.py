@@ -18,6 +18,8 @@ class SimExecutor:
     Plans are computed one after the other, as on one device; ``max_in_flight`` may be out.
     """
 
+    chains_steps = True
+
     def __init__(
         self,
         latency: Latency,
