@@ -98,7 +98,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "window-slides-early",
-        "the cache lets go of a window's first row one token too early",
+        "the cache frees a window's first block one token too early",
         "src/quire/cache/block_table.py",
         "max(0, position - w + 1) // self._block_size",
         "max(0, position - w + 2) // self._block_size",
@@ -178,7 +178,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "readers-not-restarted",
-        "who read the blocks of a failed step goes on with them",
+        "sequences that read blocks of a failed step continue with them",
         "src/quire/cache/manager.py",
         "table.reads = {n.step for n in hit.nodes if n.step > self.references.applied_step}",
         "table.reads = set()",
@@ -194,7 +194,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rng-without-sample-index",
-        "the RNG does not know which of n samples it is for",
+        "the random numbers do not depend on which of n sequences is sampled",
         "src/quire/sampling/sampler.py",
         "        new.sample_index,\n",
         "        0,\n",
@@ -202,7 +202,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rng-without-position",
-        "the RNG gives the same noise at every position",
+        "the random numbers are the same at every position",
         "src/quire/sampling/sampler.py",
         'columns["position"] = positions + 1',
         'columns["position"] = 1',
@@ -210,7 +210,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "penalties-lost-on-resumption",
-        "a sequence that comes back has forgotten what it must be penalised for",
+        "a readmitted sequence has lost the counts of its penalties",
         "src/quire/sampling/processors.py",
         "        for token_id in new.output_token_ids:\n            self.advance(token_id)\n",
         "        for token_id in new.output_token_ids if self.mask else ():\n            self.mask.advance(token_id)\n",
@@ -274,7 +274,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "deadline-not-kept",
-        "a total that has passed ends nobody",
+        "a total deadline that has passed ends no sequence",
         "src/quire/scheduler/deadline.py",
         '        return "total"\n',
         "        return None\n",
@@ -298,7 +298,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "slo-forgets-the-decodes",
-        "the controller's chunk is sized as if nobody decoded beside it",
+        "the controller sizes a chunk as if no sequence decoded beside it",
         "src/quire/scheduler/slo.py",
         "if self.mixed_s(num_decodes, middle) <= self._aim_s",
         "if self.mixed_s(0, middle) <= self._aim_s",
