@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 
+import numpy as np
 import torch
 
 from quire.config import RunnerConfig
@@ -15,7 +16,10 @@ from quire.device import detect_device
 from quire.kernels.registry import choose
 from quire.kernels.threads import choose_threads
 from quire.request import SamplingParams
-from quire.sampling import Sampler
+from quire.runner.sequences import WorkerSeqs
+from quire.runner.verify import verify
+from quire.sampling.grammars import Grammars
+from quire.sampling.sampler import Sampler, columns_of
 from quire.step import NewSeq
 
 KINDS = {
@@ -27,13 +31,20 @@ KINDS = {
 }
 
 
-def milliseconds(sampler: Sampler, logits: torch.Tensor, rounds: int) -> float:
-    """The median of ``rounds`` steps."""
-    seq_ids = range(logits.shape[0])
+def milliseconds(params: list[SamplingParams], logits: torch.Tensor, isa: str, rounds: int) -> float:
+    """The median of ``rounds`` steps of a sequence per row of ``logits``."""
+    vocab = logits.shape[1]
+    grammars, sampler = Grammars("", vocab, 1), Sampler(vocab, choose(RunnerConfig(1, "native", isa)))
+    table = WorkerSeqs(vocab, len(params), 64, max_blocks=4, num_groups=1, grammars=grammars)
+    seqs = [table.admit(NewSeq(i, 0, (1, 2), (), each, 0)) for i, each in enumerate(params)]
+    rows = np.array([seq.row for seq in seqs])
     times = []
     for _ in range(rounds + 1):
         begin = time.perf_counter()
-        sampler.sample(logits, seq_ids)
+        columns = columns_of(table.columns, rows, table.num_tokens[rows] - 1)
+        samples = verify(logits, table, seqs, columns, sampler, grammars)
+        table.expect(seqs)
+        table.settle(seqs, samples)
         times.append(time.perf_counter() - begin)
     return sorted(times[1:])[rounds // 2] * 1e3
 
@@ -48,16 +59,17 @@ def main() -> None:
     parser.add_argument("--isa", default=detect_device().isa)
     args = parser.parse_args()
     choose_threads(args.threads, torch_is_heavy=True)
-    print(f"{args.isa}, vocabulary of {args.vocab}, {args.threads} threads; ms a step")
+    print(f"{args.isa}, vocabulary of {args.vocab}, {args.threads} threads; ms per step")
     for spread, name in ((3.0, "peaked"), (0.1, "flat")):
         for rows in (1, 32):
             logits = torch.randn(rows, args.vocab, generator=torch.Generator().manual_seed(0)) * spread
             for kind, options in KINDS.items():
-                sampler = Sampler(args.vocab, choose(RunnerConfig(1, "native", args.isa)))
-                for row in range(rows):
-                    params = SamplingParams(**{"temperature": 1.0, "seed": row, **options})  # type: ignore[arg-type]
-                    sampler.add(NewSeq(row, 0, (1, 2), (), params, 0))
-                print(f"{name:7} rows {rows:3}  {kind:16} {milliseconds(sampler, logits, args.rounds):8.3f}")
+                params = [
+                    SamplingParams(**{"temperature": 1.0, "seed": row, **options})  # type: ignore[arg-type]
+                    for row in range(rows)
+                ]
+                taken_ms = milliseconds(params, logits, args.isa, args.rounds)
+                print(f"{name:7} rows {rows:3}  {kind:16} {taken_ms:8.3f}")
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ def main() -> None:
     if runner.tape is not None:
         runner.tape.run = kernels.around(runner.tape.run)  # type: ignore[method-assign]
     else:
-        runner._logits_of = kernels.around(runner._logits_of)  # type: ignore[method-assign]
-    runner.sampler.sample = sampling.around(runner.sampler.sample)  # type: ignore[method-assign]
+        runner._logits = kernels.around(runner._logits)  # type: ignore[method-assign]
+    runner._sample = sampling.around(runner._sample)  # type: ignore[method-assign]
     core = EngineCore(Scheduler(config.scheduler, config.cache), executor, WallClock())
     for request in requests(config, given):
         core.put(AddRequest(request))

@@ -22,6 +22,7 @@ class Mutant:
 FUZZ = tuple(f"tests/sim/test_fuzz.py::test_fuzz[{first}]" for first in (0, 12, 24))
 EXACT = ("tests/exact/test_quick.py",)
 SAMPLER = ("tests/sampling/test_sampler.py",)
+VERIFY = ("tests/sampling/test_verify.py",)
 SALTS = ("tests/cache/test_manager.py", "tests/cache/test_block_hash.py")
 KERNELS = ("tests/kernels/test_attention.py",)
 MEASURES = ("tests/bench/test_summary.py", "tests/workload")
@@ -93,7 +94,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "window-slides-early",
-        "the cache lets go of a window's first row one token too early",
+        "the cache frees a window's first block one token too early",
         "src/quire/cache/block_table.py",
         "max(0, position - w + 1) // self._block_size",
         "max(0, position - w + 2) // self._block_size",
@@ -141,7 +142,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "readers-not-restarted",
-        "who read the blocks of a failed step goes on with them",
+        "sequences that read blocks of a failed step continue with them",
         "src/quire/cache/manager.py",
         "table.reads = {n.step for n in hit.nodes if n.step > self.references.applied_step}",
         "table.reads = set()",
@@ -157,27 +158,51 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rng-without-sample-index",
-        "the RNG does not know which of n samples it draws for",
-        "src/quire/sampling/batch.py",
-        "        seq.sample_index,\n",
+        "the random numbers do not depend on which of n sequences is sampled",
+        "src/quire/sampling/sampler.py",
+        "        new.sample_index,\n",
         "        0,\n",
         SAMPLER,
     ),
     Mutant(
         "rng-without-position",
-        "the RNG gives the same noise at every position",
-        "src/quire/sampling/batch.py",
-        "        len(seq.prompt_token_ids) + len(seq.output_token_ids),\n",
-        "        0,\n",
+        "the random numbers are the same at every position",
+        "src/quire/sampling/sampler.py",
+        'columns["position"] = positions + 1',
+        'columns["position"] = 1',
         SAMPLER,
     ),
     Mutant(
         "penalties-lost-on-resumption",
-        "a sequence that comes back has forgotten what it must be penalised for",
-        "src/quire/sampling/batch.py",
-        "penalties_of(seq.sampling, seq.prompt_token_ids, seq.output_token_ids)",
-        "penalties_of(seq.sampling, seq.prompt_token_ids, ())",
+        "a readmitted sequence has lost the counts of its penalties",
+        "src/quire/sampling/processors.py",
+        "        for token_id in new.output_token_ids:\n            self.advance(token_id)\n",
+        "        for token_id in new.output_token_ids if self.mask else ():\n            self.mask.advance(token_id)\n",
         SAMPLER,
+    ),
+    Mutant(
+        "wrong-draft-accepted",
+        "a draft is accepted whatever was sampled in its place",
+        "src/quire/runner/verify.py",
+        "while count < limit and token_ids[first + count] == seq.draft_ids[count]:",
+        "while count < limit:",
+        VERIFY,
+    ),
+    Mutant(
+        "drafts-share-noise",
+        "all rows of a sequence that verifies drafts are sampled with the noise of its last position",
+        "src/quire/runner/input_batch.py",
+        "columns_of(table.columns, logits_rows, positions[indices])",
+        "columns_of(table.columns, logits_rows, table.num_tokens[logits_rows] - 1)",
+        ("tests/runner/test_verify.py",),
+    ),
+    Mutant(
+        "rejected-drafts-penalised",
+        "penalties go on counting drafts that were rejected",
+        "src/quire/runner/sequences.py",
+        "            seq.processors.rollback(num_tokens)\n",
+        "            pass\n",
+        VERIFY,
     ),
     Mutant(
         "coordinated-omission",
@@ -213,7 +238,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "deadline-not-kept",
-        "a total that has passed ends nobody",
+        "a total deadline that has passed ends no sequence",
         "src/quire/scheduler/deadline.py",
         '        return "total"\n',
         "        return None\n",
@@ -237,7 +262,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "slo-forgets-the-decodes",
-        "the controller's chunk is sized as if nobody decoded beside it",
+        "the controller sizes a chunk as if no sequence decoded beside it",
         "src/quire/scheduler/slo.py",
         "if self.mixed_s(num_decodes, middle) <= self._aim_s",
         "if self.mixed_s(0, middle) <= self._aim_s",

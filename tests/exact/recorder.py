@@ -1,8 +1,8 @@
-"""What the sampler saw and drew, by sequence and position: the digest of the raw logits' bits, and the sample."""
+"""What was seen and sampled, by sequence and position: the digest of the raw logits' bits, and the sample."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from quire.sampling import Sampler, SeqSample
+from quire.request import TokenLogprobs
+from quire.runner import model_runner
+from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.sampling.sampler import SeqSample
 from quire.step import NewSeq
 
 
 class Key(NamedTuple):
-    """Names one draw in every run: seeds are distinct among the requests."""
+    """Names one sampled token in every run: seeds are distinct among the requests."""
 
     seed: int
     sample_index: int
@@ -24,62 +27,65 @@ class Key(NamedTuple):
 
 class Draw(NamedTuple):
     logits_digest: bytes
-    sample: SeqSample
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 class Recorder:
-    """Draws of one run. A draw that happens twice (after a preemption, say) must be the same twice."""
+    """Tokens of one run. One that is sampled twice (after a preemption, say) must be the same twice."""
 
     def __init__(self) -> None:
         self.draws: dict[Key, Draw] = {}
         self.conflicts: list[Key] = []
-        self._next_key: dict[int, Key] = {}
+        self._seeds: dict[int, tuple[int, int]] = {}  # by sequence
 
-    def on_add(self, seq: NewSeq) -> None:
-        assert seq.sampling.seed is not None
-        position = len(seq.prompt_token_ids) + len(seq.output_token_ids)
-        self._next_key[seq.seq_id] = Key(seq.sampling.seed, seq.sample_index, position)
+    def on_admit(self, new: NewSeq) -> None:
+        assert new.sampling.seed is not None
+        self._seeds[new.seq_id] = (new.sampling.seed, new.sample_index)
 
-    def on_sample(self, logits: Tensor, seq_ids: Sequence[int], samples: Sequence[SeqSample]) -> None:
-        for row, (seq_id, sample) in enumerate(zip(seq_ids, samples, strict=True)):
-            key = self._next_key[seq_id]
-            draw = Draw(blake2b(logits[row].numpy().tobytes(), digest_size=16).digest(), sample)
-            if self.draws.setdefault(key, draw) != draw:
-                self.conflicts.append(key)
-            self._next_key[seq_id] = key._replace(position=key.position + 1)
+    def on_verify(self, logits: Tensor, columns: Any, num_rows: list[int], samples: list[SeqSample]) -> None:
+        """``num_rows``: of logits, per sequence."""
+        first = 0
+        for count, sample in zip(num_rows, samples, strict=True):
+            assert sample.error is None, sample.error
+            logprobs = sample.logprobs or (None,) * len(sample.token_ids)
+            for i, (token_id, entry) in enumerate(zip(sample.token_ids, logprobs, strict=True)):
+                column = columns[first + i]
+                key = Key(int(column["seed"]), int(column["sample_index"]), int(column["position"]))
+                self._note(key, logits[first + i], token_id, entry)
+            first += count
 
     def on_device(self, seq_id: int, position: int, row: Tensor) -> None:
-        """Raw logits whose draw stays on the device: what was drawn is seen in the events."""
-        key = self._next_key[seq_id]._replace(position=position + 1)
-        draw = Draw(blake2b(row.numpy().tobytes(), digest_size=16).digest(), SeqSample(-1))
+        """Raw logits whose token stays on the device: what was sampled is seen in the events."""
+        self._note(Key(*self._seeds[seq_id], position + 1), row, -1, None)
+
+    def _note(self, key: Key, row: Tensor, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        draw = Draw(blake2b(row.numpy().tobytes(), digest_size=16).digest(), token_id, logprobs)
         if self.draws.setdefault(key, draw) != draw:
             self.conflicts.append(key)
 
 
 @contextmanager
 def recording(*, device: bool = False) -> Iterator[Recorder]:
-    """Record every `Sampler` that works inside the block; ``device``: every `DeviceRunner`."""
+    """Record every `ModelRunner` that works inside the block; ``device``: every `DeviceRunner`."""
     recorder = Recorder()
-    sample = Sampler.sample
+    admit, verify = WorkerSeqs.admit, model_runner.verify
 
-    def watched(add: Callable[[Any, NewSeq], None]) -> Callable[[Any, NewSeq], None]:
-        def recording_add(self: Any, new_seq: NewSeq) -> None:
-            recorder.on_add(new_seq)
-            add(self, new_seq)
+    def recording_admit(self: WorkerSeqs, new: NewSeq) -> WorkerSeq:
+        recorder.on_admit(new)
+        return admit(self, new)
 
-        return recording_add
-
-    def recording_sample(self: Sampler, logits: Tensor, seq_ids: Sequence[int]) -> list[SeqSample]:
-        samples = sample(self, logits, seq_ids)
-        recorder.on_sample(logits, seq_ids, samples)
+    def recording_verify(logits: Tensor, table: Any, seqs: Any, columns: Any, *more: Any) -> list[SeqSample]:
+        num_rows = [1 + len(seq.draft_ids) for seq in seqs]
+        samples = verify(logits, table, seqs, columns, *more)
+        recorder.on_verify(logits, columns, num_rows, samples)
         return samples
 
     with pytest.MonkeyPatch.context() as patch:
         if device:
             from quire.runner.device_runner import DeviceRunner
-            from quire.runner.device_sampler import DeviceSampler
 
-            patch.setattr(DeviceSampler, "add", watched(DeviceSampler.add))
+            patch.setattr(WorkerSeqs, "admit", recording_admit)
             patch.setattr(
                 DeviceRunner,
                 "observe_logits",
@@ -87,6 +93,5 @@ def recording(*, device: bool = False) -> Iterator[Recorder]:
                 raising=False,
             )
         else:
-            patch.setattr(Sampler, "add", watched(Sampler.add))
-            patch.setattr(Sampler, "sample", recording_sample)
+            patch.setattr(model_runner, "verify", recording_verify)
         yield recorder

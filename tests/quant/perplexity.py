@@ -17,8 +17,8 @@ from quire.engine.assemble import configure
 from quire.kernels import registry
 from quire.models.decoder import Decoder
 from quire.models.loader import iter_weights
+from quire.runner.input_batch import StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
-from quire.runner.step_buffers import StepBuffers
 
 BLOCK_SIZE = 16
 

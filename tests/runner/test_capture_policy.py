@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.runner.capture_policy import MOST_DELAY_S, CapturePolicy
+from quire.runner.graphs import MOST_DELAY_S, CapturePolicy
 
 
 def launches(policy: CapturePolicy[str], size: str, count: int, took_s: float) -> None:

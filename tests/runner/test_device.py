@@ -135,10 +135,10 @@ def test_invariant_logits_have_the_same_bits_in_any_batch(name: str) -> None:
         class Observed(DeviceExecutor):
             def __init__(self, *args: object, **named: object) -> None:
                 super().__init__(*args, **named)  # type: ignore[arg-type]
-                inputs, runner = self.worker._inputs, self.worker.runner
+                seqs, runner = self.worker.seqs, self.worker.runner
 
                 def observe(seq_id: int, position: int, row: torch.Tensor) -> None:
-                    prompt = tuple(inputs._token_ids[inputs._rows[seq_id], :3].tolist())
+                    prompt = tuple(seqs.known_ids(seqs.find(seq_id))[:3].tolist())
                     rows[str(prompt), position] = row.clone()  # noqa: B023  this turn's
 
                 runner.observe_logits = observe
@@ -162,17 +162,17 @@ def test_replayed_graphs_draw_the_same(name: str, chunk: int) -> None:
     config = device_config(name, "triton")
     config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=chunk))
     eager = replace(config, runner=replace(config.runner, graphs=False))
-    rooms: set[bool] = set()
+    mixed: set[bool] = set()
 
     class Watched(DeviceExecutor):
         def close(self) -> None:
             graphs = self.worker.runner._graphs
-            rooms.update(room.num_tokens > room.num_seqs for room in graphs._graphs)
+            mixed.update(shape.num_tokens > shape.num_seqs for shape in graphs._graphs)
             super().close()
 
     drawn = generate(config, asked, together=3, executor=Watched)
     assert drawn == generate(eager, asked, together=3)
-    assert rooms == ({False, True} if chunk < 100 else {False}), (
+    assert mixed == ({False, True} if chunk < 100 else {False}), (
         "mixed steps are captured where they come twice"
     )
 
@@ -238,9 +238,9 @@ def test_nothing_is_made_on_a_device_by_default() -> None:
     run = DeviceExecutor(config, clock=VirtualClock(), weights=weights(config.model.spec))
     launch = run.worker.runner.launch
 
-    def launch_on_meta(step, seq_ids):  # type: ignore[no-untyped-def]
+    def launch_on_meta(step):  # type: ignore[no-untyped-def]
         with torch.device("meta"):
-            return launch(step, seq_ids)
+            return launch(step)
 
     run.worker.runner.launch = launch_on_meta  # type: ignore[method-assign]
     assert generate(config, asked, together=2, executor=lambda *_, **__: run) == expected  # type: ignore[arg-type]

@@ -1,18 +1,20 @@
-"""Draws of a GPU against `Sampler`: penalties and masks with two steps in flight, and who waits for whom."""
+"""Sampling on a GPU against that of a CPU: penalties and masks with two steps in flight, and what waits for what."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from tests.kernels.triton.device import DEVICE, WARNINGS
-from tests.runner.test_grammars import DIGITS, EOS, PATH
+from tests.sampling.harness import Sampler, columns, worker_seqs
+from tests.sampling.test_grammars import DIGITS, EOS, PATH
 
 from quire.request import SamplingParams, ThinkingBudget
-from quire.runner.device_sampler import DeviceSampler, Draws
-from quire.runner.grammars import Grammars
-from quire.sampling.sampler import Sampler, SeqSample
+from quire.runner.device_sampler import DeviceSampler, PendingSamples
+from quire.sampling.grammars import Grammars
+from quire.sampling.sampler import SeqSample
 from quire.step import NewSeq
 
 pytestmark = [WARNINGS, pytest.mark.gpu if DEVICE.type == "cuda" else pytest.mark.triton_interpret]
@@ -48,37 +50,47 @@ def logits_of(step: int, rows: int, vocab: int) -> torch.Tensor:
 
 
 def expected(new: list[NewSeq], steps: int, vocab: int = VOCAB, path: str = "") -> list[list[SeqSample]]:
-    sampler, grammars = Sampler(vocab), Grammars(path, vocab, 1)
+    sampler = Sampler(vocab, grammars=Grammars(path, vocab, 1))
     for each in new:
         sampler.add(each)
-        grammars.add(each)
-    ids, found = [each.seq_id for each in new], []
-    for step in range(steps):
-        logits = logits_of(step, len(new), vocab)
-        grammars.apply(logits, ids)
-        found.append(sampler.sample(logits, ids))
-        grammars.follow(grammars.held(ids), found[-1])
-    return found
+    ids = [each.seq_id for each in new]
+    return [sampler.sample(logits_of(step, len(new), vocab), ids) for step in range(steps)]
+
+
+class OnDevice:
+    """As `Sampler`, on the device: a step is launched, and its result comes when it is asked for."""
+
+    def __init__(self, vocab: int, path: str = "") -> None:
+        grammars = Grammars(path, vocab, 1)
+        self.table = worker_seqs(vocab, grammars)
+        self.sampler = DeviceSampler(vocab, grammars, DEVICE)
+        self.table._release = self.sampler.release
+
+    def add(self, new: NewSeq) -> None:
+        assert self.table.admit(new).refusal is None
+
+    def sample(self, logits: torch.Tensor, seq_ids: Sequence[int]) -> PendingSamples:
+        seqs = [seq for seq_id in seq_ids if (seq := self.table.find(seq_id)) is not None]
+        _, pending = self.sampler.sample(logits.to(DEVICE), seqs, columns(self.table, seqs))
+        self.table.expect(seqs)
+        return pending
 
 
 def drawn(
     new: list[NewSeq], steps: int, in_flight: int, vocab: int = VOCAB, path: str = ""
 ) -> tuple[list[list[SeqSample]], list[bool]]:
-    """What each step drew, and whether it was waited for before the engine asked."""
-    grammars = Grammars(path, vocab, 1)
-    sampler = DeviceSampler(vocab, grammars, DEVICE)
+    """What each step sampled, and whether it was waited for before the engine asked."""
+    sampler = OnDevice(vocab, path)
     for each in new:
         sampler.add(each)
-        grammars.add(each)
-    out: list[Draws] = []
+    out: list[PendingSamples] = []
     found, waited = [], []
     for step in range(steps):
-        _, draws = sampler.draw(logits_of(step, len(new), vocab).to(DEVICE), [each.seq_id for each in new])
-        out.append(draws)
+        out.append(sampler.sample(logits_of(step, len(new), vocab), [each.seq_id for each in new]))
         if len(out) == in_flight:
             waited.append(out[0].samples is not None)
             found.append(out.pop(0)())
-    return [*found, *(draws() for draws in out)], waited
+    return [*found, *(pending() for pending in out)], waited
 
 
 def plain(samples: list[list[SeqSample]]) -> list[list[tuple[object, ...]]]:
@@ -86,9 +98,9 @@ def plain(samples: list[list[SeqSample]]) -> list[list[tuple[object, ...]]]:
     return [
         [
             (
-                s.token_id,
+                s.token_ids,
                 s.error,
-                s.logprobs and (s.logprobs.rank, s.logprobs.top_token_ids, s.logprobs.logprob),
+                s.logprobs and [(each.rank, each.top_token_ids, each.logprob) for each in s.logprobs],
             )
             for s in step
         ]
@@ -121,14 +133,13 @@ def test_a_sequence_that_comes_back_is_built_from_its_ids() -> None:
     kind = replace(BASE, presence_penalty=0.5, frequency_penalty=0.8, bad_words_token_ids=((4, 4),))
     (new,) = seqs((kind,))
     first, second = expected([new], 2)
-    sampler = DeviceSampler(VOCAB, Grammars("", VOCAB, 1), DEVICE)
+    sampler = OnDevice(VOCAB)
     sampler.add(new)
-    _, out = sampler.draw(logits_of(0, 1, VOCAB).to(DEVICE), [0])
-    sampler.draw(logits_of(9, 1, VOCAB).to(DEVICE), [0])  # of the epoch before: its token is dropped
-    sampler.add(replace(new, epoch=1, output_token_ids=(first[0].token_id,)))
+    out = sampler.sample(logits_of(0, 1, VOCAB), [0])
+    sampler.sample(logits_of(9, 1, VOCAB), [0])  # of the epoch before: its token is dropped
+    sampler.add(replace(new, epoch=1, output_token_ids=first[0].token_ids))
     assert out() == first
-    _, draws = sampler.draw(logits_of(1, 1, VOCAB).to(DEVICE), [0])
-    assert draws() == second
+    assert sampler.sample(logits_of(1, 1, VOCAB), [0])() == second
 
 
 def test_grammars_and_rows_that_fail() -> None:
@@ -147,10 +158,10 @@ def test_grammars_and_rows_that_fail() -> None:
     (found,) = drawn(broken, 1, 1)[0]
     assert found == expected(broken, 1)[0]
     assert found[0].error is not None
-    sampler = DeviceSampler(VOCAB, Grammars("", VOCAB, 1), DEVICE)
+    sampler = OnDevice(VOCAB)
     for each in seqs(FREE[:2]):
         sampler.add(each)
     logits = logits_of(0, 2, VOCAB)
     logits[1, 5] = torch.nan
-    failed = sampler.draw(logits.to(DEVICE), [0, 1])[1]()
+    failed = sampler.sample(logits, [0, 1])()
     assert [sample.error is None for sample in failed] == [True, False]

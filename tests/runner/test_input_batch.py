@@ -9,7 +9,10 @@ import torch
 from tests.runner.tiny import GREEDY, SEED
 
 from quire.errors import StepError
-from quire.runner.input_batch import InputBatch
+from quire.runner.input_batch import InputBatch, PreparedStep
+from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.sampling.grammars import Grammars
+from quire.sampling.sampler import SeqSample
 from quire.step import NewSeq, SeqPlan
 
 BLOCK = 16
@@ -19,16 +22,48 @@ def new_seq(seq_id: int, prompt: tuple[int, ...], output: tuple[int, ...] = (), 
     return NewSeq(seq_id, epoch, prompt, output, GREEDY, 0)
 
 
+class Inputs:
+    """Sequences and the steps made of them."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int) -> None:
+        max_blocks = -(-max_model_len // BLOCK) + 1
+        self.seqs = WorkerSeqs(
+            1000, max_num_seqs, max_blocks * BLOCK, max_blocks=max_blocks, num_groups=num_groups,
+            grammars=Grammars("", 1000, 1),
+        )  # fmt: skip
+        self.batch = InputBatch(self.seqs, BLOCK, max_num_seqs, 1)
+
+    def of(self, plan: SeqPlan) -> WorkerSeq:
+        seq = self.seqs.find(plan.seq_id)
+        assert seq is not None
+        return seq
+
+    def update_tables(self, plans: tuple[SeqPlan, ...]) -> list[int]:
+        return self.batch.update_tables(plans, [self.of(plan) for plan in plans])
+
+    def prepare(self, *plans: SeqPlan) -> PreparedStep:
+        for plan in plans:
+            if plan.num_draft_tokens:
+                self.seqs.take_drafts(plan, self.of(plan))
+        return self.batch.prepare(plans, [self.of(plan) for plan in plans])
+
+    def append(self, seq_id: int, token_id: int) -> None:
+        seq = self.seqs.find(seq_id)
+        assert seq is not None
+        self.seqs.expect([seq])
+        self.seqs.settle([seq], [SeqSample((token_id,))])
+
+
 def test_against_a_loop() -> None:
     rng = random.Random(SEED)
-    inputs = InputBatch(64, 200, BLOCK, 2)
+    inputs = Inputs(64, 200, 2)
     ids: dict[int, list[int]] = {}
     tables: dict[int, list[list[int]]] = {}
     plans = []
     for seq_id in range(100):  # more than the rows it starts with
         ids[seq_id] = [rng.randrange(1000) for _ in range(rng.randint(1, 200))]
         cut = rng.randint(1, len(ids[seq_id]))
-        inputs.add(new_seq(seq_id, tuple(ids[seq_id][:cut]), tuple(ids[seq_id][cut:])))
+        inputs.seqs.admit(new_seq(seq_id, tuple(ids[seq_id][:cut]), tuple(ids[seq_id][cut:])))
         computed = rng.randrange(len(ids[seq_id]))
         rows = rng.choice((len(ids[seq_id]) - computed, rng.randint(1, len(ids[seq_id]) - computed)))
         tables[seq_id] = [[rng.randrange(5000) for _ in range(13)] for _ in range(2)]
@@ -40,7 +75,7 @@ def test_against_a_loop() -> None:
         tables[seq_id][1][:3] = [0, 0, 0]
     rng.shuffle(plans)
     inputs.update_tables(tuple(plans))
-    prepared = inputs.prepare(tuple(plans))
+    prepared = inputs.prepare(*plans)
     batch = prepared.batch
     want_ids, want_positions, want_logits, sampling = [], [], [], []
     slots: list[list[tuple[int, int]]] = [[], []]
@@ -56,7 +91,8 @@ def test_against_a_loop() -> None:
     assert batch.input_ids.tolist() == want_ids
     assert batch.positions.tolist() == want_positions
     assert batch.logits_indices.tolist() == want_logits
-    assert list(prepared.sampling) == sampling
+    assert [seq.seq_id for seq in prepared.sampling] == [plans[index].seq_id for index in sampling]
+    assert prepared.columns["position"].tolist() == [want_positions[row] + 1 for row in want_logits]
     for group in range(2):
         got = batch.groups[group]
         assert list(zip(got.slot_blocks.tolist(), got.slot_offsets.tolist(), strict=True)) == slots[group]
@@ -68,8 +104,8 @@ def test_against_a_loop() -> None:
 
 
 def test_fresh_blocks_are_those_that_hold_nothing() -> None:
-    inputs = InputBatch(2, 200, BLOCK, 1)
-    inputs.add(new_seq(1, tuple(range(100))))
+    inputs = Inputs(2, 200, 1)
+    inputs.seqs.admit(new_seq(1, tuple(range(100))))
     # 20 tokens are computed (a prefix hit and a copied tail): blocks 7 and 8 hold them.
     plan = SeqPlan(1, 0, 20, 40, (0,), ((7, 8, 9, 4),))
     assert inputs.update_tables((plan,)) == [9, 4]
@@ -77,55 +113,72 @@ def test_fresh_blocks_are_those_that_hold_nothing() -> None:
     assert inputs.update_tables((SeqPlan(1, 0, 64, 4, (4,), ((2,),)),)) == [2]
     # A sliding group whose early rows hold no block any more.
     assert inputs.update_tables((SeqPlan(1, 0, 32, 4, (0,), ((-1, 5, 6),)),)) == [6]
-    assert inputs.prepare((SeqPlan(1, 0, 32, 4),)).batch.groups[0].ragged.block_table.min() >= 0
+    assert inputs.prepare(SeqPlan(1, 0, 32, 4)).batch.groups[0].ragged.block_table.min() >= 0
 
 
 def test_appended_and_forced_ids() -> None:
-    inputs = InputBatch(2, 64, BLOCK, 1)
-    inputs.add(new_seq(1, (5, 6, 7)))
-    inputs.expect(1)
-    inputs.settle(1, 0, 8)
-    assert inputs.prepare((SeqPlan(1, 0, 2, 2),)).batch.input_ids.tolist() == [7, 8]
+    inputs = Inputs(2, 64, 1)
+    inputs.seqs.admit(new_seq(1, (5, 6, 7)))
+    inputs.append(1, 8)
+    assert inputs.prepare(SeqPlan(1, 0, 2, 2)).batch.input_ids.tolist() == [7, 8]
     forced = SeqPlan(1, 0, 2, 2, forced_token_ids=(9,))
-    assert inputs.prepare((forced,)).batch.input_ids.tolist() == [7, 9]
-    assert inputs.prepare((SeqPlan(1, 0, 3, 1),)).batch.input_ids.tolist() == [9]
+    inputs.batch.force(forced, inputs.of(forced))
+    assert inputs.prepare(forced).batch.input_ids.tolist() == [7, 9]
+    assert inputs.prepare(SeqPlan(1, 0, 3, 1)).batch.input_ids.tolist() == [9]
 
 
 def test_rows_are_reused_and_epochs_replace() -> None:
-    inputs = InputBatch(2, 64, BLOCK, 1)
-    inputs.add(new_seq(1, (5, 6, 7), (8,)))
-    inputs.add(new_seq(1, (5, 6), epoch=1))
-    assert inputs.prepare((SeqPlan(1, 1, 0, 2),)).sampling == (0,)
-    inputs.remove(1)
-    inputs.remove(1)
-    assert len(inputs) == 0
-    inputs.add(new_seq(2, (1,)))
-    assert inputs.prepare((SeqPlan(2, 0, 0, 1),)).batch.input_ids.tolist() == [1]
+    inputs = Inputs(2, 64, 1)
+    inputs.seqs.admit(new_seq(1, (5, 6, 7), (8,)))
+    inputs.seqs.admit(new_seq(1, (5, 6), epoch=1))
+    assert inputs.prepare(SeqPlan(1, 1, 0, 2)).num_logits == 1
+    inputs.seqs.drop(1)
+    inputs.seqs.drop(1)
+    assert len(inputs.seqs) == 0
+    inputs.seqs.admit(new_seq(2, (1,)))
+    assert inputs.prepare(SeqPlan(2, 0, 0, 1)).batch.input_ids.tolist() == [1]
 
 
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (SeqPlan(7, 0, 0, 1), "has it not"),
-        (SeqPlan(1, 3, 0, 1), "epoch 0"),
         (SeqPlan(1, 0, 0, 4), "3 tokens are known"),
         (SeqPlan(1, 0, 2, 0), "planned"),
-        (SeqPlan(1, 0, 0, 1, num_draft_tokens=2), "drafts"),
-        (SeqPlan(1, 0, 0, 1, max_next_drafts=2), "drafts"),
+        (SeqPlan(1, 0, 2, 4, num_draft_tokens=3), "2 drafts after 3 tokens"),
+        (SeqPlan(1, 0, 0, 3, num_draft_tokens=2), "up to token 3"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_state_is_refused(plan: SeqPlan, said: str) -> None:
-    inputs = InputBatch(2, 64, BLOCK, 1)
-    inputs.add(new_seq(1, (5, 6, 7)))
+    inputs = Inputs(2, 64, 1)
+    inputs.seqs.admit(new_seq(1, (5, 6, 7))).drafts = (8, 9)
     with pytest.raises(StepError, match=said):
-        inputs.prepare((plan,))
+        inputs.prepare(plan)
 
 
 def test_room_for_one_token_beyond_the_context() -> None:
     """The last sampled id may have no row left to be computed in; the scheduler ends the sequence."""
-    inputs = InputBatch(1, BLOCK, BLOCK, 1)
-    inputs.add(new_seq(1, tuple(range(BLOCK))))
+    inputs = Inputs(1, BLOCK, 1)
+    inputs.seqs.admit(new_seq(1, tuple(range(BLOCK))))
     for token in range(40):
-        inputs.expect(1)
-        inputs.settle(1, 0, token)
-    assert inputs.prepare((SeqPlan(1, 0, 0, 1),)).batch.input_ids.tolist() == [0]
+        inputs.append(1, token)
+    assert inputs.prepare(SeqPlan(1, 0, 0, 1)).batch.input_ids.tolist() == [0]
+
+
+def test_drafts_get_a_row_of_logits_each() -> None:
+    inputs = Inputs(3, 64, 1)
+    for seq_id, prompt, drafts in ((1, (5, 6, 7), (8, 9)), (2, (3,), ()), (3, (1, 2), (4, 5, 6))):
+        inputs.seqs.admit(new_seq(seq_id, prompt)).drafts = drafts
+    plans = (
+        SeqPlan(1, 0, 2, 3, num_draft_tokens=2),
+        SeqPlan(2, 0, 0, 1),
+        SeqPlan(3, 0, 0, 3, num_draft_tokens=1),
+    )
+    step = inputs.prepare(*plans)
+    assert step.batch.input_ids.tolist() == [7, 8, 9, 3, 1, 2, 4]
+    assert step.batch.logits_indices.tolist() == [0, 1, 2, 3, 5, 6]
+    assert step.columns["position"].tolist() == [3, 4, 5, 1, 2, 3]
+    assert [seq.draft_ids for seq in step.sampling] == [(8, 9), (), (4,)]
+    first = inputs.of(plans[0])
+    inputs.seqs.rollback(first, 1)  # 9 is rejected
+    inputs.append(1, 99)
+    assert inputs.seqs.num_tokens[first.row] == 5

@@ -10,7 +10,7 @@ from tests.runner.tiny import SPECS, engine_config, weights
 from quire.clock import VirtualClock
 from quire.errors import StepError
 from quire.executor.local import LocalExecutor
-from quire.runner.memory_check import Meter, check_memory, trial_plans
+from quire.runner.memory import Meter, check_memory, trial_plans
 from quire.step import StepPlan, StepResult
 
 
@@ -48,7 +48,7 @@ def test_the_largest_step_runs_and_is_forgotten(name: str, most: int) -> None:
     checked = check_memory(config, run, Readings())
     assert [len(result.seqs) for result in results] == [len(rows), len(rows), 0]
     assert all(seq.error is None and len(seq.token_ids) == 1 for result in results for seq in result.seqs)
-    assert len(executor.worker._inputs) == 0
+    assert len(executor.worker.seqs) == 0
     assert checked.found.step == 2 << 30
     assert checked.found.weights + checked.found.kv == 5 << 30
     assert checked.expected.kv == checked.found.kv

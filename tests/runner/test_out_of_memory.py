@@ -48,11 +48,11 @@ def limit(monkeypatch: pytest.MonkeyPatch, runner: type, most: int) -> list[int]
     real: Callable[..., object] = runner.launch  # type: ignore[attr-defined]
     failures: list[int] = []
 
-    def launch(self, step, seq_ids):  # type: ignore[no-untyped-def]
+    def launch(self, step):  # type: ignore[no-untyped-def]
         if step.num_tokens > most:
             failures.append(step.num_tokens)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return real(self, step, seq_ids)
+        return real(self, step)
 
     monkeypatch.setattr(runner, "launch", launch)
     return failures

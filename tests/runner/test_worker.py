@@ -130,6 +130,17 @@ def test_a_failing_step_is_an_answer_and_the_next_one_works(caplog: pytest.LogCa
     assert d.step((1, 1)).seqs[0].token_ids
 
 
+@pytest.mark.parametrize("plan", [SeqPlan(7, 0, 20, 1), SeqPlan(1, 3, 20, 1)])
+def test_a_sequence_that_is_not_here_fails_the_step(plan: SeqPlan) -> None:
+    d = driver()
+    d.add(1, prompt_of(20))
+    d.step((1, 20))
+    d.executor.submit(StepPlan(9, seqs=(plan,)))
+    said = f"sequence {plan.seq_id} in epoch {plan.epoch}; the worker does not have it"
+    assert said in (d.executor.collect().error or "")
+    assert d.step((1, 1)).seqs[0].token_ids
+
+
 def test_one_step_at_a_time() -> None:
     d = driver()
     assert d.executor.max_in_flight == 1

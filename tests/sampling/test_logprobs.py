@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.sampling.harness import Sampler
 
 from quire.kernels.sampling import top_candidates
 from quire.kernels.sampling.reference import log_normalizer, token_logprobs
 from quire.request import SamplingParams
-from quire.sampling import Sampler
 from quire.step import NewSeq
 
 
@@ -72,7 +72,8 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     sampler.add(NewSeq(0, 0, (9,), (), params, 0))
     (sample,) = sampler.sample(logits, [0])
     expected = torch.log_softmax(logits[0].double(), dim=0)
-    assert sample.token_id == 9
+    assert sample.token_ids[0] == 9
     assert sample.logprobs is not None
-    assert sample.logprobs.logprob == pytest.approx(float(expected[9]), abs=1e-6)
-    assert list(sample.logprobs.top_token_ids) == expected.topk(3).indices.tolist()
+    (entry,) = sample.logprobs
+    assert entry.logprob == pytest.approx(float(expected[9]), abs=1e-6)
+    assert list(entry.top_token_ids) == expected.topk(3).indices.tolist()

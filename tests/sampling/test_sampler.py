@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tests.sampling import oracle
+from tests.sampling.harness import Sampler
 
 from quire.errors import RequestError
 from quire.request import SamplingParams
-from quire.sampling import Sampler, SeqSample
+from quire.sampling.processors import LogitsProcessors
+from quire.sampling.sampler import SeqSample
 from quire.step import NewSeq
 
 VOCAB = 331
@@ -71,7 +73,7 @@ def test_sampler_equals_the_naive_oracle(seed: int) -> None:
             expected = oracle.draw(
                 logits[row].numpy(), params[row], seq.prompt_token_ids, outputs[row], seq.sample_index
             )
-            assert drawn[row].token_id == expected, f"seed {seed}, step {step}, {params[row]}"
+            assert drawn[row].token_ids[0] == expected, f"seed {seed}, step {step}, {params[row]}"
             assert (drawn[row].logprobs is None) == (params[row].logprobs is None)
             outputs[row].append(expected)
 
@@ -97,7 +99,7 @@ def test_alone_in_a_batch_and_rebuilt_give_the_same_samples(seed: int) -> None:
             rebuilt.add(new_seq(row, params[row], outputs[row], index=row))
             again = rebuilt.sample(logits[row : row + 1], [row])[0]
             assert sample == single == again, f"seed {seed}, step {step}, {params[row]}"
-            outputs[row] += (sample.token_id,)
+            outputs[row] += sample.token_ids
         for row in rng.sample(rows, len(rows) // 3):  # preempted and admitted again
             together.remove(row)
             together.add(new_seq(row, params[row], outputs[row], index=row))
@@ -127,7 +129,7 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     sampler.add(new_seq(1, SamplingParams(temperature=0.0, logit_bias={200: 1.0, 40: 1.0})))
     logits = torch.zeros(2, VOCAB)
     logits[:, [77, 300]] = 0.5
-    assert [s.token_id for s in sampler.sample(logits, [0, 1])] == [77, 40]
+    assert [s.token_ids[0] for s in sampler.sample(logits, [0, 1])] == [77, 40]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_samples_follow_the_distribution(options: dict[str, Any], seed: int) -> 
     counts = np.zeros(vocab)
     for _ in range(draws // rows):
         for sample in sampler.sample(logits.expand(rows, vocab), range(rows)):
-            counts[sample.token_id] += 1
+            counts[sample.token_ids[0]] += 1
     expected = draws * weights / weights.sum()
     assert counts.sum() == counts[ids].sum()
     statistic = float(((counts[ids] - expected) ** 2 / expected).sum())
@@ -167,7 +169,7 @@ def test_n_samples_of_one_seed_differ_and_are_each_reproducible() -> None:
             for index, sample in zip(
                 indices, sampler.sample(torch.zeros(len(indices), VOCAB), indices), strict=True
             ):
-                drawn[index].append(sample.token_id)
+                drawn[index].append(sample.token_ids[0])
         return drawn
 
     four = texts([0, 1, 2, 3])
@@ -182,7 +184,7 @@ def test_extreme_temperatures() -> None:
         sampler.add(new_seq(row, SamplingParams(temperature=temperature, seed=1, top_p=0.9 if row else 1.0)))
     logits = logits_of(0, 3, 9) * 1e6
     samples = sampler.sample(logits, [0, 1, 2])
-    assert [s.token_id for s in samples[:2]] == logits[:2].argmax(dim=1).tolist()
+    assert [s.token_ids[0] for s in samples[:2]] == logits[:2].argmax(dim=1).tolist()
     assert samples[2].error is None
 
 
@@ -214,5 +216,5 @@ def test_a_row_without_a_choice_fails_alone() -> None:
 )
 def test_ids_outside_the_vocabulary_are_refused_by_name(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"{field} names token id {VOCAB}") as caught:
-        Sampler(VOCAB).add(new_seq(0, SamplingParams(seed=1, **options)))
+        LogitsProcessors(new_seq(0, SamplingParams(seed=1, **options)), VOCAB)
     assert caught.value.param == field

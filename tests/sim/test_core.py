@@ -22,6 +22,7 @@ from quire.engine.inbox import (
 )
 from quire.request import FinishReason
 from quire.scheduler.policy import PolicyChange, settings
+from quire.scheduler.scheduler import Sleep
 from quire.step import StepPlan
 
 
@@ -162,10 +163,10 @@ def test_the_dynamic_gate_tells_when_to_come_back() -> None:
     engine.put([request("a")])
     engine.step()
     assert engine.core.has_work
-    assert engine.core.wakes_at == 0.5
+    assert engine.core.rest == Sleep(0.5)
     engine.clock.advance_to(0.5)
     engine.step()
-    assert engine.core.wakes_at is None
+    assert engine.core.rest is None
     assert engine.core.stats().num_running == 1
 
 

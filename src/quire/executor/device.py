@@ -20,8 +20,7 @@ from quire.kernels.triton_interpreter import interpreting
 from quire.models.loader import iter_weights
 from quire.quant.stored import Weight
 from quire.runner.device_runner import DeviceRunner, torch_device
-from quire.runner.memory import torch_dtype
-from quire.runner.memory_check import MemoryCheck, Meter, check_memory
+from quire.runner.memory import MemoryCheck, Meter, check_memory, torch_dtype
 from quire.runner.worker import Launched, Worker
 from quire.step import StepPlan, StepResult
 
@@ -35,6 +34,7 @@ class DeviceExecutor:
     """
 
     max_in_flight = 2
+    chains_steps = True
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class DeviceExecutor:
             return oldest
         try:
             result = self.worker.finish(oldest)
-            if not self._out:  # who has more to compute has submitted it by now
+            if not self._out:  # a core that has more to compute has submitted it by now
                 self.worker.runner.idle()
             return result
         except Exception as error:

@@ -1,22 +1,21 @@
 """Forward and sample on a GPU: a step is launched and not waited for, so that the host plans the next one meanwhile.
 
-The ids drawn stay on the device: ``_last_ids[row]`` is the newest id of each of the worker's sequences, and a step
+The ids sampled stay on the device: ``_last_ids[row]`` is the newest id of each of the worker's sequences, and a step
 finds there those that the host does not know yet.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 import quire.kernels.triton_ops  # noqa: F401  registers
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
+from quire.errors import StepError
 from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
 from quire.models.decoder import Decoder
@@ -24,15 +23,13 @@ from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
 from quire.runner.device_batch import DeviceBatches, OnDevice
 from quire.runner.device_sampler import DeviceSampler
-from quire.runner.grammars import Grammars
 from quire.runner.graphs import StepGraphs
-from quire.runner.input_batch import PreparedStep
+from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
-from quire.runner.runner import ObserveLogits, Wait
-from quire.runner.step_buffers import StepBuffers
+from quire.runner.model_runner import Ints, ObserveLogits, PendingResult, observe
+from quire.runner.sequences import WorkerSeq
+from quire.sampling.grammars import Grammars
 from quire.sampling.sampler import SeqSample
-
-_log = logging.getLogger(__name__)
 
 
 def torch_device(kind: str) -> torch.device:
@@ -58,7 +55,7 @@ class DeviceRunner:
             self.decoder.load(weights)
             self.decoder.cover(model.max_model_len)
         blocks, size = config.cache.num_blocks, config.cache.block_size
-        # One page more than the scheduler knows: the tokens that fill a captured step up are stored there.
+        # One block more than the scheduler knows: the tokens that fill up a captured step are stored there.
         self.kv = KvCache(
             model.spec, config.kv_layout, blocks + 1, size, model.kv_dtype, kernels, self.device
         )
@@ -82,42 +79,43 @@ class DeviceRunner:
     def record(self, buffers: StepBuffers) -> None:
         """As `Runner.record`: graphs are captured later."""
 
+    def release(self, seq: WorkerSeq) -> None:
+        """As `Runner.release`."""
+        self.sampler.release(seq)
+
     @property
     def num_graphs(self) -> int:
         return 0 if self._graphs is None else len(self._graphs)
 
     @torch.inference_mode()
-    def launch(self, step: PreparedStep, seq_ids: Sequence[int]) -> Wait:
+    def launch(self, step: PreparedStep) -> PendingResult:
         """As `Runner.launch`."""
+        _no_drafts(step)
         logits, rows = self._logits(step)
-        if not seq_ids:
-            return list
-        self._observe(step, seq_ids, logits)
-        return self._draw(logits, seq_ids, rows)
+        return self._sample(step, logits, rows) if step.sampling else list
 
     @torch.inference_mode()
-    def run_with_rows(
-        self, step: PreparedStep, seq_ids: Sequence[int], rows: npt.NDArray[np.int64]
-    ) -> tuple[list[SeqSample], torch.Tensor]:
-        """As `Runner.run_with_rows`; the hidden states come to the host."""
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], torch.Tensor]:
+        """As `Runner.run_with_hidden`; the hidden states come to the host."""
+        _no_drafts(step)
         made = self._batches.put(step)
-        indices = torch.cat((made.batch.logits_indices, torch.from_numpy(rows).to(self.device, torch.int32)))
+        indices = torch.cat(
+            (made.batch.logits_indices, torch.from_numpy(tokens).to(self.device, torch.int32))
+        )
         adapters = made.batch.adapters
         if adapters is not None:
-            of = np.concatenate((step.buffers.logits_indices[: len(seq_ids)], rows))
+            of = np.concatenate((step.buffers.logits_indices[: step.num_logits], tokens))
             adapters = replace(adapters, logits=adapters.tokens.take(of))
         batch = replace(made.batch, logits_indices=indices, adapters=adapters)
         hidden = self._forward(replace(made, batch=batch))
         samples: list[SeqSample] = []
-        if seq_ids:
-            logits = self.decoder.logits(hidden[: len(seq_ids)])
-            self._observe(step, seq_ids, logits)
-            samples = self._draw(logits, seq_ids, made.sampling_rows)()
-        return samples, hidden[len(seq_ids) :].cpu()
+        if step.sampling:
+            samples = self._sample(step, self.decoder.logits(hidden[: step.num_logits]), made.rows)()
+        return samples, hidden[step.num_logits :].cpu()
 
     @torch.inference_mode()
-    def logits_of_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden [rows, hidden_size]`` → fp32 ``[rows, vocab_size]``, both in the host's memory."""
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `Runner.logits_of`."""
         return self.decoder.logits(hidden.to(self.device)).cpu()
 
     def score(
@@ -140,38 +138,37 @@ class DeviceRunner:
             torch.cuda.empty_cache()
 
     def _logits(self, step: PreparedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``[num_logits, vocab_size]`` fp32 and the rows of `InputBatch` that they draw for."""
-        room = None
+        """Return ``[num_logits, vocab_size]`` fp32, and the rows of `WorkerSeqs` whose next tokens they give."""
+        shape = None
         if self._graphs is not None:
             width = -(-step.num_positions // self._block_size)
             adapted = step.adapters is not None
-            room = self._graphs.room_for(step.num_tokens, step.num_seqs, width, adapted=adapted)
+            shape = self._graphs.shape_for(step.num_tokens, step.num_seqs, width, adapted=adapted)
         generation = self._batches.upload.generation
-        made = self._batches.put(step, room)
+        made = self._batches.put(step, shape)
         if self._graphs is not None and self._batches.upload.generation != generation:
             self._graphs.drop()  # they read the buffers that were there before
-        if room is None or self._graphs is None:
-            return self.decoder.logits(self._forward(made)), made.sampling_rows
-        logits = self._graphs.run(room, lambda: self.decoder.logits(self._forward(made)))
-        return logits[: len(step.sampling)], made.sampling_rows[: len(step.sampling)]
+        if shape is None or self._graphs is None:
+            return self.decoder.logits(self._forward(made)), made.rows
+        logits = self._graphs.run(shape, lambda: self.decoder.logits(self._forward(made)))
+        return logits[: step.num_logits], made.rows[: step.num_logits]
 
     def _forward(self, made: OnDevice) -> torch.Tensor:
-        """Hidden rows that sample. Negative ids are of tokens that only the device knows."""
+        """Hidden states of the tokens that sample. A negative id stands for a token that only the device knows."""
         ids = made.batch.input_ids
         newest = self._last_ids.index_select(0, (-1 - ids).clamp_min(0))
         batch = replace(made.batch, input_ids=torch.where(ids < 0, newest, ids))
         return self.decoder.forward(batch, self.kv.views)
 
-    def _observe(self, step: PreparedStep, seq_ids: Sequence[int], logits: torch.Tensor) -> None:
-        if self.observe_logits is None:
-            return
-        rows = step.buffers.logits_indices[: len(seq_ids)]
-        positions = step.buffers.positions[rows].tolist()
-        for seq_id, position, row in zip(seq_ids, positions, logits.cpu(), strict=True):
-            self.observe_logits(seq_id, position, row)
+    def _sample(self, step: PreparedStep, logits: torch.Tensor, rows: torch.Tensor) -> PendingResult:
+        """Sample the next tokens of ``rows`` of `WorkerSeqs`."""
+        if self.observe_logits is not None:
+            observe(self.observe_logits, step, logits.cpu())
+        ids, pending = self.sampler.sample(logits, step.sampling, step.columns)
+        self._last_ids.index_copy_(0, rows.long(), ids.to(torch.int32))
+        return pending
 
-    def _draw(self, logits: torch.Tensor, seq_ids: Sequence[int], rows: torch.Tensor) -> Wait:
-        """Draw for ``rows`` of `InputBatch`."""
-        drawn, wait = self.sampler.draw(logits, seq_ids)
-        self._last_ids.index_copy_(0, rows.long(), drawn.to(torch.int32))
-        return wait
+
+def _no_drafts(step: PreparedStep) -> None:
+    if step.num_logits > len(step.sampling):
+        raise StepError("This step verifies drafts; on a GPU a sequence samples one token per step.")

@@ -1,49 +1,56 @@
-"""`DeviceSampler`: the draws of a GPU's steps, launched behind the forward and not waited for.
+"""`DeviceSampler`: the sampling of a GPU's steps, launched behind the forward and not waited for.
 
-What the host must know of a row before it may draw decides what waits:
+What the host must know of a sequence before its next token can be sampled decides what waits:
 
     temperature, top_k, top_p, min_p, logprobs           nothing: `kernels.sampling.triton`
-    bias, penalties, allowed_token_ids, min_tokens       nothing: the device counts, and masks depend on the number
-    grammars, thinking_budget, bad_words of several ids  its last id: the step before is waited for, while the device
+    bias, penalties, allowed_token_ids, min_tokens       nothing: the GPU counts, and masks depend on the number alone
+    grammars, thinking_budget, bad_words of several ids  its last id: the step before is waited for, while the GPU
                                                          computes the forward that was launched first
     typical_p                                            its logits
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 
 from quire.kernels.sampling.reference import EDITED, assemble, logprob_tensors
-from quire.kernels.sampling.triton import facts_of, logprobs_wanted, sample_rows, truncated
+from quire.kernels.sampling.triton import edit_rows, facts_of, logprobs_wanted, sample_rows, truncated
 from quire.request import TokenLogprobs
-from quire.runner.device_edits import DeviceEdits
-from quire.runner.grammars import Entry, Grammars
-from quire.runner.step_upload import StepUpload, recorded_event
-from quire.sampling.batch import RowEdits, SamplerBatch
-from quire.sampling.rng import Purpose
-from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, SeqSample
-from quire.step import NewSeq
+from quire.runner.device_batch import StepUpload, recorded_event
+from quire.runner.sequences import WorkerSeq
+from quire.sampling.grammars import Grammars, GrammarState
+from quire.sampling.processors import LogitsProcessors, Penalties
+from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, Columns, Purpose, SeqSample
+from quire.text.grammar_matcher import bitmask_words
+
+CHUNK = 1024  # ids of a program
+LEAST_ROWS = 8  # of the table of counts
+
+Ints = NDArray[np.int64]
+Counted = tuple[torch.Tensor, torch.Tensor]  # rows whose tokens are counted, and the row of the table of each
 
 
 @dataclass(slots=True)
-class Draws:
-    """A step's draws on their way to the host; a call waits for them, and has them from then on."""
+class PendingSamples:
+    """A step's tokens on their way to the host; a call waits for them, and has them from then on."""
 
     ids: torch.Tensor
     best: torch.Tensor  # the largest logits, not finite where a row failed
     logprobs: tuple[torch.Tensor, ...]
-    logprob_rows: NDArray[np.int64]
+    logprob_rows: Ints
     num_logprobs: list[int]
     errors: dict[int, str]  # row → why its grammar cannot go on
     edited: bool
     done: torch.cuda.Event | None
-    edits: Sequence[RowEdits | None]  # of the time of the draw: a sequence that came back since has others
-    entries: Sequence[Entry | None]
+    # Of the time of the launch: a sequence that came back since has others.
+    processors: Sequence[LogitsProcessors | None]
+    states: Sequence[GrammarState | None]
     grammars: Grammars
     samples: list[SeqSample] | None = None
 
@@ -52,10 +59,13 @@ class Draws:
             if self.done is not None:
                 self.done.synchronize()
             self.samples = self._samples()
-            for of, sample in zip(self.edits, self.samples, strict=True):
-                if of is not None and sample.error is None:
-                    of.follow(sample.token_id)
-            self.grammars.follow(self.entries, self.samples)
+            followed: list[tuple[GrammarState, int]] = []
+            for processors, state, sample in zip(self.processors, self.states, self.samples, strict=True):
+                if sample.error is None and processors is not None and processors.mask is not None:
+                    processors.mask.follow(sample.token_ids[0])
+                if sample.error is None and state is not None:
+                    followed.append((state, sample.token_ids[0]))
+            self.grammars.follow(followed)
         return self.samples
 
     def _samples(self) -> list[SeqSample]:
@@ -67,93 +77,89 @@ class Draws:
                 [ids[row] for row in rows], self.num_logprobs, *(part.tolist() for part in self.logprobs)
             )
             found = dict(zip(rows, entries, strict=True))
-        samples = [SeqSample(token_id, found.get(row)) for row, token_id in enumerate(ids)]
+        samples = [
+            SeqSample((token_id,), (found[row],) if row in found else None)
+            for row, token_id in enumerate(ids)
+        ]
         for row in np.flatnonzero(~np.isfinite(best)).tolist():
             forbidden = self.edited and np.isneginf(best[row])
-            samples[row] = SeqSample(-1, error=ALL_FORBIDDEN if forbidden else NOT_FINITE)
+            samples[row] = SeqSample((), error=ALL_FORBIDDEN if forbidden else NOT_FINITE)
         for row, error in self.errors.items():
-            samples[row] = SeqSample(-1, error=error)
+            samples[row] = SeqSample((), error=error)
         return samples
 
 
 class DeviceSampler:
-    """Owns the sampling state of each sequence, as `Sampler` does on a CPU."""
+    """Samples one token per sequence; drafts are not verified here."""
 
     def __init__(self, vocab_size: int, grammars: Grammars, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._grammars = grammars
-        self._batch = SamplerBatch(vocab_size)
-        self._edits = DeviceEdits(vocab_size, device)
+        self._processors = DeviceProcessors(vocab_size, device)
         self._facts = StepUpload(device, torch.int64)
-        self._owed: dict[int, Draws] = {}  # by sequence that must know its last id: where that is
 
-    def add(self, new_seq: NewSeq) -> None:
-        """As `Sampler.add`."""
-        self.remove(new_seq.seq_id)
-        self._batch.add(new_seq)
+    def release(self, seq: WorkerSeq) -> None:
+        """``seq`` goes. Steps in flight may count for it: its row of the table is cleared for the next sequence."""
+        seq.pending = None
+        if seq.processors is not None:
+            self._processors.release(seq.processors)
 
-    def remove(self, seq_id: int) -> None:
-        """As `Sampler.remove`."""
-        self._owed.pop(seq_id, None)
-        if seq_id in self._batch:
-            self._edits.forget(self._batch.edits_of([seq_id])[0])
-            self._batch.remove(seq_id)
+    def sample(
+        self, logits: torch.Tensor, seqs: Sequence[WorkerSeq], columns: Columns
+    ) -> tuple[torch.Tensor, PendingSamples]:
+        """Sample the next token of each of ``seqs``: (int64 ids on the device, the pending result).
 
-    def draw(self, logits: torch.Tensor, seq_ids: Sequence[int]) -> tuple[torch.Tensor, Draws]:
-        """Draw the next token of each of ``seq_ids``: (int64 ids on the device, what waits for them).
-
-        ``logits [len(seq_ids), vocab_size]`` fp32 are not changed.
+        ``logits [len(seqs), vocab_size]`` fp32 are not changed.
         """
-        slots = self._batch.slots(seq_ids)
-        columns = self._batch.gather(slots)
-        edits = self._batch.edits_of(seq_ids)
-        entries = self._grammars.held(seq_ids)
+        assert len(seqs) == columns.size, "a GPU samples one token per sequence"
+        processors = [seq.processors for seq in seqs]
+        states = [seq.grammar for seq in seqs]
         errors: dict[int, str] = {}
-        is_edited = bool((columns["features"] & EDITED).any()) or any(entries)
+        is_edited = bool((columns["features"] & EDITED).any()) or any(states)
         source, counted = logits, None
         if is_edited:
-            masks = self._masks(seq_ids, edits, entries, errors)
-            source, counted = self._edits.apply(logits, edits, masks)
+            masks = self._masks(seqs, errors)
+            source, counted = self._processors.apply(logits, processors, masks)
         rows, wanted = logprobs_wanted(columns)
         facts, rows_there = self._facts.put([facts_of(columns), rows])
-        drawn, best = sample_rows(source, facts, Purpose.DRAW, cut=truncated(columns))
+        ids, best = sample_rows(source, facts, Purpose.TOKEN, cut=truncated(columns))
         found: tuple[torch.Tensor, ...] = ()
         if wanted:
-            of, of_ids = logits, drawn
-            if len(wanted) < len(seq_ids):
-                of, of_ids = logits.index_select(0, rows_there), drawn.index_select(0, rows_there)
+            of, of_ids = logits, ids
+            if len(wanted) < len(seqs):
+                of, of_ids = logits.index_select(0, rows_there), ids.index_select(0, rows_there)
             found = logprob_tensors(of, of_ids.clamp_min(0), min(max(wanted), self._vocab_size))
-        draws = Draws(
-            self._fetch(drawn), self._fetch(best), tuple(map(self._fetch, found)), rows, wanted, errors, is_edited,
-            recorded_event() if self._device.type == "cuda" else None, edits, entries, self._grammars,
+        pending = PendingSamples(
+            self._fetch(ids), self._fetch(best), tuple(map(self._fetch, found)), rows, wanted, errors, is_edited,
+            recorded_event() if self._device.type == "cuda" else None, processors, states, self._grammars,
         )  # fmt: skip
         if counted is not None:
-            self._edits.count(counted, drawn)
-        self._batch.count(slots)
-        for seq_id, of_row, entry in zip(seq_ids, edits, entries, strict=True):
-            if entry is not None or (of_row is not None and of_row.reads_ids):
-                self._owed[seq_id] = draws
-        return drawn, draws
+            self._processors.count(counted, ids)
+        for seq in seqs:
+            if seq.processors is not None and seq.processors.mask is not None:
+                seq.processors.mask.count()
+            if seq.grammar is not None or (seq.processors is not None and seq.processors.reads_ids):
+                seq.pending = pending
+        return ids, pending
 
-    def _masks(
-        self, seq_ids: Sequence[int], edits: Sequence[RowEdits | None], entries: Sequence[Entry | None],
-        errors: dict[int, str],
-    ) -> dict[int, NDArray[np.int32]]:  # fmt: skip
-        """Row → bits of the ids allowed, of rows that may not draw all; ``errors`` gets those that cannot go on."""
-        for seq_id in seq_ids:
-            owed = self._owed.pop(seq_id, None)
-            if owed is not None:
-                owed()
+    def _masks(self, seqs: Sequence[WorkerSeq], errors: dict[int, str]) -> dict[int, NDArray[np.int32]]:
+        """Row → bits of the ids allowed, of rows where some are not; ``errors`` gets those that cannot go on."""
+        for seq in seqs:
+            if seq.pending is not None:
+                seq.pending()
+                seq.pending = None
         masks: dict[int, NDArray[np.int32]] = {}
-        for row, (of, entry) in enumerate(zip(edits, entries, strict=True)):
-            bits = None if of is None else of.mask_bits(self._vocab_size)
-            if entry is not None:
-                entry.wait()
-                if entry.error is not None:
-                    errors[row] = entry.error
+        for row, seq in enumerate(seqs):
+            mask = None if seq.processors is None else seq.processors.mask
+            bits = None if mask is None else mask.bits()
+            if seq.grammar is not None:
+                seq.grammar.wait()
+                if seq.grammar.error is not None:
+                    errors[row] = seq.grammar.error
                     continue
-                bits = entry.bits if bits is None else bits & entry.bits
+                allowed = seq.grammar.masks[-1].bits
+                bits = allowed if bits is None else bits & allowed
             if bits is not None:
                 masks[row] = bits
         return masks
@@ -163,3 +169,110 @@ class DeviceSampler:
         pinned = self._device.type == "cuda"
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         return host.copy_(tensor, non_blocking=True)
+
+
+class DeviceProcessors:
+    """The logits processors on a GPU, where nothing waits for the host.
+
+    How often a sequence sampled each id is counted there as it is sampled, so a step does not need the ids of the one
+    before on the host. The table has a row of int32 ``[vocab_size]`` for each sequence with penalties, and doubles.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._counts = torch.empty(0, vocab_size, dtype=torch.int32, device=device)
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)  # of the type of both tables
+        # [1, 8] each, as `edit_rows` reads them, with the number of biases last. An admission makes new processors.
+        self._facts_of: dict[LogitsProcessors | None, Ints] = {}
+        self._free: list[int] = []
+        self._upload = StepUpload(device, torch.int64)
+        self._masks = StepUpload(device, torch.int32)
+
+    def release(self, processors: LogitsProcessors) -> None:
+        row = int(self._facts_of.pop(processors, _NO_FACTS)[0, 0])
+        if row >= 0:
+            self._free.append(row)
+
+    def apply(
+        self, logits: torch.Tensor, of_rows: Sequence[LogitsProcessors | None], masks: Mapping[int, NDArray[np.int32]]
+    ) -> tuple[torch.Tensor, Counted]:  # fmt: skip
+        """Return a changed copy of ``logits [rows, vocab_size]``, and what `count` is to be told with the ids sampled.
+
+        ``masks``: row → bits of the ids allowed, `bitmask_words` of them.
+        """
+        fresh = self._note(of_rows)
+        facts = np.concatenate([self._facts_of.get(of, _NO_FACTS) for of in of_rows])
+        facts[list(masks), 1] = np.arange(len(masks))
+        facts[:, 6] = np.cumsum(facts[:, 7])
+        facts[:, 5] = facts[:, 6] - facts[:, 7]
+        biases = [of.bias for of in of_rows if of is not None and of.bias is not None]
+        rows = np.flatnonzero(facts[:, 0] >= 0)
+        known: list[Ints] = []
+        for _, penalties in fresh:
+            output = penalties.output
+            known += [penalties.seen.ids, output.ids, output.counts.astype(np.int64)]
+        arrays = [
+            facts,
+            np.concatenate([np.empty(0, np.int64), *(bias.ids for bias in biases)]),
+            np.concatenate([np.empty(0), *(bias.biases for bias in biases)], dtype=np.float64).view(np.int64),
+            rows,
+            facts[rows, 0],
+        ]
+        try:
+            views = self._upload.put([*arrays, *known])
+        except torch.OutOfMemoryError:
+            for of, _ in fresh:  # their rows of the table hold what was there before
+                self.release(of)
+            raise
+        facts_there, ids_there, biases_there, rows_there, of_there, *known_there = views
+        for index, (of, _) in enumerate(fresh):
+            seen, output_there, counts = known_there[3 * index : 3 * index + 3]
+            row = self._counts[int(self._facts_of[of][0, 0])].zero_().index_fill_(0, seen, 1)
+            row.index_add_(0, output_there, 2 * counts.to(torch.int32))
+        words = bitmask_words(self._vocab_size)
+        bits = self._masks.put([np.stack(list(masks.values()))])[0] if masks else self._nothing
+        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        edit_rows[(len(of_rows), triton.cdiv(self._vocab_size, CHUNK))](
+            logits, logits.stride(0), out, facts_there, self._counts if len(rows) else self._nothing, bits, ids_there,
+            biases_there, self._vocab_size, words, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        for at, each in enumerate(of_rows):
+            for processor in each or ():
+                if not processor.fused:
+                    processor.apply(out[at])
+        return out, (rows_there, of_there)
+
+    def count(self, counted: Counted, ids: torch.Tensor) -> None:
+        """Count the tokens sampled, ``ids [rows]`` int64."""
+        places = counted[1] * self._vocab_size + ids.index_select(0, counted[0])
+        twos = torch.full(places.shape, 2, dtype=torch.int32, device=self._device)
+        self._counts.view(-1).index_add_(0, places, twos)
+
+    def _note(self, of_rows: Sequence[LogitsProcessors | None]) -> list[tuple[LogitsProcessors, Penalties]]:
+        """Note the facts of those that are new; return those of them that got a row of the table, to be cleared."""
+        new = [
+            of for of in of_rows
+            if of is not None and (of.penalties or of.bias) and of not in self._facts_of
+        ]  # fmt: skip
+        fresh = [(of, of.penalties) for of in new if of.penalties is not None]
+        size = len(self._counts)
+        if len(fresh) > len(self._free):
+            larger = max(2 * size, size + len(fresh), LEAST_ROWS)
+            counts = torch.empty(larger, self._vocab_size, dtype=torch.int32, device=self._device)
+            counts[:size] = self._counts
+            self._counts = counts
+            self._free.extend(range(size, larger))
+        for of in new:
+            facts = self._facts_of[of] = _NO_FACTS.copy()
+            if of.bias is not None:
+                facts[0, 7] = len(of.bias.ids)
+            if of.penalties is not None:
+                each = of.penalties
+                numbers = (each.repetition, each.frequency, each.presence)
+                facts[0, 0] = self._free.pop()
+                facts[0, 2:5] = np.array(numbers, np.float64).view(np.int64)
+        return fresh
+
+
+_NO_FACTS = np.array([[-1, -1, 0, 0, 0, 0, 0, 0]], np.int64)

@@ -1,230 +1,210 @@
-"""Sequence state of a worker, and `StepPlan` → the tensors of a step.
+"""`StepPlan` → the tensors of a step, gathered from `WorkerSeqs` with index arithmetic: nothing here loops over tokens.
 
-State lies in numpy arrays with one row a sequence, kept between steps; a step gathers from them with index
-arithmetic, so nothing here loops over tokens. Rows are taken at admission and given back when a sequence goes.
+The tensors lie at addresses that do not change, so that a recorded step finds every step's values there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from quire.errors import StepError
-from quire.layers.step_batch import AdapterBatch, StepBatch
-from quire.runner.step_buffers import StepBuffers
-from quire.step import NewSeq, SeqPlan
+from quire.kernels.attention import RaggedBatch
+from quire.kernels.lora import AdapterRows
+from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
+from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.sampling.sampler import Columns, columns_of
+from quire.step import SeqPlan
+
+IntArray = npt.NDArray[np.int64]
+
+
+class StepBuffers:
+    """The arrays of a step of up to ``max_tokens`` tokens, ``max_seqs`` sequences and ``max_seqs`` logits rows.
+
+    int64 throughout; a sequence has at most ``max_blocks`` blocks. ``max_loras``: slots of adapters; 0: `adapters` is
+    None. Memory that no step was large enough for costs nothing. ``whole`` is the step that fills all of it.
+    """
+
+    def __init__(
+        self, max_tokens: int, max_seqs: int, max_blocks: int, num_groups: int, max_loras: int = 0
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.max_seqs = max_seqs
+        self.input_ids, self.positions, self.slot_offsets = (_zeros(max_tokens) for _ in range(3))
+        self.cu_seqlens_q = _zeros(max_seqs + 1)
+        self.seq_lens, self.logits_indices = (_zeros(max_seqs) for _ in range(2))
+        self.slot_blocks = [_zeros(max_tokens) for _ in range(num_groups)]
+        self.block_tables = [_zeros(max_seqs, max_blocks) for _ in range(num_groups)]
+        self.adapters: AdapterBatch | None = None
+        if max_loras:
+            self.adapters = AdapterBatch(
+                AdapterRows(_zeros(max_tokens), _zeros(max_loras + 1)),
+                AdapterRows(_zeros(max_seqs), _zeros(max_loras + 1)),
+            )
+        self.whole = self.batch(max_tokens, max_seqs, max_seqs)
+
+    def set_num_seqs(self, num_seqs: int) -> None:
+        """Say in ``whole`` how many sequences the step has; its number of tokens comes with the replay."""
+        for group in self.whole.groups:
+            group.ragged.extents[0] = num_seqs
+
+    def ragged(self, num_seqs: int) -> list[RaggedBatch]:
+        """The sequences of a step for each cache group: views, made anew."""
+        cu_seqlens_q, seq_lens = self.cu_seqlens_q[: num_seqs + 1], self.seq_lens[:num_seqs]
+        return [RaggedBatch(cu_seqlens_q, seq_lens, table[:num_seqs]) for table in self.block_tables]
+
+    def batch(self, num_tokens: int, num_seqs: int, num_logits: int) -> StepBatch:
+        """Return views of a step's part of the buffers."""
+        slot_offsets = torch.from_numpy(self.slot_offsets[:num_tokens])
+        groups = tuple(
+            GroupBatch(torch.from_numpy(blocks[:num_tokens]), slot_offsets, ragged)
+            for blocks, ragged in zip(self.slot_blocks, self.ragged(num_seqs), strict=True)
+        )
+        return StepBatch(
+            input_ids=torch.from_numpy(self.input_ids[:num_tokens]),
+            positions=torch.from_numpy(self.positions[:num_tokens]),
+            logits_indices=torch.from_numpy(self.logits_indices[:num_logits]),
+            groups=groups,
+            adapters=self.adapters,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step in ``buffers``: the tensors the model runs on, and which of the plan's sequences (by index) sample.
+    """A step in ``buffers``: the tensors the model runs on, and the sequences that sample.
 
-    The sampling sequences are in the order of the logits.
+    Rows of logits are in the order of ``sampling``: one for the last known token of a sequence, and one for each of its
+    `WorkerSeq.draft_ids`.
     """
 
     buffers: StepBuffers
     num_tokens: int
     num_seqs: int
-    sampling: tuple[int, ...]
-    sampling_rows: npt.NDArray[np.int64]  # of `InputBatch`, in the same order
+    seqs: WorkerSeqs
+    sampling: tuple[WorkerSeq, ...]
+    rows: IntArray  # of `WorkerSeqs`, of those that sample
+    columns: Columns  # [num_logits], of the sampler
     num_positions: int  # all positions of the step are below it
 
     @property
+    def num_logits(self) -> int:
+        return self.columns.size
+
+    @property
     def adapters(self) -> AdapterBatch | None:
-        """Which rows have which adapter; None where none has."""
+        """Which tokens have which adapter; None where none has."""
         of = self.buffers.adapters
         return of if of is not None and of.tokens.starts[-1] else None
 
     @property
     def batch(self) -> StepBatch:
         """Views of the buffers, made anew."""
-        return self.buffers.batch(self.num_tokens, self.num_seqs, len(self.sampling))
+        return self.buffers.batch(self.num_tokens, self.num_seqs, self.num_logits)
 
 
 class InputBatch:
-    """Ids and block tables of the worker's sequences.
-
-    Steps of up to ``max_num_batched_tokens`` tokens share `buffers`; a larger one gets its own.
-    """
+    """Makes the step of each plan. Steps that fit share `buffers`; a larger one gets its own."""
 
     def __init__(
-        self,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
-        num_groups: int,
-        max_num_batched_tokens: int = 1,
-        max_loras: int = 0,
-    ) -> None:
+        self, seqs: WorkerSeqs, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_loras: int = 0
+    ) -> None:  # fmt: skip
+        self._seqs = seqs
         self._block_size = block_size
-        self._max_blocks = -(-max_model_len // block_size) + 1
         # A step's tokens and its logits rows must differ in number where it is recorded (`kernels.tape`).
         max_seqs = min(max_num_seqs, max_num_batched_tokens)
         max_tokens = max(max_num_batched_tokens, max_seqs + 1)
-        self._max_loras = max_loras
-        self.buffers = StepBuffers(max_tokens, max_seqs, self._max_blocks, num_groups, max_loras)
-        self._max_tokens = self._max_blocks * block_size
-        # np.zeros maps untouched memory: rows and columns that are never used cost nothing.
-        self._token_ids = np.zeros((max_num_seqs, self._max_tokens), np.int32)
-        self._num_tokens = np.zeros(max_num_seqs, np.int64)
-        self._num_settled = np.zeros(
-            max_num_seqs, np.int64
-        )  # the tokens that are known here; the rest are `expect`ed
-        self._draws = np.zeros(max_num_seqs, np.bool_)  # whether the last known token's row samples
-        self._slots = np.zeros(max_num_seqs, np.int64)  # of adapters; 0: the base model
-        self._tables = [np.zeros((max_num_seqs, self._max_blocks), np.int32) for _ in range(num_groups)]
-        self._rows: dict[int, int] = {}
-        self._epochs: dict[int, int] = {}
-        self._free = list(range(max_num_seqs))[::-1]
+        tables = seqs.block_tables
+        self._shape = (tables[0].shape[1], len(tables), max_loras)
+        self.buffers = StepBuffers(max_tokens, max_seqs, *self._shape)
 
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._rows
-
-    def has(self, seq_id: int, epoch: int) -> bool:
-        """Whether the sequence is here, in that epoch."""
-        return self._epochs.get(seq_id) == epoch
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, new: NewSeq) -> None:
-        """Take a sequence, or the next epoch of one that is here."""
-        known = len(new.prompt_token_ids) + len(new.output_token_ids)
-        assert known <= self._max_tokens, (
-            f"sequence {new.seq_id} has {known} tokens, room for {self._max_tokens}"
-        )
-        row = self._rows.get(new.seq_id)
-        if row is None:
-            if not self._free:
-                self._grow()
-            row = self._free.pop()
-            self._rows[new.seq_id] = row
-        self._epochs[new.seq_id] = new.epoch
-        ids = self._token_ids[row]
-        ids[: len(new.prompt_token_ids)] = new.prompt_token_ids
-        ids[len(new.prompt_token_ids) : known] = new.output_token_ids
-        self._num_tokens[row] = self._num_settled[row] = known
-        self._draws[row] = not new.prompt_only
-        self._slots[row] = new.adapter_slot
-        for table in self._tables:
-            table[row] = 0
-
-    def remove(self, seq_id: int) -> None:
-        """Drop a sequence; one that is not here (gone before its first step) is no error."""
-        row = self._rows.pop(seq_id, None)
-        self._epochs.pop(seq_id, None)
-        if row is not None:
-            self._free.append(row)
-
-    def expect(self, seq_id: int) -> None:
-        """Count a token that is being drawn. Until it is settled its id is −(row + 1), and a GPU knows the true one."""
-        row = self._rows[seq_id]
-        if self._num_tokens[row] < self._max_tokens:  # beyond it the scheduler ends the sequence
-            self._token_ids[row, self._num_tokens[row]] = -row - 1
-            self._num_tokens[row] += 1
-
-    def settle(self, seq_id: int, epoch: int, token_id: int) -> None:
-        """Put in the oldest expected token of a sequence; one that has gone, or come back since, is left alone."""
-        row = self._rows.get(seq_id)
-        if row is None or self._epochs[seq_id] != epoch or self._num_settled[row] == self._num_tokens[row]:
-            return
-        self._token_ids[row, self._num_settled[row]] = token_id
-        self._num_settled[row] += 1
-
-    def update_tables(self, plans: tuple[SeqPlan, ...]) -> list[int]:
-        """Write the new blocks; return those that hold nothing yet (they start at or after the first new row)."""
+    def update_tables(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq]) -> list[int]:
+        """Write the new blocks; return those that hold nothing yet (they start at or after the first new token)."""
         fresh: list[int] = []
-        for plan in plans:
+        for plan, seq in zip(plans, seqs, strict=True):
             if not plan.new_block_ids:
                 continue
-            row = self._rows[plan.seq_id]
             first_empty = -(-plan.num_computed_tokens // self._block_size)
-            for table, start, ids in zip(self._tables, plan.block_start, plan.new_block_ids, strict=True):
-                if ids:
-                    table[row, start : start + len(ids)] = np.maximum(
-                        ids, 0
-                    )  # a row without a block is never read
+            for table, start, ids in zip(
+                self._seqs.block_tables, plan.block_start, plan.new_block_ids, strict=True
+            ):
+                if ids:  # a negative id stands for no block, which is never read
+                    table[seq.row, start : start + len(ids)] = np.maximum(ids, 0)
                     fresh.extend(block for block in ids[max(0, first_empty - start) :] if block >= 0)
         return fresh
 
-    def prepare(self, plans: tuple[SeqPlan, ...]) -> PreparedStep:
-        """Write the step into buffers; rows are in the order of ``plans``, positions ascending in each.
+    def prepare(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq]) -> PreparedStep:
+        """Write the step into buffers; tokens are in the order of ``plans``, positions ascending in each.
 
         Raises `StepError` where a plan does not fit what is known here.
         """
-        rows = np.array(self._check(plans), np.int64)
-        computed = np.array([plan.num_computed_tokens for plan in plans], np.int64)
-        lengths = np.array([plan.num_scheduled_tokens for plan in plans], np.int64)
-        num_tokens, num_seqs = int(lengths.sum()), len(plans)
+        table, num_seqs = self._seqs, len(plans)
+        rows = np.fromiter((seq.row for seq in seqs), np.int64, num_seqs)
+        computed = np.fromiter((plan.num_computed_tokens for plan in plans), np.int64, num_seqs)
+        lengths = np.fromiter((plan.num_scheduled_tokens for plan in plans), np.int64, num_seqs)
+        known = table.num_tokens[rows]
+        _check(plans, computed, lengths, known)
+        num_tokens = int(lengths.sum())
+        sampling = np.flatnonzero((computed + lengths == known) & table.samples[rows])
+        samplers = tuple(seqs[index] for index in sampling.tolist())
+        num_logits = 1 + np.fromiter((len(seq.draft_ids) for seq in samplers), np.int64, len(samplers))
+        total = int(num_logits.sum())
         to = self.buffers
-        if not to.fits(num_tokens, num_seqs):
-            to = StepBuffers(num_tokens, num_seqs, self._max_blocks, len(self._tables), self._max_loras)
+        if num_tokens > to.max_tokens or max(num_seqs, total) > to.max_seqs:
+            to = StepBuffers(num_tokens, max(num_seqs, total), *self._shape)
         cu_seqlens_q, seq_lens = to.cu_seqlens_q[: num_seqs + 1], to.seq_lens[:num_seqs]
         np.cumsum(lengths, out=cu_seqlens_q[1:])
         np.add(computed, lengths, out=seq_lens)
-        if num_tokens == num_seqs:  # one row each
+        if num_tokens == num_seqs:  # one token each
             positions, token_rows = computed, rows
         else:
             owner = np.repeat(np.arange(num_seqs), lengths)  # [num_tokens]
             positions = np.arange(num_tokens) + (computed - cu_seqlens_q[:-1])[owner]
             token_rows = rows[owner]
         to.positions[:num_tokens] = positions
-        to.input_ids[:num_tokens] = self._token_ids[token_rows, positions]
-        columns = positions // self._block_size
-        np.subtract(positions, columns * self._block_size, out=to.slot_offsets[:num_tokens])
+        to.input_ids[:num_tokens] = table.token_ids[token_rows, positions]
+        in_table = positions // self._block_size
+        np.subtract(positions, in_table * self._block_size, out=to.slot_offsets[:num_tokens])
         longest = int(seq_lens.max(initial=1))
         width = -(-longest // self._block_size)
-        for table, slot_blocks, block_table in zip(
-            self._tables, to.slot_blocks, to.block_tables, strict=True
+        for blocks, slot_blocks, block_table in zip(
+            table.block_tables, to.slot_blocks, to.block_tables, strict=True
         ):
-            slot_blocks[:num_tokens] = table[token_rows, columns]
-            block_table[:num_seqs, :width] = table[rows, :width]
-        sampling = np.flatnonzero((seq_lens == self._num_tokens[rows]) & self._draws[rows])
-        to.logits_indices[: sampling.size] = cu_seqlens_q[1:][sampling] - 1
+            slot_blocks[:num_tokens] = blocks[token_rows, in_table]
+            block_table[:num_seqs, :width] = blocks[rows, :width]
+        ends = cu_seqlens_q[1:][sampling]
+        if total > len(samplers):  # the last 1 + num_drafts tokens of each
+            before = np.cumsum(num_logits)
+            indices = np.repeat(ends - before, num_logits) + np.arange(total)
+            logits_rows = np.repeat(rows[sampling], num_logits)
+        else:
+            indices, logits_rows = ends - 1, rows[sampling]
+        to.logits_indices[:total] = indices
         if to.adapters is not None:
-            to.adapters.tokens.group(self._slots[token_rows])
-            to.adapters.logits.group(self._slots[rows][sampling])
-        return PreparedStep(to, num_tokens, num_seqs, tuple(sampling.tolist()), rows[sampling], longest)
+            to.adapters.tokens.group(table.adapter_slots[token_rows])
+            to.adapters.logits.group(table.adapter_slots[logits_rows])
+        columns = columns_of(table.columns, logits_rows, positions[indices])
+        return PreparedStep(to, num_tokens, num_seqs, table, samplers, rows[sampling], columns, longest)
 
-    def _check(self, plans: tuple[SeqPlan, ...]) -> list[int]:
-        """Return the row of each."""
-        rows = []
-        for plan in plans:
-            row = self._rows.get(plan.seq_id)
-            if row is None or self._epochs[plan.seq_id] != plan.epoch:
-                raise StepError(
-                    f"The plan names sequence {plan.seq_id} in epoch {plan.epoch}; the worker has "
-                    f"{'it not' if row is None else f'epoch {self._epochs[plan.seq_id]}'}."
-                )
-            if plan.num_draft_tokens or plan.max_next_drafts:
-                raise StepError(
-                    f"Sequence {plan.seq_id}: this worker has no drafts, and the plan asks for some."
-                )
-            if plan.forced_token_ids:
-                self._force(row, plan.forced_token_ids)
-            known = int(self._num_tokens[row])
-            if not 0 < plan.num_scheduled_tokens <= known - plan.num_computed_tokens:
-                raise StepError(
-                    f"Sequence {plan.seq_id}: rows {plan.num_computed_tokens} + {plan.num_scheduled_tokens} are "
-                    f"planned, and {known} tokens are known."
-                )
-            rows.append(row)
-        return rows
-
-    def _force(self, row: int, forced: tuple[int, ...]) -> None:
+    def force(self, plan: SeqPlan, seq: WorkerSeq) -> None:
         """Overwrite the last known ids (beams)."""
-        known = int(self._num_tokens[row])
-        self._token_ids[row, known - len(forced) : known] = forced
+        known = int(self._seqs.num_tokens[seq.row])
+        self._seqs.token_ids[seq.row, known - len(plan.forced_token_ids) : known] = plan.forced_token_ids
 
-    def _grow(self) -> None:
-        """Double the rows: a plan may hold finished sequences beside their successors for one step."""
-        size = len(self._num_tokens)
-        self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
-        self._num_tokens = np.concatenate((self._num_tokens, np.zeros_like(self._num_tokens)))
-        self._num_settled = np.concatenate((self._num_settled, np.zeros_like(self._num_settled)))
-        self._draws = np.concatenate((self._draws, np.zeros_like(self._draws)))
-        self._slots = np.concatenate((self._slots, np.zeros_like(self._slots)))
-        self._tables = [np.concatenate((table, np.zeros_like(table))) for table in self._tables]
-        self._free = list(range(size, 2 * size))[::-1]
+
+def _check(plans: Sequence[SeqPlan], computed: IntArray, lengths: IntArray, known: IntArray) -> None:
+    wrong = np.flatnonzero((lengths <= 0) | (lengths > known - computed))
+    if wrong.size:
+        plan = plans[wrong[0]]
+        raise StepError(
+            f"Sequence {plan.seq_id}: {plan.num_scheduled_tokens} tokens from {plan.num_computed_tokens} on are "
+            f"planned, and {known[wrong[0]]} tokens are known."
+        )
+
+
+def _zeros(*shape: int) -> IntArray:
+    return np.zeros(shape, np.int64)  # mapped, and not touched where it is large

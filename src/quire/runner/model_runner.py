@@ -1,10 +1,14 @@
-"""Forward and sample: the tensors of a step → one `SeqSample` for every sequence that samples."""
+"""Forward and sample: the tensors of a step → a `SeqSample` for every sequence that samples.
+
+`Runner` is what a worker needs of whatever computes its steps: `ModelRunner` on a CPU, `device_runner` on a GPU.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +22,68 @@ from quire.layers.step_batch import StepBatch
 from quire.models.decoder import Decoder
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
-from quire.runner.grammars import Grammars
-from quire.runner.input_batch import PreparedStep
+from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
-from quire.runner.runner import ObserveLogits, Wait
-from quire.runner.step_buffers import StepBuffers
+from quire.runner.sequences import WorkerSeq
+from quire.runner.verify import verify
+from quire.sampling.grammars import Grammars
 from quire.sampling.sampler import Sampler, SeqSample
 
 _log = logging.getLogger(__name__)
 
+PendingResult = Callable[[], list[SeqSample]]  # waits for what a step sampled, and returns it
+ObserveLogits = Callable[[int, int, torch.Tensor], None]
+Ints = npt.NDArray[np.int64]
+
+
+class Runner(Protocol):
+    """The model, its KV cache and the sampler of one worker."""
+
+    decoder: Decoder
+    kv: KvCache
+    grammars: Grammars
+    observe_logits: ObserveLogits | None
+
+    def record(self, buffers: StepBuffers) -> None:
+        """Get ready for the steps of ``buffers``."""
+        ...
+
+    def release(self, seq: WorkerSeq) -> None:
+        """Free what is kept for ``seq``, which goes."""
+        ...
+
+    def launch(self, step: PreparedStep) -> PendingResult:
+        """Begin to compute the step, if not do it; the result is in the order of ``step.sampling``."""
+        ...
+
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], torch.Tensor]:
+        """Compute the step; also return the hidden states of ``tokens`` of it: ``[len(tokens), hidden_size]``.
+
+        They are those after the last norm.
+        """
+        ...
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden [rows, hidden_size]`` → fp32 ``[rows, vocab_size]``, both in the host's memory."""
+        ...
+
+    def score(
+        self, logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of ``token_ids`` in rows of raw ``logits``, as `kernels.sampling.token_logprobs`."""
+        ...
+
+    def idle(self) -> None:
+        """No step is in flight, and none was planned: do some of what would delay one."""
+        ...
+
+    def free_memory(self) -> None:
+        """Give back what is kept for speed alone: a step found too little memory."""
+        ...
+
 
 class ModelRunner:
-    """Owns the model, the KV cache and the sampler of one worker.
+    """The runner of a CPU.
 
     ``observe_logits(seq_id, position, row)`` sees every row of raw logits that samples (tests set it); the row's memory
     is the next step's.
@@ -39,25 +93,16 @@ class ModelRunner:
         model = config.model
         kernels = registry.choose(config.runner)
         self.decoder = Decoder(
-            model.spec,
-            config.kv_layout,
-            model.max_model_len,
-            torch_dtype(model.dtype),
-            kernels,
-            formats=model.formats,
-            lora=config.lora,
-        )
+            model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
+            formats=model.formats, lora=config.lora,
+        )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
+        cache = config.cache
         self.kv = KvCache(
-            model.spec,
-            config.kv_layout,
-            config.cache.num_blocks,
-            config.cache.block_size,
-            model.kv_dtype,
-            kernels,
+            model.spec, config.kv_layout, cache.num_blocks, cache.block_size, model.kv_dtype, kernels
         )
-        self.sampler = Sampler(model.spec.vocab_size, kernels)
+        self._sampler = Sampler(model.spec.vocab_size, kernels)
         self._logprobs_backend = kernels.backend("token_logprobs")
         self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
         self.observe_logits: ObserveLogits | None = None
@@ -66,19 +111,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record(self, buffers: StepBuffers) -> None:
-        """Record the step of ``buffers``, so that their steps are replayed, if the model is native throughout."""
+        """As `Runner.record`: the step is recorded, so that it is replayed, if the model is native throughout."""
         whole = buffers.whole
         try:
-            self.tape = StepTape(lambda: self._logits_of(whole), buffers.max_tokens, buffers.max_seqs)
+            self.tape = StepTape(lambda: self._logits(whole), buffers.max_tokens, buffers.max_seqs)
         except NotRecordable as reason:
             _log.info("steps run call by call: %s", reason)
         else:
             self._taped = buffers
             _log.info("a step is %d recorded calls", len(self.tape))
 
-    def launch(self, step: PreparedStep, seq_ids: Sequence[int]) -> Wait:
-        """As `Runner.launch`: here the step is computed at once."""
-        samples = self.run(step, seq_ids)
+    def release(self, seq: WorkerSeq) -> None:
+        """As `Runner.release`: nothing is kept elsewhere."""
+
+    def launch(self, step: PreparedStep) -> PendingResult:
+        """As `Runner.launch`: the step is computed at once."""
+        samples = self.run(step)
         return lambda: samples
 
     def idle(self) -> None:
@@ -88,63 +136,57 @@ class ModelRunner:
         """As `Runner.free_memory`: nothing is kept."""
 
     @torch.inference_mode()
-    def run(self, step: PreparedStep, seq_ids: Sequence[int]) -> list[SeqSample]:
-        """Compute the step; ``seq_ids`` own its rows of logits, in that order."""
+    def run(self, step: PreparedStep) -> list[SeqSample]:
+        """Compute the step; return what `PreparedStep.sampling` got."""
         self.decoder.cover(step.num_positions)
         if self.tape is not None and step.buffers is self._taped:
             step.buffers.set_num_seqs(step.num_seqs)
-            logits = self.tape.run(step.num_tokens, len(seq_ids))
+            logits = self.tape.run(step.num_tokens, step.num_logits)
         else:
-            logits = self._logits_of(step.batch)
-        return self._sample(step, seq_ids, logits)
+            logits = self._logits(step.batch)
+        return self._sample(step, logits)
 
     @torch.inference_mode()
-    def run_with_rows(
-        self, step: PreparedStep, seq_ids: Sequence[int], rows: npt.NDArray[np.int64]
-    ) -> tuple[list[SeqSample], torch.Tensor]:
-        """As `run`; also return the hidden states of ``rows`` of the step, after the last norm: ``[rows, hidden]``.
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], torch.Tensor]:
+        """As `Runner.run_with_hidden`.
 
-        Call by call, since a recorded step has no more than a row a sequence after its last layer.
+        Call by call, since a recorded step has no more than the rows that sample after its last layer.
         """
         self.decoder.cover(step.num_positions)
         batch = step.batch
-        indices = torch.cat((batch.logits_indices, torch.from_numpy(rows)))
+        indices = torch.cat((batch.logits_indices, torch.from_numpy(tokens)))
         adapters = batch.adapters
         if adapters is not None:
             adapters = replace(adapters, logits=adapters.tokens.take(indices.numpy()))
         batch = replace(batch, logits_indices=indices, adapters=adapters)
         hidden = self.decoder.forward(batch, self.kv.views)
-        drawn = hidden[: len(seq_ids)]
-        samples = self._sample(step, seq_ids, self.decoder.logits(drawn)) if seq_ids else []
-        return samples, hidden[len(seq_ids) :]
+        sampling, others = hidden[: step.num_logits], hidden[step.num_logits :]
+        return (self._sample(step, self.decoder.logits(sampling)) if step.sampling else []), others
 
     @torch.inference_mode()
-    def logits_of_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden [rows, hidden_size]`` → fp32 ``[rows, vocab_size]``."""
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `Runner.logits_of`."""
         return self.decoder.logits(hidden)
-
-    def _sample(self, step: PreparedStep, seq_ids: Sequence[int], logits: torch.Tensor) -> list[SeqSample]:
-        if not seq_ids:
-            return []
-        if self.observe_logits is not None:
-            rows = step.buffers.logits_indices[: len(seq_ids)]
-            positions = step.buffers.positions[rows].tolist()
-            for seq_id, position, row in zip(seq_ids, positions, logits, strict=True):
-                self.observe_logits(seq_id, position, row)
-        failed = self.grammars.apply(logits, seq_ids)
-        samples = self.sampler.sample(logits, seq_ids)
-        if failed:
-            errors = {i: failed[seq_id] for i, seq_id in enumerate(seq_ids) if seq_id in failed}
-            samples = [SeqSample(-1, error=errors[i]) if i in errors else s for i, s in enumerate(samples)]
-        self.grammars.follow(self.grammars.held(seq_ids), samples)
-        return samples
 
     def score(
         self, logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
     ) -> list[TokenLogprobs]:
-        """Log-probabilities of ``token_ids`` in rows of raw ``logits``, as `kernels.sampling.token_logprobs`."""
+        """As `Runner.score`."""
         return token_logprobs(logits, torch.tensor(token_ids), num_top, backend=self._logprobs_backend)
 
-    def _logits_of(self, batch: StepBatch) -> torch.Tensor:
+    def _sample(self, step: PreparedStep, logits: torch.Tensor) -> list[SeqSample]:
+        if self.observe_logits is not None:
+            observe(self.observe_logits, step, logits)
+        return verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
+
+    def _logits(self, batch: StepBatch) -> torch.Tensor:
         """``[num_logits, vocab_size]`` fp32."""
         return self.decoder.logits(self.decoder.forward(batch, self.kv.views))
+
+
+def observe(observer: ObserveLogits, step: PreparedStep, logits: torch.Tensor) -> None:
+    """Show ``observer`` each row of ``logits: [num_logits, vocab_size]``, on the host, with its position."""
+    owners = [seq for seq in step.sampling for _ in range(1 + len(seq.draft_ids))]
+    positions = step.buffers.positions[step.buffers.logits_indices[: step.num_logits]].tolist()
+    for seq, position, row in zip(owners, positions, logits, strict=True):
+        observer(seq.seq_id, position, row)

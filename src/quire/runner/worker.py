@@ -1,30 +1,35 @@
-"""`Worker`: applies a `StepPlan` to its state in the order of DESIGN §2, and answers with a `StepResult`.
+"""`Worker`: applies a `StepPlan` to its state in the order of effect of `quire.step`, and answers with a `StepResult`.
 
-gone → kv_moves → adapter_moves → new_seqs → forward. What goes wrong in one sequence fails that sequence; what goes
-wrong in a step is raised, and the executor makes it the step's error.
+What goes wrong in one sequence fails that sequence; what goes wrong in a step is raised, and the executor makes it the
+step's error.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.clock import Clock
 from quire.config import EngineConfig
-from quire.errors import RequestError, StepError
+from quire.errors import StepError
 from quire.lora.slots import LoraSlots
 from quire.quant.stored import Weight
 from quire.runner.input_batch import InputBatch
-from quire.runner.model_runner import ModelRunner
-from quire.runner.prompt_rows import PromptOutput, PromptRows, rows_of
-from quire.runner.runner import Runner, Wait
+from quire.runner.model_runner import ModelRunner, PendingResult, Runner
+from quire.runner.prompt_outputs import PromptOutput, PromptScorer, spans_of
+from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import SeqSample
-from quire.step import MIN_RETRY_TOKENS, NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
+from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
+
+# (sequence, its known token ids, most drafts wanted) → drafts of the tokens that follow
+Propose = Callable[[WorkerSeq, npt.NDArray[np.int32], int], Sequence[int]]
 
 
 @dataclass(slots=True)
@@ -32,23 +37,31 @@ class Shortage:
     """Memory that a step lacked. ``max_tokens``: half of the fewest that were too many; None where all fitted."""
 
     max_tokens: int | None = None
-    seq_ids: set[int] = field(default_factory=set)  # refused, and worth another try with fewer rows
+    seq_ids: set[int] = field(default_factory=set)  # refused, and worth another try with fewer tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on its way. ``parts``: sequences that sample, in the order of what the function beside them returns."""
+    """A step on its way. ``launches``: sequences that sample, and the pending result that has theirs in that order."""
 
     plan: StepPlan
     start_s: float
-    parts: list[tuple[list[int], Wait]]
+    launches: list[tuple[Sequence[WorkerSeq], PendingResult]]
     prompts: dict[int, PromptOutput]
     refused: dict[int, str]  # sequences of the plan that were not computed, with the reason
     shortage: Shortage
 
 
+@dataclass(slots=True)
+class _Step:
+    """What `Worker.launch` gathers of the step that it launches."""
+
+    prompts: dict[int, PromptOutput] = field(default_factory=dict)
+    shortage: Shortage = field(default_factory=Shortage)
+
+
 class Worker:
-    """One process's share of an engine: here the whole model."""
+    """One process's share of an engine: here the whole model. ``propose`` makes drafts, where it is set."""
 
     def __init__(
         self,
@@ -58,23 +71,29 @@ class Worker:
         runner: Callable[[EngineConfig, Iterable[tuple[str, Weight]]], Runner] = ModelRunner,
     ) -> None:
         self._clock = clock
-        self._vocab_size = config.model.spec.vocab_size
         self.runner = runner(config, weights)
-        self._inputs = InputBatch(
-            config.scheduler.max_num_seqs,
-            config.model.max_model_len,
-            config.cache.block_size,
-            len(config.kv_layout.groups),
-            config.scheduler.max_num_batched_tokens,
-            config.scheduler.max_loras,
-        )
+        self.propose: Propose | None = None
         self._lora: LoraSlots | None = None
         if config.lora is not None:
             self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets())
+        scheduler, block_size = config.scheduler, config.cache.block_size
+        vocab_size = config.model.spec.vocab_size
+        # A block more than the context: the last token sampled may have no row left to be computed in.
+        max_blocks = -(-config.model.max_model_len // block_size) + 1
+        self.seqs = WorkerSeqs(
+            vocab_size, scheduler.max_num_seqs, max_blocks * block_size, max_blocks=max_blocks,
+            num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
+            release=self.runner.release,
+        )  # fmt: skip
+        self._inputs = InputBatch(
+            self.seqs,
+            block_size,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            scheduler.max_loras,
+        )
         self.runner.record(self._inputs.buffers)
-        self._prompts = PromptRows(self.runner.logits_of_rows, self.runner.score, self._vocab_size)
-        self._refused: dict[int, str] = {}  # sequences that cannot run or go on, with the reason
-        self._shortage = Shortage()  # of the step that is being launched
+        self.scorer = PromptScorer(self.runner.logits_of, self.runner.score, vocab_size)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises what the model raises; the state stays usable."""
@@ -84,34 +103,41 @@ class Worker:
         """Begin a step; the next may be launched before this one is finished. Raises what the model raises."""
         start_s = self._clock.now()
         for seq_id in plan.gone:
-            self._drop(seq_id)
+            self.seqs.drop(seq_id)
         if plan.kv_moves:
             self.runner.kv.copy(plan.kv_moves)
         for slot, adapter in plan.adapter_moves:
             if self._lora is None:
                 raise StepError("This worker runs no adapters, and the plan moves some.")
             self._lora.load(slot, adapter)
-        self._admit(plan)
-        fine = plan.seqs
-        if self._refused:
-            fine = tuple(seq for seq in fine if seq.seq_id not in self._refused)
-        prompts: dict[int, PromptOutput] = {}
-        self._shortage = Shortage()
+        for new in plan.new_seqs:
+            self.seqs.admit(new)
+        seqs = [self.seqs.find(each.seq_id) for each in plan.seqs]
+        step = _Step()
+        fine = [place for place, seq in enumerate(seqs) if seq is None or seq.refusal is None]
+        plans = [plan.seqs[place] for place in fine]
+        found = [
+            seq for place in fine if (seq := seqs[place]) is not None and seq.epoch == plan.seqs[place].epoch
+        ]
         try:
-            parts = self._compute(fine, prompts)
+            if len(found) < len(plans):
+                raise _unknown(plans, found)
+            launches = self._compute(plans, found, step)
         except Exception as error:
-            # Steps planned before this is known name them too: those rows fail, and not the steps.
-            here = [seq.seq_id for seq in fine if self._inputs.has(seq.seq_id, seq.epoch)]
-            self._refused.update(dict.fromkeys(here, f"a step before failed: {error}"))
+            # Steps planned before this is known name these sequences too: they fail, and not those steps.
+            for seq in found:
+                seq.refusal = f"a step before failed: {error}"
             raise
-        refused = {seq.seq_id: self._refused[seq.seq_id] for seq in plan.seqs if seq.seq_id in self._refused}
-        return Launched(plan, start_s, parts, prompts, refused, self._shortage)
+        refused = {seq.seq_id: seq.refusal for seq in seqs if seq is not None and seq.refusal is not None}
+        return Launched(plan, start_s, launches, step.prompts, refused, step.shortage)
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for the oldest step launched, and return its result."""
-        samples: dict[int, SeqSample] = {}
-        for seq_ids, wait in launched.parts:
-            samples.update(zip(seq_ids, wait(), strict=True))
+        samples: dict[int, tuple[WorkerSeq, SeqSample]] = {}
+        for seqs, pending in launched.launches:
+            found = pending()
+            self.seqs.settle(seqs, found)
+            samples.update((seq.seq_id, (seq, sample)) for seq, sample in zip(seqs, found, strict=True))
         plan = launched.plan
         results = tuple(self._result(seq, launched, samples.get(seq.seq_id)) for seq in plan.seqs)
         took_s = self._clock.now() - launched.start_s
@@ -123,114 +149,101 @@ class Worker:
             max_tokens=launched.shortage.max_tokens,
         )
 
-    def _drop(self, seq_id: int) -> None:
-        if seq_id in self._inputs:
-            self._inputs.remove(seq_id)
-            self.runner.sampler.remove(seq_id)
-            self.runner.grammars.remove(seq_id)
-            self._prompts.remove(seq_id)
-        self._refused.pop(seq_id, None)
-
-    def _admit(self, plan: StepPlan) -> None:
-        for new in plan.new_seqs:
-            self._drop(new.seq_id)
-            refusal = self._refusal(new)
-            if refusal is None:
-                self._inputs.add(new)
-            else:
-                self._refused[new.seq_id] = refusal
-
-    def _refusal(self, new: NewSeq) -> str | None:
-        """Give the sequence to the sampler; return why it cannot run here, or None."""
-        if new.adapter_slot:
-            if self._lora is None:
-                return f"adapter slot {new.adapter_slot} is asked for; this worker runs no adapters."
-            failure = self._lora.failure(new.adapter_slot)
-            if failure is not None:
-                return failure
-        ids = (*new.prompt_token_ids, *new.output_token_ids)
-        if not ids or not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            return f"prompt ids must be in 0…{self._vocab_size - 1}, at least one."
-        try:
-            self.runner.sampler.add(new)
-        except RequestError as error:
-            return str(error)
-        self.runner.grammars.add(new)
-        self._prompts.add(new)
-        return None
-
     def _compute(
-        self, plans: tuple[SeqPlan, ...], prompts: dict[int, PromptOutput]
-    ) -> list[tuple[list[int], Wait]]:
-        """Compute the rows of ``plans``: in one go, or where memory does not suffice in halves, in their order.
+        self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], step: _Step
+    ) -> list[tuple[Sequence[WorkerSeq], PendingResult]]:
+        """Compute the tokens of ``plans``: in one go, or where memory does not suffice in halves, in their order.
 
-        The scheduler is told how many rows were too many. A sequence that does not fit alone is refused, and planned
-        again with fewer rows if it had many.
+        The scheduler is told how many tokens were too many. A sequence that does not fit alone is refused, and planned
+        again with fewer tokens if it had many.
         """
         if not plans:
             return []
-        self.runner.kv.clear(self._inputs.update_tables(plans))
-        return self._compute_in_memory(plans, prompts)
+        for plan, seq in zip(plans, seqs, strict=True):
+            if plan.forced_token_ids:
+                self._inputs.force(plan, seq)
+            if plan.num_draft_tokens:
+                self.seqs.take_drafts(plan, seq)
+        self.runner.kv.clear(self._inputs.update_tables(plans, seqs))
+        return self._compute_in_memory(plans, seqs, step)
 
     def _compute_in_memory(
-        self, plans: tuple[SeqPlan, ...], prompts: dict[int, PromptOutput]
-    ) -> list[tuple[list[int], Wait]]:
+        self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], step: _Step
+    ) -> list[tuple[Sequence[WorkerSeq], PendingResult]]:
         try:
-            return [self._launch(plans, prompts)]
+            return [self._launch(plans, seqs, step)]
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(".")[0]
         self.runner.free_memory()
-        num_rows = sum(plan.num_scheduled_tokens for plan in plans)
-        self._shortage.max_tokens = num_rows // 2
+        num_tokens = sum(plan.num_scheduled_tokens for plan in plans)
+        step.shortage.max_tokens = num_tokens // 2
         _log.warning(
-            "%d rows are too many for the memory, steps have half of them from now on: %s", num_rows, reason
+            "%d tokens are too many for the memory, steps have half of them from now on: %s",
+            num_tokens,
+            reason,
         )
         if len(plans) == 1:
-            self._refused[plans[0].seq_id] = f"there is too little memory for its {num_rows} rows: {reason}"
-            if num_rows > MIN_RETRY_TOKENS:
-                self._shortage.seq_ids.add(plans[0].seq_id)
+            seqs[0].refusal = f"there is too little memory for its {num_tokens} rows: {reason}"
+            if num_tokens > MIN_RETRY_TOKENS:
+                step.shortage.seq_ids.add(seqs[0].seq_id)
             return []
         half = len(plans) // 2
         return [
-            *self._compute_in_memory(plans[:half], prompts),
-            *self._compute_in_memory(plans[half:], prompts),
+            *self._compute_in_memory(plans[:half], seqs[:half], step),
+            *self._compute_in_memory(plans[half:], seqs[half:], step),
         ]
 
-    def _launch(self, plans: tuple[SeqPlan, ...], prompts: dict[int, PromptOutput]) -> tuple[list[int], Wait]:
-        """Launch one forward over ``plans``; ``prompts`` takes what their prompts give."""
-        prepared = self._inputs.prepare(plans)
-        seq_ids = [plans[index].seq_id for index in prepared.sampling]
-        spans = self._prompts.spans(plans) if self._prompts else []
-        if not spans:
-            wait = self.runner.launch(prepared, seq_ids)
+    def _launch(
+        self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], step: _Step
+    ) -> tuple[Sequence[WorkerSeq], PendingResult]:
+        """Launch one forward over ``plans``."""
+        prepared = self._inputs.prepare(plans, seqs)
+        spans = spans_of(plans, [seq.prompt for seq in seqs]) if any(seq.prompt for seq in seqs) else []
+        if spans:
+            samples, hidden = self.runner.run_with_hidden(
+                prepared, np.concatenate([span.tokens for span in spans])
+            )
+            step.prompts.update(self.scorer.outputs(spans, hidden))
+            pending: PendingResult = lambda: samples  # noqa: E731
         else:
-            samples, hidden = self.runner.run_with_rows(prepared, seq_ids, rows_of(spans))
-            prompts.update(self._prompts.outputs(spans, hidden))
+            pending = self.runner.launch(prepared)
+        self.seqs.expect(prepared.sampling)
+        return prepared.sampling, pending
 
-            def wait() -> list[SeqSample]:
-                return samples
-
-        for seq_id in seq_ids:
-            self._inputs.expect(seq_id)
-        return seq_ids, wait
-
-    def _result(self, plan: SeqPlan, launched: Launched, sample: SeqSample | None) -> SeqResult:
+    def _result(
+        self, plan: SeqPlan, launched: Launched, sampled: tuple[WorkerSeq, SeqSample] | None
+    ) -> SeqResult:
         if plan.seq_id in launched.refused:
             again = plan.seq_id in launched.shortage.seq_ids
             return SeqResult(
                 plan.seq_id, plan.epoch, (), error=launched.refused[plan.seq_id], out_of_memory=again
             )
         prompt = launched.prompts.get(plan.seq_id)
-        error = (sample.error if sample is not None else None) or (
-            prompt.error if prompt is not None else None
-        )
+        error = (sampled[1].error if sampled else None) or (prompt.error if prompt is not None else None)
         if error is not None:
             return SeqResult(plan.seq_id, plan.epoch, (), error=error)
         result = SeqResult(plan.seq_id, plan.epoch, ())
-        if sample is not None:
-            self._inputs.settle(plan.seq_id, plan.epoch, sample.token_id)
-            logprobs = None if sample.logprobs is None else (sample.logprobs,)
-            result = SeqResult(plan.seq_id, plan.epoch, (sample.token_id,), logprobs=logprobs)
+        if sampled:
+            seq, sample = sampled
+            num_drafts = self._propose(seq, plan.max_next_drafts)
+            result = SeqResult(plan.seq_id, plan.epoch, sample.token_ids, num_drafts, sample.logprobs)
         if prompt is not None:
             result = result._replace(prompt_logprobs=prompt.logprobs, pooled=prompt.pooled)
         return result
+
+    def _propose(self, seq: WorkerSeq, limit: int) -> int:
+        """Let drafts of the next tokens be made, ``limit`` at most; return how many there are now."""
+        seq.drafts = ()
+        if limit and seq.row >= 0 and self.propose is not None:
+            ids = self.seqs.known_ids(seq)
+            limit = min(limit, self.seqs.max_tokens - len(ids))
+            seq.drafts = tuple(self.propose(seq, ids, limit))[:limit]
+        return len(seq.drafts)
+
+
+def _unknown(plans: Sequence[SeqPlan], found: Sequence[WorkerSeq]) -> StepError:
+    known = {(seq.seq_id, seq.epoch) for seq in found}
+    plan = next(plan for plan in plans if (plan.seq_id, plan.epoch) not in known)
+    return StepError(
+        f"The plan names sequence {plan.seq_id} in epoch {plan.epoch}; the worker does not have it."
+    )

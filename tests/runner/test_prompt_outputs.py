@@ -116,10 +116,10 @@ def test_a_preempted_prompt_starts_anew() -> None:
 
 
 def test_logits_of_a_long_prompt_exist_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.runner.prompt_rows._LOGITS_AT_ONCE", 4 * VOCAB)
+    monkeypatch.setattr("quire.runner.prompt_outputs._LOGITS_AT_ONCE", 4 * VOCAB)
     driver = Prompts(engine_config(SPECS["llama"], "bfloat16"))
     sizes: list[int] = []
-    prompts = driver.executor.worker._prompts
+    prompts = driver.executor.worker.scorer
     logits_of = prompts._logits_of
     prompts._logits_of = lambda hidden: (sizes.append(len(hidden)), logits_of(hidden))[1]
     driver.ask(0, PROMPT)
@@ -130,7 +130,7 @@ def test_logits_of_a_long_prompt_exist_in_slices(monkeypatch: pytest.MonkeyPatch
 
 def test_logits_that_are_not_finite_fail_the_sequence_alone() -> None:
     driver = Prompts(engine_config(SPECS["llama"], "bfloat16"))
-    prompts = driver.executor.worker._prompts
+    prompts = driver.executor.worker.scorer
     logits_of = prompts._logits_of
     prompts._logits_of = lambda hidden: logits_of(hidden).fill_(float("nan"))
     driver.ask(0, PROMPT)

@@ -1,0 +1,159 @@
+"""What a prompt's own tokens give: log-probabilities, or a vector of hidden states.
+
+    prompt     t0   t1   t2   t3          the row of token p predicts token p + 1: with rows 0 … num_prompt − 2 every
+    row         0    1    2    3          token but the first has its log-probability
+    scores     t1   t2   t3    ·          "last" and "logprobs" take the last row, "mean" all of them
+
+Each value depends on its own row alone, and a mean is added up in the order of positions, in float64: so a prompt in
+chunks gives the bits of a whole one. Logits exist for a slice of the rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.request import Pooling, TokenLogprobs
+from quire.step import NewSeq, SeqPlan
+
+_LOGITS_AT_ONCE = 1 << 22  # numbers
+_NOT_FINITE = (
+    "the model's hidden states are not finite (NaN or infinity): the checkpoint or its dtype is at fault."
+)
+
+Score = Callable[[Tensor, Sequence[int], Sequence[int]], list[TokenLogprobs]]
+
+
+class PromptState:
+    """A prompt of which something is wanted."""
+
+    __slots__ = ("num_logprobs", "pooling", "token_ids", "total")
+
+    def __init__(self, new: NewSeq) -> None:
+        self.token_ids = new.prompt_token_ids
+        self.num_logprobs = new.prompt_logprobs
+        self.pooling = new.pooling
+        self.total: NDArray[np.float64] | None = None  # of the rows so far, for a mean
+
+    @classmethod
+    def of(cls, new: NewSeq) -> PromptState | None:
+        """Return the state of ``new``, or None where its prompt is only read."""
+        return None if new.pooling is None and new.prompt_logprobs is None else cls(new)
+
+    def positions(self) -> range:
+        """Return the positions whose rows are wanted."""
+        if self.pooling is None:
+            return range(len(self.token_ids) - 1)
+        return range(0 if self.pooling.whole_prompt else len(self.token_ids) - 1, len(self.token_ids))
+
+
+class Span(NamedTuple):
+    """Tokens of a step that are wanted of one prompt: ``num_tokens`` of them, the first is ``start`` of the step's."""
+
+    seq_id: int
+    prompt: PromptState
+    start: int
+    position: int
+    num_tokens: int
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """Their places in the step."""
+        return np.arange(self.start, self.start + self.num_tokens)
+
+
+class PromptOutput(NamedTuple):
+    """What the tokens of one step gave a prompt; one of the three."""
+
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    pooled: tuple[float, ...] | None = None
+    error: str | None = None
+
+
+def spans_of(plans: Sequence[SeqPlan], prompts: Sequence[PromptState | None]) -> list[Span]:
+    """Return the wanted tokens of a step over ``plans``, whose sequences have ``prompts``, in their order."""
+    spans: list[Span] = []
+    before = 0  # tokens of the step
+    for plan, prompt in zip(plans, prompts, strict=True):
+        if prompt is not None:
+            begin, wanted = plan.num_computed_tokens, prompt.positions()
+            first = max(begin, wanted.start)
+            count = min(begin + plan.num_scheduled_tokens, wanted.stop) - first
+            if count > 0:
+                spans.append(Span(plan.seq_id, prompt, before + first - begin, first, count))
+        before += plan.num_scheduled_tokens
+    return spans
+
+
+class PromptScorer:
+    """Hidden states of prompts → what was asked of them.
+
+    ``logits_of(hidden [rows, hidden_size])`` gives raw logits, ``score(logits, token_ids, num_top)`` a `TokenLogprobs`
+    for each row of them.
+    """
+
+    def __init__(self, logits_of: Callable[[Tensor], Tensor], score: Score, vocab_size: int) -> None:
+        self._logits_of = logits_of
+        self._score = score
+        self._rows_at_once = max(1, _LOGITS_AT_ONCE // vocab_size)
+
+    @torch.inference_mode()
+    def outputs(self, spans: Sequence[Span], hidden: Tensor) -> dict[int, PromptOutput]:
+        """Return what ``spans`` gave by sequence. ``hidden: [tokens of all spans, hidden_size]``."""
+        found: dict[int, PromptOutput] = {}
+        start = 0
+        for span in spans:
+            rows = hidden[start : start + span.num_tokens]
+            start += span.num_tokens
+            pooling = span.prompt.pooling
+            if pooling is None:
+                found[span.seq_id] = self._logprobs(span, rows)
+            elif pooling.kind == "logprobs":
+                found[span.seq_id] = self._logprobs_of(pooling, rows)
+            else:
+                found[span.seq_id] = _vector(span, pooling, rows)
+        return found
+
+    def _logprobs(self, span: Span, rows: Tensor) -> PromptOutput:
+        num_top = span.prompt.num_logprobs
+        assert num_top is not None
+        entries: list[TokenLogprobs] = []
+        for first in range(0, span.num_tokens, self._rows_at_once):
+            part = rows[first : first + self._rows_at_once]
+            target = span.position + 1 + first
+            ids = span.prompt.token_ids[target : target + part.shape[0]]
+            entries += self._score(self._logits_of(part), ids, [num_top] * len(ids))
+        if any(math.isnan(entry.logprob) for entry in entries):
+            return PromptOutput(error=_NOT_FINITE)
+        return PromptOutput(logprobs=tuple(entries))
+
+    def _logprobs_of(self, pooling: Pooling, rows: Tensor) -> PromptOutput:
+        logits = self._logits_of(rows).expand(len(pooling.token_ids), -1)
+        entries = self._score(logits, pooling.token_ids, [0] * len(pooling.token_ids))
+        return _finite([entry.logprob for entry in entries])
+
+
+def _vector(span: Span, pooling: Pooling, rows: Tensor) -> PromptOutput:
+    """Return the vector, once the last token of the prompt is there."""
+    prompt = span.prompt
+    values = rows.to(torch.float64).cpu().numpy()  # [num_tokens, hidden_size]
+    if pooling.kind == "last":
+        return _finite(values[0].tolist())
+    if prompt.total is not None:
+        values = np.concatenate((prompt.total[None], values))
+    prompt.total = np.add.accumulate(values)[-1].copy()  # one row after the other
+    if span.position + span.num_tokens < len(prompt.token_ids):
+        return PromptOutput()
+    return _finite((prompt.total / len(prompt.token_ids)).tolist())
+
+
+def _finite(values: list[float]) -> PromptOutput:
+    if all(map(math.isfinite, values)):
+        return PromptOutput(pooled=tuple(values))
+    return PromptOutput(error=_NOT_FINITE)

@@ -1,0 +1,206 @@
+"""`WorkerSeq`: all that a worker knows of one sequence, and `WorkerSeqs`: how it comes, grows, goes back and goes.
+
+Numbers that a whole step gathers at once lie in numpy arrays with one row per sequence; the object owns its row, which
+is taken at admission and given back when the sequence goes. A row of token ids:
+
+    settled tokens                      │ drafts being verified      │ expected
+    0 … num_settled − 1                   known to the worker alone    −(row + 1): sampled by a step in flight
+                                                                       … num_tokens − 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import RequestError, StepError
+from quire.lora.slots import LoraSlots
+from quire.runner.prompt_outputs import PromptState
+from quire.sampling.grammars import Grammars, GrammarState
+from quire.sampling.processors import LogitsProcessors
+from quire.sampling.sampler import SeqSample, column_values, new_columns
+from quire.step import NewSeq, SeqPlan
+
+Ints = npt.NDArray[np.int64]
+
+
+class WorkerSeq:
+    """One sequence, from its admission until it goes or is admitted again. ``row`` is −1 from then on."""
+
+    __slots__ = (
+        "draft_ids",
+        "drafts",
+        "epoch",
+        "grammar",
+        "pending",
+        "processors",
+        "prompt",
+        "refusal",
+        "row",
+        "seq_id",
+    )
+
+    def __init__(self, new: NewSeq, row: int) -> None:
+        self.seq_id = new.seq_id
+        self.epoch = new.epoch
+        self.row = row  # of the arrays of `WorkerSeqs`
+        self.refusal: str | None = None  # why it cannot run or go on
+        self.processors: LogitsProcessors | None = None  # None: its logits are sampled as they are
+        self.grammar: GrammarState | None = None
+        self.prompt: PromptState | None = None  # where something of its prompt's own tokens is wanted
+        self.drafts: tuple[int, ...] = ()  # proposed for the next step
+        self.draft_ids: tuple[int, ...] = ()  # being verified
+        self.pending: Callable[[], list[SeqSample]] | None = (
+            None  # on a GPU: has the id that the next mask depends on
+        )
+
+
+class WorkerSeqs:
+    """The sequences of a worker, by id."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_tokens: int,
+        *,
+        max_blocks: int,
+        num_groups: int,
+        grammars: Grammars,
+        lora: LoraSlots | None = None,
+        release: Callable[[WorkerSeq], None] = lambda seq: None,
+    ) -> None:
+        """``max_tokens``: of one sequence. ``release`` frees what a runner keeps elsewhere of one that goes."""
+        self._vocab_size = vocab_size
+        self._grammars = grammars
+        self._lora = lora
+        self._release = release
+        self.max_tokens = max_tokens
+        # np.zeros maps untouched memory: rows and columns that are never used cost nothing.
+        self.token_ids = np.zeros((max_num_seqs, max_tokens), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_settled = np.zeros(max_num_seqs, np.int64)
+        self.samples = np.zeros(max_num_seqs, np.bool_)  # whether the last token samples the next one
+        self.adapter_slots = np.zeros(max_num_seqs, np.int64)  # 0: the base model
+        self.block_tables = [np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)]
+        self.columns = new_columns(max_num_seqs)  # of the sampler
+        self._seqs: dict[int, WorkerSeq] = {}
+        self._free = list(range(max_num_seqs))[::-1]
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def find(self, seq_id: int) -> WorkerSeq | None:
+        return self._seqs.get(seq_id)
+
+    def admit(self, new: NewSeq) -> WorkerSeq:
+        """Take a sequence, or take it anew. One that cannot run has a ``refusal``, and no state but that."""
+        self.drop(new.seq_id)
+        if not self._free:
+            self._grow()
+        seq = self._seqs[new.seq_id] = WorkerSeq(new, self._free.pop())
+        seq.refusal = self._why_not(new)
+        if seq.refusal is not None:
+            return seq
+        try:
+            processors = LogitsProcessors(new, self._vocab_size)
+        except RequestError as error:
+            seq.refusal = str(error)
+            return seq
+        seq.processors = processors if processors else None
+        seq.grammar = self._grammars.begin(new)
+        seq.prompt = PromptState.of(new)
+        row, ids = seq.row, (*new.prompt_token_ids, *new.output_token_ids)
+        self.token_ids[row, : len(ids)] = ids
+        self.num_tokens[row] = self.num_settled[row] = len(ids)
+        self.samples[row] = not new.prompt_only
+        self.adapter_slots[row] = new.adapter_slot
+        self.columns[row] = column_values(new, self._vocab_size, edited=seq.processors is not None)
+        for table in self.block_tables:
+            table[row] = 0
+        return seq
+
+    def drop(self, seq_id: int) -> None:
+        """Forget a sequence; one that is not here (gone before its first step) is no error."""
+        seq = self._seqs.pop(seq_id, None)
+        if seq is not None:
+            self._release(seq)
+            self._free.append(seq.row)
+            seq.row = -1
+
+    def take_drafts(self, plan: SeqPlan, seq: WorkerSeq) -> None:
+        """Put the drafts that ``plan`` verifies behind the known tokens of ``seq``."""
+        known, count = int(self.num_tokens[seq.row]), plan.num_draft_tokens
+        end = plan.num_computed_tokens + plan.num_scheduled_tokens
+        if count > len(seq.drafts) or end != known + count or end > self.max_tokens:
+            raise StepError(
+                f"Sequence {seq.seq_id}: the plan verifies {count} drafts up to token {end}; the worker has "
+                f"{len(seq.drafts)} drafts after {known} tokens."
+            )
+        seq.draft_ids = seq.drafts[:count]
+        self.token_ids[seq.row, known:end] = seq.draft_ids
+        self.num_tokens[seq.row] = end
+
+    def rollback(self, seq: WorkerSeq, num_tokens: int) -> None:
+        """Take back the last ``num_tokens`` tokens of ``seq``, in all of its state that follows tokens."""
+        if not num_tokens:
+            return
+        self.num_tokens[seq.row] -= num_tokens
+        self.num_settled[seq.row] = min(self.num_settled[seq.row], self.num_tokens[seq.row])
+        if seq.processors is not None:
+            seq.processors.rollback(num_tokens)
+        if seq.grammar is not None:
+            seq.grammar.rollback(num_tokens)
+
+    def expect(self, seqs: Sequence[WorkerSeq]) -> None:
+        """Count one more token of each of ``seqs``, which a step in flight samples; a GPU knows its id."""
+        rows = np.fromiter((seq.row for seq in seqs), np.int64, len(seqs))
+        rows = rows[self.num_tokens[rows] < self.max_tokens]  # beyond it the scheduler ends the sequence
+        self.token_ids[rows, self.num_tokens[rows]] = -rows - 1
+        self.num_tokens[rows] += 1
+
+    def settle(self, seqs: Sequence[WorkerSeq], samples: Sequence[SeqSample]) -> None:
+        """Put in what was sampled; a sequence that has gone, or come back since, is another object by now."""
+        there = [
+            (seq.row, sample.token_ids[-1], len(sample.token_ids))
+            for seq, sample in zip(seqs, samples, strict=True)
+            if seq.row >= 0 and sample.error is None
+        ]
+        if not there:
+            return
+        rows, last_ids, counts = np.array(there, np.int64).T
+        places = self.num_settled[rows] + counts - 1  # the accepted drafts before them are in place
+        fits = places < self.num_tokens[rows]
+        self.token_ids[rows[fits], places[fits]] = last_ids[fits]
+        self.num_settled[rows] = np.minimum(places + 1, self.num_tokens[rows])
+
+    def known_ids(self, seq: WorkerSeq) -> npt.NDArray[np.int32]:
+        """The settled tokens of ``seq``, prompt and output: a view."""
+        return self.token_ids[seq.row, : self.num_settled[seq.row]]
+
+    def _why_not(self, new: NewSeq) -> str | None:
+        """Tell why ``new`` cannot run here, or return None."""
+        if new.adapter_slot:
+            if self._lora is None:
+                return f"adapter slot {new.adapter_slot} is asked for; this worker runs no adapters."
+            failure = self._lora.failure(new.adapter_slot)
+            if failure is not None:
+                return failure
+        ids = (*new.prompt_token_ids, *new.output_token_ids)
+        if not ids or not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            return f"prompt ids must be in 0…{self._vocab_size - 1}, at least one."
+        assert len(ids) <= self.max_tokens, (
+            f"sequence {new.seq_id} has {len(ids)} of {self.max_tokens} tokens"
+        )
+        return None
+
+    def _grow(self) -> None:
+        """Double the rows: a plan may hold finished sequences beside their successors for one step."""
+        size = len(self.num_tokens)
+        for name in ("token_ids", "num_tokens", "num_settled", "samples", "adapter_slots", "columns"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros_like(array))))
+        self.block_tables = [np.concatenate((table, np.zeros_like(table))) for table in self.block_tables]
+        self._free = list(range(size, 2 * size))[::-1]

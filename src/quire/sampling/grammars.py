@@ -1,0 +1,233 @@
+"""`Grammars`: the grammars of a worker's sequences, compiled and advanced beside the model.
+
+A matcher is built on a thread from the time its sequence is admitted; the mask of the next token is computed on another
+thread from the time the last one is sampled. Both run while the model does, and `GrammarState.wait` waits for them.
+
+    admitted ──> build: vocabulary (once), compile or copy, advance through the output so far, first mask
+    sampled  ──> follow: all constrained sequences of the step in one call of llguidance, without the GIL
+    logits   ──> apply: what the grammar forbids is −inf, before anything else looks at the row
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.errors import QuireError, RequestError
+from quire.models.checkpoint import read_tokenizer
+from quire.step import NewSeq
+from quire.text.grammar_matcher import (
+    GrammarConstraint,
+    bitmask_words,
+    compile_matcher,
+    encode_forced,
+    ll_tokenizer,
+    mask_threads,
+    token_table,
+    unpack,
+)
+
+_MAX_COMPILED = 64  # grammars kept for the requests to come
+_BUILD_STACK_BYTES = 64 << 20  # eight times the stack on which the API side has compiled the same grammar
+_NO_TOKEN = "structured_outputs: no token of the model's vocabulary can continue the answer here."
+
+
+class GrammarMask:
+    """Which ids a grammar allows at one position: ``bits`` ``[words]``, lowest id first."""
+
+    def __init__(self, bits: NDArray[np.int32], allowed: NDArray[np.bool_]) -> None:
+        self.bits = bits
+        # Most masks allow few ids, or forbid few.
+        self._ids_are_allowed = 2 * int(np.count_nonzero(allowed)) <= allowed.size
+        self._ids = torch.from_numpy(np.flatnonzero(allowed if self._ids_are_allowed else ~allowed))
+
+    def allows(self, token_id: int) -> bool:
+        return bool(self.bits[token_id // 32] >> (token_id % 32) & 1)
+
+    def apply(self, row: torch.Tensor) -> None:
+        """Write −inf over what is forbidden in ``row: [vocab_size]``."""
+        ids = self._ids.to(row.device)
+        if self._ids_are_allowed:
+            kept = row.index_select(0, ids)
+            row.fill_(-torch.inf).index_copy_(0, ids, kept)
+        else:
+            row.index_fill_(0, ids, -torch.inf)
+
+
+class GrammarState:
+    """The grammar of one sequence. ``masks`` and ``error`` hold once `wait` has returned."""
+
+    def __init__(self, new: NewSeq, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._num_skipped = 0  # of the drafts being verified: those that were not taken
+        self.eos_token_ids = frozenset(new.sampling.eos_token_ids)
+        self.constraint: GrammarConstraint | None = None
+        self.masks: list[GrammarMask] = []  # of the next token; below it those of drafts being verified
+        self.error: str | None = None  # why the sequence cannot go on
+        self.pending: Future[None] | None = None
+
+    @property
+    def matcher(self) -> Any:
+        assert self.constraint is not None
+        return self.constraint.matcher
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.result()
+
+    def apply(self, logits: torch.Tensor, drafts: Sequence[int]) -> int:
+        """Mask the rows of the sequence: ``logits[0]`` with its next mask, ``logits[i]`` with that after i drafts.
+
+        The state advances through the drafts that the grammar allows and that do not end the answer; returns how many.
+        Rows behind them are left alone, and so are all rows where ``error`` is set.
+        """
+        self.wait()
+        count = 0
+        while self.error is None and count < len(drafts) and self._advance(drafts[count]):
+            count += 1
+        self._num_skipped = len(drafts) - count
+        if self.error is None:
+            for row, mask in zip(logits, self.masks, strict=False):
+                mask.apply(row)
+        return count
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last ``num_tokens`` drafts."""
+        taken = num_tokens - self._num_skipped
+        self._num_skipped = 0
+        if taken > 0:
+            assert self.constraint is not None
+            self.constraint.rollback(taken)
+            del self.masks[-taken:]
+
+    def _advance(self, draft: int) -> bool:
+        """Take ``draft``, unless it is forbidden or the grammar gives up behind it."""
+        if draft in self.eos_token_ids or not self.masks[-1].allows(draft):
+            return False
+        before, masks = self.matcher.deep_copy(), self.masks
+        self._grammars.advance([(self, draft)])
+        if self.error is not None:  # the draft may be rejected: the sequence goes on without it
+            assert self.constraint is not None
+            self.constraint.matcher, self.masks, self.error = before, masks, None
+            return False
+        self.masks = [*masks, *self.masks]
+        return True
+
+
+class Grammars:
+    """Costs nothing until the first sequence with a grammar comes; llguidance is imported then."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, num_threads: int) -> None:
+        """``tokenizer``: its folder or file. ``num_threads``: of the model; a fourth of them computes masks."""
+        self._tokenizer_path = tokenizer
+        self._vocab_size = vocab_size
+        self._num_threads = max(1, num_threads // 4)
+        self._tokenizers: dict[tuple[int, ...], Any] = {}  # by EOS ids
+        self._compiled: OrderedDict[tuple[str, tuple[int, ...]], Any] = OrderedDict()
+        self._builders: ThreadPoolExecutor | None = None
+        self._followers: ThreadPoolExecutor | None = None
+        self._executor: Any = None  # llguidance's own threads
+
+    def begin(self, new: NewSeq) -> GrammarState | None:
+        """Begin to build the state of ``new`` after its output ids; None where it has no grammar."""
+        if new.grammar is None:
+            return None
+        state = GrammarState(new, self)
+        state.pending = self._builder().submit(self._guard, [state], lambda: self._build(state, new))
+        return state
+
+    def follow(self, sampled: Sequence[tuple[GrammarState, int]]) -> None:
+        """Take the tokens sampled, and begin to compute the masks of the next ones."""
+        # After its end an answer has no next token.
+        moved = [(state, token_id) for state, token_id in sampled if token_id not in state.eos_token_ids]
+        if not moved:
+            return
+        if self._followers is None:
+            self._followers = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
+        states = [state for state, _ in moved]
+        pending = self._followers.submit(self.advance, moved)
+        for state in states:
+            state.pending = pending
+
+    def advance(self, moved: Sequence[tuple[GrammarState, int]]) -> None:
+        """Take a token of each state, and compute the mask of the next; what goes wrong is its ``error``."""
+        self._guard([state for state, _ in moved], lambda: self._follow(moved))
+
+    def _builder(self) -> ThreadPoolExecutor:
+        if self._builders is None:
+            self._builders = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
+            before = threading.stack_size(_BUILD_STACK_BYTES)
+            try:
+                self._builders.submit(int).result()  # the thread starts here, with that stack
+            finally:
+                threading.stack_size(before)
+        return self._builders
+
+    def _guard(self, states: Sequence[GrammarState], work: Callable[[], None]) -> None:
+        """Whatever goes wrong fails these sequences and nothing else."""
+        try:
+            work()
+        except (QuireError, ImportError) as error:
+            for state in states:
+                state.error = f"structured_outputs: {error}"
+        except BaseException as error:  # llguidance's panics are no `Exception`
+            for state in states:
+                state.error = f"structured_outputs: {type(error).__name__}: {error}"
+
+    def _build(self, state: GrammarState, new: NewSeq) -> None:
+        assert new.grammar is not None
+        key = (new.grammar, tuple(new.sampling.eos_token_ids))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = compile_matcher(self._tokenizer_for(key[1]), new.grammar)
+            if compiled.is_error():
+                raise RequestError(str(compiled.get_error()))
+            self._compiled[key] = compiled
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        else:
+            self._compiled.move_to_end(key)
+        state.constraint = GrammarConstraint(compiled.deep_copy(), self._vocab_size, new.output_token_ids)
+        self._mask([state])
+
+    def _tokenizer_for(self, eos_token_ids: tuple[int, ...]) -> Any:
+        known = self._tokenizers.get(eos_token_ids)
+        if known is None:
+            if not self._tokenizer_path:
+                raise RequestError("this worker has no tokenizer, so it cannot follow a grammar.")
+            tokenizer = read_tokenizer(Path(self._tokenizer_path))
+            table = token_table(tokenizer, self._vocab_size, eos_token_ids)
+            known = self._tokenizers[eos_token_ids] = ll_tokenizer(table, encode_forced(tokenizer))
+        return known
+
+    def _follow(self, moved: Sequence[tuple[GrammarState, int]]) -> None:
+        self._masks().consume_token_par([(state.matcher, token_id) for state, token_id in moved])
+        self._mask([state for state, _ in moved])
+
+    def _mask(self, states: Sequence[GrammarState]) -> None:
+        """Compute the masks of the next tokens."""
+        bits = np.zeros((len(states), bitmask_words(self._vocab_size)), np.int32)
+        jobs = [(state.matcher, row) for row, state in enumerate(states)]
+        self._masks().unsafe_compute_mask_ptr(jobs, bits.ctypes.data, bits[0].nbytes, len(states))
+        allowed = unpack(bits, self._vocab_size)
+        for row, state in enumerate(states):
+            assert state.constraint is not None
+            error = state.constraint.error
+            if error is not None:
+                state.error = f"structured_outputs: {error}."
+            elif not bits[row].any():
+                state.error = _NO_TOKEN
+            state.masks = [GrammarMask(bits[row], allowed[row])]
+
+    def _masks(self) -> Any:
+        if self._executor is None:
+            self._executor = mask_threads(self._num_threads)
+        return self._executor

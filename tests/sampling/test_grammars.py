@@ -1,0 +1,148 @@
+"""The worker's grammars: built beside the model, waited for when a row samples; an error stays with its sequence."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+
+from quire.models.quill import quill_path
+from quire.request import SamplingParams
+from quire.sampling import grammars as grammars_module
+from quire.sampling.grammars import Grammars, GrammarState
+from quire.step import NewSeq
+from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammar import build_grammar, grammar_source
+from quire.text.grammar_matcher import compile_matcher
+
+VOCAB = 4096
+PATH = str(quill_path("quill"))
+
+
+def grammar(**form: object) -> str:
+    return build_grammar(grammar_source(StructuredOutputsParams(**form)))  # type: ignore[arg-type]
+
+
+DIGITS = grammar(regex="[0-9]{3}")
+
+
+def eos_of() -> int:
+    ids = json.loads((quill_path("quill") / "config.json").read_text())["eos_token_id"]
+    return ids if isinstance(ids, int) else ids[0]
+
+
+EOS = eos_of()
+GREEDY = SamplingParams(temperature=0.0, seed=1, max_tokens=64, eos_token_ids=(EOS,))
+
+
+def new(seq_id: int, source: str | None, output: tuple[int, ...] = (), epoch: int = 0) -> NewSeq:
+    return NewSeq(seq_id, epoch, (1, 2), output, GREEDY, 0, grammar=source)
+
+
+def begin(grammars: Grammars, new_seq: NewSeq) -> GrammarState:
+    state = grammars.begin(new_seq)
+    assert state is not None
+    return state
+
+
+def allowed(*states: GrammarState) -> list[list[int]]:
+    rows = []
+    for state in states:
+        logits = torch.zeros(1, VOCAB)
+        state.apply(logits, ())
+        assert state.error is None
+        rows.append(torch.isfinite(logits[0]).nonzero().flatten().tolist())
+    return rows
+
+
+def test_rows_without_a_grammar_cost_no_thread() -> None:
+    before = threading.active_count()
+    grammars = Grammars(PATH, VOCAB, 1)
+    assert grammars.begin(new(1, None)) is None
+    grammars.follow([])
+    assert threading.active_count() == before
+
+
+def test_a_batch_follows_its_own_grammars() -> None:
+    grammars = Grammars(PATH, VOCAB, 1)
+    one, three = begin(grammars, new(1, DIGITS)), begin(grammars, new(3, grammar(choice=["ab"])))
+    first = allowed(three, one)
+    digit = first[1][0]
+    grammars.follow([(three, first[0][0]), (one, digit)])
+    second = allowed(one, three)
+    assert second[0]
+    assert second[0] != first[1] or second[1] != first[0]
+    again = begin(grammars, new(1, DIGITS, (digit,), epoch=1))  # preempted and admitted again
+    assert allowed(again) == [second[0]]
+
+
+def test_the_end_and_after_it() -> None:
+    grammars = Grammars(PATH, VOCAB, 1)
+    state = begin(grammars, new(1, DIGITS))
+    for _ in range(3):
+        (ids,) = allowed(state)
+        if ids == [EOS]:
+            break
+        grammars.follow([(state, ids[0])])
+    assert allowed(state) == [[EOS]]
+    grammars.follow([(state, EOS)])
+
+
+def test_drafts_that_go_back_leave_no_trace() -> None:
+    """Rows get the mask after the drafts before them; a forbidden draft ends them; all of it can be taken back."""
+    grammars = Grammars(PATH, VOCAB, 1)
+    state = begin(grammars, new(1, DIGITS))
+    (first,) = allowed(state)
+    digit = first[0]
+    expected = [begin(grammars, new(2, DIGITS, (digit,) * count)) for count in range(3)]
+    for drafts, usable in (((digit, digit), 2), ((digit, EOS), 1), ((EOS, digit), 0), ((digit, 5, digit), 1)):
+        assert 5 not in first
+        logits = torch.zeros(1 + len(drafts), VOCAB)
+        assert state.apply(logits, drafts) == usable
+        rows = [torch.isfinite(row).nonzero().flatten().tolist() for row in logits]
+        assert rows[: usable + 1] == allowed(*expected[: usable + 1])
+        state.rollback(len(drafts))
+        assert allowed(state) == [first]
+    logits = torch.zeros(3, VOCAB)
+    state.apply(logits, (digit, digit))
+    state.rollback(1)
+    grammars.follow([(state, digit)])
+    assert allowed(state) == allowed(expected[2])
+
+
+def test_the_same_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(
+        grammars_module,
+        "compile_matcher",
+        lambda tokenizer, text: compiled.append(text) or compile_matcher(tokenizer, text),
+    )
+    grammars = Grammars(PATH, VOCAB, 1)
+    rows = allowed(*(begin(grammars, new(seq_id, DIGITS)) for seq_id in range(5)))
+    assert rows == [rows[0]] * 5
+    assert compiled == [DIGITS]
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "said"),
+    [("", DIGITS, "no tokenizer"), ("/nowhere", DIGITS, "/nowhere"), (PATH, "start: nothing", "nothing")],
+)
+def test_what_cannot_be_built_fails_its_sequence(path: str, source: str, said: str) -> None:
+    state = begin(Grammars(path, VOCAB, 1), new(1, source))
+    logits = torch.zeros(1, VOCAB)
+    state.apply(logits, ())
+    assert said in str(state.error)
+    assert torch.isfinite(logits).all()
+
+
+def test_a_token_that_the_grammar_forbids_is_an_error() -> None:
+    grammars = Grammars(PATH, VOCAB, 1)
+    one, two = begin(grammars, new(1, DIGITS)), begin(grammars, new(2, DIGITS))
+    wrong = next(i for i in range(VOCAB) if i not in allowed(one)[0])
+    grammars.follow([(one, wrong), (two, allowed(two)[0][0])])
+    for state in (one, two):
+        state.apply(torch.zeros(1, VOCAB), ())
+    assert one.error is not None
+    assert two.error is None
