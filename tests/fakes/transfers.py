@@ -41,9 +41,7 @@ class FakeTransfers:
         self._remote: dict[bytes, NDArray[np.uint64]] = {}  # page hash -> the page's slots
         self._rates = rates
         self._violations = violations
-        self._seen_first: dict[
-            tuple[int, int], NDArray[np.uint64]
-        ] = {}  # (transfer, block) -> its content
+        self._seen_first: dict[tuple[int, int], NDArray[np.uint64]] = {}  # (transfer, block) -> its content
         self._random = random.Random(rates.seed)
         self._open: dict[int, tuple[KvTransfer, list[int]]] = {}  # ticks left before each block
 
