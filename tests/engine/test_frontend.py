@@ -8,6 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from datetime import datetime
+from typing import Any
 
 import pytest
 from tests.engine.scripted import ScriptedClient
@@ -19,10 +20,11 @@ from quire.clock import WallClock
 from quire.engine.client import EngineClient, InProcessClient
 from quire.engine.frontend import Frontend
 from quire.engine.output import OutputChunk, merge
+from quire.engine.prepare import prepare_request
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import CapacityError, EngineDeadError, ModelLoadError, RequestError
-from quire.request import FinishReason, SamplingParams
+from quire.request import FinishReason, SamplingParams, ThinkingBudget
 from quire.text.chat_template import ChatTemplate
 
 TOKENIZER = byte_tokenizer()
@@ -231,6 +233,22 @@ def test_refusals_name_the_field_and_the_numbers(
             assert word in str(caught.value)
 
     with_frontend(body)
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("allowed_token_ids", {"allowed_token_ids": [100]}),
+        ("logit_bias", {"logit_bias": {100: 1.0}}),
+        ("bad_words", {"bad_words": ["no"]}),
+        ("thinking_budget", {"thinking_budget": ThinkingBudget(4, 99, 100, is_open=False)}),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_by_name(field: str, options: dict[str, Any]) -> None:
+    sampling, model = SamplingParams(**options), model_info(vocab_size=100)
+    with pytest.raises(RequestError, match=f"{field} holds the token id 1[01]") as caught:
+        prepare_request("r", [1], sampling, model, TOKENIZER, arrival_s=0.0, seed=1)
+    assert caught.value.param == field
 
 
 def test_defaults_are_resolved() -> None:
