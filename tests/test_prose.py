@@ -38,18 +38,9 @@ QUOTATIONS = {"docs/quill.md", "src/quire/workload/request.py"}
 ALLOWED: dict[str, int] = {
     "benchmarks": 3,
     "src/quire": 3,
-    "src/quire/api": 2,
-    "src/quire/bench": 1,
     "src/quire/cache": 14,
-    "src/quire/cli": 1,
-    "src/quire/engine": 2,
     "src/quire/families": 1,
-    "src/quire/gateway": 3,
-    "src/quire/jobs": 1,
-    "src/quire/plan": 2,
     "src/quire/scheduler": 18,
-    "src/quire/sim": 2,
-    "src/quire/workload": 2,
     "tests/sim": 1,
 }
 
