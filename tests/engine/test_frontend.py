@@ -114,7 +114,7 @@ def test_ids_are_the_engines_and_n_differ() -> None:
     with_frontend(body)
 
 
-def test_stop_string_over_tokens_ends_the_sample_in_the_engine_too() -> None:
+def test_stop_string_over_tokens_ends_the_engines_sample() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
         free = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
         (full,) = await collect(frontend, "abc", free)
@@ -178,7 +178,7 @@ def test_an_aborted_stream_ends_each_sample_once() -> None:
     with_frontend(body, f"{FAKE}@5")
 
 
-def test_a_name_may_come_again_while_late_events_of_the_first_are_under_way() -> None:
+def test_a_request_id_may_be_used_again_at_once() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
         for i in range(5):
             sampling = SamplingParams(max_tokens=30, seed=i, ignore_eos=True)
@@ -277,7 +277,7 @@ def test_a_full_queue_is_an_answer() -> None:
     with_frontend(body, f"{FAKE}@5", max_num_seqs=2, max_queue=3)
 
 
-def test_draining_finishes_what_runs_and_aborts_what_takes_too_long() -> None:
+def test_drain_finishes_what_runs_then_aborts_the_rest() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
         short = await frontend.submit("a", SamplingParams(max_tokens=3, ignore_eos=True))
         long = await frontend.submit("b", SamplingParams(max_tokens=250, ignore_eos=True))
