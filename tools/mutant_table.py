@@ -20,6 +20,10 @@ class Mutant:
 
 # The first 36 seeds: every gate × order with 1, 2 and 4 steps in flight.
 FUZZ = tuple(f"tests/sim/test_fuzz.py::test_fuzz[{first}]" for first in (0, 12, 24))
+# Drafts and transfers, with and without chained steps.
+WIDE_FUZZ = tuple(
+    f"tests/sim/test_fuzz.py::test_fuzz_with_drafts_and_transfers[{first}]" for first in (0, 12)
+)
 EXACT = ("tests/exact/test_quick.py",)
 SAMPLER = ("tests/sampling/test_sampler.py",)
 VERIFY = ("tests/sampling/test_verify.py",)
@@ -94,7 +98,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "window-slides-early",
-        "the cache lets go of a window's first row one token too early",
+        "the cache frees a window's first block one token too early",
         "src/quire/cache/block_table.py",
         "max(0, position - w + 1) // self._block_size",
         "max(0, position - w + 2) // self._block_size",
@@ -125,6 +129,38 @@ MUTANTS: tuple[Mutant, ...] = (
         FUZZ,
     ),
     Mutant(
+        "rejected-drafts-published",
+        "a block is published up to drafts that were rejected",
+        "src/quire/scheduler/outcome.py",
+        "        end -= num_rejected\n",
+        "",
+        WIDE_FUZZ,
+    ),
+    Mutant(
+        "rejected-drafts-keep-blocks",
+        "a sequence keeps the blocks of drafts that were rejected",
+        "src/quire/scheduler/state.py",
+        "        self.cache.rollback(seq.table, seq.num_planned)\n",
+        "",
+        ("tests/sim/test_k_tokens.py",),
+    ),
+    Mutant(
+        "load-published-whole",
+        "all blocks of a load are published, though only some came",
+        "src/quire/cache/transfers.py",
+        "transfer.num_hit_rows + num_blocks // cache.windows.num_groups",
+        "table.num_rows",
+        WIDE_FUZZ,
+    ),
+    Mutant(
+        "store-without-references",
+        "the blocks of a store may be evicted while their bytes are read",
+        "src/quire/cache/transfers.py",
+        "            references.share(block_id)\n        references.transfers[transfer_id] = TransferBlocks(held)\n",
+        "            pass\n        references.transfers[transfer_id] = TransferBlocks([])\n",
+        WIDE_FUZZ,
+    ),
+    Mutant(
         "plain-after-preemption",
         "a preempted sequence is planned and applied as if it still had its blocks",
         "src/quire/scheduler/state.py",
@@ -142,7 +178,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "readers-not-restarted",
-        "who read the blocks of a failed step goes on with them",
+        "sequences that read blocks of a failed step continue with them",
         "src/quire/cache/manager.py",
         "table.reads = {n.step for n in hit.nodes if n.step > self.references.applied_step}",
         "table.reads = set()",
@@ -158,7 +194,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rng-without-sample-index",
-        "the RNG does not know which of n samples it is for",
+        "the random numbers do not depend on which of n sequences is sampled",
         "src/quire/sampling/sampler.py",
         "        new.sample_index,\n",
         "        0,\n",
@@ -166,7 +202,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rng-without-position",
-        "the RNG gives the same noise at every position",
+        "the random numbers are the same at every position",
         "src/quire/sampling/sampler.py",
         'columns["position"] = positions + 1',
         'columns["position"] = 1',
@@ -174,7 +210,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "penalties-lost-on-resumption",
-        "a sequence that comes back has forgotten what it must be penalised for",
+        "a readmitted sequence has lost the counts of its penalties",
         "src/quire/sampling/processors.py",
         "        for token_id in new.output_token_ids:\n            self.advance(token_id)\n",
         "        for token_id in new.output_token_ids if self.mask else ():\n            self.mask.advance(token_id)\n",
@@ -238,7 +274,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "deadline-not-kept",
-        "a total that has passed ends nobody",
+        "a total deadline that has passed ends no sequence",
         "src/quire/scheduler/deadline.py",
         '        return "total"\n',
         "        return None\n",
@@ -262,7 +298,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "slo-forgets-the-decodes",
-        "the controller's chunk is sized as if nobody decoded beside it",
+        "the controller sizes a chunk as if no sequence decoded beside it",
         "src/quire/scheduler/slo.py",
         "if self.mixed_s(num_decodes, middle) <= self._aim_s",
         "if self.mixed_s(0, middle) <= self._aim_s",

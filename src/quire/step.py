@@ -114,6 +114,11 @@ class SeqPlan(NamedTuple):
     max_next_drafts: int = 0  # how many drafts the worker may propose for the next step
     forced_token_ids: tuple[int, ...] = ()  # overrides the worker's last id (beams)
 
+    @property
+    def num_known_tokens(self) -> int:
+        """Scheduled tokens that are no drafts: 1 for a decode."""
+        return self.num_scheduled_tokens - self.num_draft_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -1,4 +1,4 @@
-"""`StructuredOutputsParams`: the form that an answer must have, in vLLM's names."""
+"""`StructuredOutputsParams`: the form that an answer must have, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """What constrains the output. Wrong values raise `RequestError` that names the field as ``param`` calls it."""
+    """The constraint of an output. A wrong value raises `RequestError`, which names the field as in ``param``."""
 
     json: str | dict[str, Any] | None = None  # a JSON schema, as an object or as its text
     regex: str | None = None  # Rust's regex syntax, the whole output
@@ -22,10 +22,10 @@ class StructuredOutputsParams:
     grammar: str | None = None  # Lark, or GBNF/EBNF ("root ::= …")
     json_object: bool | None = None  # true: any JSON object
     structural_tag: str | dict[str, Any] | None = None  # tags whose content has a form, within free text
-    whitespace_pattern: str | None = None  # of JSON: a regex of what may stand between two tokens of it
+    whitespace_pattern: str | None = None  # of JSON: a regex for the text between two tokens
     disable_any_whitespace: bool = False  # of JSON: no whitespace outside of strings
-    disable_additional_properties: bool = False  # of JSON: objects are closed where the schema does not say
-    param: str = "structured_outputs"  # what the client called it, for errors
+    disable_additional_properties: bool = False  # of JSON: objects are closed unless the schema says so
+    param: str = "structured_outputs"  # the field's name in the client's request, for errors
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
@@ -43,7 +43,7 @@ class StructuredOutputsParams:
         return next(name for name in KINDS if getattr(self, name) is not None)
 
     def wrong(self, message: str) -> RequestError:
-        """Return the error that says ``message`` of this field."""
+        """Return an error about this field."""
         return RequestError(message, param=self.param)
 
     def _check_types(self, kind: str) -> None:

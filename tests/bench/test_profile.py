@@ -42,14 +42,14 @@ class Stopwatch:
     def submit(self, plan: StepPlan) -> None:
         for new in plan.new_seqs:
             self._known[new.seq_id] = len(new.prompt_token_ids)
-        drawn = 0
+        sampled = set()
         for seq in plan.seqs:
             end = seq.num_computed_tokens + seq.num_scheduled_tokens
             assert end <= self._known[seq.seq_id]  # as the worker demands
             if end == self._known[seq.seq_id]:
                 self._known[seq.seq_id] += 1
-                drawn += 1
-        step = features(plan, drawn)
+                sampled.add(seq.seq_id)
+        step = features(plan, sampled)
         if plan.seqs:
             self.steps.append(step)
         self._clock.advance(TRUTH.seconds(step))

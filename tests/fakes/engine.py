@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from tests.fakes.executor import FakeExecutor
+from tests.fakes.executor import FakeDrafts, FakeExecutor
 from tests.fakes.model import FakeModel
 
 from quire.config import EngineConfig
@@ -27,11 +27,22 @@ def build(config: EngineConfig, step_ms: str) -> Executor:
     return Paced(fake, float(step_ms) / 1e3) if step_ms else fake
 
 
+DRAFTING = "tests.fakes.engine:build_drafting"
+
+
+def build_drafting(config: EngineConfig, drafts: str) -> Executor:
+    """Return a fake executor that proposes as many drafts as it may; ``drafts``: the share that is wrong."""
+    model = FakeModel(vocab_size=config.model.spec.vocab_size)
+    return FakeExecutor(
+        config.cache, model=model, drafts=FakeDrafts(config.scheduler.max_num_drafts, float(drafts))
+    )
+
+
 class Paced:
     """An executor slowed down to a step of at least ``step_s`` seconds."""
 
     def __init__(self, inner: Executor, step_s: float) -> None:
-        self.max_in_flight = inner.max_in_flight
+        self.max_in_flight, self.chains_steps = inner.max_in_flight, inner.chains_steps
         self._inner = inner
         self._step_s = step_s
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tests.fakes.adapters import FakeAdapters
 from tests.fakes.kv import FakePages, WorkerSeq
-from tests.fakes.model import MASK, FakeModel
+from tests.fakes.model import MASK, FakeModel, next_state
+from tests.fakes.transfers import FakeTransferRates, FakeTransfers
 
 from quire.config import CacheConfig
 from quire.errors import StepError
@@ -30,6 +31,15 @@ class FakeFaults:
     collect_raises: float = 0.0  # the same, but as an exception
     submit_raises: float = 0.0  # the plan is not accepted
     seq_error: float = 0.0  # one sequence fails, the others of the step do not
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FakeDrafts:
+    """The worker proposes the tokens that it will sample, up to ``most`` of them; each is wrong at times."""
+
+    most: int = 0
+    wrong: float = 0.0  # probability
     seed: int = 0
 
 
@@ -50,11 +60,15 @@ class FakeExecutor:
         cache_config: CacheConfig,
         *,
         max_in_flight: int = 1,
+        chains_steps: bool = True,
         model: FakeModel | None = None,
         faults: FakeFaults | None = None,
+        drafts: FakeDrafts | None = None,
+        transfers: FakeTransferRates | None = None,
     ) -> None:
         assert max_in_flight >= 1
         self.max_in_flight = max_in_flight
+        self.chains_steps = chains_steps
         self.violations: list[str] = []  # contradictions between plans and pages; must stay empty
         self.num_rows = 0  # computed so far
         self._num_groups = len(cache_config.windows)
@@ -62,6 +76,10 @@ class FakeExecutor:
         self._model = model or FakeModel()
         self._faults = faults or FakeFaults()
         self._random = random.Random(self._faults.seed)
+        self._drafts = drafts or FakeDrafts()
+        self._draft_random = random.Random(self._drafts.seed)
+        self.num_accepted = self.num_rejected = 0  # drafts
+        self.transfers = FakeTransfers(self._pages, transfers or FakeTransferRates(), self.violations)
         self._seqs: dict[int, WorkerSeq] = {}
         self._adapters = FakeAdapters()
         self._out: deque[_Outstanding] = deque()
@@ -88,7 +106,21 @@ class FakeExecutor:
         out = self._out.popleft()
         if out.raises:
             raise StepError(f"injected: step {out.result.step} raised")
-        return out.result
+        if out.result.error is not None:
+            return out.result
+        return replace(out.result, transfers_done=self.transfers.take_done())
+
+    def tick(self) -> None:
+        """Let time pass for the transfers."""
+        self.transfers.tick(step_is_out=any(out.result.error is None for out in self._out))
+
+    def die(self) -> None:
+        """Lose the steps and the transfers that are out, and what the worker knows of their sequences."""
+        for out in self._out:
+            for result in out.result.seqs:
+                self._seqs.pop(result.seq_id, None)
+        self._out.clear()
+        self.transfers.die()
 
     def close(self) -> None:
         """Forget everything."""
@@ -100,6 +132,9 @@ class FakeExecutor:
         uses: dict[int, set[tuple[int, int]]] = {}
         for move in plan.kv_moves:
             self._check_reuse(plan, {move.dst_block_id}, None, clean)
+        for transfer in plan.transfers:
+            if transfer.direction == "load":
+                self._check_reuse(plan, {block.block_id for block in transfer.blocks}, None, clean)
         self._begin(plan, clean)
         work = [(p, seq) for p in plan.seqs if (seq := self._accept(p, clean)) is not None]
         # A row may read what another sequence writes in this step: write first, whoever starts earlier first.
@@ -144,6 +179,8 @@ class FakeExecutor:
             self._pages.copy(move.src_block_id, move.dst_block_id)
         for text in self._adapters.take_in(plan, self._seqs, self._num_groups):
             self._note(clean, text)
+        for transfer in plan.transfers:
+            self.transfers.begin(transfer)
 
     def _accept(self, p: SeqPlan, clean: bool) -> WorkerSeq | None:
         """Update the block table and check the plan against what the worker knows."""
@@ -156,9 +193,20 @@ class FakeExecutor:
         start, end = p.num_computed_tokens, p.num_computed_tokens + p.num_scheduled_tokens
         if seq.computed not in (None, start):
             self._note(clean, f"sequence {p.seq_id} goes on at {start}, it was at {seq.computed}")
+        if p.num_draft_tokens:
+            if end - p.num_draft_tokens != len(seq.token_ids) or p.num_draft_tokens > len(seq.drafts):
+                self._note(
+                    clean, f"sequence {p.seq_id}: {p.num_draft_tokens} drafts at {end}, it has {seq.drafts}"
+                )
+                return None
+            for token_id in seq.drafts[: p.num_draft_tokens]:
+                seq.append(token_id)
         if not start < end <= len(seq.token_ids):
             self._note(clean, f"sequence {p.seq_id}: rows {start}…{end} of {len(seq.token_ids)} known tokens")
             return None
+        open_blocks = self.transfers.open_blocks & self._pages.visible(seq, start, end)
+        if open_blocks:
+            self._note(clean, f"sequence {p.seq_id} uses blocks {open_blocks} that a transfer fills")
         seq.computed = end
         return seq
 
@@ -172,17 +220,48 @@ class FakeExecutor:
         scored = self._score(seq, start, end, drift) if new_seq.prompt_logprobs is not None else None
         if end < len(seq.token_ids):
             return SeqResult(p.seq_id, p.epoch, (), prompt_logprobs=scored)
-        state = (seq.states[end - 1] + drift) & MASK
         if new_seq.prompt_only:
+            state = (seq.states[end - 1] + drift) & MASK
             pooled = None if new_seq.pooling is None else self._model.pooled(state, new_seq.pooling)
             return SeqResult(p.seq_id, p.epoch, (), prompt_logprobs=scored, pooled=pooled)
-        sampling = new_seq.sampling
-        token_id = self._model.token(state, sampling, seq.new_seq.sample_index, seq.num_output)
-        seq.append(token_id)
-        if sampling.num_top_logprobs is None:
-            return SeqResult(p.seq_id, p.epoch, (token_id,), prompt_logprobs=scored)
-        logprobs = (self._model.logprobs(state, sampling.num_top_logprobs, token_id),)
-        return SeqResult(p.seq_id, p.epoch, (token_id,), logprobs=logprobs, prompt_logprobs=scored)
+        token_ids, logprobs = self._verify(seq, end - p.num_draft_tokens, drift)
+        seq.computed = len(seq.token_ids) - 1
+        seq.drafts = self._propose(seq, p.max_next_drafts)
+        return SeqResult(p.seq_id, p.epoch, token_ids, len(seq.drafts), logprobs, scored)
+
+    def _verify(
+        self, seq: WorkerSeq, num_known: int, drift: int
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:
+        """Sample behind the last known token and behind each draft, as long as the drafts are what is sampled."""
+        sampling = seq.new_seq.sampling
+        drafts = seq.token_ids[num_known:]
+        seq.truncate(num_known)
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for draft in [*drafts, None]:
+            state = (seq.states[-1] + drift) & MASK
+            token_id = self._model.token(state, sampling, seq.new_seq.sample_index, seq.num_output)
+            if sampling.num_top_logprobs is not None:
+                logprobs.append(self._model.logprobs(state, sampling.num_top_logprobs, token_id))
+            seq.append(token_id)
+            token_ids.append(token_id)
+            if token_id != draft:
+                break
+        self.num_accepted += len(token_ids) - 1
+        self.num_rejected += len(drafts) - len(token_ids) + 1
+        return tuple(token_ids), None if sampling.num_top_logprobs is None else tuple(logprobs)
+
+    def _propose(self, seq: WorkerSeq, most: int) -> list[int]:
+        """Return the tokens that come next, at times wrong ones."""
+        state, drafts = seq.states[-1], []
+        for i in range(min(most, self._drafts.most)):
+            sampling, index = seq.new_seq.sampling, seq.new_seq.sample_index
+            token_id = self._model.token(state, sampling, index, seq.num_output + i)
+            if self._drafts.wrong and self._draft_random.random() < self._drafts.wrong:
+                token_id = (token_id + 1) % self._model.vocab_size
+            drafts.append(token_id)
+            state = next_state(state, len(seq.token_ids) + i, token_id)
+        return drafts
 
     def _score(self, seq: WorkerSeq, start: int, end: int, drift: int) -> tuple[TokenLogprobs, ...]:
         """Score the prompt tokens that the rows ``start`` … ``end`` − 1 predict."""

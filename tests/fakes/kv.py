@@ -17,7 +17,7 @@ _GROUP_SALT = 0xA24BAED4963EE407
 class WorkerSeq:
     """A worker's state of one sequence: its ids, its block table, and what its slots should hold."""
 
-    __slots__ = ("before", "computed", "new_seq", "states", "table", "token_ids")
+    __slots__ = ("before", "computed", "drafts", "new_seq", "states", "table", "token_ids")
 
     def __init__(self, new_seq: NewSeq, num_groups: int, adapter: Adapter | None = None) -> None:
         self.new_seq = new_seq
@@ -26,6 +26,7 @@ class WorkerSeq:
         self.states = chain(self.token_ids, self.before)  # [num tokens]
         self.table: list[dict[int, int]] = [{} for _ in range(num_groups)]  # per group: row -> block id
         self.computed: int | None = None  # rows computed; None before the first plan
+        self.drafts: list[int] = []  # proposed for the next step
 
     @property
     def num_output(self) -> int:
@@ -34,6 +35,10 @@ class WorkerSeq:
     def append(self, token_id: int) -> None:
         self.states.append(next_state(self.states[-1], len(self.token_ids), token_id))
         self.token_ids.append(token_id)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget the tokens from ``num_tokens`` on."""
+        del self.token_ids[num_tokens:], self.states[num_tokens:]
 
     def force(self, token_ids: tuple[int, ...]) -> None:
         """Overwrite the last known ids (beams)."""
@@ -53,11 +58,19 @@ class FakePages:
 
     def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...]) -> None:
         self.windows = windows
-        self._block_size = block_size
+        self.block_size = block_size
         self._slots: NDArray[np.uint64] = np.zeros((num_blocks, block_size), np.uint64)
 
     def copy(self, source: int, target: int) -> None:
         self._slots[target] = self._slots[source]
+
+    def get(self, block_id: int) -> NDArray[np.uint64]:
+        """Return a copy of a page's slots."""
+        return self._slots[block_id].copy()
+
+    def put(self, block_id: int, slots: NDArray[np.uint64]) -> None:
+        """Fill a page."""
+        self._slots[block_id] = slots
 
     def spoil(self, block_id: int, first_slot: int = 0) -> None:
         """Write garbage, as a step that failed half-way would."""
@@ -66,8 +79,8 @@ class FakePages:
     def spoil_rows(self, seq: WorkerSeq, start: int, end: int) -> None:
         """Write garbage into the slots of positions ``start`` … ``end`` − 1."""
         for rows in seq.table:
-            for row in range(start // self._block_size, -(-end // self._block_size)):
-                self.spoil(rows[row], max(0, start - row * self._block_size))
+            for row in range(start // self.block_size, -(-end // self.block_size)):
+                self.spoil(rows[row], max(0, start - row * self.block_size))
 
     def write(self, seq: WorkerSeq, start: int, end: int) -> None:
         """Compute the rows ``start`` … ``end`` − 1: each slot from the one before it, as the pages have it."""
@@ -79,7 +92,7 @@ class FakePages:
                 if before != states[start - 1]:  # the page lies: so will all that follows
                     states = [0] * start + chain(seq.token_ids[start:end], before, start)
             for position in range(start, end):
-                row, slot = divmod(position, self._block_size)
+                row, slot = divmod(position, self.block_size)
                 self._slots[rows[row], slot] = (states[position] + salt) & MASK
 
     def read(self, seq: WorkerSeq, start: int, end: int) -> int:
@@ -87,33 +100,35 @@ class FakePages:
         drift = 0
         for group, rows in enumerate(seq.table):
             first = self._first_visible(group, start)
-            first_row = first // self._block_size
-            ids = [rows[row] for row in range(first_row, -(-end // self._block_size))]
-            offset = first_row * self._block_size
+            first_row = first // self.block_size
+            ids = [rows[row] for row in range(first_row, -(-end // self.block_size))]
+            offset = first_row * self.block_size
             seen = self._slots[ids].ravel()[first - offset : end - offset]
-            due = np.array(seq.states[first:end], np.uint64) + np.uint64(group * _GROUP_SALT & MASK)
+            due = self.due(seq.states[first:end], group)
             if not np.array_equal(seen, due):
                 drift += int((seen - due).sum())
                 drift += drift == 0
         return drift & MASK
+
+    def due(self, states: Sequence[int], group: int) -> NDArray[np.uint64]:
+        """Return what the slots of tokens with these states hold."""
+        return np.array(states, np.uint64) + np.uint64(group * _GROUP_SALT & MASK)
 
     def visible(self, seq: WorkerSeq, start: int, end: int) -> set[int]:
         """Return the blocks that the rows ``start`` … ``end`` − 1 read or write."""
         return {
             rows[row]
             for group, rows in enumerate(seq.table)
-            for row in range(
-                self._first_visible(group, start) // self._block_size, -(-end // self._block_size)
-            )
+            for row in range(self._first_visible(group, start) // self.block_size, -(-end // self.block_size))
         }
 
     def written(self, seq: WorkerSeq, start: int, end: int) -> set[int]:
         """Return the blocks that the rows ``start`` … ``end`` − 1 write."""
-        span = range(start // self._block_size, -(-end // self._block_size))
+        span = range(start // self.block_size, -(-end // self.block_size))
         return {rows[row] for rows in seq.table for row in span}
 
     def _slot(self, rows: dict[int, int], position: int) -> int:
-        row, slot = divmod(position, self._block_size)
+        row, slot = divmod(position, self.block_size)
         return int(self._slots[rows[row], slot])
 
     def _first_visible(self, group: int, position: int) -> int:

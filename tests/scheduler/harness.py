@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from tests.fakes.executor import FakeExecutor, FakeFaults
+from tests.fakes.executor import FakeDrafts, FakeExecutor, FakeFaults
 from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import VirtualClock
@@ -97,11 +97,12 @@ class Engine:
         in_flight: int = 1,
         faults: FakeFaults | None = None,
         model: FakeModel = MODEL,
+        drafts: FakeDrafts | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.clock = VirtualClock()
         self.executor = FakeExecutor(
-            scheduler.cache.config, max_in_flight=in_flight, model=model, faults=faults
+            scheduler.cache.config, max_in_flight=in_flight, model=model, faults=faults, drafts=drafts
         )
         self.core = EngineCore(scheduler, self.executor, self.clock)
         self.events: dict[tuple[str, int], list[TokenEvent]] = defaultdict(list)

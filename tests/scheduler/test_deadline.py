@@ -9,6 +9,7 @@ from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, requ
 
 from quire.request import Deadline, FinishReason, Request
 from quire.scheduler.predictor import Backlog, Pace, first_token_s
+from quire.scheduler.scheduler import Sleep
 
 
 def due(one: Request, first_s: float | None = None, total_s: float | None = None) -> Request:
@@ -115,7 +116,7 @@ def test_the_engine_wakes_for_a_deadline_behind_a_closed_gate() -> None:
     scheduler = make_scheduler(gate="dynamic", dynamic_max_wait_s=10.0)
     scheduler.add(due(request("a"), total_s=2.0), 0.0)
     assert scheduler.plan(0.0) is None
-    assert scheduler.wakes_at() == 2.0
+    assert scheduler.next_action(1.0) == Sleep(2.0)
     assert [e.finish_reason for e in scheduler.expire(2.0)] == [FinishReason.DEADLINE]
     assert not scheduler.has_work
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.scheduler.harness import make_scheduler, request, step
 
+from quire.scheduler.scheduler import Sleep, Step
+
 
 def test_continuous_lets_newcomers_join() -> None:
     scheduler = make_scheduler(gate="continuous")
@@ -55,10 +57,10 @@ def test_dynamic_waits_for_a_full_batch_or_for_its_oldest() -> None:
     scheduler.add(request("a", arrival_s=0.0), 0.0)
     scheduler.add(request("b", arrival_s=0.5), 0.5)
     assert scheduler.plan(0.9) is None
-    assert scheduler.wakes_at() == 1.0
+    assert scheduler.next_action(0.9) == Sleep(1.0)
     step(scheduler, 1.0)
     assert scheduler.stats().num_running == 2
-    assert scheduler.wakes_at() is None
+    assert isinstance(scheduler.next_action(1.0), Step)
 
 
 def test_dynamic_starts_at_once_when_full() -> None:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.fakes.executor import FakeExecutor
+from tests.fakes.executor import FakeExecutor, FakeTransferRates
 from tests.sim.scenario import RequestMaker, Scenario, expected_output
 
 from quire.clock import VirtualClock
 from quire.config import GATES, ORDERS
 from quire.engine.core import EngineCore
-from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, ResetPrefixCache, Shutdown
+from quire.engine.inbox import (
+    AbortRequest,
+    AddRequest,
+    FinishSample,
+    LoadKv,
+    ResetPrefixCache,
+    Shutdown,
+    StoreKv,
+    TransfersDone,
+)
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.policy import PolicyChange
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler, Sleep
 from quire.step import StepPlan, StepResult
 
 STEP_S = 0.01
@@ -43,7 +53,7 @@ class Watched:
     """The executor, with a look at what passes."""
 
     def __init__(self, executor: FakeExecutor, seen: Counter[str]) -> None:
-        self.max_in_flight = executor.max_in_flight
+        self.max_in_flight, self.chains_steps = executor.max_in_flight, executor.chains_steps
         self._executor = executor
         self._seen = seen
 
@@ -52,6 +62,7 @@ class Watched:
         self._seen["adapter loads"] += len(plan.adapter_moves)
         self._seen["plans without seqs"] += not plan.seqs
         self._seen["mixed steps"] += len({p.num_scheduled_tokens > 1 for p in plan.seqs}) == 2
+        self._seen["drafts"] += sum(p.num_draft_tokens for p in plan.seqs)
         self._seen["resumed"] += sum(bool(new.output_token_ids) for new in plan.new_seqs)
         self._executor.submit(plan)
 
@@ -73,10 +84,15 @@ class Driver:
         self.executor = FakeExecutor(
             scenario.cache,
             max_in_flight=scenario.max_in_flight,
+            chains_steps=scenario.chains_steps,
             model=scenario.model,
             faults=scenario.faults,
+            drafts=scenario.drafts,
+            transfers=FakeTransferRates(scenario.transfer_delay, scenario.transfer_failure, scenario.seed),
         )
-        self.scheduler = Scheduler(scenario.scheduler, scenario.cache)
+        self.executor.transfers.on_done = lambda done: self.core.put(TransfersDone((done,)))
+        self.transfer_rng = random.Random(f"transfers-{scenario.seed}")
+        self.scheduler = Scheduler(scenario.scheduler, scenario.cache, chains_steps=scenario.chains_steps)
         self.core = EngineCore(self.scheduler, Watched(self.executor, self.seen), self.clock)
         self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.scored: dict[str, dict[int, TokenLogprobs]] = defaultdict(dict)  # by place in the prompt
@@ -96,7 +112,9 @@ class Driver:
             if shutdown_at is not None and self.seen["steps"] >= shutdown_at:
                 self.core.put(Shutdown())
                 num_left = 0
-            events = self.core.step()
+            self.executor.tick()
+            events = self._die() if self.transfer_rng.random() < self.scenario.death_rate else []
+            events += self.core.step()
             self.clock.advance(STEP_S)
             self._take(events)
             self.scheduler.check_integrity()
@@ -104,7 +122,8 @@ class Driver:
             self.seen["steps"] += 1
             assert self.seen["steps"] < MAX_STEPS, "no end"
             progress, before = (self.core.stats().num_steps, self.core.num_out), progress
-            waits = progress == before and not events and self.core.wakes_at is None
+            waits = progress == before and not events and not isinstance(self.core.rest, Sleep)
+            waits = waits and not self.executor.transfers.num_open
             idle = idle + 1 if waits and self.core.has_work else 0
             assert idle < 2, f"stuck: {self.core.stats()}"
         self._check_end()
@@ -126,6 +145,17 @@ class Driver:
                 sample = Sample(request, index, expected, reason, stop_at, list(before))
                 self.samples[request.request_id].append(sample)
         self.core.put(AddRequest(request))
+        if self.transfer_rng.random() < self.scenario.load_rate:
+            num_blocks = self.transfer_rng.choice((1, 2, 1000))
+            num_there = self.transfer_rng.choice((0, 2, 1000, 1000))
+            self.executor.transfers.prefill(self.scenario.cache.model_key, request, num_there)
+            self.core.put(LoadKv(request.request_id, "remote", num_blocks))
+
+    def _die(self) -> list[TokenEvent]:
+        """The executor loses what is out, and the core hears of it."""
+        self.seen["deaths"] += 1
+        self.executor.die()
+        return self.core.fail_in_flight("the executor died")
 
     def _disturb(self) -> None:
         """Aborts, also of requests long gone, and changes of policy."""
@@ -148,6 +178,15 @@ class Driver:
             )
             self.seen["policy changes"] += 1
             self.core.put(change)
+        hashes = self.scheduler.cache.prefix.nodes
+        if (
+            self.scheduler._state.sequences
+            and hashes
+            and self.transfer_rng.random() < self.scenario.store_rate
+        ):
+            index = self.transfer_rng.randrange(len(hashes))
+            block_hash = next(itertools.islice(hashes, index, None))
+            self.core.put(StoreKv(block_hash, "remote", self.transfer_rng.choice((1, 4))))
         if self.rng.random() < self.scenario.policy_rate:
             self.seen["cache resets in flight"] += self.core.num_out > 0
             self.core.put(ResetPrefixCache("reset"))
@@ -180,6 +219,11 @@ class Driver:
         assert self.scheduler.cache.pool.num_free == stats.num_blocks
         for name in ("preemptions", "forks", "zombie_results", "failed_steps", "restarted_readers", "chunks"):
             self.seen[name] += getattr(stats, f"num_{name}")
+        self.seen["accepted drafts"] += self.executor.num_accepted
+        self.seen["rejected drafts"] += self.executor.num_rejected
+        self.seen.update(self.executor.transfers.seen)
+        for name in ("loaded_blocks", "stored_blocks", "failed_transfers"):
+            self.seen[name] += getattr(stats, f"num_{name}")
         for name in ("cached_tokens", "prompt_tokens", "evicted_blocks", "generated_tokens"):
             self.seen[name] += getattr(stats, f"num_{name}")
 
@@ -198,7 +242,13 @@ class Driver:
             self.seen[f"error {end.error_kind}"] += 1
             if end.error_kind == "step":
                 faults = self.scenario.faults
-                assert faults.step_error or faults.collect_raises or faults.submit_raises or faults.seq_error
+                assert (
+                    faults.step_error
+                    or faults.collect_raises
+                    or faults.submit_raises
+                    or faults.seq_error
+                    or self.seen["deaths"]
+                )
             if end.error_kind == "hopeless":
                 assert sample.request.deadline is not None
                 assert not sample.request.output_token_ids

@@ -16,7 +16,7 @@ class PlanHash:
     """An executor around another one."""
 
     def __init__(self, inner: Executor) -> None:
-        self.max_in_flight = inner.max_in_flight
+        self.max_in_flight, self.chains_steps = inner.max_in_flight, inner.chains_steps
         self.num_plans = 0
         self._inner = inner
         self._hash = blake2b(digest_size=16)

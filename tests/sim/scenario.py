@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from tests.fakes.executor import FakeFaults
+from tests.fakes.executor import FakeDrafts, FakeFaults
 from tests.fakes.model import FakeModel, fake_tokens
 from tests.scheduler.plain_search import plain_search
 
@@ -46,6 +46,36 @@ class Scenario:
     repeat_rate: float  # share of the prompts that equal the one before
     deadline_rate: float = 0.0  # share of the requests that have one
     adapter_rate: float = 0.1  # share of the requests with a LoRA adapter
+    drafts: FakeDrafts = FakeDrafts()  # noqa: RUF009
+    chains_steps: bool = True
+    load_rate: float = 0.0  # share of the requests that wait for a load
+    store_rate: float = 0.0  # per step
+    transfer_delay: int = 0  # steps per block at most
+    transfer_failure: float = 0.0  # per block
+    death_rate: float = 0.0  # per step: the executor loses what is out
+
+
+def widened(scenario: Scenario) -> Scenario:
+    """The same with drafts, or with transfers, or with both; every third executor does not chain its steps."""
+    rng = random.Random(f"waist-{scenario.seed}")
+    kind, most = scenario.seed % 3, rng.choice((1, 2, 5))
+    wide = replace(scenario, chains_steps=scenario.seed // 3 % 3 != 0)
+    if kind != 1:
+        wide = replace(
+            wide,
+            scheduler=replace(wide.scheduler, max_num_drafts=most),
+            drafts=FakeDrafts(most, rng.choice((0.0, 0.3, 0.7)), scenario.seed),
+        )
+    if kind != 0:
+        wide = replace(
+            wide,
+            load_rate=rng.choice((0.3, 0.8)),
+            store_rate=rng.choice((0.3, 0.8)),
+            transfer_delay=rng.choice((0, 1, 3)),
+            transfer_failure=rng.choice((0.0, 0.05)),
+            death_rate=rng.choice((0.0, 0.0, 0.02)),
+        )
+    return wide
 
 
 def make_scenario(seed: int) -> Scenario:

@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 from tests.sim.driver import Driver
-from tests.sim.scenario import make_scenario
+from tests.sim.scenario import make_scenario, widened
 
 from quire.config import GATES, ORDERS
 
@@ -53,11 +53,27 @@ COVERAGE = {
     "beams": 60,
     "scored prompts": 50,
 }
+# Of the seeds with drafts and transfers.
+NUM_WIDE_SEEDS = 72
+WIDE_COVERAGE = {
+    "drafts": 4000,
+    "accepted drafts": 1500,
+    "rejected drafts": 500,
+    "loads": 150,
+    "stores": 2000,
+    "loaded_blocks": 500,
+    "stored_blocks": 5000,
+    "partial loads": 25,
+    "failed_transfers": 300,
+    "deaths": 20,
+    "transfers lost": 10,
+}
 _seen: Counter[str] = Counter()
+_seen_wide: Counter[str] = Counter()
 
 
-def run_seed(seed: int) -> Counter[str]:
-    scenario = make_scenario(seed)
+def run_seed(seed: int, *, wide: bool = False) -> Counter[str]:
+    scenario = widened(make_scenario(seed)) if wide else make_scenario(seed)
     try:
         seen = Driver(scenario).run()
     except Exception as error:
@@ -70,10 +86,10 @@ def run_seed(seed: int) -> Counter[str]:
     return seen
 
 
-def run_seeds(request: pytest.FixtureRequest, first: int, count: int) -> None:
+def run_seeds(request: pytest.FixtureRequest, first: int, count: int, *, wide: bool = False) -> None:
     only = request.config.getoption("--fuzz-seed", default=None)
     for seed in range(first, first + count) if only is None else [only]:
-        _seen.update(run_seed(seed))
+        (_seen_wide if wide else _seen).update(run_seed(seed, wide=wide))
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
@@ -81,6 +97,21 @@ def test_fuzz(first: int, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--fuzz-seed", default=None) is not None and first:
         pytest.skip("--fuzz-seed replays one seed")
     run_seeds(request, first, SEEDS_PER_TEST)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_WIDE_SEEDS, SEEDS_PER_TEST))
+def test_fuzz_with_drafts_and_transfers(first: int, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--fuzz-seed", default=None) is not None and first:
+        pytest.skip("--fuzz-seed replays one seed")
+    run_seeds(request, first, SEEDS_PER_TEST, wide=True)
+
+
+def test_the_wide_fuzz_exercised_what_it_is_for() -> None:
+    if _seen_wide["steps"] < 5000:
+        pytest.skip("only after the whole of test_fuzz_with_drafts_and_transfers")
+    print(dict(sorted(_seen_wide.items())))
+    missed = {n: (_seen_wide[n], least) for n, least in WIDE_COVERAGE.items() if _seen_wide[n] < least}
+    assert not missed, f"(seen, expected at least): {missed}"
 
 
 def test_the_fuzz_exercised_what_it_is_for() -> None:
@@ -99,3 +130,9 @@ def test_the_fuzz_exercised_what_it_is_for() -> None:
 @pytest.mark.parametrize("first", range(1000, 2080, 36))
 def test_fuzz_at_length(first: int, request: pytest.FixtureRequest) -> None:
     run_seeds(request, first, 36)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1720, 36))
+def test_wide_fuzz_at_length(first: int, request: pytest.FixtureRequest) -> None:
+    run_seeds(request, first, 36, wide=True)

@@ -50,8 +50,6 @@ def test_random_ids_in_random_pieces(name: str, load: Load, data: st.DataObject)
         assert expected.startswith(text), "what streamed is never contradicted"
         at += size
     assert text + detokenizer.finish() == expected
-    assert detokenizer.num_chars == len(expected)
-    assert detokenizer.num_tokens == len(ids)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,35 +94,18 @@ def test_the_leading_space_of_sentencepiece(load: Load) -> None:
     assert "".join(pieces_of(llama2, two_spaces, True, False)) == "  x"
 
 
-def test_where_a_text_was_completed(load: Load, golden: list[dict[str, Any]]) -> None:
-    tokenizer = load("llama3")
-    for case in golden[::13]:
-        ids = tokenizer.encode(case["text"])
-        detokenizer = IncrementalDetokenizer(tokenizer)
-        ends, text = [0], ""
-        for token_id in ids:
-            text += detokenizer.feed(token_id)
-            ends.append(len(text))
-        for offset in range(len(text) + 1):
-            num_tokens = detokenizer.num_tokens_to(offset)
-            assert ends[num_tokens] >= offset
-            assert offset == 0 or ends[num_tokens - 1] < offset
-
-
-def test_the_last_incomplete_character_belongs_to_the_last_token(load: Load) -> None:
+def test_finish_returns_the_incomplete_character_once(load: Load) -> None:
     llama2 = load("llama2/tokenizer.model")
     detokenizer = IncrementalDetokenizer(llama2)
     for token_id in (3 + 0x41, 3 + 0xE4):
         detokenizer.feed(token_id)
     assert detokenizer.finish() == REPLACEMENT
     assert detokenizer.finish() == ""
-    assert (detokenizer.num_tokens_to(1), detokenizer.num_tokens_to(2)) == (1, 2)
 
 
 def test_no_ids_no_text(load: Load) -> None:
     detokenizer = IncrementalDetokenizer(load("gpt2"))
     assert detokenizer.finish() == ""
-    assert (detokenizer.num_tokens, detokenizer.num_chars, detokenizer.num_tokens_to(0)) == (0, 0, 0)
 
 
 def test_rebuilding_equals_having_continued(load: Load, golden: list[dict[str, Any]]) -> None:

@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.choices import WholeAnswer
 from quire.api.completions import parse_prompts
-from quire.api.job import Job, Usage, common_fields, new_head
+from quire.api.job import Job, Usage, WholeAnswer, common_fields, new_head
 from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.pooling import NOTHING_DRAWN, embedding, likelihood, scoring_prompts, yes_no
+from quire.engine.pooling import NOTHING_SAMPLED, embedding, likelihood, scoring_prompts, yes_no
 from quire.errors import RequestError
 from quire.http.wire import Boolean, Integer, Text, Wire, not_allowed, parse
 from quire.request import Pooling
@@ -59,7 +58,7 @@ async def embeddings_job(state: ApiState, body: Any, ignored: list[str] | None) 
     _check_at_least_1("dimensions", request.dimensions)
     return Job(
         prompts,
-        NOTHING_DRAWN,
+        NOTHING_SAMPLED,
         WholeAnswer(head, partial(_write, request)),
         pooling=Pooling(request.pooling),
         prompt_param="input",

@@ -1,1 +1,1 @@
-"""Benchmarks: `kernel` times single ops beside what the machine gives."""
+"""Benchmarks of a server (`serve`), of the engine in this process (`offline`), and `quire profile`."""

@@ -1,11 +1,4 @@
-"""The flags of `quire bench serve` (see `quire.args`).
-
-The flags of `quire bench latency|throughput|batching|startup|kernel` (see `quire.args`).
-
-The flags of `quire profile` (see `quire.args`).
-
-The flags of `quire simulate` beside those of the workload and of the engine (see `quire.args`).
-"""
+"""The flags of `quire bench`, `quire profile` and `quire simulate` beside those of the engine (see `quire.args`)."""
 
 from __future__ import annotations
 
@@ -14,10 +7,17 @@ from typing import Literal
 
 from quire.gateway.routing import Policy
 
+# Settings of the engine that a simulation takes. Its step times were measured with the others, and depend on these only
+# through the work of each step.
+SIMULATED = (
+    "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
+    "max_num_batched_tokens", "max_queue", "gate", "order", "enable_chunked_prefill", "dynamic_max_wait_ms",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class ServeBenchArgs:
-    """What to send where, how to count it, and where to write it."""
+    """What to send to which server, how to count it, and where to write the results."""
 
     url: str = "http://127.0.0.1:8000"
     model: str | None = None
@@ -54,7 +54,7 @@ class ServeBenchArgs:
 
 @dataclass(frozen=True, slots=True)
 class LatencyArgs:
-    """One batch, again and again."""
+    """One batch, repeated."""
 
     input_len: int = 128
     output_len: int = 128

@@ -1,12 +1,10 @@
-"""The load generator: sends a workload, open or closed loop, and returns one record for each of its requests.
+"""The load generator: sends a workload in an open or closed loop and returns one record per request.
 
     open loop     a request is due at its arrival time, whatever the server does
-    closed loop   ``concurrency`` users, each sending its next request when the last one is answered
+    closed loop   ``concurrency`` users; each sends its next request when its last one is answered
 
-A thread keeps the time of an open loop: an event loop's own timers are rounded to milliseconds, and what a late one
-adds would be counted as the server's latency.
-
-What the requests of one session say to the server, as JSON bodies.
+A thread keeps the time of an open loop: an event loop rounds its timers to milliseconds, and the delay would be counted
+as the server's latency.
 """
 
 from __future__ import annotations
@@ -24,13 +22,14 @@ from quire.bench.summary import ERROR, RequestRecord
 from quire.errors import ConfigError
 from quire.workload.request import PromptMaker, WorkloadRequest
 
-START_DELAY_S = 0.05  # from the start of the run to arrival 0: the pacer is ready by then
-Observe = Callable[[WorkloadRequest | RequestRecord], None]  # a request as it is sent, and later its record
+START_DELAY_S = 0.05  # from the start of the run to arrival 0; the pacer is ready by then
+# Called with each request when it is sent, and later with its record.
+Observe = Callable[[WorkloadRequest | RequestRecord], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How a workload is sent: at its arrival times, at most ``concurrency`` at once; or in a closed loop of so many."""
+    """How to send a workload: at its arrival times, at most ``concurrency`` at once, or in a closed loop of as many."""
 
     concurrency: int | None = None
     closed: bool = False
@@ -43,7 +42,7 @@ class Load:
 
 
 class Runner:
-    """Sends requests through one client. The turns of a session follow each other, the rest is independent."""
+    """Sends requests through one client. The turns of a session follow each other; all else is independent."""
 
     def __init__(
         self, client: StreamingClient, prompts: PromptMaker, load: Load, observe: Observe = lambda _: None
@@ -57,7 +56,7 @@ class Runner:
         self._start_s = 0.0
 
     async def run(self, requests: Sequence[WorkloadRequest]) -> list[RequestRecord]:
-        """Send all and wait for all; records in the order of ``requests``."""
+        """Send all requests and wait for them; return their records in the order of ``requests``."""
         talks = [Conversation(self._client.target, self._prompts, turns) for turns in chained(requests)]
         for talk in talks:
             talk.prepare()
@@ -89,7 +88,7 @@ class Runner:
                 group.create_task(user())
 
     async def _talk(self, talk: Conversation, arrival_s: float) -> None:
-        """Each turn when the one before is answered, its user has thought, and its time has come."""
+        """Send each turn once the previous one is answered, the user has thought, and its arrival time has come."""
         for place, request in enumerate(talk.turns):
             if place > 0:
                 arrival_s += request.think_s
@@ -118,7 +117,7 @@ class Runner:
 
 
 class Pacer:
-    """A thread that puts each item into ``queue`` of the running loop when its time (`time.monotonic`) has come."""
+    """A thread that puts each item into ``queue`` of the running loop at its time (`time.monotonic`)."""
 
     def __init__(
         self, items: Sequence[tuple[float, Conversation]], queue: asyncio.Queue[Conversation]
@@ -131,7 +130,7 @@ class Pacer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, whether it is through or not."""
+        """End the thread, with or without items left."""
         self._stopped.set()
         self._thread.join()
 
@@ -147,10 +146,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Conversation:
-    """The turns of a session, or one request by itself.
+    """The turns of a session, or a single request, as JSON bodies.
 
-    Token ids (completions) are exact in length, and a later turn holds a made-up answer to the one before. Text (chats,
-    and traces that bring their own) holds what the server really answered.
+    Token ids (completions) are exact in length, and a later turn holds a made-up answer to the previous turn. Text
+    (chats, and traces that bring their own) holds what the server actually answered.
     """
 
     def __init__(self, target: Target, prompts: PromptMaker, turns: Sequence[WorkloadRequest]) -> None:
@@ -160,16 +159,16 @@ class Conversation:
         )
         self._target = target
         self._prompts = prompts
-        self._said: list[str] = []  # user and model in turn
+        self._said: list[str] = []  # by the user and the model, in turns
         self._bodies: dict[int, bytes] = {}
 
     def prepare(self) -> None:
-        """Make what can be made before the run: a long prompt would hold up the clients while others are timed."""
+        """Make the bodies that do not depend on answers: making long prompts during the run would delay requests."""
         for place in range(len(self.turns) if self.as_ids else 1):
             self._bodies[place] = self._make(place)
 
     def body(self, place: int) -> bytes:
-        """The body of turn ``place``; the turns before it are answered."""
+        """Return the body of turn ``place``; the turns before it are answered."""
         return self._bodies.pop(place, None) or self._make(place)
 
     def answered(self, text: str) -> None:
@@ -199,7 +198,7 @@ class Conversation:
 
 
 def chained(requests: Sequence[WorkloadRequest]) -> list[list[WorkloadRequest]]:
-    """The sessions in order of their first arrival, each with its turns in order; a request without one is alone."""
+    """Return the sessions by first arrival, each with its turns in order; a request without a session is its own."""
     chains: dict[Hashable, list[WorkloadRequest]] = {}
     for request in requests:
         chains.setdefault(request.index if request.session is None else (request.session,), []).append(

@@ -1,7 +1,4 @@
-"""A report as one HTML file: no script, no network, light and dark.
-
-Summaries as tables in the terminal.
-"""
+"""Results for people: an HTML report in one file (no script, no network, light and dark), and terminal tables."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _STYLE = (
 
 
 class Page:
-    """Collects headings, tables and plots; `html` is the file."""
+    """Collects headings, tables and plots; `html` returns the file."""
 
     def __init__(self, title: str, note: str = "") -> None:
         self._title = title
@@ -60,7 +57,7 @@ class Page:
 
 
 def show(value: Any) -> str:
-    """A number with the digits that matter, anything else as it is."""
+    """Return a number with its significant digits, anything else as it is."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -69,7 +66,7 @@ def show(value: Any) -> str:
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[list[Any]]:
-    """The latencies of a summary as rows: name, mean and percentiles in milliseconds."""
+    """Return the latencies of a summary as rows: name, mean and percentiles in milliseconds."""
     names = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2EL": "e2el_ms"}
     return [[f"{name} ms", *summary[key].values()] for name, key in names.items()]
 
@@ -78,7 +75,7 @@ def write(path: str | Path, text: str) -> None:
     """Write a report file.
 
     Raises:
-        ConfigError: the place cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         Path(path).write_text(text)
@@ -87,7 +84,7 @@ def write(path: str | Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """The value with what JSON cannot say, infinity, as null."""
+    """Return the value with infinities and NaN, which JSON lacks, as null."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -96,12 +93,12 @@ def finite(value: Any) -> Any:
 
 
 def console() -> Console:
-    """The terminal, or 120 columns where the output goes into a file."""
+    """Return the terminal, or a console of 120 columns where the output goes to a file."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def print_table(out: Console, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Names on the left, numbers on the right."""
+    """Print names on the left and numbers on the right."""
     table = Table(header[0], box=None, pad_edge=False)
     for heading in header[1:]:
         table.add_column(heading, justify="right")
@@ -111,7 +108,7 @@ def print_table(out: Console, header: Sequence[str], rows: Sequence[Sequence[Any
 
 
 def print_summary(out: Console, summary: Mapping[str, Any]) -> None:
-    """Latencies, rates, and what failed or was refused by kind."""
+    """Print latencies, rates, and counts of failures and of refused rows by kind."""
     print_table(out, ("", "mean", "p50", "p90", "p95", "p99"), summary_rows(summary))
     say = {key: show(summary[key]) for key in summary if key.endswith("_per_s") or key.startswith("num_")}
     lines = [

@@ -25,18 +25,17 @@ from quire.plan.fit import MeasuredStep, cross_validate, fit
 from quire.plan.profile import HostCost, Profile, fit_steps, read_steps
 from quire.request import SamplingParams
 
-MAX_KV_BYTES = 1 << 30  # that the measurement writes to
-FIRST_REPEATS = 3  # of each case before anything is measured at length
-SHARE = (
-    1 / 400
-)  # of the time, that one visit may take before it is cut short: many short visits see more of the weather
+MAX_KV_BYTES = 1 << 30  # K and V that the measurement writes to
+FIRST_REPEATS = 3  # of each case, before any case is measured at length
+# Share of the time after which a visit to one case is cut short: many short visits average over a noisy machine.
+SHARE = 1 / 400
 
 
 def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[str]) -> int:
-    """Measure, fit and save. ``serve_flags``: the same settings, as flags of ``quire serve``.
+    """Measure, fit and save. ``serve_flags``: the same settings as flags of ``quire serve``.
 
     Raises:
-        ConfigError: no file to write to, or the settings leave nothing to measure.
+        ConfigError: there is no file to write to, or the settings leave nothing to measure.
     """
     if args.out is None:
         raise ConfigError("quire profile needs --out FILE")
@@ -55,7 +54,7 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
         points = measure_steps(config, sampling, args.seconds, WallClock())
         model, loop = fit(points), None
     host = _host(config, model, serve_flags) if args.serving else HostCost()
-    if loop is not None:  # the log has the engine's own part; a request's way is seen from outside alone
+    if loop is not None:  # the log has the engine's own part; only a client sees the time around it
         host = replace(loop, request_s=host.request_s, per_prompt_token_s=host.per_prompt_token_s)
     made = Profile(
         model=config.model.name,
@@ -76,7 +75,7 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
 def measure_steps(
     config: EngineConfig, sampling: SamplingParams, seconds: float, clock: Clock
 ) -> list[MeasuredStep]:
-    """Time the grid on the real executor, once from cheap to dear, then in random order for about ``seconds``."""
+    """Time the grid on the real executor: once by rising cost, then in random order for about ``seconds``."""
     page = config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype)
     max_blocks = min(config.cache.num_blocks, MAX_KV_BYTES // page)
     executor = build_core(config, "local", clock).executor
@@ -86,7 +85,7 @@ def measure_steps(
         _say(f"measuring {len(todo)} kinds of steps of {config.model.name} for {seconds:.0f} s …")
         profiler.fill()
         end_s = clock.now() + seconds
-        for case in todo:  # whatever the time: a fit must not have to reach beyond what was measured
+        for case in todo:  # all of them, even beyond ``seconds``: a fit must not extrapolate
             profiler.visit(case, FIRST_REPEATS, limit_s=seconds * SHARE)
         round_number = 0
         while clock.now() < end_s:
@@ -114,7 +113,7 @@ def _host(config: EngineConfig, model: CostModel, serve_flags: Sequence[str]) ->
 
 
 def machine_of(config: EngineConfig) -> dict[str, Any]:
-    """What the times depend on outside the program."""
+    """Return what the times depend on outside the program."""
     device = config.device
     return {
         "name": device.name,
@@ -125,7 +124,7 @@ def machine_of(config: EngineConfig) -> dict[str, Any]:
 
 
 def settings_of(config: EngineConfig) -> dict[str, Any]:
-    """What the times depend on, and what a simulation takes as given: under the names of the flags."""
+    """Return the settings that the times depend on and that a simulation takes over, by the names of the flags."""
     return {
         "dtype": config.model.dtype,
         "kv_dtype": config.model.kv_dtype,
@@ -144,7 +143,7 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
 
 
 def report(made: Profile) -> str:
-    """The figures for a person."""
+    """Return the figures for a person."""
     m, host, error = made.executor, made.host, made.error
     assert error is not None
     rows = ", ".join(
@@ -156,17 +155,17 @@ def report(made: Profile) -> str:
         f"of {error.num_points}\n"
         f"rows     {rows} ms\n"
         f"logits   {m.logits.values[-1] * 1e3:.3f} ms at {m.logits.knots[-1]:.0f}; "
-        f"a sequence {m.per_seq_s * 1e6:.1f} µs\n"
-        f"KV       {m.per_decode_kv_s * 1e9:.2f} ns a key of a decode ({_with_spill(m):.2f} among many), "
-        f"{m.per_chunk_kv_s * 1e9:.2f} of a chunk, {m.per_pair_s * 1e9:.3f} a pair\n"
-        f"host     {host.fixed_s * 1e3:.2f} ms a step, {host.per_seq_s * 1e6:.0f} µs a sequence, "
-        f"{host.per_row_s * 1e6:.2f} µs a row, "
-        f"{host.request_s * 1e3:.2f} ms a request, {host.per_prompt_token_s * 1e6:.2f} µs a prompt token"
+        f"per sequence {m.per_seq_s * 1e6:.1f} µs\n"
+        f"KV       {m.per_decode_kv_s * 1e9:.2f} ns per key of a decode ({_with_spill(m):.2f} among many), "
+        f"{m.per_chunk_kv_s * 1e9:.2f} of a chunk, {m.per_pair_s * 1e9:.3f} per pair\n"
+        f"host     {host.fixed_s * 1e3:.2f} ms per step, {host.per_seq_s * 1e6:.0f} µs per sequence, "
+        f"{host.per_row_s * 1e6:.2f} µs per row, "
+        f"{host.request_s * 1e3:.2f} ms per request, {host.per_prompt_token_s * 1e6:.2f} µs per prompt token"
     )
 
 
 def _with_spill(m: CostModel) -> float:
-    """ns of a key of a decode among the most keys that were measured."""
+    """Return the ns per key of a decode at the largest number of keys that was measured."""
     most = m.spill.knots[-1]
     return (m.per_decode_kv_s + m.spill.at(most) / most) * 1e9
 

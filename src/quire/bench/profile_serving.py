@@ -1,11 +1,10 @@
-"""What a server adds to its engine's step times: a live one under closed loops, against the executor's cost model.
+"""The time that a server adds to its engine's steps: a live server under closed loops, against the fitted cost model.
 
-At ``c`` users with equal requests all decode together, so the gap between two tokens is one step of ``c`` rows. What it
-takes beyond the model is the host's: plan, apply, events, and the cores that API process and load generator take from
-the compute threads. A prompt that a single user sends again is in the prefix cache: its first token tells what a
-request costs on its way, and the one before what a prompt's rows cost beyond the model.
-
-`LiveServer`: a `quire serve` of one's own on a free port, for the time of a ``with`` block.
+At ``c`` users with equal requests all sequences decode together, so the gap between two tokens is one step of ``c``
+rows. The part that the model does not explain is the host's: plan, apply, events, and the cores that the API process
+and the load generator take from the compute threads. A prompt that a single user repeats is in the prefix cache: its
+TTFT shows the cost of a request outside of the engine, and the TTFT of its first sending the cost per prompt token
+beyond the model.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from quire.workload.request import PromptMaker, WorkloadRequest
 PROMPT, OUTPUT = 32, 96  # tokens of a request of the closed loops
 USERS = (1, 2, 4, 8, 16, 32)
 PROMPTS = (32, 256, 1024)  # tokens of the requests that are sent one by one
-ONE_BY_ONE = 6  # of each length
-MANY_ROWS = 100  # a prompt whose time to the first token is mostly that of its rows
+ONE_BY_ONE = 6  # requests of each length
+MANY_ROWS = 100  # prompt tokens from which the TTFT is mostly that of the prompt's rows
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The mean gap between tokens with so many users."""
+    """The mean gap between tokens at a number of users."""
 
     num_users: int
     seconds: float
@@ -53,17 +52,17 @@ class First:
     """The time to the first token of a single user's prompts."""
 
     num_prompt: int
-    num_cached: int  # tokens of the prompt that were in the prefix cache
+    num_cached: int  # prompt tokens that were in the prefix cache
     seconds: float
 
 
 def measure_host(
     url: str, model: str, executor: CostModel, *, max_num_seqs: int, max_model_len: int, vocab_size: int
 ) -> HostCost:
-    """Return what the server at ``url`` adds to ``executor``.
+    """Return the time that the server at ``url`` adds to ``executor``.
 
     Raises:
-        ConfigError: requests fail.
+        ConfigError: a request failed.
     """
     target = Target(api_url(url), model)
     prompts = PromptMaker(vocab_size, seed=77, first_id=min(256, vocab_size // 2))
@@ -79,7 +78,7 @@ def measure_host(
         return _line([(t.num_prompt, t.seconds - _first_s(step, t), t.seconds) for t in firsts])
 
     cached = [t for t in again if t.num_cached]
-    if len(cached) < 2:  # prefix caching is off: what a token of the prompt costs is taken for its row's
+    if len(cached) < 2:  # prefix caching is off: the cost per prompt token counts as that per row
         request_s, per_row_s = way(first)
         return HostCost(fixed_s, max(0.0, per_seq_s - per_row_s), request_s, per_row_s=per_row_s)
     request_s, per_prompt_token_s = way(cached)
@@ -95,7 +94,7 @@ def measure_host(
 async def _measure(
     target: Target, prompts: PromptMaker, users: Sequence[int], lengths: Sequence[int]
 ) -> tuple[list[Gap], list[First], list[First]]:
-    """Return the gaps by users, and the first tokens of a single one: prompts that are new, and the same again."""
+    """Return the gaps by users, and the first tokens of a single user: of new prompts, and of the same again."""
     client = StreamingClient(target)
     index = 0
 
@@ -114,7 +113,7 @@ async def _measure(
         return records
 
     try:
-        await loop(1, 2, PROMPT, OUTPUT)  # warm
+        await loop(1, 2, PROMPT, OUTPUT)  # warm-up
         gaps = []
         for num in users:
             records = await loop(num, max(3, 2 * num), PROMPT, OUTPUT)
@@ -134,7 +133,7 @@ def _first(records: Sequence[RequestRecord]) -> First:
 
 
 def _first_s(executor: CostModel, first: First) -> float:
-    """The step of the first token: the rows of the prompt that the cache has not."""
+    """Return the seconds of the first token's step, which computes the prompt tokens that are not cached."""
     start, rows = first.num_cached, first.num_prompt - first.num_cached
     return executor.seconds(StepFeatures(rows, 1, 1, 0, first.num_prompt, chunk_pairs(start, rows)))
 
@@ -158,7 +157,7 @@ _READY = re.compile(r"^ready\b.* on (http://\S+)$", re.MULTILINE)
 
 
 class LiveServer:
-    """Starts on entry, waits until the server says that it is ready, and is ended by its own pid on exit."""
+    """A `quire serve` on a free port, for the time of a ``with`` block: started and ready on entry, ended on exit."""
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class LiveServer:
         command: Sequence[str] = ("-m", "quire.cli", "serve"),
         poll_s: float = 0.05,
     ) -> None:
-        """``arguments``: model and flags of ``quire serve``; ``command`` replaces it (a test's server)."""
+        """``arguments``: model and flags of ``quire serve``; ``command`` replaces it by another server, in tests."""
         self._poll_s = poll_s
         self._command = [sys.executable, *command, *arguments]
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (closed on exit)

@@ -1,16 +1,13 @@
-"""The steps that `quire profile` measures: decodes, chunks and both, over rows, running sequences and context.
+"""The steps that `quire profile` measures, and `StepProfiler`, which times them on an engine's executor.
 
-    decodes     1 … max_num_seqs sequences with one row, at a short, a middle and a long context
-    chunks      2 … max_num_batched_tokens rows of one prompt, from its start and from the middle; some do not draw
+    decodes     1 … max_num_seqs sequences with one row each, at a short, a middle and a long context
+    chunks      2 … max_num_batched_tokens rows of one prompt, from its start and from the middle; some do not sample
     several     chunks of several prompts in one step
     mixed       decodes beside a chunk
 
-Counts lie on the knots of `quire.plan.fit` and between them.
-
-`StepProfiler`: times steps of `quire.bench.profile_steps` on an engine's executor, with plans made by hand.
-
-A sequence enters at the context that the case asks for, its pages filled before by copies: the executor is told that
-its first rows are computed, which saves computing them. Attention reads real pages, and as many as live.
+Counts lie on the knots of `quire.plan.fit` and between them. The profiler makes plans without a scheduler. A sequence
+enters at the context that the case asks for, its blocks filled beforehand by copies: the executor is told that the
+first rows are computed, which saves computing them. Attention reads real blocks, as many as in live traffic.
 """
 
 from __future__ import annotations
@@ -36,22 +33,21 @@ CHUNKS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 102
 SEVERAL = ((2, 8), (4, 16), (8, 4), (3, 64), (6, 100), (16, 16))
 MIXED_DECODES = (1, 4, 16, 48, 96)
 MIXED_CHUNKS = (12, 64, 200, 512, 1400)
-LONG_DECODES = (
-    16  # sequences at most that are measured at the longest context: more keys than any trace brings
-)
-REPEATS_OF_A_STEP = 64  # tokens that a sequence grows by while it is measured, at most
+# Most sequences that are measured at the longest context: together more keys than a step of any trace.
+LONG_DECODES = 16
+REPEATS_OF_A_STEP = 64  # tokens that a sequence grows by at most while it is measured
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of step. The context of a decode is what it reads at first; it grows by one with each repetition."""
+    """One kind of step. The context of a decode grows by one with each repetition."""
 
     num_decodes: int = 0
-    context: int = 1  # keys that a decode reads
+    context: int = 1  # keys that a decode reads in the first repetition
     num_chunks: int = 0
     chunk: int = 0  # rows of each
-    start: int = 0  # rows computed before
-    draws: bool = True  # the chunks end at the last known token
+    start: int = 0  # tokens computed before the chunk
+    samples: bool = True  # the chunks end at the last known token
 
     @property
     def num_rows(self) -> int:
@@ -63,25 +59,25 @@ class Case:
 
     @property
     def features(self) -> StepFeatures:
-        """Of the first repetition."""
+        """Return the features of the first repetition."""
         return StepFeatures(
             self.num_rows,
             self.num_seqs,
-            self.num_decodes + self.num_chunks * self.draws,
+            self.num_decodes + self.num_chunks * self.samples,
             self.num_decodes * self.context,
             self.num_chunks * (self.start + self.chunk),
             self.num_chunks * chunk_pairs(self.start, self.chunk),
         )
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks that its sequences hold at most."""
+        """Return the blocks that its sequences hold at most."""
         decode = -(-(self.context + REPEATS_OF_A_STEP) // block_size)
         chunk = -(-(self.start + self.chunk + REPEATS_OF_A_STEP) // block_size)
         return self.num_decodes * decode + self.num_chunks * chunk
 
 
 def cases(config: EngineConfig, max_blocks: int) -> list[Case]:
-    """Return the steps that fit the engine's limits and ``max_blocks``, the cheap ones first."""
+    """Return the steps that fit the engine's limits and ``max_blocks``, the cheapest first."""
     scheduler, block_size = config.scheduler, config.cache.block_size
     longest = scheduler.max_model_len - REPEATS_OF_A_STEP
 
@@ -108,7 +104,7 @@ def _all(longest: int) -> Iterator[Case]:
             yield Case(num_decodes=num, context=context)
     for chunk in CHUNKS:
         yield Case(num_chunks=1, chunk=chunk)
-        yield Case(num_chunks=1, chunk=chunk, draws=False)
+        yield Case(num_chunks=1, chunk=chunk, samples=False)
         yield Case(num_chunks=1, chunk=chunk, start=middle)
     for num, chunk in SEVERAL:
         yield Case(num_chunks=num, chunk=chunk)
@@ -116,13 +112,13 @@ def _all(longest: int) -> Iterator[Case]:
     for num in MIXED_DECODES:
         for chunk in MIXED_CHUNKS:
             yield Case(num, contexts[1], 1, chunk)
-            yield Case(num, contexts[2], 1, chunk, start=longest // 8, draws=False)
+            yield Case(num, contexts[2], 1, chunk, start=longest // 8, samples=False)
 
 
-REPEATS = 5  # of a case in one visit, of which the first ones warm it up
-WARM = 1
+REPEATS = 5  # of a case in one visit
+WARM = 1  # of these, repetitions that are not counted
 FIRST_TOKEN_ID = 2
-STIRRING, STIRRED = 16, 16384  # sequences that read other pages before a chunk, and keys that they read
+STIRRING, STIRRED = 16, 16384  # sequences that read other blocks before a chunk, and keys that they read
 
 
 class StepProfiler:
@@ -150,13 +146,13 @@ class StepProfiler:
         self._random = Random(f"profile {seed}")
         self._step = 0
         self._next_id = 0
-        self._next_block = 0  # of the next chunk
+        self._next_block = 0  # first block of the next chunk
         self._gone: tuple[int, ...] = ()
         self._stirring: tuple[SeqPlan, ...] = ()
         self._times: dict[Case, list[tuple[int, float]]] = defaultdict(list)  # (repetition, seconds)
 
     def fill(self) -> None:
-        """Write one block and copy it to the others: a page that nobody wrote is read from one and the same frame."""
+        """Write one block and copy it to the others: reads of memory never written all hit the same zero page."""
         seq = self._new([(1, self._block_size)])[0]
         plan = self._placed([seq], [(0, self._block_size)], 0)
         self._run(StepPlan(self._step, (seq,), tuple(plan)))
@@ -167,7 +163,7 @@ class StepProfiler:
         self._stir()
 
     def visit(self, case: Case, repeats: int = REPEATS, limit_s: float = math.inf) -> None:
-        """Measure one case a few times, but no longer once that has taken ``limit_s``."""
+        """Measure one case ``repeats`` times, or fewer once that has taken ``limit_s``."""
         assert WARM < repeats <= REPEATS_OF_A_STEP
         spans = [(case.context - 1, 1)] * case.num_decodes
         decodes = self._new(spans)
@@ -188,12 +184,12 @@ class StepProfiler:
             self._gone = tuple(seq.seq_id for seq, _ in chunks)
             if sum(times) > limit_s:
                 break
-        first = min(WARM, len(times) - 1)  # a step so long that it is run once needs no warming up
+        first = min(WARM, len(times) - 1)  # a step so long that it runs once needs no warm-up
         self._times[case] += list(enumerate(times))[first:]
         self._gone += tuple(seq.seq_id for seq in decodes)
 
     def measured(self) -> list[MeasuredStep]:
-        """Return the mean of each case; a decode's context has grown while it was measured."""
+        """Return the mean of each case, with the mean context of its decodes, which grew meanwhile."""
         steps = []
         for case, times in self._times.items():
             grown = statistics.fmean(repeat for repeat, _ in times)
@@ -203,17 +199,17 @@ class StepProfiler:
         return steps
 
     def _chunks(self, case: Case) -> list[tuple[NewSeq, SeqPlan]]:
-        """The chunks of one repetition, of sequences that are new, in blocks that no step has read for long.
+        """Return the chunks of one repetition: new sequences in blocks that no recent step has read.
 
-        A server's prompts come once, between steps that read other pages: the same rows again find weights, keys and
-        tables in the caches, and were measured a quarter too cheap. So other pages are read first (`_stirring`).
+        A server's prompts come once, between steps that read other blocks. The same rows repeated find weights, keys
+        and tables in the CPU caches and measure a quarter too fast, so other blocks are read first (`_stirring`).
         """
         if not case.num_chunks:
             return []
         if self._stirring:
             self._run(StepPlan(self._step, (), self._stirring))
         spans = [(case.start, case.chunk)] * case.num_chunks
-        seqs = self._new(spans, spare=0 if case.draws else 1)
+        seqs = self._new(spans, spare=0 if case.samples else 1)
         need = case.num_blocks(self._block_size)
         behind = need - sum(self._blocks_of(span) for span in spans)  # those of the decodes
         self._next_block = max(behind, self._next_block)
@@ -224,7 +220,7 @@ class StepProfiler:
         return list(zip(seqs, plans, strict=True))
 
     def _stir(self) -> None:
-        """Make the sequences that read other pages between two chunks: a row each, and none draws a token."""
+        """Make the sequences that read other blocks between two chunks: one row each, and no token is sampled."""
         most = min(self._max_blocks, STIRRED // self._block_size)
         context = max(1, min(self._longest, STIRRED // STIRRING))
         num = min(STIRRING, self._max_seqs, most * self._block_size // (context + REPEATS_OF_A_STEP))
@@ -236,7 +232,7 @@ class StepProfiler:
         self._stirring = tuple(plan._replace(block_start=(), new_block_ids=()) for plan in plans)
 
     def _new(self, spans: Sequence[tuple[int, int]], *, spare: int = 0) -> list[NewSeq]:
-        """Sequences whose known tokens end with their span, or ``spare`` behind it."""
+        """Return sequences whose known tokens end with their span, or ``spare`` tokens after it."""
         new = []
         for start, count in spans:
             num = start + count + spare
@@ -248,13 +244,12 @@ class StepProfiler:
     def _placed(
         self, seqs: Sequence[NewSeq], spans: Sequence[tuple[int, int]], first_block: int
     ) -> list[SeqPlan]:
-        """Plans of the first repetition, each sequence with blocks of its own for all repetitions."""
+        """Return the plans of the first repetition; each sequence has its own blocks for all repetitions."""
         plans, free = [], first_block
         for seq, (start, count) in zip(seqs, spans, strict=True):
             rows = self._blocks_of((start, count))
-            ids = (
-                tuple(range(free, free + rows)),
-            ) * self._num_groups  # groups may share: contents mean nothing
+            # The cache groups share blocks: their contents do not matter.
+            ids = (tuple(range(free, free + rows)),) * self._num_groups
             free += rows
             plans.append(SeqPlan(seq.seq_id, 0, start, count, (0,) * self._num_groups, ids))
         return plans

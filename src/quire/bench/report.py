@@ -1,4 +1,4 @@
-"""The HTML report of `quire bench serve` (and of `quire simulate`, which gives the same records and summaries)."""
+"""The HTML report of `quire bench serve` and of `quire simulate`, whose records and summaries have the same form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_report(
     records: Sequence[RequestRecord],
     more: Sequence[str] = (),
 ) -> str:
-    """One run: its facts, the summary, CDFs and what ran and waited over time; ``more``: plots behind these."""
+    """Return the page of one run: facts, summary, CDFs, requests over time; ``more``: further plots at the end."""
     page = Page(title)
     _facts(page, facts)
     _summary(page, summary)
@@ -37,7 +37,10 @@ def sweep_report(
     knee: Mapping[str, Any],
     records: Sequence[RequestRecord],
 ) -> str:
-    """Goodput and latency against load, and the run at the knee. ``points``: summaries with ``offered_per_s``."""
+    """Return the page of a sweep: goodput and latency by load, and the run at the knee.
+
+    ``points``: summaries with ``offered_per_s``.
+    """
     page = Page(title)
     _facts(page, facts)
     rate = knee["offered_per_s"]
@@ -57,7 +60,7 @@ def sweep_report(
 
 
 def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float) -> list[str]:
-    """Goodput, latency and tokens against the offered load."""
+    """Return the plots of goodput, latency and tokens by offered load."""
     ordered = sorted(points, key=lambda p: p["offered_per_s"])
     load = [p["offered_per_s"] for p in ordered]
     marks = [(knee, "knee")]
@@ -79,7 +82,7 @@ def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float) -> list[str]:
 
 
 def cdfs(records: Sequence[RequestRecord]) -> list[str]:
-    """The distributions of TTFT, TPOT, ITL and E2EL of completed requests."""
+    """Return the plots of the distributions of TTFT, TPOT, ITL and E2EL of completed requests."""
     done = [r for r in records if r.status == OK]
     values: dict[str, list[float]] = {
         "TTFT": [r.ttft_s for r in done if r.ttft_s is not None],
@@ -97,7 +100,7 @@ def cdfs(records: Sequence[RequestRecord]) -> list[str]:
 
 
 def timelines(records: Sequence[RequestRecord]) -> list[str]:
-    """Requests waiting for their first token and running over time, as the client saw them; latency by arrival."""
+    """Return the plots over time, as the client saw them: requests waiting and running, TTFT, failures."""
     waiting = [(r.arrival_s, r.end_s if r.first_token_s is None else r.first_token_s) for r in records]
     running = [(r.first_token_s, r.end_s) for r in records if r.first_token_s is not None]
     levels = [
@@ -121,7 +124,7 @@ def timelines(records: Sequence[RequestRecord]) -> list[str]:
 
 
 def levels_of(spans: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """(times, how many of the (start, end) spans are open from each on)."""
+    """Return (times, number of the (start, end) spans that are open from each time on)."""
     changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     times, counts, level = [0.0], [0.0], 0
     for time_s, change in changes:

@@ -1,8 +1,6 @@
-"""What `quire bench serve` and `quire simulate` do alike: run a workload, or raise its load; print, and write files.
+"""The part that `quire bench serve` and `quire simulate` share: make a workload, run it, print and write the results.
 
-`--sweep`: raise the load until goodput falls, and find the knee.
-
-The workload that the flags of `quire bench serve` and `quire simulate` describe.
+With ``--sweep`` the load is raised until goodput falls, and the knee is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from quire.workload.distributions import Arrivals, parse_lengths
 from quire.workload.request import Workload
 from quire.workload.traces import read_trace
 
-# Draws the page of a sweep in place of the usual one, from its points.
+# Returns the page of a sweep, in place of the usual one, from the sweep's points.
 SweepPage = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
@@ -33,13 +31,13 @@ class Outcome:
 
     summary: dict[str, Any]
     records: Sequence[RequestRecord]
-    charts: Callable[[], Sequence[str]] = tuple  # for its report, beside those of every run
+    charts: Callable[[], Sequence[str]] = tuple  # for the report, after those of every run
     note: str = ""  # printed below the summary
 
 
 @dataclass(slots=True)
 class Measured:
-    """One command. ``measure``: a workload, and what is said of it while it runs, to its outcome."""
+    """One command. ``measure(workload, label)`` runs a workload; ``label`` is shown while it runs."""
 
     title: str
     flags: ServeBenchArgs
@@ -48,7 +46,7 @@ class Measured:
     sweep_page: SweepPage | None = None
 
     def run(self, workload: Workload) -> int:
-        """Return the exit status: 1 where no request completed."""
+        """Run and report; return the exit status: 1 where no request completed."""
         return self._sweep(workload) if self.flags.sweep else self._single(workload)
 
     def _single(self, workload: Workload) -> int:
@@ -95,17 +93,17 @@ class Measured:
         return 0 if summary["num_completed"] else 1
 
 
-GROWTH = 2.0  # of the load from one run to the next, on the way up
-FALLEN = 0.8  # of the best goodput: the load is past the knee
-KNEE = 0.95  # of the best goodput
+GROWTH = 2.0  # factor of the load from one run to the next, on the way up
+FALLEN = 0.8  # share of the best goodput below which the load is past the knee
+KNEE = 0.95  # share of the best goodput that the knee still has
 MAX_RUNS_UP = 14
 Run = Callable[[float], Mapping[str, Any]]  # offered requests/s → summary with ``goodput_per_s``
 
 
 def sweep(run: Run, start_rate: float, refinements: int = 3) -> list[Mapping[str, Any]]:
-    """Run loads from ``start_rate`` up until goodput falls or no longer follows, then between the runs about the knee.
+    """Run loads from ``start_rate`` up until goodput falls or stops growing, then loads between the runs at the knee.
 
-    Returns the summaries in the order of the runs, each with ``offered_per_s``.
+    Return the summaries in the order of the runs, each with ``offered_per_s``.
     """
     points: dict[float, Mapping[str, Any]] = {}
     rate = start_rate
@@ -123,14 +121,14 @@ def sweep(run: Run, start_rate: float, refinements: int = 3) -> list[Mapping[str
 
 
 def knee(points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The smallest load whose goodput is at least 95 % of the best one."""
+    """Return the summary of the smallest load whose goodput is at least 95 % of the best."""
     best = max(p["goodput_per_s"] for p in points)
     good = [p for p in points if p["goodput_per_s"] >= KNEE * best]
     return min(good, key=lambda p: float(p["offered_per_s"]))
 
 
 def _is_past(points: Sequence[Mapping[str, Any]]) -> bool:
-    """Goodput fell well below the best, or nothing was good at all, or three loads in a row brought no more."""
+    """Whether goodput fell well below the best, is 0 at two loads, or did not grow over three loads in a row."""
     goodputs = [float(p["goodput_per_s"]) for p in points]
     best = max(goodputs)
     if goodputs[-1] < FALLEN * best:
@@ -141,7 +139,7 @@ def _is_past(points: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _next_between(rates: Sequence[float], knee_rate: float) -> float | None:
-    """The middle (geometric) of the wider gap beside the knee; None where both are below 5 %."""
+    """Return the geometric middle of the wider gap beside the knee; None where both gaps are below 5 %."""
     place = rates.index(knee_rate)
     gaps = [(rates[i + 1] / rates[i], rates[i]) for i in (place - 1, place) if 0 <= i < len(rates) - 1]
     wide = max(gaps, default=(1.0, knee_rate))
@@ -152,7 +150,7 @@ DEFAULT_REQUESTS = 100
 
 
 def make_workload(flags: ServeBenchArgs) -> Workload:
-    """The requests that the flags describe."""
+    """Return the workload that the flags describe."""
     arrivals = None
     if flags.rate is not None or flags.sweep:
         arrivals = Arrivals(flags.rate or 1.0, flags.burstiness, flags.ramp_to)
@@ -161,7 +159,7 @@ def make_workload(flags: ServeBenchArgs) -> Workload:
     if flags.trace is not None:
         trace = read_trace(flags.trace)
         if flags.sweep and flags.rate is None and trace.timed:
-            arrivals = None  # the trace's own times, stretched
+            arrivals = None  # the trace keeps its own times, stretched
         workload = from_trace(
             trace,
             limit=flags.limit,

@@ -1,7 +1,4 @@
-"""`quire bench serve`: load on any OpenAI-compatible server, and what came of it.
-
-What a person sees while a load runs: how much is done, what runs now, and how fast it is.
-"""
+"""`quire bench serve`: put load on any OpenAI-compatible server and report the results."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from quire.workload.slo import Slo
 
 
 def run(flags: ServeBenchArgs) -> int:
-    """Run the command; returns the exit status: 1 where no request completed.
+    """Run the command; return the exit status: 1 where no request completed.
 
     Raises:
         ConfigError: a flag is wrong, or the server cannot be measured.
@@ -46,13 +43,13 @@ def run(flags: ServeBenchArgs) -> int:
 
 
 def make_load(flags: ServeBenchArgs, workload: Workload) -> Load:
-    """``--concurrency`` alone is a closed loop; where requests have times it is a limit on top of them."""
+    """Return how to send: ``--concurrency`` alone means a closed loop; with arrival times it limits an open one."""
     timed = any(r.arrival_s > 0.0 for r in workload.requests)
     return Load(flags.concurrency, closed=flags.concurrency is not None and not timed)
 
 
 async def _find(flags: ServeBenchArgs) -> tuple[Target, int | None]:
-    """The server and its model, and the context in tokens where the server tells it."""
+    """Return the server with its model, and the context in tokens where the server reports it."""
     target = Target(
         api_url(flags.url),
         flags.model or "",
@@ -66,7 +63,7 @@ async def _find(flags: ServeBenchArgs) -> tuple[Target, int | None]:
     try:
         models = await client.models()
     except RequestFailed as error:
-        if flags.model is not None:  # not every server has a list
+        if flags.model is not None:  # some servers have no list
             return target, None
         raise ConfigError(f"{target.url}: {error}; is the server up, and is --url right?") from error
     finally:
@@ -78,7 +75,7 @@ async def _find(flags: ServeBenchArgs) -> tuple[Target, int | None]:
 
 
 async def _settled(flags: ServeBenchArgs, target: Target) -> Target:
-    """The server with the request fields that it takes, found out by a short request."""
+    """Return the server with the request fields that it takes, found out by short requests."""
     prompts = _prompts(flags, run_number=-1)
     for i in range(max(1, flags.warmup)):
         body_of = partial(_warm_up_body, prompts, WorkloadRequest(0.0, 16, 4, index=i))
@@ -103,7 +100,7 @@ def _extra(text: str | None) -> Mapping[str, Any]:
 
 
 def _prompts(flags: ServeBenchArgs, run_number: int) -> PromptMaker:
-    """Other tokens for each run: a run must not find its prompts in the prefix cache of the one before."""
+    """Return other tokens for each run: a run must not find its prompts in the prefix cache from the previous one."""
     # The lowest ids are special tokens and single bytes in most vocabularies.
     return PromptMaker(flags.vocab_size, flags.seed * 1000 + run_number + 1, min(256, flags.vocab_size // 2))
 
@@ -119,7 +116,7 @@ class _Bench:
         self._runs = 0
 
     def measure(self, workload: Workload, what: str) -> Outcome:
-        """Send the workload. ``what``: the load of a sweep's run."""
+        """Send the workload. ``what``: the load, where it is a run of a sweep."""
         prompts, load = _prompts(self._flags, self._runs), make_load(self._flags, workload)
         self._runs += 1
 
@@ -142,7 +139,7 @@ class _Bench:
         return Outcome(summary, records)
 
     def facts(self) -> dict[str, Any]:
-        """What was measured, for the report."""
+        """Return what was measured, for the report."""
         flags, load = self._flags, make_load(self._flags, self._workload)
         limit = "" if load.concurrency is None else f" of {load.concurrency}"
         return {
@@ -158,12 +155,12 @@ class _Bench:
         }
 
 
-WINDOW = 100  # requests that the latencies shown are taken from
+WINDOW = 100  # requests over which the latencies shown are taken
 REFRESH_S = 0.25
 
 
 class LiveProgress:
-    """One line on stderr where that is a terminal; nothing elsewhere. Give it every request and every record."""
+    """Shows progress in one line on stderr where that is a terminal. `observe` takes every request and every record."""
 
     def __init__(self, total: int, what: str) -> None:
         self._bar = Progress(
@@ -206,7 +203,7 @@ class LiveProgress:
             self._bar.update(self._task, now=self.line(now_s))
 
     def line(self, now_s: float) -> str:
-        """Running, failed, tokens a second so far, and the median TTFT and TPOT of the last requests."""
+        """Return running and failed requests, tokens/s so far, and the median TTFT and TPOT of the last requests."""
         ttft = percentile(sorted(r.ttft_s for r in self._last if r.ttft_s is not None), 50)
         tpot = percentile(sorted(r.tpot_s for r in self._last if r.tpot_s is not None), 50)
         parts = [

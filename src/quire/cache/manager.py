@@ -128,7 +128,7 @@ class CacheManager:
     def settle(self, table: BlockTable, token_ids: Sequence[int], end: int) -> None:
         """A step that brought ``table`` to ``end`` was applied: publish the full rows, drop rows that no query sees."""
         self.publisher.publish(table, token_ids, end, planned=False)
-        if self.windows.sliding:
+        if self.windows.sliding and end >= self.windows.next_slide(table.first_rows):
             self.slide(table, end)
 
     def next_event_at(self, table: BlockTable) -> int:

@@ -58,15 +58,17 @@ def begin_store(
     while node is not None:
         path.append(node)
         node = node.parent
-    held = [block_id for each in path for block_id in each.block_ids if block_id != NO_BLOCK]
-    for block_id in held:
-        references.share(block_id)
-    references.transfers[transfer_id] = TransferBlocks(held)
-    return tuple(
+    blocks = tuple(
         TransferBlock(group, each.block_ids[group], page_hash(each.block_hash, group))
         for each in reversed(path[:num_blocks])
         for group in each.groups
     )
+    if blocks:  # else windows have left only nodes without blocks
+        held = [block_id for each in path for block_id in each.block_ids if block_id != NO_BLOCK]
+        for block_id in held:
+            references.share(block_id)
+        references.transfers[transfer_id] = TransferBlocks(held)
+    return blocks
 
 
 def end_transfer(cache: CacheManager, transfer_id: int, num_blocks: int) -> None:

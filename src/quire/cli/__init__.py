@@ -1,4 +1,4 @@
-"""`quire`: serve | run | chat | bench | profile | simulate | plan | doctor. Commands import what they need late."""
+"""`quire`: serve | run | chat | bench | profile | simulate | plan | doctor. Commands import their modules late."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`quire doctor MODEL`: what a model is held in, and the bytes that takes.
+"""`quire doctor MODEL`: the formats in which a model is held and their bytes; ``--check``: are the weights sound?
 
-`quire doctor --check MODEL`: are its weights what its configuration says, and are they all numbers? Torch-free.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 def model_report(args: EngineArgs) -> None:
-    """Print the table. Raises what `configure` raises."""
+    """Print the table. Raises the errors of `configure`."""
     config, _ = configure(args, detect_device(args.device))
     console = Console()
     console.print(table_of(config.model))
@@ -36,9 +36,9 @@ def model_report(args: EngineArgs) -> None:
 
 
 def table_of(model: ModelConfig) -> Table:
-    """Weights, activations and KV cache: what each is held in, its bits, its bytes, and what a token reads of it."""
+    """Return the format, bits and bytes of weights, activations and KV cache, and the bytes that one token reads."""
     spec = model.spec
-    table = Table("part", "held as", "bits", "MiB", "MiB read a token", box=None, pad_edge=False)
+    table = Table("part", "held as", "bits", "MiB", "MiB read per token", box=None, pad_edge=False)
     rows = weight_table(spec, model.dtype, model.formats)
     for row in rows:
         size, read = f"{row.num_bytes / MIB:.1f}", f"{row.bytes_per_token / MIB:.2f}"
@@ -53,10 +53,10 @@ def table_of(model: ModelConfig) -> Table:
 
 
 def check_model(model: str) -> int:
-    """Check what ``model`` holds against its configuration, then every weight; return the exit status.
+    """Check the names, shapes and types of ``model``, then every weight; return the exit status.
 
     Raises:
-        ModelLoadError, UnsupportedModelError: a file, a name, a shape or a type is wrong; the text says which.
+        ModelLoadError, UnsupportedModelError: a file, a name, a shape or a type is wrong; the message says which.
     """
     _, checkpoint = configure(EngineArgs(model=model), detect_device())
     tensors = _matching_tensors(checkpoint)
@@ -69,7 +69,7 @@ def check_model(model: str) -> int:
         )
     size = sum(tensor.num_bytes for tensor in tensors.values()) / 2**30
     verdict = (
-        f"{len(bad)} are not finite: download them again, or ask who made them." if bad else "all are finite."
+        f"{len(bad)} are not finite: download them again, or ask the publisher." if bad else "all are finite."
     )
     console.print(
         f"{len(tensors)} tensors, {size:.2f} GiB: names, shapes and types fit the configuration; {verdict}"
@@ -78,7 +78,7 @@ def check_model(model: str) -> int:
 
 
 def _matching_tensors(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
-    """Return every tensor on disk once names, shapes and types are known to fit."""
+    """Return every tensor on disk, after checking that names, shapes and types fit the configuration."""
     path, spec = checkpoint.path, checkpoint.spec
     if path.is_dir():
         config = path / "config.json"

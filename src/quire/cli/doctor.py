@@ -32,7 +32,7 @@ def _version(name: str) -> str:
 
 
 def advice() -> list[str]:
-    """Return one sentence for each thing that the person could do."""
+    """Return one sentence per improvement that the user could make."""
     device = detect_device()
     slow = slow_kernels(device, device.isa)
     found = [] if slow is None else [slow]
@@ -44,12 +44,12 @@ def advice() -> list[str]:
     if missing:
         found.append(f"Install {', '.join(missing)}.")
     if device.memory_available_bytes < 2 * 2**30:
-        found.append("Less than 2 GiB of memory is available: take a small model, or free some.")
+        found.append("Less than 2 GiB of memory is available: choose a small model, or free some memory.")
     return found
 
 
 def kernels() -> str:
-    """Say which kernels a CPU engine will use, and why."""
+    """Return which kernels a CPU engine will use, and why."""
     device = detect_device()
     if not device.native:
         return "torch reference, exact by fixed tiles (the native extension is not built)"
@@ -57,7 +57,7 @@ def kernels() -> str:
 
 
 def gpu() -> str:
-    """Say which GPU there is and what runs on it, or why none does and what is used instead."""
+    """Return the GPU and what it supports, or why no GPU is used and what is used instead."""
     found = find_gpu()
     problem = found if isinstance(found, str) else gpu_problem(found)
     if problem is not None or isinstance(found, str):
@@ -82,7 +82,7 @@ def report() -> None:
     table.add_row("CPU", f"{device.name}, {device.num_cores} cores for this process")
     features = [name for name, has in cpu_features().items() if has]
     table.add_row(
-        "Instructions", f"{device.isa} ({', '.join(features) or 'not known without the native extension'})"
+        "Instructions", f"{device.isa} ({', '.join(features) or 'unknown without the native extension'})"
     )
     total, available = device.memory_total_bytes / 2**30, device.memory_available_bytes / 2**30
     table.add_row("Memory", f"{total:.1f} GiB, {available:.1f} GiB available (cgroup limits counted)")
@@ -95,5 +95,5 @@ def report() -> None:
         rows.add_row(*row)
     console.print(rows)
     console.print()
-    for sentence in advice() or ["Nothing to do: everything that Quire needs is here."]:
+    for sentence in advice() or ["Nothing to do: everything that Quire needs is installed."]:
         console.print(f"• {sentence}")

@@ -1,6 +1,6 @@
 """Flags from data: the fields of `quire.args` become parameters of Typer commands and keys of a TOML file.
 
-The flags of `quire run`, `chat` and `plan` beside those of the engine (see `quire.args`).
+The settings of `quire run`, `chat` and `plan` that are not the engine's are at the end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ CONFIG_HELP = "TOML file with the same names as the flags (max_model_len = 4096)
 def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     """Decorate a command so that it takes every setting of ``kinds`` as a flag, and ``--config``.
 
-    Of two kinds that have a name in common the first one's is shown; both get the value.
-
-    The wrapped function is called with its own parameters and ``settings``: key → value of what the person said.
+    Where two kinds have a name in common, the flag of the first is shown, and both get the value. The function is
+    called with its own parameters and ``settings``: key → value, of the settings that were given.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -85,7 +84,7 @@ def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
-    """Print the help with every option, and end."""
+    """Print the help with every option and exit."""
     if asked:
         for parameter in context.command.params:
             if parameter.name in rare_names():
@@ -96,9 +95,9 @@ def _show_all(context: typer.Context, asked: bool) -> None:
 
 def settings_with_defaults(kinds: Iterable[type[Any]]) -> Iterator[tuple[Setting, Any]]:
     for kind in kinds:
-        spoken = settings_of(kind)  # type: ignore[arg-type]  # mypy: type[Any] is not hashable
+        known = settings_of(kind)  # type: ignore[arg-type]  # mypy: type[Any] is not hashable
         for key, default in defaults(kind).items():
-            yield spoken[key], default
+            yield known[key], default
 
 
 def _option(spec: Setting, default: Any) -> inspect.Parameter:
@@ -134,7 +133,7 @@ def _help(spec: Setting, default: Any) -> str:
 
 
 def read_toml(path: Path, kinds: tuple[type[Any], ...]) -> dict[str, Any]:
-    """Return the settings of a TOML file; tables only group, their names do not matter.
+    """Return the settings of a TOML file. Tables only group the keys; their names do not matter.
 
     Raises:
         ConfigError: the file is missing, is not TOML, or holds a name that no flag has.
@@ -156,19 +155,19 @@ def read_toml(path: Path, kinds: tuple[type[Any], ...]) -> dict[str, Any]:
 
 
 def with_model(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """The model given as argument wins over the TOML file's."""
+    """Return ``settings`` with the model given as an argument, which wins over the TOML file's."""
     return settings | {"model": model} if model is not None else settings
 
 
 def pick(kind: type[Args], settings: dict[str, Any]) -> Args:
-    """Build the args of one kind from settings that may hold other kinds' keys too."""
+    """Build the args of one kind from settings that may also hold the keys of others."""
     names = {f.name for f in fields(kind)}
     return make_args(kind, {k: v for k, v in settings.items() if k in names}, origin="settings")
 
 
 @dataclass(frozen=True, slots=True)
 class RunArgs:
-    """How to continue a text."""
+    """`quire run`."""
 
     max_tokens: int = 128
     temperature: float | None = None
@@ -177,7 +176,7 @@ class RunArgs:
 
 @dataclass(frozen=True, slots=True)
 class ChatArgs:
-    """How to talk."""
+    """`quire chat`."""
 
     system: str | None = None
     temperature: float | None = None
@@ -187,7 +186,7 @@ class ChatArgs:
 
 @dataclass(frozen=True, slots=True)
 class PlanArgs:
-    """What to plan for."""
+    """`quire plan`."""
 
     model: str = "quill"
     gpu: str | None = None

@@ -1,7 +1,4 @@
-"""`quire bench`: serve | latency | throughput.
-
-`quire profile` and `quire simulate`.
-"""
+"""`quire bench serve | latency | throughput`, `quire profile` and `quire simulate`."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 import typer
 
 from quire.args import EngineArgs, ServerArgs, flag_name, settings_of
-from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
+from quire.bench.args import SIMULATED, LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
 from quire.cli.flags import ModelArgument, command_with, pick, with_model
 
 bench_app = typer.Typer(help="Measure: serve, latency, throughput.", no_args_is_help=True)
@@ -38,7 +35,7 @@ def bench_latency(model: ModelArgument = None, *, settings: dict[str, Any]) -> N
 @bench_app.command("throughput")
 @command_with(EngineArgs, ThroughputArgs, skip=("model",))
 def bench_throughput(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
-    """All requests at once, without a server: tokens a second."""
+    """Run all requests at once, without a server: tokens per second."""
     from quire.bench.offline import throughput
 
     raise typer.Exit(
@@ -46,11 +43,6 @@ def bench_throughput(model: ModelArgument = None, *, settings: dict[str, Any]) -
     )
 
 
-# Settings of the engine that a simulation takes; the others belong to what its step times were measured with.
-SIMULATED = (
-    "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
-    "max_num_batched_tokens", "max_queue", "gate", "order", "enable_chunked_prefill", "dynamic_max_wait_ms",
-)  # fmt: skip
 LIVE = (
     *(s.name for s in settings_of(ServeBenchArgs).values() if s.group == "Server"),
     "vocab_size",
@@ -101,7 +93,7 @@ def simulate(*, settings: dict[str, Any]) -> None:
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    """Return those of ``settings`` that the engine has, as flags of ``quire serve``."""
+    """Return the engine's settings among ``settings`` as flags of ``quire serve``."""
     flags = []
     for f in fields(EngineArgs):
         if f.name not in settings:

@@ -1,4 +1,4 @@
-"""`quire plan`: the figures of `quire.plan.capacity` as tables, or as one JSON object."""
+"""`quire plan`: the figures of `quire.plan.capacity` as tables or as one JSON object."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ NUM_REQUESTS = 300  # that --search simulates
 
 
 def question_of(asked: PlanArgs) -> Question:
-    """Return the question that ``asked`` means.
+    """Return the question that the flags ask.
 
     Raises:
-        ConfigError: a flag that cannot be, with what is allowed.
-        ModelLoadError, UnsupportedModelError: the model's configuration.
+        ConfigError: a flag is wrong; the message says what is allowed.
+        ModelLoadError, UnsupportedModelError: the model's configuration cannot be read.
     """
     hardware = hardware_of(asked)
-    spec = spec_of(asked.model)  # may ask the hub: what is wrong here is said before
+    spec = spec_of(asked.model)  # may ask the hub, so the errors above come first
     isl, osl = lengths_of(asked.workload)
     precision = asked.quantize or ("bf16" if spec.dtype != "float32" else "fp32")
     if precision not in PRECISIONS:
@@ -53,7 +53,7 @@ def question_of(asked: PlanArgs) -> Question:
     if asked.count < 1:
         raise ConfigError(f"--count {asked.count} must be at least 1")
     if asked.rate is not None and asked.rate <= 0:
-        raise ConfigError(f"--rate {asked.rate:g} must be more than 0 requests a second")
+        raise ConfigError(f"--rate {asked.rate:g} must be more than 0 requests per second")
     table = efficiencies()
     engine = asked.engine or ("cpu" if hardware.kind == "cpu" else "default")
     if engine not in table:
@@ -76,7 +76,7 @@ def question_of(asked: PlanArgs) -> Question:
 
 
 def hardware_of(asked: PlanArgs) -> Hardware:
-    """Return the device asked for; ``--cpu`` is this machine, with its bandwidth and peak measured now."""
+    """Return the requested device; ``--cpu`` is this machine, with its bandwidth and peak measured now."""
     if asked.cpu == (asked.gpu is not None):
         raise ConfigError("give either --gpu NAME (any name of the hardware table) or --cpu (this machine)")
     if asked.gpu is not None:
@@ -96,7 +96,7 @@ def lengths_of(workload: str) -> tuple[int, int]:
         return int(parts[0]), int(parts[1])
     if not Path(workload).is_file():
         raise ConfigError(
-            f"--workload {workload!r} must be PROMPT/OUTPUT in tokens, as 1024/256, or a trace file"
+            f"--workload {workload!r} must be PROMPT/OUTPUT in tokens, such as 1024/256, or a trace file"
         )
     rows = read_trace(workload).rows
     if not rows:
@@ -106,7 +106,7 @@ def lengths_of(workload: str) -> tuple[int, int]:
 
 
 def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
-    """Return the ``quire serve`` line of the plan, with the flags that there are, and what no flag says yet."""
+    """Return the ``quire serve`` line of the plan, and remarks on settings for which there is no flag yet."""
     q, chosen = plan.question, plan.advice.chosen
     known = {f.name for kind in (EngineArgs, ServerArgs) for f in fields(kind)}
     wanted: dict[str, Any] = {
@@ -206,8 +206,8 @@ def _memory_table(m: Mapping[str, Any]) -> Table:
     requests = f"{m['max_requests']:,} requests of {m['context']:,} tokens" if m["fits"] else "does not fit"
     table.add_row("left for K and V", f"{m['kv_pool'] / GIB:.2f}", requests)
     table.add_row("device", f"{m['capacity'] / GIB:.2f}", f"{m['usable'] / GIB:.2f} used")
-    table.add_row("K and V a token, whole model", "", f"{m['kv_bytes_per_token']:,} bytes")
-    table.add_row("K and V a request, whole model", f"{m['kv_bytes_per_request'] / GIB:.2f}", "")
+    table.add_row("K and V per token, whole model", "", f"{m['kv_bytes_per_token']:,} bytes")
+    table.add_row("K and V per request, whole model", f"{m['kv_bytes_per_request'] / GIB:.2f}", "")
     return table
 
 
@@ -216,7 +216,7 @@ def _speed_table(data: Mapping[str, Any]) -> Table:
     how = f"{load['rate']:g} requests/s" if load["rate"] else f"{load['concurrency']} clients"
     table = Table(f"predicted at {how}, {load['isl']} in, {load['osl']} out", "", box=None, pad_edge=False)
     ttft = (
-        "grows without end: more comes than can be served"
+        "grows without bound: more requests arrive than can be served"
         if p["ttft_ms"] is None
         else f"{p['ttft_ms']:.0f} ms"
     )
@@ -241,7 +241,7 @@ def _speed_table(data: Mapping[str, Any]) -> Table:
         million = f"${cost['usd_per_million_input']:.3f} in, ${cost['usd_per_million_output']:.3f} out"
         table.add_row(
             "cost",
-            f"${cost['usd_per_hour']:.2f} an hour; a million tokens {million} ({cost['price_source']})",
+            f"${cost['usd_per_hour']:.2f} per hour; per million tokens {million} ({cost['price_source']})",
         )
     else:
         table.add_row("cost", "unknown: the table has no price")
@@ -256,7 +256,7 @@ def search(question: Question, workload: str) -> Found:
     """
     rate = question.load.rate
     if rate is None:
-        raise ConfigError("--search needs --rate: requests a second that the service has to take")
+        raise ConfigError("--search needs --rate: the requests per second that the service must take")
     if Path(workload).is_file():
         trace = from_trace(
             read_trace(workload), limit=NUM_REQUESTS, max_model_len=question.spec.max_position_embeddings
@@ -268,7 +268,7 @@ def search(question: Question, workload: str) -> Found:
 
 
 def search_as_dict(found: Found) -> dict[str, Any]:
-    """For ``--json``."""
+    """Return the search for ``--json``."""
     return {
         "best": asdict(found.best) if found.best else None,
         "tried": [asdict(tried) for tried in found.tried],
@@ -278,7 +278,7 @@ def search_as_dict(found: Found) -> dict[str, Any]:
 
 
 def _search_table(found: Found) -> Table:
-    """What was simulated, the cheapest first."""
+    """Return a table of the simulated settings, the cheapest first."""
     table = Table(
         "TP", "replicas", "chunk", "USD/h", "within SLO", "TTFT p95", "TPOT p95", box=None, pad_edge=False
     )

@@ -87,7 +87,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 
 
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
-    """What the API is built with."""
+    """Return the settings of the API."""
     from quire.api.state import ApiSettings, fingerprint
 
     return ApiSettings(
@@ -110,7 +110,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
 
 def job_settings(args: ServerArgs) -> Any:
     """What files, batches and background responses are built with."""
-    from quire.jobs.extension import JobSettings
+    from quire.jobs.routes import JobSettings
 
     return JobSettings(
         batch_dir=args.batch_dir,
@@ -122,14 +122,14 @@ def job_settings(args: ServerArgs) -> Any:
 
 
 def make_tracer(endpoint: str | None, clock: Any, release: str) -> Any:
-    """Where spans are wanted, what makes them; ConfigError where the extra is missing."""
+    """Return the tracer of requests, None without an endpoint; ConfigError where the extra `otel` is missing."""
     from quire.metrics.trace import RequestTracer
 
     return None if endpoint is None else RequestTracer.to(endpoint, clock.now, time.time, release)
 
 
 def admin_listener(app: Any, args: ServerArgs) -> Any:
-    """Bind the admin surface where it is asked for."""
+    """Bind the admin surface, if the settings ask for one."""
     from quire.api.admin import create_admin_app
     from quire.http.drain import SideApp
     from quire.http.listen import bind_admin, url_of
@@ -150,7 +150,7 @@ def _list(text: str | None) -> tuple[str, ...]:
 
 
 def weights_report(model: Any) -> str:
-    """What weights are held in, where some are quantized, and what is held otherwise than asked; ends in a newline."""
+    """Return lines on the formats of quantized weights and on deviations from the request, each ending in a newline."""
     from quire.weight_plan import weight_table
 
     rows = [row for row in weight_table(model.spec, model.dtype, model.formats) if row.part in WORTH_SAYING]
@@ -162,7 +162,7 @@ def weights_report(model: Any) -> str:
 def start_up_report(
     url: str, info: Any, name: str, seconds: float, note: str | None = None, weights: str = ""
 ) -> str:
-    """The short start-up log: model, bytes, kernels (and why they are slow), KV tokens, seconds, and a line to try."""
+    """Return the start-up log: model, bytes, kernels (and why they are slow), KV tokens, seconds, a command to try."""
     slow = f"         {note}\n" if note else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me a story."}}], "max_tokens": 64}}'
     return (

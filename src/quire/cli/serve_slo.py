@@ -1,4 +1,4 @@
-"""``quire serve --slo``: the step-time model to hold it with, from a profile or measured at start-up."""
+"""``quire serve --slo``: the step-time model of the SLO's controller, from a profile or measured at start-up."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from quire.workload.slo import Slo
 
 
 def with_slo(config: EngineConfig, args: ServerArgs) -> EngineConfig:
-    """Return ``config`` with what ``--slo`` and ``--profile`` say; as it is without ``--slo``.
+    """Return ``config`` with ``--slo`` and ``--profile`` applied; unchanged without ``--slo``.
 
     Raises:
-        ConfigError: an SLO or a profile that cannot be read, or settings that the SLO's controller could not change.
+        ConfigError: the SLO or the profile cannot be read, or the controller could not work with the other settings.
     """
     if args.slo is None:
         if args.profile is not None:
-            raise ConfigError("--profile is read for --slo alone: give --slo too, as --slo tpot=50ms")
+            raise ConfigError("--profile is read only for --slo: give --slo too, such as --slo tpot=50ms")
         return config
     slo = Slo.parse(args.slo)
     if slo.e2el_s is not None:
@@ -37,7 +37,7 @@ def with_slo(config: EngineConfig, args: ServerArgs) -> EngineConfig:
 
 
 def forecast_of(config: EngineConfig) -> TtftForecast | None:
-    """Return what predicts the TTFT of requests to an engine of ``config``; None without ``--slo``."""
+    """Return the predictor of the TTFT of requests to an engine of ``config``; None without ``--slo``."""
     if config.slo is None:
         return None
     model = CostModel.from_json(json.loads(config.slo.cost_model))
@@ -45,7 +45,7 @@ def forecast_of(config: EngineConfig) -> TtftForecast | None:
 
 
 def _measured(config: EngineConfig) -> CostModel:
-    """A roofline of this machine, as it is now. The controller corrects it by what steps take."""
+    """Return a roofline of this machine, measured now. The controller corrects it by measured step times."""
     if not config.device.native:
         raise ConfigError(
             "--slo without --profile measures this machine with the native extension, which is not built"

@@ -20,9 +20,9 @@ from quire.workload.slo import Slo
 
 
 def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) -> int:
-    """Run the command; returns the exit status: 1 where no request completed.
+    """Run the command; return the exit status: 1 where no request completed.
 
-    ``settings``: those of the engine that were given, by flag or in the file of ``--config``.
+    ``settings``: the engine's settings that were given by flag or in the file of ``--config``.
 
     Raises:
         ConfigError: a flag is wrong.

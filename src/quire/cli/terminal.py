@@ -26,7 +26,7 @@ from quire.errors import ConfigError, QuireError, RequestError
 from quire.request import Adapter, FinishReason
 
 try:
-    import readline  # line editing and history for input(); absent on some builds of Python
+    import readline  # line editing and history for input(); some builds of Python lack it
 except ImportError:
     readline = None  # type: ignore[assignment]
 
@@ -44,13 +44,13 @@ err = Console(highlight=False, soft_wrap=True, stderr=True)
 def open_frontend(
     settings: dict[str, Any], chat_template: str | None
 ) -> Iterator[tuple[Frontend, asyncio.Runner]]:
-    """Start an engine for ``settings`` and yield its frontend, ready, with the loop that it belongs to."""
+    """Start an engine for ``settings``; yield its frontend, ready, and the event loop that it belongs to."""
     process = EngineProcess()
     try:
         args = pick(EngineArgs, settings)
         if len(args.lora) > 1:
             raise ConfigError(
-                f"the terminal runs one adapter, and lora names {len(args.lora)}: give one of them"
+                f"the terminal runs one adapter, and lora names {len(args.lora)}: give only one"
             )
         config, checkpoint = configure(args, detect_device(args.device))
         client = ProcessClient(config, process=process)
@@ -72,13 +72,13 @@ def open_frontend(
 
 
 def adapter_of(frontend: Frontend) -> Adapter | None:
-    """Return the adapter of --lora, if there is one."""
+    """Return the adapter of --lora, None without one."""
     registry = frontend.adapters
     return None if registry is None else next(iter(registry.adapters.values()), None)
 
 
 async def print_stream(stream: RequestStream) -> tuple[str, bool]:
-    """Write the text as it comes; return it, and whether Ctrl-C stopped it."""
+    """Write the text as it arrives; return it, and whether Ctrl-C stopped it."""
     parts: list[str] = []
     try:
         async for chunk in stream:
@@ -93,7 +93,7 @@ async def print_stream(stream: RequestStream) -> tuple[str, bool]:
 
 
 def run(settings: dict[str, Any], prompt: str | None, args: RunArgs) -> int:
-    """Continue ``prompt`` (standard input where there is none) and print it; return the exit status."""
+    """Continue ``prompt`` (None: standard input) and print the text; return the exit status."""
     text = prompt if prompt is not None else sys.stdin.read()
     sampling = _given(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.sample_seed)
 
@@ -115,7 +115,7 @@ def run(settings: dict[str, Any], prompt: str | None, args: RunArgs) -> int:
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages of a chat, system message first where there is one."""
+    """The messages of a chat; a system message comes first."""
 
     system: str | None
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Conversation:
 
 
 def chat(settings: dict[str, Any], args: ChatArgs) -> int:
-    """Talk until the end of the input; return the exit status."""
+    """Chat until the end of the input; return the exit status."""
     conversation = Conversation(args.system)
     sampling = _given(max_tokens=args.max_tokens, temperature=args.temperature)
     with open_frontend(settings, args.chat_template) as (frontend, runner):
@@ -167,7 +167,7 @@ def _given(**values: Any) -> dict[str, Any]:
 async def _answer(
     frontend: Frontend, conversation: Conversation, sampling: dict[str, Any]
 ) -> tuple[str, bool]:
-    """Render, submit and print; drop the oldest exchange, saying so, where the context is full."""
+    """Render, submit and print the answer; where the context is full, drop the oldest exchange and say so."""
     while True:
         _, ids = await frontend.chat_prompt(conversation.messages, add_generation_prompt=True)
         room = frontend.model.max_model_len - len(ids)
@@ -184,7 +184,7 @@ async def _answer(
 
 
 def _command(line: str, conversation: Conversation) -> str | None:
-    """Carry out a /command; return what is to be said to the model, "/exit", or None."""
+    """Carry out a /command; return the message for the model, "/exit", or None."""
     name, _, rest = line.partition(" ")
     if name == "/exit":
         return "/exit"

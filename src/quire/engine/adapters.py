@@ -1,7 +1,7 @@
 """`AdapterRegistry`: the LoRA adapters that requests may name, on the API side. Torch-free.
 
-There may be more of them than slots: workers load an adapter when a request with it is admitted. A request carries its
-`Adapter` whole, so the core keeps no list, and a restarted engine needs none.
+There may be more adapters than slots: workers load an adapter when a request that uses it is admitted. A request
+carries its whole `Adapter`, so neither the core nor a restarted engine needs a list.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class AdapterRegistry:
     """Adapters by the name that requests use as ``model``."""
 
     spec: ModelSpec
-    max_rank: int  # of a slot; 0: the engine has none
-    base_names: tuple[str, ...]  # of the model, which no adapter may take
+    max_rank: int  # rank that a slot holds; 0: the engine has no slots
+    base_names: tuple[str, ...]  # the model's own names, which no adapter may take
     adapters: dict[str, Adapter]
 
     @classmethod
     def of(cls, config: EngineConfig, base_names: tuple[str, ...]) -> AdapterRegistry:
-        """Return the registry with what `LoraConfig.adapters` has.
+        """Return the registry with the adapters of `LoraConfig.adapters`.
 
         Raises:
             ConfigError: an adapter has a name of the model.
@@ -45,7 +45,7 @@ class AdapterRegistry:
         return registry
 
     def read(self, name: str, path: str) -> Adapter:
-        """Return the adapter at ``path`` if it fits this engine, without adding it. Reads the disk, or the hub.
+        """Return the adapter at ``path`` if it fits this engine, without adding it. Reads from disk or the hub.
 
         Raises:
             RequestError: names the field; the text says what is wrong with the adapter.
@@ -75,7 +75,7 @@ class AdapterRegistry:
         """Serve ``adapter`` from now on.
 
         Raises:
-            RequestError: the name is taken, and ``replace`` is not set.
+            RequestError: the name is taken and ``replace`` is not set.
         """
         taken = self.adapters.get(adapter.name)
         if taken is not None and not replace:
@@ -87,15 +87,15 @@ class AdapterRegistry:
         self.adapters[adapter.name] = adapter
 
     def load(self, name: str, path: str) -> None:
-        """`read` and `add`: for `quire.LLM`, whose caller waits."""
+        """`read` and `add` in one call, for `quire.LLM`."""
         self.add(self.read(name, path))
 
     def for_each(self, named: str | Sequence[str | None] | None, count: int) -> list[Adapter | None]:
-        """Return the adapter of each of ``count`` prompts: one name for all, or one for each (None: the model).
+        """Return the adapter of each of ``count`` prompts: one name for all, or one per prompt (None: the model).
 
         Raises:
-            RequestError: another number of names.
-            NotFoundError: there is no adapter of a name.
+            RequestError: the number of names is wrong.
+            NotFoundError: there is no adapter of that name.
         """
         names = [named] * count if named is None or isinstance(named, str) else list(named)
         if len(names) != count:
@@ -106,10 +106,10 @@ class AdapterRegistry:
         return [None if name is None else self.find(name, param="adapter") for name in names]
 
     def remove(self, name: str) -> Adapter:
-        """Serve it no more; requests that have it go on.
+        """Stop serving an adapter; running requests keep it.
 
         Raises:
-            NotFoundError: there is no such adapter; lists those that are loaded.
+            NotFoundError: there is no such adapter; lists the loaded ones.
         """
         adapter = self.find(name, param="lora_name")
         del self.adapters[name]
@@ -119,7 +119,7 @@ class AdapterRegistry:
         """Return the adapter of this name.
 
         Raises:
-            NotFoundError: there is none; lists those that are loaded.
+            NotFoundError: there is none; lists the loaded ones.
         """
         if name not in self.adapters:
             raise NotFoundError(
@@ -134,8 +134,8 @@ def read_adapters(named: Sequence[str], spec: ModelSpec) -> tuple[Adapter, ...]:
     """Return the adapters of ``--lora name=path …``, read and checked.
 
     Raises:
-        ConfigError: not of that form, or a name twice.
-        ModelLoadError: what is wrong with an adapter.
+        ConfigError: an entry has another form, or a name occurs twice.
+        ModelLoadError: an adapter cannot be read.
     """
     found: dict[str, Adapter] = {}
     for text in named:
@@ -151,10 +151,7 @@ def read_adapters(named: Sequence[str], spec: ModelSpec) -> tuple[Adapter, ...]:
 
 
 def locate_adapter(path: str) -> Path:
-    """Return the folder of an adapter, downloading it where it is "org/repo" on the hub.
-
-    Raises `ModelLoadError` in one line that says what to do.
-    """
+    """Return the folder of an adapter; "org/repo" is downloaded from the hub. Raises `ModelLoadError`."""
     folder = Path(path).expanduser()
     if folder.exists():
         return folder.resolve()

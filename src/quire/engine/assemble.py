@@ -1,7 +1,8 @@
-"""From `EngineArgs` to everything an engine and its API side are built with. Torch-free.
+"""From `EngineArgs` to the parts that an engine and its API side are built from. Torch-free.
 
-Used by the offline `LLM` and by every command, so that the same words give the same engine everywhere. Two steps:
-`configure` is quick and all that the engine's process needs; `load_text` reads the tokenizer meanwhile.
+The offline `LLM` and every command use this module, so that the same settings give the same engine everywhere.
+`configure` is quick and returns all that the engine process needs; `load_text` reads the tokenizer while the engine
+process loads the model.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from quire.resolve import resolve
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
-# The keys of generation_config.json that SamplingParams has; its max_new_tokens is no default of an API.
+# Keys of generation_config.json that become defaults. Its max_new_tokens does not: an API has no such default.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class TextSide:
-    """What turns text into ids and back, and the limits and defaults of the model."""
+    """Tokenizer, chat template, the model's limits and defaults, and its adapters."""
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate
@@ -38,7 +39,7 @@ class TextSide:
 
 
 def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Checkpoint]:
-    """Find the model, read what it is, and resolve every setting.
+    """Find the model, read its configuration, and resolve every setting.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the model cannot be found, read or run.
@@ -67,9 +68,9 @@ def load_text(
     chat_template: str | None = None,
     local_time: Callable[[], datetime] = datetime.now,
 ) -> TextSide:
-    """Load the tokenizer and the chat template. ``names``: what the model is called in the API.
+    """Load the tokenizer and the chat template. ``names``: the model's names in the API.
 
-    ``chat_template`` is the path of a Jinja file that replaces the model's own.
+    ``chat_template``: the path of a Jinja file that replaces the model's template.
 
     Raises:
         ModelLoadError: the tokenizer or a template is missing or broken.
@@ -102,9 +103,9 @@ def _read_template(path: str | None) -> str | None:
         ) from error
 
 
-# vLLM's name → ours. `gpu_memory_utilization` and the others are spelled alike.
+# vLLM's name → ours, where they differ.
 ALIASES = {"quantization": "quantize", "num_gpu_blocks_override": "num_kv_blocks"}
-# vLLM's keywords that change no answer here, and why they are accepted.
+# vLLM's keywords that have no effect here, and why.
 NO_EFFECT = {
     "trust_remote_code": "a model is data here; no code of a repository is ever run",
     "enforce_eager": "there are no graphs to turn off",
@@ -115,11 +116,11 @@ DTYPES = {"half": "float16", "float": "float32"}
 
 
 def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
-    """Return the settings that ``LLM(model, **given)`` means.
+    """Return the settings of ``LLM(model, **given)``.
 
     Raises:
-        ConfigError: an unknown keyword (with the nearest known one), a wrong value, the same setting twice, or
-            ``tensor_parallel_size`` above 1.
+        ConfigError: a keyword is unknown (the error suggests the nearest one), a value is wrong, a setting is given
+            twice, or ``tensor_parallel_size`` is above 1.
     """
     values: dict[str, Any] = {"model": model}
     known = [field.name for field in fields(EngineArgs)]

@@ -1,4 +1,4 @@
-"""Where an executor is chosen and the core is put together; torch is imported here and not before.
+"""Where an executor is chosen and the core is put together; torch is not imported earlier.
 
 "local"    the model, in this process, on the device of its configuration
 "timed"    no model, no KV cache: steps sleep as long as a cost model says ("timed@FILE", that of `CostModel.to_json`)
@@ -28,19 +28,19 @@ Determinism = Literal["exact", "batch-dependent"]
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself once it is loaded."""
+    """What an engine reports once it is loaded."""
 
     num_kv_tokens: int  # tokens the block pool holds
     kv_bytes: int
     weight_bytes: int
-    kernels: str  # one line for a person: "native avx512 (2 threads)"
+    kernels: str  # in words: "native avx512 (2 threads)"
     determinism: Determinism
     load_s: float  # from the start of the load to ready
     pid: int
 
 
 def preload(executor: str) -> None:
-    """Import what ``executor`` needs: a child process does it while its configuration is still being made."""
+    """Import what ``executor`` needs. A child process does so while its configuration is still being resolved."""
     importlib.import_module(_module(executor))
 
 
@@ -50,10 +50,10 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     Raises:
         ModelLoadError, ConfigError: the checkpoint or the settings; one line.
     """
-    scheduler = Scheduler(config.scheduler, config.cache)
     computes = _executor(config, executor, clock)
     if config.runner.step_log is not None:
         computes = LoggedExecutor(computes, Path(config.runner.step_log), clock)
+    scheduler = Scheduler(config.scheduler, config.cache, chains_steps=computes.chains_steps)
     return EngineCore(scheduler, computes, clock, _controller(config))
 
 
@@ -65,7 +65,7 @@ def _controller(config: EngineConfig) -> SloController | None:
 
 
 def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
-    """Return what an engine of ``config`` says of itself; after `build_core`, which registers the kernels."""
+    """Return what an engine of ``config`` reports. Call it after `build_core`, which registers the kernels."""
     blocks = config.cache.num_blocks
     full = sum(window is None for window in config.cache.windows) or len(config.cache.windows)
     return EngineInfo(
@@ -104,7 +104,7 @@ def _executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
 
 
 def _kernels(config: EngineConfig, executor: str) -> str:
-    """Return which kernels run, for a person: "amx linear; avx512 attention; reference (torch) for the rest"."""
+    """Return in words which kernels run: "amx linear; avx512 attention; reference (torch) for the rest"."""
     if not executor.startswith("local"):
         return executor
     from quire.kernels import registry

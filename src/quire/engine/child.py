@@ -4,7 +4,7 @@
     events.ipc  PUSH  ──> EngineInfo | Failure, then Events and EngineStats
 
 The loop blocks in `poll` while there is no work, and drains the inbox without blocking while there is. SIGINT and
-SIGTERM are the parent's to handle (it drains); this process ends when its connection to the parent does.
+SIGTERM are for the parent to handle (it drains); this process ends when its connection to the parent closes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from quire.engine.core import EngineCore
 from quire.engine.process import Boot, Events, Failure, decode, encode
 from quire.errors import QuireError
 from quire.metrics.log import Log, configure
+from quire.scheduler.scheduler import Sleep
 
 STATS_INTERVAL_S = 0.5
 log = Log("engine")
@@ -42,21 +43,21 @@ def main(argv: list[str]) -> None:
     sys.stderr = sys.stdout = _Prefixed(stderr)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for place in (inbox, outbox):
-        place.set_hwm(0)  # what is in flight is bounded by the queue of the scheduler
+    for end in (inbox, outbox):
+        end.set_hwm(0)  # the scheduler's queue bounds what is in flight
     try:
         inbox.bind(f"ipc://{directory}/inbox.ipc")
         outbox.connect(f"ipc://{directory}/events.ipc")
     except zmq.ZMQError:
         if not os.path.isdir(directory):
-            os._exit(0)  # the parent has gone, and cleaned up: there is nobody to tell
+            os._exit(0)  # the parent has ended and cleaned up, so there is nothing to report to
         raise
-    outbox.linger = 1000  # the last words of a failure have to get out
+    outbox.linger = 1000  # ms; a failure has to reach the parent before this process ends
     try:
         preload(executor)
         boot = decode(inbox.recv_multipart())
         assert isinstance(boot, Boot)
-        # A line of JSON names its part itself, and with something in front it would be none.
+        # With a prefix, a line of JSON would not be JSON any more. Its field `name` says which process wrote it.
         configure(boot.log_level, stream=stderr if boot.log_format == "json" else None, style=boot.log_format)
         clock = WallClock()
         start_s = clock.now()
@@ -87,17 +88,18 @@ def serve(core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes],
         while core.rejected:
             log.error("policy_change_rejected", error=core.rejected.pop(0))
         now_s = clock.now()
-        if not core.has_work or now_s - stats_s >= STATS_INTERVAL_S:
+        if core.rest is not None or now_s - stats_s >= STATS_INTERVAL_S:
             outbox.send_multipart(encode(core.stats()))
             stats_s = now_s
 
 
 def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock) -> None:
-    """Return when there is something to do; at once while there is work."""
-    if not core.has_work:
+    """Wait until there is something to do; do not wait while there is work."""
+    rest = core.rest
+    if isinstance(rest, Sleep):
+        inbox.poll(math.ceil(max(0.0, rest.until_s - clock.now()) * 1e3))
+    elif rest is not None:
         inbox.poll()
-    elif (wakes_at := core.wakes_at) is not None:
-        inbox.poll(math.ceil(max(0.0, wakes_at - clock.now()) * 1e3))
 
 
 def _drain(inbox: zmq.Socket[bytes]) -> list[Any]:
@@ -110,7 +112,7 @@ def _drain(inbox: zmq.Socket[bytes]) -> list[Any]:
 
 
 def _die_with_parent(life_fd: int, directory: str) -> None:
-    socket.socket(fileno=life_fd).recv(1)  # returns when the parent closes its end, or dies
+    socket.socket(fileno=life_fd).recv(1)  # returns when the parent closes its end or dies
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
@@ -121,7 +123,7 @@ def _one_line(error: Exception) -> str:
 
 
 class _Prefixed:
-    """stderr whose lines begin with ``[engine]``, so that two processes can share a terminal."""
+    """stderr with ``[engine]`` before each line, so that two processes can share a terminal."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

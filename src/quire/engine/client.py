@@ -1,10 +1,10 @@
-"""`EngineClient`: how the API side talks to an engine, in this process or in a child.
+"""`EngineClient`: how the API side talks to an engine; and `InProcessClient`, for an engine in this process.
 
-    send(message)  ──>  inbox of the core          (never blocks)
-    receive()      <──  token events, a step's at a time   (blocks)
+    send(message)  ──>  inbox of the core           (never blocks)
+    receive()      <──  token events, one step per call   (blocks)
 
-The methods are synchronous. The offline API calls `receive` in its own loop, the asyncio frontend from one thread.
-`send` may be called from any thread, `receive` from one at a time.
+The methods are synchronous. The offline API calls `receive` in its own loop, the asyncio frontend on one thread.
+`send` may be called from any thread, `receive` from one thread at a time.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from quire.engine.inbox import Message, Reply
 from quire.errors import EngineDeadError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
+from quire.scheduler.scheduler import Sleep, Wait
 
 
 class EngineClient(Protocol):
-    """One engine: in this process (`inproc`), in a child (`process`), or either under a `Supervisor`."""
+    """One engine: in this process, in a child process (`ProcessClient`), or either behind a `Supervisor`."""
 
     def wait_ready(self) -> EngineInfo:
         """Block until the model is loaded.
 
         Raises:
-            ModelLoadError, ConfigError: the engine could not load, in one line.
-            EngineDeadError: it died while loading.
+            ModelLoadError, ConfigError: the engine could not load; one line.
+            EngineDeadError: the engine died while loading.
         """
         ...
 
     def send(self, message: Message) -> None:
-        """Put a message in the core's inbox. After the engine's death the message is lost (see `receive`)."""
+        """Put a message into the core's inbox. After the engine's death the message is lost (see `receive`)."""
         ...
 
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
-        """Return the next events, or an empty list after ``timeout_s`` seconds or when closed.
+        """Return the next events, or an empty list after ``timeout_s`` seconds or once closed.
 
         Raises:
-            EngineDeadError: the engine is gone; every later call raises it too.
+            EngineDeadError: the engine has died; every later call raises it too.
         """
         ...
 
     def replies(self) -> list[Reply]:
-        """Return the answers to calls that came with the last `receive` (which wakes for them). Does not block."""
+        """Return the replies that arrived with the last `receive`, which also wakes for replies. Does not block."""
         ...
 
     def stats(self) -> EngineStats:
-        """Return the latest numbers of the engine (at most about a second old). Does not block."""
+        """Return the engine's latest statistics, at most about a second old. Does not block."""
         ...
 
     def close(self) -> None:
@@ -60,14 +61,14 @@ class EngineClient(Protocol):
 
 
 class InProcessClient:
-    """An `EngineClient` around an `EngineCore` of its own."""
+    """An `EngineClient` that owns an `EngineCore` and steps it in `receive`. Needs neither ZeroMQ nor msgspec."""
 
     def __init__(self, config: EngineConfig, clock: Clock, *, executor: str = "local") -> None:
         self._config = config
         self._clock = clock
         self._executor = executor
         self._core: EngineCore | None = None
-        self._early: list[Message] = []  # sent before the core was there
+        self._early: list[Message] = []  # sent before the core was loaded
         self._arrived = threading.Event()
         self._lock = threading.Lock()
         self._closed = False
@@ -75,11 +76,11 @@ class InProcessClient:
     @property
     def core(self) -> EngineCore:
         """The core, once it is loaded."""
-        assert self._core is not None, "wait_ready comes first"
+        assert self._core is not None, "call wait_ready first"
         return self._core
 
     def wait_ready(self) -> EngineInfo:
-        """As `EngineClient.wait_ready`: loads the model in the calling thread."""
+        """As `EngineClient.wait_ready`; loads the model in the calling thread."""
         start_s = self._clock.now()
         core = build_core(self._config, self._executor, self._clock)
         with self._lock:
@@ -98,15 +99,15 @@ class InProcessClient:
         self._arrived.set()
 
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
-        """As `EngineClient.receive`: at most one step; the list is empty after a step without events too."""
+        """As `EngineClient.receive`; runs at most one step. A step without events also returns an empty list."""
         core = self.core
-        self._arrived.clear()  # before has_work: a message that comes in between is seen there
-        if not core.has_work and not self._closed:
-            self._arrived.wait(timeout_s)
-        elif (wakes_at := core.wakes_at) is not None:
-            pause_s = max(0.0, wakes_at - self._clock.now())
-            self._arrived.wait(pause_s if timeout_s is None else min(pause_s, timeout_s))
-        if self._closed or not core.has_work:
+        self._arrived.clear()  # before reading `rest`, so that a message that arrives in between is not missed
+        rest = core.rest
+        if rest is not None and not self._closed:
+            pause_s = max(0.0, rest.until_s - self._clock.now()) if isinstance(rest, Sleep) else None
+            times_s = [time_s for time_s in (pause_s, timeout_s) if time_s is not None]
+            self._arrived.wait(min(times_s, default=None))
+        if self._closed or isinstance(core.rest, Wait):
             return []
         try:
             return core.step()

@@ -17,10 +17,13 @@ from quire.engine.inbox import (
     ControlPolicy,
     Drain,
     FinishSample,
+    LoadKv,
     Message,
     Reply,
     ResetPrefixCache,
     Shutdown,
+    StoreKv,
+    TransfersDone,
 )
 from quire.errors import ConfigError
 from quire.executor.base import Executor
@@ -28,7 +31,7 @@ from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
 from quire.scheduler.admission import refused
 from quire.scheduler.policy import PolicyChange, settings
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler, Sleep, Step, Wait
 from quire.scheduler.slo import SloController
 from quire.step import StepPlan, StepResult
 
@@ -43,16 +46,17 @@ class EngineCore:
         clock: Clock,
         controller: SloController | None = None,
     ) -> None:
-        """``controller`` sees every step, and what it wants changed goes through the inbox like anybody's wish."""
+        """``controller`` sees every step; the changes that it wants go through the inbox like those of a person."""
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.controller = controller
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
-        self.replies: list[Reply] = []  # to calls, for whoever steps to take out
+        self.replies: list[Reply] = []  # to calls; the caller of `step` takes them out
         self._inbox: deque[Message | ControlPolicy] = deque()  # append and popleft are atomic
         self._out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
         self._draining = False
+        self._rest: Sleep | Wait | None = Wait()
 
     def put(self, message: Message) -> None:
         """Hand in a message; it takes effect at the start of the next `step`."""
@@ -76,26 +80,28 @@ class EngineCore:
         result = self._collect(out)
         now = self.clock.now()
         events = self.scheduler.apply(result, now)
+        self._rest = None  # the result may have made room for a step
         if self.controller is not None and isinstance(out, StepPlan):
             change = self.controller.applied(now, failed=result.error is not None)
             if change is not None:
                 self._inbox.append(ControlPolicy(change))
         return events
 
+    def fail_in_flight(self, error: str) -> list[TokenEvent]:
+        """The executor lost all that it was given: fail the steps and the transfers that are out."""
+        self._out.clear()
+        self._rest = None
+        return self.scheduler.fail_in_flight(error, self.clock.now())
+
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do, or will have at `wakes_at`."""
+        """Whether a message, a step, a transfer or a sequence has not come to its end."""
         return bool(self._inbox or self._out) or self.scheduler.has_work
 
     @property
-    def wakes_at(self) -> float | None:
-        """The clock's time at which `step` is worth calling though nothing is out and nothing arrives; None: now.
-
-        Only the dynamic gate makes requests wait for time to pass. Meaningful while `has_work`.
-        """
-        if self._inbox or self._out:
-            return None
-        return self.scheduler.wakes_at()
+    def rest(self) -> Sleep | Wait | None:
+        """What the loop may do before the next `step`; None: call it at once. A message always ends the rest."""
+        return None if self._inbox or self._out else self._rest
 
     @property
     def num_out(self) -> int:
@@ -126,6 +132,12 @@ class EngineCore:
                 return self.scheduler.abort(request_id)
             case FinishSample(request_id, sample_index, num_output_tokens):
                 return self.scheduler.finish(request_id, sample_index, num_output_tokens)
+            case LoadKv(request_id, remote, num_blocks, handle):
+                self.scheduler.transfers.load(request_id, remote, num_blocks, handle)
+            case StoreKv(block_hash, remote, num_blocks, handle):
+                self.scheduler.transfers.store(block_hash, remote, num_blocks, handle)
+            case TransfersDone(ended):
+                self.scheduler.transfers.end(ended)
             case Drain():
                 self._draining = True
             case Shutdown():
@@ -169,9 +181,11 @@ class EngineCore:
         while len(self._out) < self.executor.max_in_flight:
             if self._out and isinstance(self._out[-1], StepResult):
                 return
-            plan = self.scheduler.plan(self.clock.now())
-            if plan is None:
+            action = self.scheduler.next_action(self.clock.now())
+            if not isinstance(action, Step):
+                self._rest = action
                 return
+            plan = action.plan
             try:
                 self.executor.submit(plan)
             except Exception as error:  # whatever it is, the step failed and the engine goes on

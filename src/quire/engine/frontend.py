@@ -55,7 +55,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.model = model
-        self.adapters = adapters  # None: not even at run time
+        self.adapters = adapters  # None: adapters cannot be loaded at run time either
         self.state: FrontendState = "starting"
         self.info: EngineInfo | None = None  # set when ready
         self.failure: QuireError | None = None  # why the state is "dead"
@@ -66,16 +66,16 @@ class Frontend:
         self._grammars = GrammarChecker(tokenizer, model.vocab_size, model.eos_token_ids)
         self.streams = OpenStreams(client.send)
         self._calls = Calls(client.send)
-        self._closing = False  # drained for good: the process is about to end
+        self._closing = False  # the process is about to end: admission stays closed
         self._num_submitted = 0
         self._pump: EventPump | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
 
     async def start(self) -> EngineInfo:
-        """Wait until the engine is loaded and return what it says of itself.
+        """Wait until the engine is loaded and return what it reports.
 
         Raises:
-            ModelLoadError, ConfigError, EngineDeadError: it could not start; one line.
+            ModelLoadError, ConfigError, EngineDeadError: the engine could not start; one line.
         """
         assert self._pump is None, "start once"
         loop = asyncio.get_running_loop()
@@ -108,11 +108,10 @@ class Frontend:
     ) -> RequestStream:
         """Start a request. A string is tokenized with what the model expects around a text (BOS).
 
-        ``pooling``: no answer is drawn; the one chunk carries what it asks of the prompt.
+        ``pooling``: nothing is generated; the only chunk carries what is pooled from the prompt. ``continues``: the
+        output continues the prompt's text, as a completion does; an answer to a chat begins a new text.
 
-        ``continues``: the output goes on from the prompt's text (a completion), where an answer begins its own.
-
-        A refusal by the engine (queue full, can never fit) is the first chunk of the stream, with `FinishReason.ERROR`.
+        A request that the engine rejects (queue full, can never fit) ends with its first chunk: `FinishReason.ERROR`.
 
         Raises:
             RequestError: names the field (`prompt`, `max_tokens`, `logit_bias` …).
@@ -128,7 +127,7 @@ class Frontend:
         if form is not None:
             grammar = await asyncio.wrap_future(self._grammars.submit(form))
         request = prepare_request(
-            # Unique even when a name comes again while late events of its first bearer are on their way.
+            # Unique even if a client repeats a name while late events of the earlier request are on their way.
             f"{name}/{self._num_submitted}",
             await self.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt,
             sampling,
@@ -144,9 +143,9 @@ class Frontend:
             pooling=pooling,
             deadline=deadline,
         )
-        self._check_open()  # the tokenizer may have taken its time
+        self._check_open()  # tokenizing and checking the grammar may have taken a while
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
-        stream = RequestStream(name, state, lambda: self.streams.give_up(request.request_id))
+        stream = RequestStream(name, state, lambda: self.streams.abandon(request.request_id))
         self.streams.add(request.request_id, stream)
         self._client.send(AddRequest(request))
         return stream
@@ -188,47 +187,47 @@ class Frontend:
         return await self.prompts.tokenize(text, add_special_tokens=add_special_tokens)
 
     def stats(self) -> EngineStats:
-        """Return the engine's latest numbers."""
+        """Return the engine's latest statistics."""
         return self._client.stats()
 
     @property
     def num_requests(self) -> int:
-        """Requests in flight, waiting ones included."""
+        """Number of requests in flight, including those that wait in the queue."""
         return len(self.streams)
 
     async def call(self, make: Callable[[str], Call]) -> Reply:
-        """Ask the core something, between two of its steps; ``make`` builds the message around a call id.
+        """Call the core, which replies between two steps; ``make`` builds the message with a call id.
 
         Raises:
-            ConfigError: the core refused, and nothing has changed; `param` names the setting.
-            CapacityError, EngineDeadError: there is no engine to answer now, or for good (503).
+            ConfigError: the core rejected the call, and nothing has changed; `param` names the setting.
+            CapacityError, EngineDeadError: no engine can reply now, or ever again (503).
         """
         if self.state == "dead" or self.info is None:
             self._check_open()
         return await self._calls.ask(make)
 
     def stop_admitting(self) -> None:
-        """Refuse new requests (503) while those in flight go on to their end."""
+        """Reject new requests (503) while those in flight finish."""
         if self.state in ("starting", "ready"):
             self.state = "draining"
 
     def admit_again(self) -> bool:
-        """Undo `stop_admitting`; False where the process is about to end, or the engine is dead."""
+        """Undo `stop_admitting`; return False if the process is about to end or the engine is dead."""
         if self.state == "draining" and not self._closing:
             self.state = "starting" if self.info is None else "ready"
         return self.state in ("starting", "ready")
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new requests; let the running ones finish for ``grace_s`` seconds, then abort them.
+        """Reject new requests, let running ones finish for ``grace_s`` seconds, then abort the rest.
 
-        Each sample still open then gets its terminal chunk, with `FinishReason.ABORT`.
+        Each sample that is still open then gets its terminal chunk, with `FinishReason.ABORT`.
         """
         self._closing = True
         self.stop_admitting()
         await self.streams.end(grace_s)
 
     async def close(self) -> None:
-        """Abort what is in flight and stop the engine. May be called again."""
+        """Abort what is in flight and stop the engine. A second call has no effect."""
         await self.drain(0.0)
         self._grammars.close()
         self.prompts.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.request import Request
 from quire.scheduler.policy import PolicyChange
+from quire.step import TransferDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,5 +83,43 @@ class ControlPolicy:
     change: PolicyChange
 
 
+@dataclass(frozen=True, slots=True)
+class LoadKv:
+    """Let a waiting request wait for up to the first ``num_blocks`` blocks of its prompt, which ``remote`` has."""
+
+    request_id: str
+    remote: str
+    num_blocks: int
+    handle: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKv:
+    """Copy the cached block ``block_hash``, and up to ``num_blocks`` − 1 before it, to ``remote``."""
+
+    block_hash: bytes
+    remote: str
+    num_blocks: int = 1
+    handle: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TransfersDone:
+    """Transfers ended while no step was out to tell it."""
+
+    ended: tuple[TransferDone, ...]
+
+
 Call = ChangePolicy | ResetPrefixCache
-Message = AddRequest | AbortRequest | FinishSample | PolicyChange | Call | Drain | Shutdown
+Message = (
+    AddRequest
+    | AbortRequest
+    | FinishSample
+    | PolicyChange
+    | Call
+    | LoadKv
+    | StoreKv
+    | TransfersDone
+    | Drain
+    | Shutdown
+)

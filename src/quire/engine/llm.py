@@ -1,4 +1,4 @@
-"""`LLM`: the offline API, with vLLM's names. Everything in this process, nothing but the model's own dependencies.
+"""`LLM`: the offline API, with vLLM's names. Runs in this process and needs only what the model needs.
 
 from quire import LLM, SamplingParams
 llm = LLM("quill")
@@ -22,7 +22,7 @@ from quire.engine.client import InProcessClient
 from quire.engine.grammar_check import GrammarChecker
 from quire.engine.inbox import AbortRequest, AddRequest
 from quire.engine.output import OutputChunk, RequestOutputState, merge
-from quire.engine.pooling import NOTHING_DRAWN, Scoring, pairs_of, scoring_prompts
+from quire.engine.pooling import NOTHING_SAMPLED, Scoring, pairs_of, scoring_prompts
 from quire.engine.prepare import SEED_BITS, prepare_request
 from quire.engine.results import (
     EmbeddingRequestOutput,
@@ -41,14 +41,14 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A loaded model. `generate` and `chat` take one or many prompts and return when all are done.
+    """A loaded model. `generate` and `chat` take one or many prompts and return when all of them are done.
 
     Keywords are the fields of `quire.args.EngineArgs`: ``dtype, quantize, max_model_len, max_num_seqs,
     max_num_batched_tokens, kv_memory`` (or ``num_kv_blocks``), ``enable_prefix_caching, load_format, seed`` …, and
-    vLLM's spellings ``quantization``, ``num_gpu_blocks_override`` and ``gpu_memory_utilization``. ``seed`` is that of
-    random weights, and of the seeds of requests that bring none: the same script gives the same text.
+    vLLM's spellings ``quantization``, ``num_gpu_blocks_override`` and ``gpu_memory_utilization``. ``seed`` seeds
+    random weights, and the requests that have no seed: the same script gives the same text.
 
-    ``lora={"name": "folder"}`` are LoRA adapters for the ``adapter="name"`` of calls; `adapters` loads more.
+    ``lora={"name": "folder"}`` loads LoRA adapters for ``adapter="name"`` in calls; `adapters` loads more.
     """
 
     def __init__(self, model: str = "quill", **settings: Any) -> None:
@@ -71,7 +71,7 @@ class LLM:
         self._seeds = random.Random(args.seed)
         self._grammars = GrammarChecker(text.tokenizer, text.model.vocab_size, text.model.eos_token_ids)
         self._num_requests = 0
-        # More would be refused by the queue of the scheduler, which protects servers.
+        # The scheduler's queue, which protects servers, would reject more.
         self._max_in_flight = max(1, args.max_queue)
         self._client = InProcessClient(config, clock)
         self.info = self._client.wait_ready()
@@ -84,25 +84,24 @@ class LLM:
         *,
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Return one `RequestOutput` for each prompt, in their order.
+        """Return one `RequestOutput` per prompt, in order.
 
         A prompt is a string, a list of ids, or ``{"prompt": …}`` or ``{"prompt_token_ids": […]}``.
-        ``sampling_params`` is one for all or one for each; None takes the model's own defaults. ``use_tqdm`` shows a
-        progress bar. ``adapter``: a LoRA adapter for all, or one (None: the base model) for each.
+        ``sampling_params`` is one for all or one per prompt; None means the model's defaults. ``use_tqdm`` shows a
+        progress bar. ``adapter``: a LoRA adapter for all, or one per prompt (None: the base model).
 
         Raises:
-            RequestError: a prompt or its parameters cannot be served; nothing has run then. What can only be found out
-                later ends with finish_reason "error", and the other prompts go on.
+            RequestError: a prompt or its parameters cannot be served; then nothing has run. An error that shows later
+                ends its prompt with finish_reason "error", and the other prompts go on.
         """
         items = _as_list(prompts)
         params = _params_of(sampling_params or self.get_default_sampling_params(), len(items))
-        texts = [_text_of(item) for item in items]
         adapters = self.adapters.for_each(adapter, len(items))
-        requests = []
-        for index, (item, text, sampling) in enumerate(zip(items, texts, params, strict=True)):
-            ids = self._tokenizer.encode(text) if text is not None else _ids_of(item, index)
-            requests.append(self._request(ids, sampling, adapter=adapters[index]))
-        return self._run(requests, texts, use_tqdm, continues=True)
+        requests = [
+            self._request(_ids_of(item, index, self._tokenizer), params[index], adapter=adapters[index])
+            for index, item in enumerate(items)
+        ]
+        return self._run(requests, [_text_of(item) for item in items], use_tqdm, continues=True)
 
     def chat(
         self,
@@ -116,10 +115,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Return the answer to one conversation, or to each of several. ``adapter`` as for `generate`.
+        """Return the answer to one conversation, or to each of several. ``adapter``: as for `generate`.
 
         Raises:
-            RequestError: the model has no chat template, or the template refuses the messages.
+            RequestError: the model has no chat template, or the template rejects the messages.
         """
         chats = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         texts = [
@@ -148,14 +147,10 @@ class LLM:
         add_special_tokens: bool = True,
         adapter: str | None = None,
     ) -> Iterator[OutputChunk]:
-        """Yield the chunks of one prompt as they come. Leaving the iterator aborts the request."""
-        text = _text_of(prompt)
-        if text is None:
-            ids = _ids_of(prompt, 0)
-        else:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        sampling, (adapted,) = sampling_params or self.model.sampling(), self.adapters.for_each(adapter, 1)
-        request = self._request(ids, sampling, adapter=adapted)
+        """Yield the chunks of one prompt as they arrive. Leaving the iterator aborts the request."""
+        ids = _ids_of(prompt, 0, self._tokenizer, add_special_tokens=add_special_tokens)
+        (found,) = self.adapters.for_each(adapter, 1)
+        request = self._request(ids, sampling_params or self.get_default_sampling_params(), adapter=found)
         return (chunk for _, chunk in self._chunks(deque([request]), continues=True))
 
     def embed(
@@ -167,21 +162,20 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Return a vector for each prompt: the last hidden state, or the mean of all, of length one.
+        """Return one vector per prompt: the last hidden state, or the mean of all, scaled to length one.
 
-        ``dimensions`` keeps the first so many numbers.
+        ``dimensions``: keep only that many leading elements.
 
         Raises:
             RequestError: a prompt, ``pooling`` or ``dimensions`` is wrong.
             StepError: the model failed on a prompt.
         """
         items = _as_list(prompts)
-        texts = [_text_of(item) for item in items]
-        requests = []
-        for index, (item, text) in enumerate(zip(items, texts, strict=True)):
-            ids = self._tokenizer.encode(text) if text is not None else _ids_of(item, index)
-            requests.append(self._request(ids, NOTHING_DRAWN, pooling=Pooling(pooling)))
-        outputs = self._run(requests, texts, use_tqdm, continues=True)
+        requests = [
+            self._request(_ids_of(item, index, self._tokenizer), NOTHING_SAMPLED, pooling=Pooling(pooling))
+            for index, item in enumerate(items)
+        ]
+        outputs = self._run(requests, [None] * len(items), use_tqdm, continues=True)
         return [embedded(output, dimensions=dimensions, normalize=normalize) for output in outputs]
 
     def score(
@@ -193,7 +187,7 @@ class LLM:
         scoring: Scoring = "likelihood",
         instruction: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Return how well each document answers the query, or its own of as many queries (`quire.engine.pooling`).
+        """Return how well each document answers the query, or its own query (`quire.engine.pooling`).
 
         Raises:
             RequestError: a text or ``scoring`` is wrong; ``instruction`` goes with "yes_no".
@@ -207,7 +201,7 @@ class LLM:
         return [scored(output, p.num_query_tokens) for output, p in zip(outputs, prompts, strict=True)]
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **options: Any) -> str:
-        """Return the prompt text of a conversation; ``options`` as `ChatTemplate.render`."""
+        """Return the prompt text of a conversation; ``options`` as for `ChatTemplate.render`."""
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **options)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -215,7 +209,7 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling that the model's generation_config.json proposes."""
+        """Return the sampling parameters that the model's generation_config.json proposes."""
         return self.model.sampling()
 
     def close(self) -> None:
@@ -232,7 +226,7 @@ class LLM:
         self.close()
 
     def _request(self, ids: Sequence[int], sampling: SamplingParams, **more: Any) -> Request:
-        """``more``: ``adapter`` or ``pooling``."""
+        """Build a request; ``more`` is ``adapter`` or ``pooling``."""
         request_id = str(self._num_requests)
         self._num_requests += 1
         form = sampling.structured_outputs
@@ -251,17 +245,19 @@ class LLM:
     def _run(
         self, requests: Sequence[Request], texts: Sequence[str | None], show: bool, *, continues: bool
     ) -> list[RequestOutput]:
-        parts = {r.request_id: [[] for _ in range(r.sampling.num_samples)] for r in requests}  # type: dict[str, list[list[OutputChunk]]]
+        received: dict[str, list[list[OutputChunk]]] = {
+            r.request_id: [[] for _ in range(r.sampling.num_samples)] for r in requests
+        }
         states: dict[str, RequestOutputState] = {}
         bar = ProgressBar(len(requests), self._clock, shown=show)
         for state, chunk in self._chunks(deque(requests), continues=continues):
             states[state.request.request_id] = state
-            parts[state.request.request_id][chunk.index].append(chunk)
+            received[state.request.request_id][chunk.index].append(chunk)
             bar.add(requests=state.finished, tokens=len(chunk.token_ids))
         bar.close()
         return [
             request_output(
-                states[r.request_id], text, [merge(c) for c in parts[r.request_id]], self._tokenizer
+                states[r.request_id], text, [merge(c) for c in received[r.request_id]], self._tokenizer
             )
             for r, text in zip(requests, texts, strict=True)
         ]
@@ -269,7 +265,7 @@ class LLM:
     def _chunks(
         self, waiting: deque[Request], *, continues: bool
     ) -> Iterator[tuple[RequestOutputState, OutputChunk]]:
-        """Run all requests to their ends; whatever is left when the caller leaves is aborted."""
+        """Run all requests to their ends. If the caller leaves early, the rest are aborted."""
         running: dict[str, RequestOutputState] = {}
         try:
             while waiting or running:
@@ -310,18 +306,13 @@ def _params_of(given: SamplingParams | Sequence[SamplingParams], count: int) -> 
     return list(given)
 
 
-def _text_of(prompt: Prompt) -> str | None:
-    """Return the text of a prompt, None where it brings ids."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt:
-        text = prompt.get("prompt")
-        if isinstance(text, str):
-            return text
-    return None
-
-
-def _ids_of(prompt: Prompt, index: int) -> Sequence[int]:
+def _ids_of(
+    prompt: Prompt, index: int, tokenizer: Tokenizer, *, add_special_tokens: bool = True
+) -> Sequence[int]:
+    """Return the token ids of prompt number ``index``."""
+    text = _text_of(prompt)
+    if text is not None:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if isinstance(ids, Sequence) and not isinstance(ids, str):
         return ids
@@ -332,12 +323,23 @@ def _ids_of(prompt: Prompt, index: int) -> Sequence[int]:
     )
 
 
+def _text_of(prompt: Prompt) -> str | None:
+    """Return the text of a prompt; None if it is given as ids."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt:
+        text = prompt.get("prompt")
+        if isinstance(text, str):
+            return text
+    return None
+
+
 _INTERVAL_S = 0.1
 _WIDTH = 24
 
 
 class ProgressBar:
-    """Shows requests done and tokens per second. Silent where stderr is not a terminal.
+    """Shows finished requests and tokens per second on a terminal's stderr; silent where stderr is not a terminal.
 
     |██████████··············|  107/256 requests  1823 tokens/s
     """
@@ -349,24 +351,24 @@ class ProgressBar:
         self._done = 0
         self._tokens = 0
         self._start_s = clock.now()
-        self._drawn_s = float("-inf")
+        self._shown_s = float("-inf")
 
     def add(self, *, requests: int = 0, tokens: int = 0) -> None:
-        """Count progress; draws at most ten times a second."""
+        """Count progress and show it at most ten times a second."""
         self._done += requests
         self._tokens += tokens
-        if self._shown and self._clock.now() - self._drawn_s >= _INTERVAL_S:
-            self._draw("\r")
+        if self._shown and self._clock.now() - self._shown_s >= _INTERVAL_S:
+            self._show("\r")
 
     def close(self) -> None:
-        """Draw the last state and end the line."""
+        """Show the final state and end the line."""
         if self._shown:
-            self._draw("\n")
+            self._show("\n")
 
-    def _draw(self, end: str) -> None:
-        self._drawn_s = self._clock.now()
+    def _show(self, end: str) -> None:
+        self._shown_s = self._clock.now()
         full = _WIDTH * self._done // max(1, self._total)
-        rate = self._tokens / max(1e-9, self._drawn_s - self._start_s)
+        rate = self._tokens / max(1e-9, self._shown_s - self._start_s)
         bar = "█" * full + "·" * (_WIDTH - full)
         sys.stderr.write(f"\r|{bar}| {self._done:>5}/{self._total} requests  {rate:.0f} tokens/s {end}")
         sys.stderr.flush()

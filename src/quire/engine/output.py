@@ -1,11 +1,11 @@
-"""From token events to text: the per-request output state that the online and the offline path share.
+"""From token events to text: the output state of a request, shared by the online and the offline path.
 
-Stop strings end a sample here. The chunk that carries the end goes out at once; ids, logprobs and usage are cut at the
-token that completed the string, later events of the sample are ignored, and the core is told (`FinishSample`).
-What was streamed once is never contradicted: text is released only when no stop string can reach back into it.
-
-    TokenEvent ──> RequestOutputState.feed ──> OutputChunk          (the caller shows it)
+    TokenEvent ──> RequestOutputState.feed ──> OutputChunk          (to the caller)
                                        └─────> FinishSample         (to the core, for a stop string)
+
+A stop string ends a sample here. Its terminal chunk goes out at once; ids, logprobs and usage are cut at the token that
+completed the string, later events of the sample are ignored, and `FinishSample` tells the core. Text is released only
+when no stop string can begin in it, so nothing that was streamed is ever taken back.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """What one sample of a request gained. The last chunk of each sample carries ``finish_reason``, exactly once.
+    """New output of one sample. Exactly the last chunk of each sample carries ``finish_reason``.
 
-    ``token_ids`` may run ahead of ``text`` (a held back stop string, half a character). A stop *token* is the last of
-    ``token_ids`` and has no text.
+    ``token_ids`` may be ahead of ``text``, which holds back half a character or the beginning of a stop string. A stop
+    *token* is the last of ``token_ids`` and has no text.
     """
 
     index: int  # which of n
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of token_ids, when asked for
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token id, if the request asked for them
     finish_reason: FinishReason | None = None
-    # The prompt and the log-probabilities of its tokens (None for the first): with the first chunk, when asked for.
+    # With the first chunk, if the request asked for them; the prompt's first token has None.
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    pooled: tuple[float, ...] | None = None  # of a `Pooling`: with its only chunk
-    # The stop token id, the stop string, or which deadline; None for EOS.
+    pooled: tuple[float, ...] | None = None  # of a request with a `Pooling`, in its only chunk
+    # The stop token id, the stop string, or the deadline's name; None for EOS.
     stop_reason: int | str | None = None
     error: str | None = None  # with FinishReason.ERROR and FinishReason.DEADLINE
     # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline".
@@ -63,7 +63,7 @@ def error_of(chunk: OutputChunk) -> QuireError:
 
 
 def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
-    """Return the chunks of one sample as one: what a client that does not stream gets."""
+    """Return the chunks of one sample merged into one: what a client that does not stream gets."""
     assert chunks
     assert len({chunk.index for chunk in chunks}) == 1
     last = chunks[-1]
@@ -85,9 +85,9 @@ def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
 
 
 def choose_best(chunks: Sequence[OutputChunk], sampling: Sampling) -> list[OutputChunk]:
-    """Return what the client gets of a request's whole samples: with best_of the n of the largest mean log-probability.
+    """Return the samples that the client gets: with best_of, the n with the largest mean log-probability.
 
-    Best first; ties by index. Without `SamplingParams.logprobs` the chosen ones carry none.
+    The best comes first; ties are broken by index. Log-probabilities are dropped if the client did not ask for them.
     """
     if sampling.best_of is None or sampling.use_beam_search:
         return list(chunks)
@@ -106,7 +106,7 @@ def choose_best(chunks: Sequence[OutputChunk], sampling: Sampling) -> list[Outpu
 
 
 class _Sample:
-    """One of the n sequences of a request on its way to text."""
+    """The text of one of the n samples."""
 
     __slots__ = (
         "detokenizer",
@@ -130,11 +130,11 @@ class _Sample:
             )
         self.num_tokens = 0
         self.num_steps = self.num_chunks = 0
-        self.started = False  # its first chunk is out
+        self.started = False  # its first chunk was returned
         self.finished = False
 
     def note_step(self, event: TokenEvent) -> None:
-        """Count a step: the core tells its count with the first token after an admission and at the end."""
+        """Count a step. The core sends its own count with the first token after an admission and at the end."""
         if event.finish_reason is not None or event.num_steps:
             self.num_steps = max(self.num_steps, event.num_steps)
         elif event.token_ids:
@@ -155,7 +155,7 @@ class _Sample:
         return self.matcher.feed(text)
 
     def finish(self) -> str:
-        """Return the text still held back; a stop string may complete in it."""
+        """Return the text that was held back; a stop string may complete in it."""
         text = self.detokenizer.finish()
         if self.matcher is None:
             return text
@@ -164,10 +164,10 @@ class _Sample:
 
 
 class RequestOutputState:
-    """The output side of one request: n samples, the numbers for usage and timing. Not thread-safe.
+    """The output of one request: n samples, and the numbers for usage and timing. Not thread-safe.
 
-    ``continues``: the output goes on from the prompt's text, so that a sentencepiece vocabulary's first space stays;
-    an answer to a chat begins a text of its own.
+    ``continues``: the output continues the prompt's text, so the leading space of a sentencepiece vocabulary is kept;
+    an answer to a chat begins a new text.
     """
 
     def __init__(
@@ -203,24 +203,24 @@ class RequestOutputState:
 
     @property
     def num_steps(self) -> int:
-        """Steps that gave a sample something, all samples together."""
+        """Steps that produced something, summed over the samples."""
         return sum(sample.num_steps for sample in self._samples)
 
     @property
     def num_chunks(self) -> int:
-        """Of these, how many computed rows of the prompt."""
+        """Of these, how many computed a chunk of the prompt."""
         return sum(sample.num_chunks for sample in self._samples)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens delivered so far, all samples together (usage.completion_tokens)."""
+        """Tokens delivered so far, summed over the samples (usage.completion_tokens)."""
         return sum(sample.num_tokens for sample in self._samples)
 
     def feed(self, event: TokenEvent) -> OutputChunk | None:
-        """Take one event; return what it adds, or None when there is nothing to show or the sample is over."""
+        """Take one event; return what it adds, or None if there is nothing to show or the sample is over."""
         sample = self._samples[event.sample_index]
         if event.prompt_logprobs is not None:
-            # What came before, from an earlier admission or another sample, is equal.
+            # Entries that came before, from an earlier admission or another sample, are equal.
             self._prompt_logprobs += event.prompt_logprobs[len(self._prompt_logprobs) - event.prompt_start :]
         if sample.finished:
             return None
@@ -248,7 +248,7 @@ class RequestOutputState:
     def end(
         self, reason: FinishReason, error: str | None = None, error_kind: str | None = None
     ) -> list[OutputChunk]:
-        """End every open sample from this side (abort, shutdown, a dead engine); held back text comes out."""
+        """End every open sample from this side (abort, shutdown, a dead engine), with the text that was held back."""
         chunks = []
         for index, sample in enumerate(self._samples):
             if not sample.finished:
@@ -265,11 +265,11 @@ class RequestOutputState:
         return self.request.sampling.eos_token_ids
 
     def _is_silent_stop(self, event: TokenEvent) -> bool:
-        """Whether the last token of ``event`` is the stop token that ended it: it is counted but not shown."""
+        """Whether the last token of ``event`` is the stop token that ended the sample: counted, but without text."""
         return event.stop_token_id is not None and not self.request.sampling.include_stop_str_in_output
 
     def _note(self, event: TokenEvent) -> None:
-        # After a restart of the engine its counters begin again; what was said before stays.
+        # A restarted engine counts from zero again, so a number never falls.
         self._preemptions[event.sample_index] = max(
             self._preemptions[event.sample_index], event.num_preemptions
         )

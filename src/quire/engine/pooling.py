@@ -1,11 +1,14 @@
-"""How well a document answers a query, by a generative model's own probabilities. Two definitions:
+"""Requests that generate nothing: embeddings, and how well a document answers a query.
+
+A score comes from a generative model's own probabilities, by one of two definitions:
 
 likelihood   exp of the mean log-probability of the query's tokens after the document: query likelihood (Ponte and Croft
-             1998), with a language model as in Sachan et al. 2022 (UPR). Any model can do it.
-yes_no       the model is asked whether the document answers the query; the score is p(yes) / (p(yes) + p(no)) of its
-             answer's first token: for models that follow instructions, or are trained so (Qwen3-Reranker).
+             1998), with a language model as in Sachan et al. 2022 (UPR). Works with any model.
+yes_no       the model is asked whether the document answers the query; the score is p(yes) / (p(yes) + p(no)) for
+             the first token of its answer. For models that follow instructions or are trained for it, such as
+             Qwen3-Reranker.
 
-Both lie in 0…1, the larger the better.
+Both lie in 0…1; a larger score is better.
 """
 
 from __future__ import annotations
@@ -24,28 +27,29 @@ from quire.text.tokenizer import Tokenizer
 Scoring = Literal["likelihood", "yes_no"]
 SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# What a prompt is sampled with that is only scored.
+# Sampling parameters of a prompt that is only scored.
 PROMPT_SCORED = SamplingParams(temperature=0.0, seed=0, max_tokens=0, prompt_logprobs=0, ignore_eos=True)
+# Qwen3-Reranker's wording, which other models understand too.
 _JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
     'answer can only be "yes" or "no".'
-)  # Qwen3-Reranker's; models without that training understand it too
+)
 
 
 class ScoringPrompt(NamedTuple):
-    """The prompt that scores one pair."""
+    """The prompt for the score of one pair."""
 
     token_ids: list[int]
     sampling: SamplingParams
     pooling: Pooling | None
-    num_query_tokens: int  # at the end of token_ids, for a likelihood
+    num_query_tokens: int  # at the end of token_ids; for a likelihood
 
 
 def pairs_of(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Return (query, document) pairs: one query with every document, or as many of each.
+    """Return (query, document) pairs: one query with every document, or as many queries as documents.
 
     Raises:
-        RequestError: other numbers, or an empty text.
+        RequestError: the numbers do not fit, or a text is empty.
     """
     queries = [queries] if isinstance(queries, str) else list(queries)
     documents = [documents] if isinstance(documents, str) else list(documents)
@@ -70,7 +74,7 @@ def scoring_prompts(
     """Return the prompt of each pair. ``render``: `ChatTemplate.render`, None for a model without a template.
 
     Raises:
-        RequestError: ``scoring`` is unknown, or does not go with ``instruction``.
+        RequestError: ``scoring`` is unknown, or it does not allow an ``instruction``.
     """
     if scoring not in SCORINGS:
         raise RequestError(
@@ -90,7 +94,7 @@ def scoring_prompts(
             ids = tokenizer.encode(text, add_special_tokens=False)
         else:
             ids = tokenizer.encode(_plain_text(*asked))
-        prompts.append(ScoringPrompt(ids, NOTHING_DRAWN, pooling, 0))
+        prompts.append(ScoringPrompt(ids, NOTHING_SAMPLED, pooling, 0))
     return prompts
 
 
@@ -100,7 +104,7 @@ def likelihood(logprobs: Sequence[float]) -> float:
 
 
 def _messages(query: str, document: str, instruction: str) -> list[dict[str, str]]:
-    """Return the conversation that a chat template makes a prompt of."""
+    """Return the conversation that the chat template turns into a prompt."""
     asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     return [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked}]
 
@@ -115,13 +119,13 @@ def _yes_no_ids(tokenizer: Tokenizer) -> tuple[int, int]:
     """Return the first tokens of "yes" and of "no".
 
     Raises:
-        RequestError: the tokenizer begins both with the same token.
+        RequestError: both words begin with the same token.
     """
     yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no"))
     if yes == no:
         raise RequestError(
-            "scoring = 'yes_no' cannot be had of this model: its tokenizer begins both words with the same token. Use "
-            "'likelihood'.",
+            "scoring = 'yes_no' does not work with this model: its tokenizer begins both words with the same token. "
+            "Use 'likelihood'.",
             param="scoring",
         )
     return yes, no
@@ -134,7 +138,7 @@ def yes_no(pooled: Sequence[float]) -> float:
 
 
 def _likelihood_prompt(query: str, document: str, tokenizer: Tokenizer) -> ScoringPrompt:
-    # Apart, so that the query's tokens are known.
+    # Tokenized apart from the document, so that the query's tokens are known.
     query_ids = tokenizer.encode(query, add_special_tokens=False)
     if not query_ids:
         raise RequestError("query has no tokens: give another text.", param="query")
@@ -142,19 +146,19 @@ def _likelihood_prompt(query: str, document: str, tokenizer: Tokenizer) -> Scori
     return ScoringPrompt(before + query_ids, PROMPT_SCORED, None, len(query_ids))
 
 
-# What a request with a `Pooling` is sampled with: nothing is drawn.
-NOTHING_DRAWN = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True)
+# Sampling parameters of a request with a `Pooling`, which samples nothing.
+NOTHING_SAMPLED = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True)
 
 
 def embedding(
     pooled: Sequence[float], *, dimensions: int | None = None, normalize: bool = True
 ) -> NDArray[np.float32]:
-    """Return the first ``dimensions`` numbers of ``pooled`` (None: all), scaled to Euclidean length one.
+    """Return the first ``dimensions`` elements of ``pooled`` (None: all), scaled to Euclidean length one.
 
-    Cutting before scaling is what models of Matryoshka embeddings are trained for (Kusupati et al. 2022).
+    Models with Matryoshka embeddings are trained for cutting before scaling (Kusupati et al. 2022).
 
     Raises:
-        RequestError: more ``dimensions`` than there are.
+        RequestError: the vector has fewer elements than ``dimensions``.
     """
     if dimensions is not None and not 1 <= dimensions <= len(pooled):
         raise RequestError(

@@ -1,7 +1,7 @@
-"""From a prompt and `SamplingParams` to a `Request`: every default resolved, every limit checked, in one place.
+"""From a prompt and `SamplingParams` to a `Request`: the one place that resolves defaults and checks limits.
 
-The online frontend and the offline `LLM` both go through `prepare_request`, so both refuse the same things with the
-same words.
+The online frontend and the offline `LLM` both call `prepare_request`, so both reject the same requests with the same
+words.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.errors import RequestError
 from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
-# 53 bits: a seed that is shown in JSON survives every client that reads numbers as doubles.
+# A seed of 53 bits in JSON survives clients that read numbers as doubles.
 SEED_BITS = 53
 
 
@@ -37,7 +37,7 @@ def prepare_request(
 ) -> Request:
     """Return the request as the core sees it. ``seed`` is used where ``sampling`` gives none.
 
-    ``grammar`` is what `GrammarChecker` made of ``sampling.structured_outputs``.
+    ``grammar`` is `GrammarChecker`'s result for ``sampling.structured_outputs``.
 
     Raises:
         RequestError: names the field; for a length, the three numbers (prompt, max_tokens, limit).
@@ -75,7 +75,7 @@ def prepare_request(
 
 
 def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raise `RequestError` that names ``param`` and the first id that is not one of the vocabulary."""
+    """Raise `RequestError` that names ``param`` and the first id outside the vocabulary."""
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
             raise RequestError(
@@ -124,9 +124,9 @@ def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int, *,
 
 
 def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the id sequences that spell ``words``, each at the start of a text and after a space.
+    """Return the id sequences that spell ``words``, at the start of a text and after a space.
 
-    A word inside a text mostly begins with a space, which most vocabularies hold in the token itself.
+    Inside a text, a word usually follows a space, which most vocabularies include in the word's token.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -140,21 +140,20 @@ def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Names, limits and defaults of the served model. Torch-free."""
+    """Names, limits and defaults of the served model, as the API side knows them. Torch-free."""
 
-    names: tuple[str, ...]  # the first is the one that answers carry
+    names: tuple[str, ...]  # answers carry the first
     max_model_len: int  # prompt + output, tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # generation_config.json and the tokenizer together
-    generation_defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # SamplingParams names: temperature, top_p …
-    determinism: str = "exact"  # or "batch-dependent" (DESIGN §1.3)
+    # By the names of `SamplingParams`: temperature, top_p …
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    determinism: str = "exact"  # or "batch-dependent"
 
     def sampling(self, **given: Any) -> SamplingParams:
-        """Return `SamplingParams` with what was ``given`` over the model's own defaults.
+        """Return `SamplingParams` in which what is ``given`` replaces the model's defaults.
 
         Raises:
-            RequestError: a value that is not allowed, by field.
+            RequestError: a value is not allowed; names the field.
         """
         return SamplingParams(**{**self.generation_defaults, **given})

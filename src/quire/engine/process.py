@@ -1,7 +1,10 @@
-"""`ProcessClient`: an engine in a child process, over two ZeroMQ sockets. Torch-free.
+"""`ProcessClient`: an engine in a child process, over two ZeroMQ sockets; and the messages of both sides. Torch-free.
 
 send     ──> PUSH ──> inbox.ipc     (any thread)
 receive  <── PULL <── events.ipc    (one thread at a time)
+
+A message is two frames: the name of its type, and its value as msgpack. Dataclasses and named tuples are encoded as
+they are; msgspec checks the types when it decodes.
 """
 
 from __future__ import annotations
@@ -37,14 +40,14 @@ class ProcessClient:
         log_format: LogStyle = "human",
         process: EngineProcess | None = None,
     ) -> None:
-        """``process``: one started earlier, with the same ``executor``; else one is started now."""
+        """``process``: a child that was started earlier with the same ``executor``. None: start one now."""
         self._process = process or EngineProcess(executor)
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PUSH)
         self._events = self._context.socket(zmq.PULL)
-        for place in (self._inbox, self._events):
-            place.set_hwm(0)
-        self._inbox.reconnect_ivl = 5  # ms; the child binds when it is up
+        for end in (self._inbox, self._events):
+            end.set_hwm(0)
+        self._inbox.reconnect_ivl = 5  # ms; the child binds once it is up
         self._events.bind(f"ipc://{self._process.directory}/events.ipc")
         self._inbox.connect(f"ipc://{self._process.directory}/inbox.ipc")
         self._wake, self._woken = socket.socketpair()
@@ -120,17 +123,17 @@ class ProcessClient:
                 self._inbox.send_multipart(encode(value))
 
     def _next(self, timeout_s: float | None) -> Any:
-        """Return the next value from the child; None after the timeout, when closed, or when it is dead."""
+        """Return the next value from the child; None after the timeout, once closed, or if the child is dead."""
         with self._receiving:
             if self._closed:
                 return None
             ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3)))
-            # What the child said before its death counts, so the events go first.
+            # What the child sent before it died still counts, so the events are read first.
             if self._events in ready:
                 return decode(self._events.recv_multipart())
             if self._closed or not ready:
                 return None
-            if self._events.poll(100):  # the last words may still be on their way through ZeroMQ's thread
+            if self._events.poll(100):  # a last message may still be in ZeroMQ's thread
                 return decode(self._events.recv_multipart())
             if self._dead is None:
                 self._dead = EngineDeadError(f"The engine process {self._process.fate()}.")
@@ -145,7 +148,7 @@ def _load_error(failure: Failure) -> QuireError:
 
 
 class Boot(NamedTuple):
-    """Parent → child, first of all: what to load."""
+    """Parent → child, the first message: what to load."""
 
     config: EngineConfig
     log_level: str
@@ -153,14 +156,14 @@ class Boot(NamedTuple):
 
 
 class Events(NamedTuple):
-    """Child → parent: the events of one step, and the answers to calls that came before it."""
+    """Child → parent: the events of one step, and the replies to calls that were handled before it."""
 
     events: list[TokenEvent]
     replies: list[Reply]
 
 
 class Failure(NamedTuple):
-    """Child → parent, last of all: the engine cannot go on."""
+    """Child → parent, the last message: the engine cannot go on."""
 
     error: str  # name of the exception type
     text: str  # one line
@@ -179,6 +182,6 @@ def encode(value: Any) -> list[bytes]:
 
 
 def decode(frames: list[bytes]) -> Any:
-    """Return the value of two frames; both ends are the same program, so anything else is a bug."""
+    """Return the value of two frames. Both ends are the same program, so an undecodable frame is a bug."""
     kind, payload = frames
     return _decoders[kind].decode(payload)

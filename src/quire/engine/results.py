@@ -1,4 +1,4 @@
-"""What `quire.LLM` returns, in vLLM's names."""
+"""The outputs of `quire.LLM`, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token at one position: log-probability of the raw logits, rank (1 is the most likely), text."""
+    """A token at one position: log-probability under the raw logits, rank (1 is the most likely), text."""
 
     logprob: float
     rank: int
@@ -29,7 +29,7 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None  # sum over token_ids, with `SamplingParams.logprobs`
-    logprobs: list[dict[int, Logprob]] | None  # per token: the drawn one first, then the alternatives
+    logprobs: list[dict[int, Logprob]] | None  # per position: the sampled token first, then the alternatives
     finish_reason: FinishReason | None  # equals "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the stop token id or the stop string; None for EOS
     error: str | None = None  # with finish_reason "error"
@@ -40,14 +40,14 @@ class RequestOutput:
     """All answers to one prompt."""
 
     request_id: str
-    prompt: str | None  # as given; None where ids were given
+    prompt: str | None  # None if the prompt was given as ids
     prompt_token_ids: tuple[int, ...]
     outputs: list[CompletionOutput]  # by index
-    seed: int  # given or drawn: with it the same text comes again
-    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
-    # With `SamplingParams.prompt_logprobs`, per prompt token: as `CompletionOutput.logprobs`; None for the first.
+    seed: int  # given, or chosen for the request; the same seed gives the same text again
+    num_cached_tokens: int = 0  # prompt tokens that were in the prefix cache
+    # Per prompt token, as `CompletionOutput.logprobs`, with `SamplingParams.prompt_logprobs`; None for the first token.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    pooled: tuple[float, ...] | None = None  # of `LLM.embed` and `LLM.score`, as the model gave it
+    pooled: tuple[float, ...] | None = None  # for `LLM.embed` and `LLM.score`: the model's output
     finished: bool = True
 
 
@@ -88,7 +88,7 @@ class ScoringRequestOutput:
 def request_output(
     state: RequestOutputState, prompt: str | None, wholes: Sequence[OutputChunk], tokenizer: Tokenizer
 ) -> RequestOutput:
-    """Return the output of an ended request; ``wholes``: one chunk a sample (`quire.engine.output.merge`)."""
+    """Return the output of a finished request. ``wholes``: one merged chunk per sample."""
     request = state.request
     return RequestOutput(
         request_id=request.request_id,
@@ -103,8 +103,8 @@ def request_output(
 
 
 def _completion(chunk: OutputChunk, tokenizer: Tokenizer) -> CompletionOutput:
-    """Return the whole chunk of one sample (`quire.engine.output.merge`) in vLLM's form."""
-    logprobs = None if chunk.logprobs is None else chunk.logprobs
+    """Return the merged chunk of one sample in vLLM's form."""
+    logprobs = chunk.logprobs
     return CompletionOutput(
         index=chunk.index,
         text=chunk.text,

@@ -1,8 +1,8 @@
 """`EngineProcess`: the child process of an engine, started before anything heavy is imported here.
 
-Nothing but the standard library is needed to start it, so a server starts it first and loads its own modules while
-the child loads torch. Each side holds one end of a socket pair and sees the other's death as its end of file: no
-orphan stays when the parent is killed, and no stream waits for a dead child.
+Starting it needs only the standard library, so a server starts it first and loads its own modules while the child loads
+torch. Each side holds one end of a socket pair and sees the other's death as end of file: a killed parent leaves no
+orphan, and no stream waits for a dead child.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 
 import quire
 
-# A path of a Unix socket is limited to 107 bytes on Linux; a long TMPDIR would not leave room.
+# The path of a Unix socket is limited to 107 bytes on Linux, so a long TMPDIR cannot be used.
 _MAX_DIR_BYTES = 80
 
 
 class EngineProcess:
-    """A child that runs `quire.engine.child`. Its sockets live in a directory that only this user can enter."""
+    """A child that runs `quire.engine.child`. Its sockets are in a directory that only this user can enter."""
 
     def __init__(self, executor: str = "local") -> None:
-        """Start the child; it imports what ``executor`` needs and waits for a configuration."""
+        """Start the child. It imports what ``executor`` needs and waits for a configuration."""
         base = tempfile.gettempdir()
         self.directory = Path(
             tempfile.mkdtemp(prefix="quire-", dir=base if len(base.encode()) < _MAX_DIR_BYTES else "/tmp")
         )
-        self.life, theirs = socket.socketpair()  # readable when the child is dead
+        self.life, theirs = socket.socketpair()  # readable once the child is dead
         here = str(Path(quire.__file__).parents[1])  # the child runs this very package, installed or not
         path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         with theirs:
@@ -46,7 +46,7 @@ class EngineProcess:
                     executor,
                 ],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a library prints in the child must not mix with this process's answers
+                stdout=2,  # a library's prints in the child must not mix with this process's output
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path},
             )
@@ -56,7 +56,7 @@ class EngineProcess:
         return self._popen.pid
 
     def fate(self) -> str:
-        """Wait for the end of the child, which is near, and return how it ended, for a person."""
+        """Wait for the child, which is about to end, and return how it ended, in words."""
         try:
             status = self._popen.wait(timeout=5.0)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,10 @@
-"""`RequestStream`: the chunks of one request, as an async iterator that gives up its request when it is left."""
+"""The streams of requests on an event loop, and what feeds them.
+
+RequestStream   the chunks of one request, as an async iterator; leaving it aborts the request
+OpenStreams     the streams in flight, by the id that the core uses
+EventPump       the thread that waits for an engine's events and hands them to the event loop
+Calls           calls to the core that wait for their `Reply`
+"""
 
 from __future__ import annotations
 
@@ -21,28 +27,27 @@ log = Log("frontend")
 
 
 class RequestStream:
-    """What `Frontend.submit` returns. Iterate it once, or `collect` it; leave it and the request is aborted.
+    """What `Frontend.submit` returns. Iterate over it once, or `collect` it; leaving it early aborts the request.
 
         async with contextlib.aclosing(await frontend.submit(prompt, sampling)) as stream:
             async for chunk in stream:
                 ...
 
-    Exactly one chunk of each of the n samples carries a ``finish_reason``; after the last one the iteration ends. An
-    error of the engine is a chunk with `FinishReason.ERROR`, not an exception (`quire.engine.output.error_of` makes
-    one). Leaving early (break, an exception, cancellation, `aclose`) aborts the request in the engine. The event loop's
-    thread owns it.
+    Exactly one chunk of each of the n samples carries a ``finish_reason``; after the last of them the iteration ends.
+    An engine error is a chunk with `FinishReason.ERROR`, not an exception (`quire.engine.output.error_of` makes one).
+    Leaving early means break, an exception, cancellation or `aclose`. Belongs to the event loop's thread.
     """
 
-    def __init__(self, request_id: str, state: RequestOutputState, give_up: Callable[[], None]) -> None:
-        """``give_up`` takes the request out of the engine; called at most once."""
+    def __init__(self, request_id: str, state: RequestOutputState, abandon: Callable[[], None]) -> None:
+        """``abandon`` takes the request out of the engine; it is called at most once."""
         self.request_id = request_id
         self.prompt_token_ids = state.request.prompt_token_ids
         self.adapter = state.request.adapter
         seed = state.request.sampling.seed
         assert seed is not None
-        self.seed = seed  # the request's own, or the one drawn for it
-        self.output = state  # its numbers, and whether it is over; only this class changes it
-        self._give_up = give_up
+        self.seed = seed  # the request's own, or the one chosen for it
+        self.output = state  # only this class changes it
+        self._abandon = abandon
         self._chunks: deque[OutputChunk] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -62,7 +67,7 @@ class RequestStream:
             await self.abort()
 
     def _take(self) -> list[OutputChunk]:
-        """Return what waits. Chunks of a sample are one by now if the reader, or its client's socket, fell behind."""
+        """Return the waiting chunks. If the reader fell behind, the chunks of each sample are merged into one."""
         if len(self._chunks) == 1:
             return [self._chunks.popleft()]
         samples: dict[int, list[OutputChunk]] = {}
@@ -72,37 +77,37 @@ class RequestStream:
         return [merge(chunks) for chunks in samples.values()]
 
     async def collect(self) -> tuple[OutputChunk, ...]:
-        """Wait for the end and return one whole chunk for each sample, by index."""
-        parts: list[list[OutputChunk]] = [[] for _ in range(self.output.request.sampling.num_samples)]
+        """Wait for the end and return one chunk per sample, by index."""
+        chunks: list[list[OutputChunk]] = [[] for _ in range(self.output.request.sampling.num_samples)]
         async for chunk in self:
-            parts[chunk.index].append(chunk)
-        return tuple(merge(chunks) for chunks in parts)
+            chunks[chunk.index].append(chunk)
+        return tuple(merge(each) for each in chunks)
 
     async def abort(self) -> None:
-        """End the request now. Open samples get a terminal chunk with `FinishReason.ABORT`. Harmless when finished."""
+        """End the request now: open samples get a terminal chunk with `FinishReason.ABORT`. No effect once finished."""
         if not self.output.finished:
             self._push(self.output.end(FinishReason.ABORT))
-            self._give_up()
+            self._abandon()
 
     async def aclose(self) -> None:
-        """Leave the stream: `abort`, and drop what was not read."""
+        """Leave the stream: `abort`, and drop unread chunks."""
         await self.abort()
         self._chunks.clear()
 
     def feed(self, event: TokenEvent) -> None:
-        """Turn an event into text and wake the reader (called by the frontend)."""
+        """Turn an event into text and wake the reader (called by `OpenStreams`)."""
         try:
             chunk = self.output.feed(event)
-        except Exception as error:  # one request's text must not take the streams of the others along
+        except Exception as error:  # an error in one request's text must not end the other streams
             log.exception("output_failed", request_id=self.request_id)
             self._push(self.output.end(FinishReason.ERROR, f"{type(error).__name__}: {error}", "internal"))
-            self._give_up()
+            self._abandon()
             return
         if chunk is not None:
             self._push([chunk])
 
     def fail(self, error: str, error_kind: str) -> None:
-        """End every open sample with an error (called by the frontend)."""
+        """End every open sample with an error (called by `OpenStreams`)."""
         self._push(self.output.end(FinishReason.ERROR, error, error_kind))
 
     def _push(self, chunks: list[OutputChunk]) -> None:
@@ -112,7 +117,7 @@ class RequestStream:
 
 
 async def ended(stream: RequestStream) -> None:
-    """Wait until every sample has its terminal chunk, before anybody reads; the chunks stay."""
+    """Wait, before reading, until every sample has its terminal chunk; the chunks stay readable."""
     while not stream.output.finished:
         assert stream._waiter is None, "one reader at a time"
         stream._waiter = asyncio.get_running_loop().create_future()
@@ -121,14 +126,14 @@ async def ended(stream: RequestStream) -> None:
 
 
 class OpenStreams:
-    """From `add` until every sample has its terminal chunk. Belongs to one event loop."""
+    """The streams in flight: from `add` until every sample has its terminal chunk. Belongs to one event loop."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._open: dict[str, RequestStream] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._left = asyncio.Event()  # one has ended
+        self._left = asyncio.Event()  # set when a stream ends
 
     def __len__(self) -> int:
         return len(self._open)
@@ -137,30 +142,30 @@ class OpenStreams:
         self._open[request_id] = stream
         self._idle.clear()
 
-    def give_up(self, request_id: str) -> None:
-        """Nobody reads it any more: take it out of the engine too."""
+    def abandon(self, request_id: str) -> None:
+        """Forget a stream that has no reader any more, and abort its request in the engine."""
         self._forget(request_id)
         self._send(AbortRequest(request_id))
 
     def dispatch(self, events: list[TokenEvent]) -> None:
-        """Hand a step's events to their streams."""
+        """Hand the events of a step to their streams."""
         for event in events:
             stream = self._open.get(event.request_id)
-            if stream is None:  # aborted or ended by a stop string; the core did not know yet
+            if stream is None:  # aborted, or ended by a stop string before the core knew
                 continue
             stream.feed(event)
             if stream.output.finished:
                 self._forget(event.request_id)
 
     async def end(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` seconds for all to end by themselves, then abort the rest."""
+        """Wait up to ``grace_s`` seconds for the streams to end by themselves, then abort the rest."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         for stream in list(self._open.values()):
             await stream.abort()
 
     async def wait_for_adapter(self, adapter: Adapter, timeout_s: float) -> int:
-        """Wait until nobody uses ``adapter``; return how many still do after ``timeout_s`` seconds."""
+        """Wait until no stream uses ``adapter``; return how many still do after ``timeout_s`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._num_using(adapter):
@@ -172,7 +177,7 @@ class OpenStreams:
         return sum(stream.adapter == adapter for stream in self._open.values())
 
     def fail(self, error: str) -> None:
-        """The engine is dead: everything ends with that."""
+        """End every stream: the engine is dead."""
         for stream in list(self._open.values()):
             stream.fail(error, "dead")
         self._open.clear()
@@ -187,10 +192,10 @@ class OpenStreams:
 
 
 class EventPump:
-    """Calls ``on_ready`` once, ``on_events`` for each step, ``on_replies`` where calls were answered, ``on_death`` at
-    most once, but not after `stop`.
+    """A thread that receives from the engine and calls back in the event loop's thread.
 
-    All calls are made in the loop's thread.
+    ``on_ready`` is called once, ``on_events`` for each step that has events, ``on_replies`` when calls were answered,
+    and ``on_death`` at most once, but not after `stop`.
     """
 
     def __init__(
@@ -216,7 +221,7 @@ class EventPump:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Close the client, which wakes the thread, and wait for the thread's end."""
+        """Close the client, which wakes the thread, and wait for the thread to end."""
         self._stopping = True
         await asyncio.to_thread(self._client.close)
         if self._thread.is_alive():
@@ -233,7 +238,7 @@ class EventPump:
                     self._post(self._on_replies, replies)
         except QuireError as error:
             self._die(error)
-        except Exception as error:  # a bug; the streams have to end all the same
+        except Exception as error:  # a bug, but the streams have to end
             log.exception("pump_failed")
             self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
 
@@ -242,16 +247,17 @@ class EventPump:
             self._post(self._on_death, error)
 
     def _post(self, call: Callable[..., None], argument: object) -> None:
-        # A loop that was closed meanwhile has nobody left to tell.
+        # If the loop was closed meanwhile, there is nothing left to call.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, argument)
 
 
-TIMEOUT_S = 30.0  # an engine answers between two steps; one that died never does
+# An engine replies between two steps; one that died never does.
+TIMEOUT_S = 30.0
 
 
 class Calls:
-    """Sends calls and hands out their answers. ``send`` as in `EngineClient`."""
+    """Sends calls to the core and hands out the replies. ``send``: as in `EngineClient`. Belongs to one event loop."""
 
     def __init__(self, send: Callable[[Message], None], *, timeout_s: float = TIMEOUT_S) -> None:
         self._send = send
@@ -260,10 +266,10 @@ class Calls:
         self._ids = itertools.count()
 
     async def ask(self, make: Callable[[str], Call]) -> Reply:
-        """Send the call that ``make`` builds around an id, and wait for its answer.
+        """Send the call that ``make`` builds with an id, and wait for its reply.
 
         Raises:
-            ConfigError: the core refused; `param` names the setting, and nothing has changed.
+            ConfigError: the core rejected the call; `param` names the setting, and nothing has changed.
             CapacityError: no answer in time: the engine is being restarted, or one step takes very long (503).
         """
         call_id = str(next(self._ids))
@@ -273,7 +279,7 @@ class Calls:
             self._send(make(call_id))
             reply = await asyncio.wait_for(future, self._timeout_s)
         except TimeoutError:
-            text = f"The engine did not answer within {self._timeout_s:g} s; whether it obeyed is not known."
+            text = f"The engine did not answer within {self._timeout_s:g} s; whether the call took effect is not known."
             raise CapacityError(text, retryable=True) from None
         finally:
             del self._waiting[call_id]
@@ -282,14 +288,14 @@ class Calls:
         return reply
 
     def answered(self, replies: list[Reply]) -> None:
-        """Hand out answers; those that nobody waits for any more are dropped."""
+        """Hand out replies. A reply whose caller has given up is dropped."""
         for reply in replies:
             future = self._waiting.get(reply.call_id)
             if future is not None and not future.done():
                 future.set_result(reply)
 
     def fail(self, error: QuireError) -> None:
-        """The engine is dead: nobody will answer."""
+        """Fail every waiting call: the engine is dead."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)

@@ -10,19 +10,23 @@ from quire.step import StepPlan, StepResult
 class Executor(Protocol):
     """Computes plans in the order in which they are submitted.
 
-    Order of effect inside a step: ``gone`` → ``kv_moves`` in list order → ``new_seqs`` → forward over ``seqs``.
-    K/V of every row of a step is stored before attention reads, within each layer: a sequence of the same step may
-    read it. ``gone`` may name a sequence that the executor does not know; that is nothing to do. ``new_seqs`` may name
-    one that it knows; the new state replaces the old one, block table included.
+    Order of effect inside a step: ``gone`` → ``kv_moves`` in list order → ``adapter_moves`` → ``new_seqs`` →
+    ``transfers`` begin → forward over ``seqs``. K/V of every token of a step is stored before attention reads, within
+    each layer: a sequence of the same step may read it. ``gone`` may name a sequence that the executor does not know;
+    that is nothing to do. ``new_seqs`` may name one that it knows; the new state replaces the old one, block table
+    included.
 
     A step that fails as a whole (an exception out of `collect`, or ``StepResult.error``) leaves the executor ready
-    for the next one. Plans already queued behind it may then name sequences that it no longer knows: each of these
-    gets a `SeqResult` with an error.
+    for the next one, and none of the transfers that it was to begin writes anything. Plans already queued behind it may
+    then name sequences that it no longer knows: each of these gets a `SeqResult` with an error.
+
+    A transfer that has begun ends with a `TransferDone` in the result of any later step, or in a message to the core.
     """
 
-    max_in_flight: (
-        int  # how many plans may be out: 1 on CPU, 2 on GPU, one per stage with pipeline parallelism
-    )
+    # How many plans may be out: 1 on CPU, 2 on GPU, one per stage with pipeline parallelism.
+    max_in_flight: int
+    # Whether a sequence may be planned again while its last token is out, since token ids stay on the device.
+    chains_steps: bool
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan. Fewer than ``max_in_flight`` are out."""
@@ -33,5 +37,5 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the executor holds. Nothing is submitted any more."""
+        """Free what the executor holds. Nothing is submitted any more."""
         ...

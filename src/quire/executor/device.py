@@ -34,6 +34,7 @@ class DeviceExecutor:
     """
 
     max_in_flight = 2
+    chains_steps = True
 
     def __init__(
         self,

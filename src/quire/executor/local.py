@@ -25,6 +25,7 @@ class LocalExecutor:
     """
 
     max_in_flight = 1
+    chains_steps = True
 
     def __init__(
         self,

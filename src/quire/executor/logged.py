@@ -32,7 +32,7 @@ class LoggedExecutor:
     """
 
     def __init__(self, inner: Executor, path: Path, clock: Clock) -> None:
-        self.max_in_flight = inner.max_in_flight
+        self.max_in_flight, self.chains_steps = inner.max_in_flight, inner.chains_steps
         self._inner = inner
         self._clock = clock
         try:
@@ -53,12 +53,12 @@ class LoggedExecutor:
         plan, submitted_s = self._out.popleft()
         start_s, end_s = max(submitted_s, self._last_s), self._clock.now()
         if plan.seqs and result.error is None:
-            step = features(plan, sum(1 for seq in result.seqs if seq.token_ids))
+            step = features(plan, {seq.seq_id for seq in result.seqs if seq.token_ids})
             line = {
                 "at_s": round(start_s - self._first_s, 6),
                 "seconds": round(end_s - start_s, 6),
                 "after_s": round(start_s - self._last_s, 6),
-                "num_decodes": sum(1 for seq in plan.seqs if seq.num_scheduled_tokens == 1),
+                "num_decodes": sum(seq.num_known_tokens == 1 for seq in plan.seqs),
                 **step._asdict(),
             }
             self._write(json.dumps(line) + "\n")

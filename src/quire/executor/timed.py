@@ -124,6 +124,8 @@ def _result(plan: StepPlan, results: tuple[SeqResult, ...]) -> StepResult:
 class TimedExecutor:
     """Sleeps until each step is over: a step starts when it is submitted and the one before is over."""
 
+    chains_steps = True
+
     def __init__(self, step_time: StepTime, clock: Clock, *, max_in_flight: int = 1) -> None:
         assert max_in_flight >= 1
         self.max_in_flight = max_in_flight

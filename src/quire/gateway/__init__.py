@@ -1,1 +1,1 @@
-"""In front of the replicas: who serves a request. The routing is pure; the gateway's HTTP part calls it."""
+"""In front of the replicas: which replica serves a request. Pure routing policies, without I/O."""

@@ -1,11 +1,11 @@
-"""Which replica holds which prefix: chain hashes (`quire.cache.block_hash`) and who has them.
+"""Which replica holds which prefix, by chain hashes of blocks (`quire.cache.block_hash`).
 
-A chain hash names everything up to the end of its block, so there is no tree to walk: a prefix is held as far as its
-hashes are, one after the other, and one pass over a request's chain tells the depth at every replica.
+A chain hash identifies all tokens up to the end of its block, so no tree is needed: a replica holds a prefix as far as
+it holds consecutive hashes, and one pass over a request's chain gives the depth at every replica.
 
-    PredictedIndex    what was sent where, the least recently used going first: needs no word from the replicas
-    ReportedIndex     what the replicas say in their cache events (`quire.cache.events`)
-    PendingIndex      what requests on their way will leave: covers the gap between sending and the replica's report
+    PredictedIndex    remembers what was sent where, evicting the least recently used; needs no reports from replicas
+    ReportedIndex     keeps what the replicas report in their cache events (`quire.cache.events`)
+    PendingIndex      knows the prefixes of requests in flight, until the replica's report has them
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Holders:
 
 
 class PredictedIndex:
-    """What the router sent where. A replica is taken to hold the last ``capacity`` blocks that it was sent."""
+    """Remembers which blocks were sent where; assumes that a replica holds the last ``capacity`` of its blocks."""
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0
@@ -66,7 +66,9 @@ class PredictedIndex:
     def sent(self, replica: int, chain: Sequence[bytes]) -> None:
         """A request with this chain went to ``replica``."""
         blocks = self._blocks.setdefault(replica, OrderedDict())
-        for block_hash in reversed(chain):  # the front is used last, so a prefix loses its end first
+        for block_hash in reversed(
+            chain
+        ):  # the front is touched last, so that the end of a prefix is evicted first
             if block_hash in blocks:
                 blocks.move_to_end(block_hash)
             else:
@@ -83,14 +85,14 @@ class PredictedIndex:
 
 
 class ReportedIndex:
-    """What the replicas reported. Blocks count while any cache group holds them."""
+    """Keeps the reports of the replicas. A block counts while any cache group holds it."""
 
     def __init__(self) -> None:
         self.holders = Holders()
         self._groups: dict[int, dict[bytes, set[int]]] = {}
 
     def apply(self, replica: int, events: Iterable[CacheEvent]) -> bool:
-        """Take in a replica's events, oldest first. False: some were lost, and a snapshot has to come (`replace`)."""
+        """Apply a replica's events, oldest first. False: some were lost, and a snapshot is needed (`replace`)."""
         complete = True
         for event in events:
             if isinstance(event, EventsLost):
@@ -102,7 +104,7 @@ class ReportedIndex:
         return complete
 
     def replace(self, replica: int, snapshot: Iterable[BlockStored]) -> None:
-        """Start afresh from a snapshot (`PrefixCache.snapshot`)."""
+        """Replace what is known of a replica by a snapshot (`PrefixCache.snapshot`)."""
         self.forget(replica)
         for event in snapshot:
             self._store(replica, event)
@@ -128,7 +130,7 @@ class ReportedIndex:
 
 
 class PendingIndex:
-    """The chains of requests that are on their way to a replica and have no first token yet."""
+    """The chains of requests that were sent to a replica and have no first token yet."""
 
     def __init__(self) -> None:
         self.holders = Holders()
@@ -141,7 +143,7 @@ class PendingIndex:
             self.holders.add(block_hash, replica)
 
     def arrived(self, replica: int, chain: Sequence[bytes]) -> None:
-        """That request has its first token, or is over: from here on the replica's report says what is there."""
+        """That request has its first token, or has ended: from now on the replica's report counts."""
         for block_hash in chain:
             self._counts[replica, block_hash] -= 1
             if not self._counts[replica, block_hash]:

@@ -1,15 +1,15 @@
 """`Router`: which replica gets a request. Pure: no clock, no I/O, and the same seed gives the same choices.
 
-    random              any
-    round-robin         the next
-    least-loaded        the one with the fewest requests in flight
-    prefix-predicted    the one with the longest cached prefix, as the router remembers what it sent where
-    prefix-reported     the same, as the replicas report it (`quire.cache.events`)
-    prefix-hybrid       the same, by whichever is longer: reported, or on its way there
+    random              any replica
+    round-robin         the next replica
+    least-loaded        the replica with the fewest requests in flight
+    prefix-predicted    the replica with the longest cached prefix, by what the router sent where
+    prefix-reported     the same, by the reports of the replicas (`quire.cache.events`)
+    prefix-hybrid       the same, by the longer of the reported prefix and that of requests in flight
 
-Load is requests in flight. A prefix never overloads a replica: it may win only where the load stays within
-``max_load_ratio`` of the mean (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018). Ties go to
-the least loaded, then to the next in turn.
+Load is the number of requests in flight. A prefix never overloads a replica: it is followed only where the load stays
+within ``max_load_ratio`` of the mean (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018).
+Ties go to the least loaded replica, then to the next in turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Policy = Literal[
     "random", "round-robin", "least-loaded", "prefix-predicted", "prefix-reported", "prefix-hybrid"
 ]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-DEFAULT_CAPACITY = 1 << 16  # blocks that the predicted index remembers of a replica
+DEFAULT_CAPACITY = 1 << 16  # blocks per replica that the predicted index remembers
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _InFlight:
 
 
 class Router:
-    """Chooses among replicas 0 … n − 1 and keeps count of what is in flight where."""
+    """Chooses among replicas 0 … n − 1 and counts the requests in flight at each."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Router:
         if not max_load_ratio >= 1.0:
             raise ConfigError(f"max_load_ratio = {max_load_ratio!r} must be at least 1")
         self.policy = policy
-        self.needs_chains = policy.startswith("prefix-")  # else `route` is content with an empty chain
-        self.needs_events = policy in ("prefix-reported", "prefix-hybrid")  # `report` is of use
+        self.needs_chains = policy.startswith("prefix-")  # otherwise `route` needs no chain
+        self.needs_events = policy in ("prefix-reported", "prefix-hybrid")  # otherwise `report` has no effect
         self._ratio = max_load_ratio
         self._random = Random(f"router {seed}")
         self._loads: list[int] = []
@@ -83,11 +83,11 @@ class Router:
         return len(self._loads) - 1
 
     def revive(self, replica: int) -> None:
-        """A lost replica is back, its cache empty."""
+        """A lost replica is back with an empty cache."""
         self._alive[replica] = True
 
     def lose(self, replica: int) -> list[str]:
-        """A replica is gone. Return the requests in flight there, oldest first: each has to be routed again."""
+        """A replica is gone. Return the requests in flight there, oldest first; each must be routed again."""
         self._alive[replica] = False
         lost = [request_id for request_id, f in self._in_flight.items() if f.replica == replica]
         for request_id in lost:
@@ -124,18 +124,18 @@ class Router:
                 self._pending.arrived(in_flight.replica, in_flight.chain)
 
     def finished(self, request_id: str) -> None:
-        """The request is over, whatever the end."""
+        """The request has ended, successfully or not."""
         self.started(request_id)
         in_flight = self._in_flight.pop(request_id, None)
         if in_flight is not None:
             self._loads[in_flight.replica] -= 1
 
     def report(self, replica: int, events: Iterable[CacheEvent]) -> bool:
-        """Take in a replica's cache events. False: some were lost; give `replace_report` a snapshot."""
+        """Apply a replica's cache events. False: some were lost; pass a snapshot to `replace_report`."""
         return self._reported.apply(replica, events)
 
     def replace_report(self, replica: int, snapshot: Iterable[BlockStored]) -> None:
-        """Start afresh with what a replica holds."""
+        """Replace what is known of a replica's cache by a snapshot."""
         self._reported.replace(replica, snapshot)
 
     def _choose(self, alive: list[int], chain: Sequence[bytes]) -> int:
@@ -149,7 +149,7 @@ class Router:
         total = sum(self._loads[r] for r in alive)
         most = math.ceil(self._ratio * (total + 1) / len(alive))
         within = [r for r in alive if self._loads[r] < most]
-        deepest = max(depths[r] for r in within)  # somebody is below the mean, so `within` is not empty
+        deepest = max(depths[r] for r in within)  # not empty: at least one replica is at or below the mean
         return self._least_loaded([r for r in within if depths[r] == deepest])
 
     def _depths(self, chain: Sequence[bytes]) -> list[int]:
@@ -165,5 +165,5 @@ class Router:
         return min(replicas, key=lambda r: (self._loads[r], self._in_turn(r)))
 
     def _in_turn(self, replica: int) -> int:
-        """How far behind the next in turn a replica is."""
+        """Return how many places after the next replica in turn ``replica`` comes."""
         return (replica - self._turn) % len(self._loads)

@@ -1,4 +1,4 @@
-"""A histogram cheap enough for every chunk of every stream: one bisection and two additions an observation."""
+"""A histogram that is cheap enough for every chunk of every stream: one bisection and two additions per observation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import accumulate
 
 
 class Histogram:
-    """Counts of observations at or below each bound. Not thread-safe: one event loop owns it."""
+    """Counts of observations at or below each bound. Belongs to one event loop."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         assert list(bounds) == sorted(set(bounds))
         self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)  # the last one is beyond all bounds
+        self.counts = [0] * (len(self.bounds) + 1)  # the last one counts observations above all bounds
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:

@@ -1,9 +1,9 @@
-"""Logs for people: one short line an event, with named fields, and the same as JSON for machines.
+"""Logs: one short line per event with named fields, or the same as JSON.
 
     12:50:38 INFO  api ready url=http://127.0.0.1:8000 model=quill
     12:50:41 ERROR api request_failed request_id=chatcmpl-1f… error="step 12 failed: …"
 
-Start-up and errors are INFO and above; one line a request is DEBUG.
+Start-up and errors are INFO and above; the line per request is DEBUG.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NEEDS_QUOTES = set(' "=\\')
 
 
 class Log:
-    """A named logger whose lines are an event and fields: ``log.info("ready", url=url)``."""
+    """A named logger; a line is an event and its fields: ``log.info("ready", url=url)``."""
 
     __slots__ = ("_logger",)
 
@@ -44,7 +44,7 @@ class Log:
 
     @property
     def debugging(self) -> bool:
-        """True when DEBUG lines are written: lets a hot path skip making the fields."""
+        """Whether DEBUG lines are written. Lets a hot path skip building the fields."""
         return self._logger.isEnabledFor(logging.DEBUG)
 
     def _emit(self, level: int, event: str, fields: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def configure(level: str = "info", *, stream: IO[str] | None = None, style: LogS
 
 
 class HumanFormatter(logging.Formatter):
-    """``HH:MM:SS LEVEL name event key=value …``; values with blanks are quoted."""
+    """``HH:MM:SS LEVEL name event key=value …``; values with spaces are quoted."""
 
     def format(self, record: logging.LogRecord) -> str:
         name = record.name.removeprefix(_ROOT + ".")
@@ -76,7 +76,7 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``time`` (seconds since 1970), ``level``, ``name``, ``event`` and the fields."""
+    """One JSON object per line: ``time`` (seconds since 1970), ``level``, ``name``, ``event`` and the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""What /metrics shows: vLLM's names where a metric means the same, ``quire:`` for the others.
+"""The metrics of /metrics: vLLM's names if a metric means the same, ``quire:`` for the others.
 
-`ServerMetrics` belongs to one app: its own registry, no global state. A request's numbers go through `RequestMetrics`,
-called once a chunk; times come from the caller. Everything is added up in plain Python and turned into Prometheus'
-families when somebody scrapes.
+`ServerMetrics` belongs to one app and has its own registry. A request's numbers go through `RequestMetrics`, which is
+called once per chunk with times from the caller. Numbers are plain Python until a scrape turns them into Prometheus'
+families.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ENGINE_GAUGES: dict[str, tuple[str, str]] = _TABLE["engine_gauges"]
 _ENGINE_COUNTERS: dict[str, tuple[str, str]] = _TABLE["engine_counters"]
 MeetsSlo = Callable[
     [float | None, float | None, float | None], bool
-]  # (TTFT, TPOT, E2EL in seconds; None: has none)
+]  # (TTFT, TPOT, E2EL in seconds; None: not defined)
 
 
 class ServerMetrics:
-    """All metrics of one app. ``engine`` is asked for the engine's numbers at each scrape."""
+    """All metrics of one app. ``engine`` returns the engine's numbers at each scrape."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ServerMetrics:
         )
         self.responses: Counter[tuple[str, str]] = Counter()  # (path, status)
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(self)  # a collector is what has collect()
+        self.registry.register(self)  # a collector is any object with collect()
         ProcessCollector(registry=self.registry)  # CPU, memory and files of the API process
 
     def request(
@@ -67,9 +67,9 @@ class ServerMetrics:
         prompt_tokens: int,
         on_end: Callable[[RequestPhases], None] | None = None,
     ) -> RequestMetrics:
-        """Count an accepted request (one prompt) and return the object that its stream reports to.
+        """Count an accepted request (one prompt) and return the object to which its stream reports.
 
-        ``on_end`` is called with its times when its last sequence has ended.
+        ``on_end`` is called with the request's times when its last sequence ends.
         """
         self.counters["vllm:prompt_tokens"] += prompt_tokens
         self.histograms["vllm:request_prompt_tokens"].observe(prompt_tokens)
@@ -79,7 +79,7 @@ class ServerMetrics:
         return RequestMetrics(self, arrival_s, n, prompt_tokens, on_end)
 
     def response(self, path: str, status: int) -> None:
-        """Count an HTTP answer. ``path`` is a route, never what a stranger typed."""
+        """Count an HTTP answer. ``path`` is a route, never a path that a client made up."""
         self.responses[path, str(status)] += 1
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
@@ -112,7 +112,7 @@ class ServerMetrics:
         return family
 
     def _of_engine(self, stats: EngineStats) -> Iterator[Metric]:
-        """The histogram of step sizes, and what the cache was built with."""
+        """Yield the histogram of step sizes and the configuration of the cache."""
         steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=self._labels)
         steps.add_metric(
             self._values, cumulative(STEP_TOKENS, stats.step_tokens), float(stats.num_computed_tokens)
@@ -142,7 +142,7 @@ class ServerMetrics:
 
 @dataclass(slots=True, eq=False)
 class RequestMetrics:
-    """The numbers of one request's stream; one call a chunk."""
+    """The numbers of one request's stream; called once per chunk."""
 
     _server: ServerMetrics
     _arrival_s: float
@@ -166,7 +166,7 @@ class RequestMetrics:
         self._open = set(range(n))
 
     def chunk(self, index: int, num_tokens: int, now_s: float) -> None:
-        """Count ``num_tokens`` that sequence ``index`` got at ``now_s``; their gap is shared among them."""
+        """Count ``num_tokens`` that sequence ``index`` got at ``now_s``; they share the gap since the last chunk."""
         if num_tokens == 0:
             return
         server = self._server
@@ -181,9 +181,9 @@ class RequestMetrics:
         self._tokens[index] += num_tokens
 
     def finish(self, index: int, reason: str, now_s: float, num_preemptions: int = 0) -> None:
-        """Count the end of sequence ``index``; the last one ends the request. A second call counts nothing.
+        """Count the end of sequence ``index``; the last one ends the request. A second call has no effect.
 
-        ``num_preemptions``: of the whole request so far.
+        ``num_preemptions``: total of the request so far.
         """
         if index not in self._open:
             return
@@ -206,7 +206,7 @@ class RequestMetrics:
             self._finish_request(now_s)
 
     def admitted(self, queued_s: float, num_cached: int = 0) -> None:
-        """Count the seconds it waited for its first admission; ``num_cached`` prompt tokens came from the cache."""
+        """Count the seconds until the first admission; ``num_cached`` prompt tokens came from the cache."""
         self._num_cached = num_cached
         self._server.counters["vllm:prompt_tokens_cached"] += num_cached
         self.is_admitted = True
@@ -214,7 +214,7 @@ class RequestMetrics:
         self._server.histograms["vllm:request_queue_time_seconds"].observe(queued_s)
 
     def abandon(self, now_s: float) -> None:
-        """End what is still open as aborted: the client went away."""
+        """Count the open sequences as aborted: the client has disconnected."""
         for index in sorted(self._open):
             self.finish(index, "abort", now_s)
 
@@ -223,7 +223,7 @@ class RequestMetrics:
         histograms["vllm:e2e_request_latency_seconds"].observe(now_s - self._arrival_s)
         histograms["vllm:request_num_preemptions"].observe(self._num_preemptions)
         histograms["vllm:request_max_num_generation_tokens"].observe(max(self._tokens))
-        if self.is_admitted:  # else it was refused, or left while it waited
+        if self.is_admitted:  # else it was rejected, or aborted while it waited
             first_s = min((t for t, n in zip(self._first_s, self._tokens, strict=True) if n), default=now_s)
             histograms["vllm:request_prefill_time_seconds"].observe(max(0.0, first_s - self._admitted_s))
             histograms["vllm:request_decode_time_seconds"].observe(now_s - first_s)

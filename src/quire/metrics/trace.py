@@ -1,12 +1,12 @@
-"""OpenTelemetry spans of requests, from W3C ``traceparent`` on (extra ``otel``).
+"""OpenTelemetry spans of requests, continuing the client's W3C ``traceparent`` (extra ``otel``).
 
-    llm_request   arrival … last token        (child of the client's span, where it sent one)
+    llm_request   arrival … last token        (child of the client's span, if it sent one)
     ├── queue     arrival … first admission
     ├── prefill   admission … first token
     └── decode    first token … last token
 
-Spans are made when a request has ended, from the times that its metrics took: nothing is added to the path of a token.
-Attributes have the names of the GenAI conventions that vLLM uses too (``gen_ai.…``).
+Spans are made after a request has ended, from the times of its metrics, so they cost nothing per token. Attributes have
+the names of the GenAI conventions, which vLLM uses too (``gen_ai.…``).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class RequestPhases:
     """The times of one request (seconds of one monotonic clock) and how it ended."""
 
     arrival_s: float
-    admitted_s: float | None  # None: refused, or left while it waited
+    admitted_s: float | None  # None: rejected, or aborted while it waited
     first_s: float | None  # None: no token
     end_s: float
     num_prompt_tokens: int
     num_output_tokens: int
-    finish_reasons: tuple[str, ...]  # of the sequences, in order of their ends
+    finish_reasons: tuple[str, ...]  # of the sequences, in the order in which they ended
 
 
 class RequestTracer:
-    """Turns ended requests into spans of a provider."""
+    """Turns finished requests into spans of a provider."""
 
     def __init__(self, provider: Any, now: Callable[[], float], unix_time: Callable[[], float]) -> None:
         """``provider``: a `TracerProvider` of the SDK. ``now`` is the clock of `RequestPhases`.
@@ -53,7 +53,7 @@ class RequestTracer:
     def to(
         cls, endpoint: str, now: Callable[[], float], unix_time: Callable[[], float], version: str
     ) -> RequestTracer:
-        """Export over OTLP/HTTP to ``endpoint``, as http://localhost:4318/v1/traces.
+        """Export over OTLP/HTTP to ``endpoint``, e.g. http://localhost:4318/v1/traces.
 
         Raises:
             ConfigError: the extra ``otel`` is not installed.
@@ -63,12 +63,12 @@ class RequestTracer:
     def follow(
         self, headers: Mapping[str, str], attributes: Mapping[str, Any]
     ) -> Callable[[RequestPhases], None]:
-        """Return what is to be called when the request has ended. ``headers``: traceparent and tracestate, if any."""
+        """Return the function to call when the request has ended. ``headers``: traceparent and tracestate, if any."""
         parent = self._otel.extract(dict(headers))
         return lambda phases: self._record(parent, attributes, phases)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
     def _record(self, parent: Any, attributes: Mapping[str, Any], phases: RequestPhases) -> None:
@@ -93,12 +93,12 @@ class RequestTracer:
 
 
 def trace_headers(headers: Any) -> dict[str, str]:
-    """Of an ASGI scope's headers, those that name the client's span."""
+    """Return those of an ASGI scope's headers that name the client's span."""
     return {k.decode(): v.decode("latin-1") for k, v in headers if k in _HEADERS}
 
 
 def _children(phases: RequestPhases) -> list[tuple[str, float, float]]:
-    """(name, start, end) of the phases that the request reached; the last one lasts to its end."""
+    """Return (name, start, end) of the phases that the request reached; the last one lasts until its end."""
     names = ("queue", "prefill", "decode")
     starts = [phases.arrival_s, phases.admitted_s, phases.first_s]
     known = [(name, start) for name, start in zip(names, starts, strict=True) if start is not None]
@@ -121,7 +121,7 @@ def _measured(phases: RequestPhases) -> dict[str, Any]:
 
 
 class _Otel:
-    """What is used of opentelemetry, imported when a tracer is made."""
+    """The parts of opentelemetry that are used, imported when a tracer is made."""
 
     def __init__(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Which way to cut a model over devices: the decision tree, with the reason for each turn.
+"""How to cut a model over devices: a decision tree, with the reason for each decision.
 
 1  it fits on one device, and holds the SLO there     → replicas (dp), one device each
 2  else tensor parallelism, within one domain of links: the fewest ways that fit, then that hold the SLO
@@ -22,14 +22,14 @@ from quire.workload.slo import Slo
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to cut, and what it gives. ``estimate`` None: it does not fit."""
+    """One way to cut the model, with its estimate; None: it does not fit."""
 
     split: Split
     memory: MemoryPlan
     estimate: Estimate | None
 
     def holds(self, slo: Slo | None) -> bool:
-        """Whether it fits, serves all that comes, and meets ``slo``."""
+        """Whether it fits, keeps up with the load, and meets ``slo``."""
         if self.estimate is None or self.estimate.saturated:
             return False
         return slo is None or self.estimate.meets(slo)
@@ -37,7 +37,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The option to take (None: nothing fits), all that were looked at, and the turns taken."""
+    """The chosen option (None: nothing fits), all options considered, and the reasons for the decisions."""
 
     chosen: Option | None
     options: tuple[Option, ...]
@@ -45,7 +45,7 @@ class Advice:
 
 
 def candidates(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
-    """Return the splits of at most ``count`` devices to look at, those with the fewest devices a replica first.
+    """Return the splits of at most ``count`` devices to consider, those with the fewest devices per replica first.
 
     ``tp`` is a power of 2 that divides the query heads and stays within a domain of links.
     """
@@ -62,7 +62,7 @@ def candidates(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
 
 
 def _experts(spec: ModelSpec, tp: int) -> int:
-    """Experts lie whole where each device gets at least 4 of them: cut ones would make thin matrices."""
+    """Whether experts stay whole: each device gets at least 4 of them. Cut experts would be thin matrices."""
     moe = next((layer.mlp.moe for layer in spec.layers if layer.mlp.moe is not None), None)
     return tp if moe is not None and moe.num_experts % tp == 0 and moe.num_experts // tp >= 4 else 1
 
@@ -74,7 +74,7 @@ def advise(
     look: Callable[[Split], Option],
     slo: Slo | None,
 ) -> Advice:
-    """Walk the tree. ``look`` sizes a split and estimates the load's share of one of its replicas."""
+    """Walk the tree. ``look`` sizes a split and estimates one of its replicas under its share of the load."""
     options = tuple(look(split) for split in candidates(spec, hardware, count))
     one = options[0]
     reasons = [

@@ -1,4 +1,4 @@
-"""`plan_capacity`: one question, every figure. What `quire plan` prints."""
+"""`plan_capacity`: one question, every figure that `quire plan` prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.workload.slo import Slo
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be served, on what, how. ``load.rate`` is of the whole service."""
+    """The model to serve, the devices, and the settings. ``load.rate`` is that of the whole service."""
 
     model: str
     spec: ModelSpec
@@ -29,7 +29,7 @@ class Question:
     slo: Slo | None = None
     precision: str = "bf16"
     kv_dtype: str = "bf16"
-    context: int | None = None  # tokens of a request; None: its prompt and output
+    context: int | None = None  # tokens per request; None: its prompt and output
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
 
@@ -40,7 +40,7 @@ class Question:
         return Replica(Roofline(work, self.hardware, self.efficiency), most, self.max_num_batched_tokens)
 
     def memory(self, split: Split, context: int | None = None) -> MemoryPlan:
-        """Return what a device of ``split`` holds, with requests of ``context`` tokens."""
+        """Return the memory of one device of ``split``, with requests of ``context`` tokens."""
         return plan_memory(
             self.spec,
             self.hardware,
@@ -53,7 +53,7 @@ class Question:
         )
 
     def _mean_requests(self, split: Split) -> int:
-        """Requests that fit when they are half way through their output: pages are taken as they grow."""
+        """Return the requests that fit halfway through their output: blocks are allocated as sequences grow."""
         return self.memory(split, self.load.isl + self.load.osl // 2).max_requests
 
     def look(self, split: Split) -> Option:
@@ -70,18 +70,18 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """The answer. ``knee``: requests a second of all replicas up to which the SLO holds; None: no SLO, or no fit."""
+    """The answer. ``knee``: requests/s of all replicas up to which the SLO holds; None: no SLO, or no fit."""
 
     question: Question
     advice: Advice
     memory: MemoryPlan  # of the chosen split, or of one device where nothing fits
     knee: float | None
     cost: Cost | None
-    devices_needed: int | None = None  # the fewest, over all splits, whose replicas hold the SLO at the rate
+    devices_needed: int | None = None  # fewest over all splits whose replicas hold the SLO at the rate
 
     @property
     def goodput(self) -> float | None:
-        """Requests a second within the SLO: all that come up to the knee, and no more than it."""
+        """Requests/s within the SLO: the offered rate, at most the knee."""
         if self.knee is None:
             return None
         rate = self.question.load.rate
@@ -135,7 +135,7 @@ class CapacityPlan:
 
 
 def _number(value: float) -> float | None:
-    """JSON knows no infinity: the latency of a queue that grows without end is null."""
+    """Return infinity as None: JSON lacks it, and a queue that grows without bound has no latency."""
     return value if math.isfinite(value) else None
 
 
@@ -154,7 +154,7 @@ def plan_capacity(question: Question) -> CapacityPlan:
 
 
 def _devices_needed(q: Question, advice: Advice) -> int | None:
-    """Replicas that each take up to their own knee, of the split that needs the fewest devices in all."""
+    """Return the fewest devices over all splits, where each replica takes at most the rate of its knee."""
     if q.slo is None or q.load.rate is None:
         return None
     needed = []

@@ -1,21 +1,21 @@
-"""The step-time model: what a step has to do → seconds. One form for profiles, the simulator and ``serve --slo``.
+"""The step-time model: features of a step → seconds. One form for profiles, the simulator and ``serve --slo``.
 
     seconds = fixed_s + rows(num_tokens) + logits(num_logits) + per_seq_s · num_seqs
               + per_decode_kv_s · decode_kv_tokens + spill(decode_kv_tokens)
               + per_chunk_kv_s · chunk_kv_tokens + per_pair_s · chunk_pairs
 
-What each term stands for, in bytes and operations:
+What each term measures, in bytes and operations:
 
-    fixed_s      all weights read once, whatever the number of rows; launches, Python
+    fixed_s      reading all weights once, whatever the number of rows; launches, Python
     rows         the linears' operations: flat while the weight bytes are the bound, straight when the dot units are;
-                 a rising broken line, since tiles and caches bend it
+                 a rising piecewise linear curve, since tiles and caches bend it
     logits       the same for the output matrix, and the sampler
-    per_seq_s    what is done once a sequence: block tables, results
-    decode_kv    K and V of a sequence with one row are read once: bytes
-    spill        what they take more where they are more than the caches hold: a key from memory costs twice to four
-                 times one from the last level (Quill on an Emerald Rapids)
-    chunk_kv     K and V of a longer chunk are read once a tile of rows: bytes
-    pairs        each (query, key) pair of a longer chunk is multiplied: operations
+    per_seq_s    work per sequence: block tables, results
+    decode_kv    reading K and V of a sequence with one row once: bytes
+    spill        the additional time once they exceed the CPU caches: a key from memory costs two to four times one
+                 from the last-level cache (Quill on an Emerald Rapids)
+    chunk_kv     reading K and V of a longer chunk once per tile of rows: bytes
+    pairs        multiplying each (query, key) pair of a longer chunk: operations
 
 `quire.plan.fit` finds the numbers from measured steps.
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -34,13 +34,13 @@ from quire.step import StepPlan
 
 
 class StepFeatures(NamedTuple):
-    """What a step has to do. A chunk is a sequence with more than one row in the step, a decode one with one row."""
+    """The work of a step. A chunk is a sequence with several tokens in the step, a decode a sequence with one."""
 
-    num_tokens: int  # rows computed
+    num_tokens: int  # computed
     num_seqs: int
-    num_logits: int  # rows that a token is drawn from
-    decode_kv_tokens: int  # keys that the decodes read, all together
-    chunk_kv_tokens: int  # keys that the chunks read, each once a chunk
+    num_logits: int  # rows from which a token is sampled
+    decode_kv_tokens: int  # keys that all decodes read together
+    chunk_kv_tokens: int  # keys that the chunks read, each once per chunk
     chunk_pairs: int  # (query, key) pairs of the chunks
 
 
@@ -48,21 +48,24 @@ class StepTime(Protocol):
     """Seconds of a step: a fitted `CostModel`, or a roofline."""
 
     def seconds(self, step: StepFeatures) -> float:
-        """Return how long ``step`` takes."""
+        """Return the seconds of ``step``."""
         ...
 
 
-def features(plan: StepPlan, num_logits: int) -> StepFeatures:
-    """Return the features of ``plan``; ``num_logits``: how many of its sequences draw a token.
+def features(plan: StepPlan, sampled: Collection[int]) -> StepFeatures:
+    """Return the features of ``plan``; ``sampled``: ids of the sequences that sample tokens.
 
-    The plan does not say that by itself: a chunk draws if it ends at the sequence's last known token.
+    The plan alone does not say that: a chunk samples if it ends at the sequence's last known token. A decode with
+    drafts samples at each of its tokens, and reads its keys once.
     """
-    rows = decode_kv = chunk_kv = pairs = 0
+    rows = num_logits = decode_kv = chunk_kv = pairs = 0
     for seq in plan.seqs:
         start, count = seq.num_computed_tokens, seq.num_scheduled_tokens
         rows += count
-        if count == 1:
-            decode_kv += start + 1
+        if seq.seq_id in sampled:
+            num_logits += 1 + seq.num_draft_tokens
+        if seq.num_known_tokens == 1:
+            decode_kv += start + count
         else:
             chunk_kv += start + count
             pairs += chunk_pairs(start, count)
@@ -76,7 +79,7 @@ def chunk_pairs(start: int, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A rising broken line through (knots, values); straight on beyond the last knot, flat before the first."""
+    """A rising piecewise linear function through (knots, values): flat before the first, extrapolated at the end."""
 
     knots: tuple[float, ...]
     values: tuple[float, ...]  # seconds
@@ -85,7 +88,7 @@ class Curve:
     def __post_init__(self) -> None:
         if not self.knots or len(self.knots) != len(self.values):
             raise ConfigError(
-                f"a curve has {len(self.knots)} knots and {len(self.values)} values; they must be as many"
+                f"a curve has {len(self.knots)} knots and {len(self.values)} values; the numbers must be equal"
             )
         if list(self.knots) != sorted(set(self.knots)):
             raise ConfigError(f"knots = {list(self.knots)} must ascend")
@@ -124,7 +127,7 @@ class CostModel:
                 raise ConfigError(f"cost model: {name} = {value!r} must be a number ≥ 0")
 
     def seconds(self, step: StepFeatures) -> float:
-        """Return how long ``step`` takes. A step without rows (moves alone) takes no time."""
+        """Return the seconds of ``step``. A step without tokens (only moves) takes no time."""
         num_tokens, num_seqs, num_logits, decode_kv, chunk_kv, pairs = step
         if num_tokens == 0:
             return 0.0
@@ -140,7 +143,7 @@ class CostModel:
         return seconds + self.logits.at(num_logits) if num_logits else seconds
 
     def explain(self, step: StepFeatures) -> dict[str, float]:
-        """Return the seconds of each term; their sum is `seconds` (of a step with rows)."""
+        """Return the seconds of each term; their sum is `seconds` (for a step with tokens)."""
         return {
             "fixed": self.fixed_s,
             "rows": self.rows.at(step.num_tokens),
@@ -152,7 +155,7 @@ class CostModel:
         }
 
     def plus(self, *, fixed_s: float = 0.0, per_seq_s: float = 0.0, per_row_s: float = 0.0) -> CostModel:
-        """Return the model with more time a step, a sequence and a row: what the host adds to the worker's."""
+        """Return the model with more time per step, per sequence and per row: the time that the host adds."""
         rows = self.rows
         if per_row_s:
             knots = rows.knots if len(rows.knots) > 1 else (rows.knots[0], rows.knots[0] + 1.0)

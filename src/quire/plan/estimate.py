@@ -5,11 +5,10 @@ With td the seconds of a decode step of b sequences, and tp what one prompt adds
     closed loop, b clients     E2EL = osl · td(b) + b · tp                    (while one decodes, b prompts pass)
     open loop, rate r          TPOT = td(b) / (1 − r · tp),  b = r · osl · TPOT   (prompts take the share r · tp)
 
-The first token comes after the step in flight, the prompts ahead, and the own one. In a closed loop requests that end
-together come back together, so more are ahead: ``wave · b ** wave_growth``. In an open loop they wait as in an M/D/1
-queue: r · tp² / (2 (1 − r · tp)).
-
-What tokens cost: the rent of the devices over what they do, shared between input and output by time.
+The first token comes after the step in flight, the prompts ahead, and the request's own prompt. In a closed loop
+requests that end together return together, so more prompts are ahead: ``wave · b ** wave_growth``. In an open loop
+requests wait as in an M/D/1 queue: r · tp² / (2 (1 − r · tp)). Tokens cost the rent of the devices over their
+throughput, shared between input and output by time.
 """
 
 from __future__ import annotations
@@ -25,34 +24,34 @@ from quire.workload.slo import Slo
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Mean lengths in tokens; ``rate`` is of one replica."""
+    """Mean lengths in tokens; ``rate`` is that of one replica."""
 
     isl: int
     osl: int
-    rate: float | None = None  # requests a second, open loop
+    rate: float | None = None  # requests/s, open loop
     concurrency: int | None = None  # closed loop
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of one replica. Means; seconds."""
+    """The means of one replica, in seconds."""
 
     ttft_s: float
     tpot_s: float
     concurrency: float  # requests running
-    rate: float  # requests completed a second
+    rate: float  # requests completed per second
     prefill_s: float  # tp
     decode_s: float  # td
-    saturated: bool = False  # more comes than can be served: the queue grows without end
+    saturated: bool = False  # more requests arrive than can be served: the queue grows without bound
 
     def meets(self, slo: Slo) -> bool:
-        """Whether the means hold, and the queue does not grow."""
+        """Whether the means meet ``slo`` and the queue does not grow."""
         limits = ((slo.ttft_s, self.ttft_s), (slo.tpot_s, self.tpot_s))
         return not self.saturated and all(limit is None or value <= limit for limit, value in limits)
 
 
 class Replica:
-    """Estimates for one replica: its step times, how many requests fit, and the chunk that a step may hold."""
+    """Estimates for one replica from its step times, the number of requests that fit, and the chunk size."""
 
     def __init__(self, roofline: Roofline, max_requests: int, max_num_batched_tokens: int) -> None:
         self.roofline = roofline
@@ -60,13 +59,13 @@ class Replica:
         self.chunk = max_num_batched_tokens
 
     def decode_s(self, b: float, load: Load) -> float:
-        """Seconds of a step of ``b`` decodes half way through their output; ``pp`` stages hold a part of them each."""
+        """Return the seconds of a step of ``b`` decodes halfway through their output; each stage holds a part."""
         seqs = max(1, math.ceil(b / self.roofline.work.split.pp))
         context = round(seqs * (load.isl + load.osl / 2))
         return self.roofline.seconds(StepFeatures(seqs, seqs, seqs, context, 0, 0))
 
     def prefill_s(self, b: float, load: Load) -> float:
-        """Seconds that one prompt adds to steps with ``b`` decodes."""
+        """Return the seconds that one prompt adds to steps with ``b`` decodes."""
         stages = self.roofline.work.split.pp
         seqs = max(1, math.ceil(b / stages))
         context = round(seqs * (load.isl + load.osl / 2))
@@ -79,7 +78,7 @@ class Replica:
         return total / stages
 
     def closed(self, load: Load) -> Estimate:
-        """``load.concurrency`` clients, each with one request at a time; those beyond the memory wait."""
+        """Estimate ``load.concurrency`` clients with one request each; requests beyond the memory wait."""
         assert load.concurrency is not None
         e = self.roofline.efficiency
         b = min(load.concurrency, self.max_requests)
@@ -91,14 +90,14 @@ class Replica:
         return Estimate(ttft, tpot, b, b / e2el, tp, td)
 
     def open(self, load: Load) -> Estimate:
-        """``load.rate`` requests a second at random times."""
+        """Estimate ``load.rate`` requests/s at random times."""
         assert load.rate is not None
         top = self.max_requests
         if self._rate_at(top, load) < load.rate:
             td, tp = self.decode_s(top, load), self.prefill_s(top, load)
             rate = self._rate_at(top, load)
             return Estimate(math.inf, td / max(1e-9, 1 - rate * tp), top, rate, tp, td, saturated=True)
-        low, high = 0.0, float(top)  # the number running at which as much is completed as comes
+        low, high = 0.0, float(top)  # number running at which completions match arrivals
         for _ in range(40):
             middle = (low + high) / 2
             low, high = (low, middle) if self._rate_at(middle, load) >= load.rate else (middle, high)
@@ -110,7 +109,7 @@ class Replica:
         return Estimate(self.roofline.efficiency.first_s + wait + tp + td, tpot, b, load.rate, tp, td)
 
     def knee(self, load: Load, slo: Slo) -> float:
-        """Return the highest rate at which `open` meets ``slo``, in requests a second; 0 where none does."""
+        """Return the highest rate, in requests/s, at which `open` meets ``slo``; 0 where none does."""
         low, high = 0.0, self._rate_at(self.max_requests, load)
         for _ in range(40):
             middle = (low + high) / 2
@@ -119,7 +118,7 @@ class Replica:
         return low if low > 1e-6 else 0.0
 
     def _rate_at(self, b: float, load: Load) -> float:
-        """Requests completed a second with ``b`` running: b / E2EL."""
+        """Return the requests/s completed with ``b`` running: b / E2EL."""
         if b <= 0:
             return 0.0
         return b / (load.osl * self.decode_s(b, load) + b * self.prefill_s(b, load))
@@ -130,7 +129,7 @@ MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """USD. None where the table has no price."""
+    """The cost in USD; None where the table has no price."""
 
     usd_per_hour: float | None
     usd_per_million_input: float | None
@@ -145,7 +144,7 @@ def cost_of(hardware: Hardware, num_devices: int, replicas: int, load: Load, est
         return Cost(None, None, None, "unknown")
     usd_per_s = price.usd * num_devices / 3600
     rate = estimate.rate * replicas
-    decode_s = load.osl * estimate.decode_s / max(1.0, estimate.concurrency)  # of device time, a request
+    decode_s = load.osl * estimate.decode_s / max(1.0, estimate.concurrency)  # device time per request
     share = estimate.prefill_s / (estimate.prefill_s + decode_s)
     per_request = usd_per_s / rate if rate else float("inf")
     return Cost(

@@ -1,4 +1,4 @@
-"""Every figure of a plan with its formula and the numbers in it: ``quire plan --explain``."""
+"""``quire plan --explain``: every figure of a plan with its formula and the numbers in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.plan.split import Split
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``name`` = ``value``, because ``formula``."""
+    """``name`` = ``value``, by ``formula``."""
 
     name: str
     value: str
@@ -21,7 +21,7 @@ class Line:
 
 
 def explain(plan: CapacityPlan) -> list[Line]:
-    """Return the figures of ``plan`` in the order in which one follows from another."""
+    """Return the figures of ``plan``, each after those from which it follows."""
     return (
         _memory(plan)
         + (_times(plan) if plan.advice.chosen and plan.advice.chosen.estimate else [])
@@ -133,7 +133,7 @@ def _ms(seconds: float) -> str:
     return (
         f"{seconds * 1e3:.3g} ms"
         if seconds < 10
-        else "without end"
+        else "without bound"
         if seconds == float("inf")
         else f"{seconds:.1f} s"
     )

@@ -1,9 +1,9 @@
 """Measured steps → `CostModel`: non-negative least squares on relative errors, with the cross-validated error.
 
-Every term is a cost, so every coefficient is ≥ 0; a broken line is a sum of ramps (each ≥ 0 from one knot to the next),
-so it can only rise. Each equation is divided by its seconds, so a step of 1 ms counts as much as one of 1 s: first by
-those measured, then by those that the fit before gave. Divided by what was measured, a step that was slow by chance
-counts for less than one that was fast, and with errors of 25 % the model comes out 12 % too fast.
+Every term is a cost, so every coefficient is ≥ 0. A curve is a sum of ramps (each ≥ 0 from one knot to the next), so it
+can only rise. Each equation is divided by its seconds, so that a step of 1 ms counts as much as one of 1 s: first by
+the measured seconds, then by those that the previous fit predicts. With measured seconds alone, a step that was slow by
+chance counts for less than one that was fast: with errors of 25 % the model comes out 12 % too fast.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from quire.errors import ConfigError
 from quire.plan.cost_model import FLAT, CostModel, Curve, StepFeatures
 
 ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096, 16384)  # beyond 512 the dot units are the bound
-LOGIT_KNOTS = (0, 1, 4, 16, 64, 256, 1024)  # the first row drawn from reads the output matrix
+LOGIT_KNOTS = (0, 1, 4, 16, 64, 256, 1024)  # the first sampled row reads the output matrix
 SPILL_KNOTS = (1 << 14, 1 << 15, 1 << 16, 1 << 17)  # keys of all decodes
 FOLDS = 8
 REWEIGHTED = 4  # fits, the first by measured seconds
-FAR = 4.0  # times the median that a single measurement counts for at most
-MOST_TOO_FAST = 4.0  # times that a fit may be below the measured seconds and still weigh a step by its own
+FAR = 4.0  # cap of a single measurement, in medians
+# Largest factor by which a prediction may be below the measured seconds and still be the weight of a step.
+MOST_TOO_FAST = 4.0
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step and the seconds it took: the mean of its repetitions, the far ones cut."""
+    """A step and its seconds: the mean of its repetitions, outliers capped."""
 
     step: StepFeatures
     seconds: float
 
 
 def cut_mean(seconds: Sequence[float]) -> float:
-    """Return the mean, with what is far from the median taken as `FAR` of it.
+    """Return the mean, with values capped at `FAR` medians.
 
-    Not the median: on a shared machine some seconds of a minute are slow, and a server lives through those too.
+    Not the median: a shared machine is slow for some seconds of each minute, and so is a server on it.
     """
     middle = statistics.median(seconds)
     return statistics.fmean(min(s, FAR * middle) for s in seconds)
@@ -49,7 +50,7 @@ def cut_mean(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """|predicted / measured − 1| of steps that the model had not seen, over `FOLDS` folds."""
+    """|predicted / measured − 1| over steps left out of the fit, in `FOLDS` folds."""
 
     median: float
     p90: float
@@ -96,9 +97,9 @@ def fit(
 
 
 def cross_validate(points: Sequence[MeasuredStep], **knots: Sequence[int]) -> FitError:
-    """Return the error on points left out of the fit: every `FOLDS`-th, in turn.
+    """Return the error on points left out of the fit: each `FOLDS`-th of them in turn.
 
-    The points at the least and at the most rows always stay in: a fit is not asked to extrapolate.
+    The points with the fewest and the most tokens always stay in the fit, which is not meant to extrapolate.
     """
     _check(points)
     ends = {min(p.step.num_tokens for p in points), max(p.step.num_tokens for p in points)}
@@ -123,7 +124,7 @@ def _check(points: Sequence[MeasuredStep]) -> None:
 
 
 def _knots(knots: Sequence[int], points: Sequence[MeasuredStep], index: int) -> tuple[int, ...]:
-    """Return the knots up to the first at or beyond what was measured: a ramp that no point reaches has no height."""
+    """Return the knots below the measured maximum, then that: a ramp that no point reaches has no height."""
     most = max(point.step[index] for point in points)
     inside = [k for k in knots if k < most]
     return (*inside, most) if inside else (knots[0],)
@@ -145,7 +146,7 @@ def _columns(
 
 
 def _ramps(x: int, knots: Sequence[int]) -> list[float]:
-    """Return how far ``x`` is from each knot to the next: 0 … 1."""
+    """Return the position of ``x`` between each knot and the next: 0 … 1."""
     return [min(1.0, max(0.0, (x - a) / (b - a))) for a, b in pairwise(knots)]
 
 
@@ -154,13 +155,13 @@ def _sum_of_ramps(knots: Sequence[int], steps: Array) -> Curve:
 
 
 def _sum_of_hinges(knots: Sequence[int], slopes: Array) -> Curve:
-    """Return Σ slope · max(0, x − knot); the last knot bends nothing and gives the last slope its length."""
+    """Return Σ slope · max(0, x − knot); the last knot only ends the last segment."""
     values = (sum(s * max(0, x - k) for k, s in zip(knots, slopes, strict=False)) for x in knots)
     return Curve(tuple(float(k) for k in knots), tuple(float(v) for v in values))
 
 
 def _scaled_nnls(a: Array, b: Array) -> Array:
-    """`nnls` with columns of length 1: they differ by many orders of magnitude."""
+    """Return `nnls` of columns scaled to length 1, since they differ by many orders of magnitude."""
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0.0] = 1.0
     scaled: Array = nnls(a / scale, b) / scale
@@ -185,7 +186,7 @@ def nnls(a: Array, b: Array) -> Array:
 
 
 def _step_inside(a: Array, b: Array, x: Array, passive: NDArray[np.bool_]) -> Array:
-    """Solve for the passive columns; those that would fall below 0 on the way leave (``passive`` changes)."""
+    """Solve for the passive columns, and make those active that would become negative (``passive`` changes)."""
     while True:
         z = np.zeros_like(x)
         z[passive] = np.linalg.lstsq(a[:, passive], b, rcond=None)[0]

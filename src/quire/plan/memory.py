@@ -1,4 +1,4 @@
-"""Bytes on each device, by class: weights, K and V, activations, workspace, graphs. What is left is the cache.
+"""Bytes on each device by class: weights, activations, workspace, graphs; the rest is left for K and V.
 
 K and V of a token come from `ModelSpec.kv_bytes_per_token`, the one formula; a layer with a window keeps its window.
 """
@@ -13,8 +13,8 @@ from quire.plan.hardware import Hardware
 from quire.plan.roofline import ACTIVATION_BYTES, KV_DTYPES
 from quire.plan.split import Split, shard_of
 
-UTILIZATION = 0.9  # of a device's memory: the rest is fragmentation, the driver and what nobody counted
-# An accelerator's context and libraries, captured graphs, and buffers of collectives (the last as aiconfigurator
+UTILIZATION = 0.9  # share of a device's memory; the rest is fragmentation, the driver and uncounted buffers
+# An accelerator's context and libraries, captured graphs, and buffers of collectives (these as aiconfigurator
 # counts them for NCCL: gpu_profiles/aiconfigurator/h100_sxm.yaml, nccl_mem). A CPU process: torch and its libraries.
 RUNTIME_BYTES = {"accelerator": 1 << 30, "cpu": 400 << 20}
 GRAPH_BYTES = {"accelerator": 512 << 20, "cpu": 0}
@@ -23,11 +23,11 @@ COLLECTIVE_BYTES = 400 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of one device unless the name says otherwise."""
+    """Bytes on one device, unless the name says otherwise."""
 
     kv_bytes_per_token: int  # of the whole model, in the layers that see the token
-    kv_scale_bytes_per_token: int  # int8: a scale of 4 bytes for K and V of each head and layer
-    kv_bytes_per_request: int  # of the whole model at ``context``: a window keeps no more than itself
+    kv_scale_bytes_per_token: int  # int8: 4 bytes each for K and V, per head and layer
+    kv_bytes_per_request: int  # of the whole model at ``context``; a layer with a window keeps its window
     context: int  # tokens
     weights: int
     activations: int
@@ -35,7 +35,7 @@ class MemoryPlan:
     graphs: int
     capacity: int
     usable: int
-    kv_pool: int  # what is left for K and V; below 0: it does not fit
+    kv_pool: int  # left for K and V; below 0: the model does not fit
     kv_request_share: int  # of one request's K and V on one device
     max_requests: int  # of ``context`` tokens at once, in a replica
 
@@ -54,7 +54,7 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str = "bf16") -> int:
 
 
 def kv_scale_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
-    """Return the bytes of the scales beside them: none but for int8."""
+    """Return the bytes of the scales of one token's K and V; only int8 has scales."""
     if kv_dtype != "int8":
         return 0
     return sum(2 * 4 * layer.attention.num_kv_heads for layer in spec.layers)
@@ -83,7 +83,7 @@ def plan_memory(
     max_num_batched_tokens: int,
     max_num_seqs: int,
 ) -> MemoryPlan:
-    """Return what one device of ``split`` holds."""
+    """Return the bytes that one device of ``split`` holds."""
     weights = round(shard_of(spec, precision, split).weight_bytes)
     activations = max_num_batched_tokens * row_bytes(spec, split)
     workspace = max_num_seqs * spec.vocab_size // split.tp * 4 + RUNTIME_BYTES[hardware.kind]

@@ -1,11 +1,8 @@
 """`Profile`: the measured step times of one model on one machine with one set of settings, as a JSON file.
 
-`quire profile` writes it; `quire simulate`, `quire plan` and ``quire serve --slo`` read it.
-
-The step log of a server (``quire serve --step-log FILE``) → a cost model fitted to what its steps really took.
-
-A profile is measured before or after the traffic, and a shared machine changes its speed within minutes; the log has
-the steps of the traffic itself. What the simulator then does with their times is its own: it plans every step.
+`quire profile` writes it; `quire simulate`, `quire plan` and ``quire serve --slo`` read it. `fit_steps` fits a cost
+model to the step log of a server (``quire serve --step-log FILE``) instead. A profile is measured before or after the
+traffic, and a shared machine changes its speed within minutes; the log has the steps of the traffic itself.
 """
 
 from __future__ import annotations
@@ -27,29 +24,29 @@ FORMAT = "quire-profile-1"
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """What serving adds to the executor's time, measured on a live server with its load generator beside it.
+    """The time that serving adds to the executor's, measured on a live server beside its load generator.
 
     A step: planning, applying, sending events, and the cores that API process and client take from the compute threads.
     A request: HTTP, JSON and the hops to the engine and back, which the client sees before its first token.
     """
 
-    fixed_s: float = 0.0  # a step
-    per_seq_s: float = 0.0  # a sequence of a step
-    request_s: float = 0.0  # a request
-    per_prompt_token_s: float = 0.0  # a token of its prompt
-    per_row_s: float = 0.0  # a row of a step: pages of K and V touched for the first time
+    fixed_s: float = 0.0  # per step
+    per_seq_s: float = 0.0  # per sequence and step
+    request_s: float = 0.0  # per request
+    per_prompt_token_s: float = 0.0  # per token of a request's prompt
+    per_row_s: float = 0.0  # per token of a step: memory of K and V that is touched for the first time
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A fitted model with all that is needed to judge it: where it was measured, how well it fits, the points."""
+    """A fitted model with what is needed to judge it: the machine, the error of the fit, the measured points."""
 
     model: str
     machine: Mapping[str, Any]  # name, cores, instruction set …
-    settings: Mapping[str, Any]  # dtype, threads, block size … that change step times
+    settings: Mapping[str, Any]  # dtype, threads, block size … on which step times depend
     executor: CostModel
     host: HostCost = HostCost()
-    error: FitError | None = None  # None: given, not fitted
+    error: FitError | None = None  # None: the model was given, not fitted
     points: tuple[MeasuredStep, ...] = ()
     measured_at: str = ""  # UTC, ISO 8601
     step_time: CostModel = field(
@@ -79,7 +76,7 @@ class Profile:
 
 
 def load_profile(path: Path) -> Profile:
-    """Read what `Profile.save` wrote.
+    """Read the file that `Profile.save` wrote.
 
     Raises:
         ConfigError: the file cannot be read, or is not a profile; names the field.
@@ -112,12 +109,12 @@ def load_profile(path: Path) -> Profile:
         raise ConfigError(f"profile {path}: a field is missing or of the wrong form: {error}") from error
 
 
-STRAY_S = 0.02  # between two steps of an engine with work; longer: it was not the engine's work
+STRAY_S = 0.02  # longest pause between two steps that counts as the engine's own work
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """One line: what a step had to do, its seconds, and the host's before it."""
+    """One line of the log: the features of a step, its seconds, and those of the host before it."""
 
     step: StepFeatures
     seconds: float
@@ -127,7 +124,7 @@ class LoggedStep:
 
 @dataclass(frozen=True, slots=True)
 class LogFit:
-    """The executor's cost model, and what the engine's loop adds to a step and to each of its sequences."""
+    """The executor's cost model, and the time that the engine's loop adds per step and per sequence."""
 
     executor: CostModel
     host: HostCost
@@ -158,7 +155,7 @@ def read_steps(path: Path) -> list[LoggedStep]:
 
 
 def fit_steps(steps: Sequence[LoggedStep]) -> LogFit:
-    """Fit the executor to all steps, the host to the pauses before those that an engine with work began.
+    """Fit the executor to all steps, and the host to the pauses before steps of an engine that had work.
 
     A step with a decode is one: its sequence was running before. Others may have waited for a request.
 

@@ -1,19 +1,16 @@
-"""`Efficiency`: the few constants between a roofline and an engine, as data with how they were found.
-
-`Roofline`: seconds of a step from what the device can do, with a handful of efficiency constants.
+"""`Roofline`: seconds of a step from what the device can do, with a handful of efficiency constants.
 
     seconds = linears + experts + attention + links + launches
 
-    linears     max(2 · weights · rows / (rate · compute), bytes / (bandwidth · memory)); output matrix: drawn rows
-    experts     the same with the experts that ``rows`` rows touch: E · (1 − (1 − k/E)^rows)
+    linears     max(2 · weights · rows / (rate · compute), bytes / (bandwidth · memory)); output matrix: sampled rows
+    experts     the same for the experts that ``rows`` rows touch: E · (1 − (1 − k/E)^rows)
     attention   K and V read / (bandwidth · memory) + 4 · head_dim · heads · pairs / (bf16 rate · compute)
-    links       2 all-reduces a layer (tp), 2 all-to-alls a layer of experts (ep), 1 send a stage (pp)
-    launches    a constant a layer, and one a step
+    links       2 all-reduces per layer (tp), 2 all-to-alls per layer of experts (ep), 1 send per stage (pp)
+    launches    a constant per layer, and one per step
 
 The roofline is Williams et al. 2009; all-reduce moves 2 (n − 1)/n of its bytes (a ring, Patarasuk and Yuan 2009). The
-constants are data (`quire.plan.roofline`). It is a `StepTime`: the simulator takes it in place of a profile.
-
-`sampled`: a roofline as a `CostModel`, which ``serve --slo`` starts from without a profile.
+constants are data (`Efficiency`). A roofline is a `StepTime`, which the simulator takes in place of a profile, and
+`sampled` makes it a `CostModel`, with which ``serve --slo`` starts where it has no profile.
 """
 
 from __future__ import annotations
@@ -33,20 +30,19 @@ from quire.plan.split import Shard, Split, shard_of
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of what the data sheet says (0…1), and seconds that no data sheet has."""
+    """The constants between a roofline and an engine: shares (0…1) of the data sheet's figures, and seconds."""
 
-    compute: float = 1.0  # of the dense operations a second
-    memory: float = 1.0  # of the bandwidth
-    experts: float = 1.0  # times the two above, for experts
-    layer_s: float = 0.0  # launches and small kernels, a layer and step
-    step_s: float = 0.0  # scheduling and sampling, a step
+    compute: float = 1.0  # share of the dense operations/s
+    memory: float = 1.0  # share of the bandwidth
+    experts: float = 1.0  # factor on the two above, for experts
+    layer_s: float = 0.0  # launches and small kernels, per layer and step
+    step_s: float = 0.0  # scheduling and sampling, per step
     link_s: float = 0.0  # latency of one collective
     first_s: float = 0.0  # from a request's arrival to its first row, and from its first token to the client
     wave: float = 1.0  # closed loop: prompts computed before a request's first token, at a concurrency of 1
-    wave_growth: float = (
-        0.0  # they grow as concurrency ** this: requests that end together come back together
-    )
-    how: str = "the roofline itself: nothing is lost anywhere"  # how the numbers were found
+    # Exponent of their growth with concurrency: requests that end together return together.
+    wave_growth: float = 0.0
+    how: str = "the roofline itself: nothing is lost anywhere"  # how the constants were found
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -67,12 +63,12 @@ def efficiencies() -> Mapping[str, Efficiency]:
 
 KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}
 ACTIVATION_BYTES = 2  # bf16 between layers
-DEFAULT_LINK = 16e9  # bytes a second where the table knows none: PCIe 3.0 x16
+DEFAULT_LINK = 16e9  # bytes/s where the table has no figure: PCIe 3.0 x16
 
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Seconds of a step by cause; ``bound`` says which roof the linears met."""
+    """Seconds of a step by cause; ``bound`` is the roof that limits the linears."""
 
     linears: float
     experts: float
@@ -88,7 +84,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one device has to do for a step, in bytes and operations: `work_of` reads it from a `ModelSpec`."""
+    """The work of one device for a step, in bytes and operations; `work_of` reads it from a `ModelSpec`."""
 
     shard: Shard
     split: Split
@@ -96,10 +92,10 @@ class Work:
     num_layers: int
     hidden_size: int
     kv_ways: int  # parts that a token's K and V are cut into: MLA's latent into one
-    kv_bytes: float  # of a cached token, in the layers without a window
-    windows: tuple[tuple[int, float], ...]  # (window, bytes) of the layers with one
-    flops_per_pair: float  # of a chunk's row, all heads and layers without a window
-    decode_flops_per_key: float  # of a decode's row: MLA multiplies with the latent itself
+    kv_bytes: float  # per cached token, in the layers without a window
+    windows: tuple[tuple[int, float], ...]  # (window, bytes) of the layers with a window
+    flops_per_pair: float  # of a chunk's token, over all heads and layers without a window
+    decode_flops_per_key: float  # of a decode's token; MLA multiplies with the latent itself
     num_moe_layers: int = 0
     num_experts: int = 0
     top_k: int = 0
@@ -108,7 +104,7 @@ class Work:
 def work_of(
     spec: ModelSpec, precision: str = "bf16", kv_dtype: str = "bf16", split: Split | None = None
 ) -> Work:
-    """Return what a replica of ``spec`` under ``split`` costs a device."""
+    """Return the work of one device in a replica of ``spec`` under ``split``."""
     split = split or Split()
     windows: dict[int, float] = {}
     kv_bytes = flops = decode_flops = 0.0
@@ -150,13 +146,13 @@ class Roofline:
     efficiency: Efficiency
 
     def seconds(self, step: StepFeatures) -> float:
-        """Return how long ``step`` takes from its first stage to its last."""
+        """Return the seconds of ``step`` from its first stage to its last."""
         return self.parts(step).seconds if step.num_tokens else 0.0
 
     def parts(self, step: StepFeatures) -> StepParts:
         """Return the seconds of ``step`` by cause."""
         e, hw, shard, split = self.efficiency, self.hardware, self.work.shard, self.work.split
-        rows = step.num_tokens / split.attention_dp  # of one device's attention
+        rows = step.num_tokens / split.attention_dp  # tokens of one device's attention
         rate = (hw.rate(self.work.precision) or 0.0) * e.compute
         bandwidth = hw.bandwidth * e.memory
         compute_s = 2 * (shard.dense_params * rows) / rate if rate else 0.0
@@ -185,7 +181,7 @@ class Roofline:
         return max(compute_s, shard.expert_bytes * touched / (bandwidth * self.efficiency.experts))
 
     def _attention(self, step: StepFeatures, rate: float, bandwidth: float) -> float:
-        """Reads of the decodes and of the chunks, then products of the chunks. Windows cut a mean context."""
+        """Return the seconds of reading K and V, and of the chunks' products. Windows cut the mean context."""
         work, split = self.work, self.work.split
         ways = split.tp * split.attention_dp
         num_decodes = max(1, step.num_seqs if not step.chunk_pairs else step.num_seqs - 1)
@@ -215,7 +211,7 @@ class Roofline:
         return seconds
 
     def _link(self, num_devices: int) -> float:
-        """Bytes a second between ``num_devices``: the network's where they are more than one domain."""
+        """Return the bytes/s between ``num_devices``: those of the network where they span several domains."""
         hw = self.hardware
         wide = num_devices > hw.domain
         return (hw.network_bandwidth if wide else hw.link_bandwidth) or DEFAULT_LINK
@@ -225,10 +221,10 @@ _KEYS = 1_000_000
 
 
 def sampled(roofline: Roofline, max_tokens: int) -> CostModel:
-    """Return a cost model that agrees with ``roofline`` at powers of 2 of rows, up to ``max_tokens``, without K and V.
+    """Return a cost model that agrees with ``roofline`` at powers of 2 of tokens up to ``max_tokens``, without K and V.
 
-    Rows and logits are sampled together: a roofline's steps draw from each of few rows or from one of many, and the
-    output matrix is read once either way.
+    Rows and logits are not told apart: a step samples from each of few rows or from one of many, and reads the output
+    matrix once either way.
     """
     one = roofline.seconds(StepFeatures(1, 1, 1, 0, 0, 0))
     knots = [1 << i for i in range(max(1, max_tokens).bit_length() + 1)]

@@ -1,4 +1,4 @@
-"""`Split`: how a model lies on devices, and what part of each weight one device holds."""
+"""`Split`: how a model is cut over devices, and the part of each weight that one device holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.modelspec import ModelSpec, matrix_bytes, weight_shapes
 from quire.weight_format import PLAIN, WeightFormat
 from quire.weight_plan import plan_weights, role_of
 
-# Bytes of a weight. fp8: blocks of 128 x 128 share a scale, which vanishes. fp4: NVFP4, 16 share a byte.
+# Bytes per weight. fp8: a block of 128 x 128 shares a scale, which is negligible. fp4: NVFP4, 16 weights share a byte.
 _FLOAT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp8": 1.0, "fp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
 PRECISIONS = (*_FLOAT_BYTES, "int8", "int4")
 
@@ -27,7 +27,7 @@ class Split:
     pp: int = 1
     ep: int = 1
     dp: int = 1
-    attention_dp: int = 1  # ranks with an attention of their own over one set of experts
+    attention_dp: int = 1  # ranks with their own attention over one shared set of experts
 
     @property
     def num_devices(self) -> int:
@@ -40,15 +40,15 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What the fullest device holds and computes, in bytes, and in multiply-adds a row (weights)."""
+    """The bytes that the fullest device holds, and the weights that it multiplies per token."""
 
-    dense_bytes: float  # read whole in every step
+    dense_bytes: float  # all read in every step
     dense_params: float
-    expert_bytes: float  # all experts that lie on it
-    expert_params: float  # that one row multiplies with, on average
+    expert_bytes: float  # of all experts on the device
+    expert_params: float  # that one token multiplies with, on average
     head_bytes: float  # the output matrix
     head_params: float
-    table_bytes: float  # an embedding table of its own: held, hardly read
+    table_bytes: float  # a separate embedding table, of which a token reads one row
 
     @property
     def weight_bytes(self) -> float:
@@ -73,7 +73,7 @@ def shard_of(spec: ModelSpec, precision: str, split: Split) -> Shard:
             ways = split.tp * split.attention_dp
             expert += size / ways
             expert_params += params / ways * moe.top_k / moe.num_experts
-        elif role == "head":  # on the last stage alone, which is the fullest
+        elif role == "head":  # only on the last stage, which is the fullest
             head += size * split.pp / split.tp
             head_params += params * split.pp / split.tp
         elif role == "table":
@@ -86,12 +86,12 @@ def shard_of(spec: ModelSpec, precision: str, split: Split) -> Shard:
 
 
 def _ways(name: str, split: Split) -> int:
-    """MLA's low-rank inputs are whole on every device: all heads read them."""
+    """Whether a weight is whole on every device: MLA's low-rank inputs are, since all heads read them."""
     return 1 if name.endswith(("q_a.weight", "kv_a.weight")) else split.tp
 
 
 def _formats(spec: ModelSpec, precision: str) -> Mapping[str, WeightFormat]:
-    """As a GPU holds them."""
+    """Return the bytes of a weight as a GPU holds it."""
     text = "int4-g32" if precision == "int4" else precision
     return plan_weights(spec, {}, text, None).formats if precision in ("int8", "int4") else {}
 
@@ -103,7 +103,7 @@ def _bytes(
     precision: str,
     formats: Mapping[str, WeightFormat],
 ) -> float:
-    """int8 and int4 as Quire holds them; narrow floats for linears, bf16 for the rest, as checkpoints have them."""
+    """Return the bytes as Quire holds int8 and int4, or as checkpoints hold narrow floats: linears; bf16 elsewhere."""
     if precision in ("int8", "int4"):
         return matrix_bytes(shape, "bfloat16", formats.get(name, PLAIN))
     if role_of(spec, name) != "linear" and not name.endswith("kv_b.weight"):

@@ -10,7 +10,7 @@ from quire.scheduler.deadline import end_late, is_late
 from quire.scheduler.policy import shrink_budget
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import SchedulerState, StepRecord
-from quire.scheduler.transfers import end_transfers
+from quire.scheduler.transfers import Transfers
 from quire.step import SeqPlan, SeqResult, StepResult, TransferDone
 
 
@@ -40,7 +40,7 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
         events = _fail_sequences(state, record, results, failed)
     else:
         state.cache.references.close_step(record.step)
-    end_transfers(state, result.transfers_done)
+    Transfers(state).end(result.transfers_done)
     _apply_sequences(state, record, results, now, events)
     state.pace.note(
         record.planned_s,
@@ -221,7 +221,7 @@ def _fail_step(state: SchedulerState, record: StepRecord, error: str) -> list[To
         alive = state.sequences.get(seq_id)
         if alive is None or not alive.registered:
             state.gone.append(seq_id)
-    end_transfers(state, [TransferDone(t.transfer_id, 0, error) for t in record.transfers])
+    Transfers(state).end([TransferDone(t.transfer_id, 0, error) for t in record.transfers])
     return events
 
 

@@ -1,7 +1,8 @@
 """`Scheduler`: requests in, plans out, results in, events out. A function of its inputs and of ``now``; no clock.
 
     add / abort / finish / abort_all        → TokenEvents (refusals and other ends)
-    plan(now)                               → StepPlan, or None where there is nothing to do now
+    transfers.load / store / end            blocks from or to another tier or peer
+    next_action(now)                        → Step(plan) | Sleep(until_s) | Wait()
     apply(result, now)                      → TokenEvents
     fail_in_flight(error)                   → TokenEvents: what is in flight will never come back
 
@@ -9,6 +10,8 @@ Every sequence ends with exactly one terminal event, whatever happens.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
 from quire.cache.integrity import check_integrity
@@ -25,18 +28,44 @@ from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.state import Counters, SchedulerState
+from quire.scheduler.transfers import Transfers
 from quire.step import StepPlan, StepResult
+
+
+class Step(NamedTuple):
+    """Submit ``plan``."""
+
+    plan: StepPlan
+
+
+class Sleep(NamedTuple):
+    """Nothing can be computed before ``until_s``, unless a message or a result arrives."""
+
+    until_s: float
+
+
+class Wait(NamedTuple):
+    """Nothing can be computed before a message or a result arrives."""
 
 
 class Scheduler:
     """gate × order × budget over one cache."""
 
     def __init__(
-        self, config: SchedulerConfig, cache_config: CacheConfig, events: EventBuffer | None = None
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        events: EventBuffer | None = None,
+        *,
+        chains_steps: bool = True,
     ) -> None:
+        """``chains_steps``: the executor's."""
         self.cache = CacheManager(cache_config, events)
         self.cache_events = events  # for a gateway to drain; None: off
-        self._state = SchedulerState(config, config, self.cache, AdapterSlots(config.max_loras))
+        self._state = SchedulerState(
+            config, config, self.cache, AdapterSlots(config.max_loras), chains_steps=chains_steps
+        )
+        self.transfers = Transfers(self._state)
         self._num_peak_blocks = 0
 
     @property
@@ -77,8 +106,22 @@ class Scheduler:
         """End the sequences whose deadlines have passed. Before each plan."""
         return expire(self._state, now)
 
+    def next_action(self, now: float) -> Step | Sleep | Wait:
+        """Return what the engine's loop does next while it may submit a step."""
+        plan = self.plan(now)
+        if plan is not None:
+            return Step(plan)
+        state = self._state
+        times_s = [state.deadlines.next_s] if state.sequences else []
+        if state.waiting:
+            times_s.append(
+                state.gate.opens_at(state.config, len(state.running), state.waiting.oldest_arrival_s())
+            )
+        until_s = min((time_s for time_s in times_s if time_s is not None), default=None)
+        return Wait() if until_s is None else Sleep(until_s)
+
     def plan(self, now: float) -> StepPlan | None:
-        """Return the next step, or None where nothing can be computed before a result, an arrival or `wakes_at`."""
+        """Return the next step, or None where nothing can be computed now."""
         before = self._state.counters.num_computed_tokens
         plan = Planner(self._state, now).plan()
         if plan is None and not self._state.in_flight and park_idle(self._state):
@@ -95,29 +138,22 @@ class Scheduler:
         return apply_result(self._state, result, now)
 
     def fail_in_flight(self, error: str, now: float) -> list[TokenEvent]:
-        """Fail every step in flight: its sequences end with ``error_kind`` "step", the others go on."""
+        """Fail every step and transfer in flight: sequences of the steps end with ``error_kind`` "step"."""
         events = []
         while self._state.in_flight:
             events += self.apply(StepResult(self._state.in_flight[0].step, error=error), now)
+        self.transfers.fail(error)
         return events
 
     def change_policy(self, change: PolicyChange) -> None:
         """Change settings from the next plan on; ConfigError where a value is not allowed."""
         change_policy(self._state, change)
 
-    def wakes_at(self) -> float | None:
-        """Return when the mere passing of time lets work start (dynamic gate) or ends it (deadlines), or None."""
-        state = self._state
-        if not state.waiting:
-            return None
-        opens_s = state.gate.opens_at(state.config, len(state.running), state.waiting.oldest_arrival_s())
-        next_s = state.deadlines.next_s
-        return opens_s if opens_s is None or next_s is None else min(opens_s, next_s)
-
     @property
     def has_work(self) -> bool:
-        """Whether any sequence has not ended or any step is in flight."""
-        return bool(self._state.sequences or self._state.in_flight)
+        """Whether any sequence has not ended, or any step or transfer is in flight."""
+        state = self._state
+        return bool(state.sequences or state.in_flight or self.cache.references.transfers)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the cache's books disagree. For tests: it looks at every block."""

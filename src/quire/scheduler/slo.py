@@ -66,8 +66,8 @@ class SloController:
 
     def submitted(self, plan: StepPlan, now: float) -> None:
         """A step was handed to the executor."""
-        decodes = sum(seq.num_scheduled_tokens == 1 for seq in plan.seqs)
-        self._out.append((features(plan, len(plan.seqs)), decodes, now))
+        decodes = sum(seq.num_known_tokens == 1 for seq in plan.seqs)
+        self._out.append((features(plan, {seq.seq_id for seq in plan.seqs}), decodes, now))
 
     def applied(self, now: float, *, failed: bool = False) -> PolicyChange | None:
         """The oldest step is over. Return new settings, where they differ enough to matter."""

@@ -1,1 +1,1 @@
-"""The simulator: the engine's own scheduler, cache and routing on a virtual clock, step times from a model."""
+"""The simulator: the engine's own scheduler, cache and routing on a virtual clock, with step times from a model."""

@@ -1,7 +1,7 @@
 """`Cluster`: N real `EngineCore`s and the real router on one virtual clock.
 
-A heap orders what happens: arrivals, the ends of steps, faults, replicas that come up. Between two of them nothing
-changes. Equal times are taken in the order in which they were scheduled, so a seed replays bit for bit.
+A heap orders the events: arrivals, ends of steps, faults, replicas that become ready. Nothing changes between events.
+Events at equal times happen in the order in which they were scheduled, so a seed replays bit for bit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quire.executor.base import Executor
 from quire.gateway.routing import Router
 from quire.plan.cost_model import StepTime
 from quire.request import TokenEvent
+from quire.scheduler.scheduler import Sleep
 from quire.scheduler.slo import SloController
 from quire.sim.faults import Fault, check_faults
 from quire.sim.latency import Latency, Speculation, Swap
@@ -29,7 +30,7 @@ from quire.workload.request import Workload, WorkloadRequest
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """What is simulated. Times in seconds."""
+    """What is simulated. Times are in seconds."""
 
     scheduler: SchedulerConfig
     cache: CacheConfig
@@ -41,22 +42,22 @@ class ClusterConfig:
     speculation: Speculation | None = None
     swap: Swap | None = None  # None: a preempted sequence is computed again
     faults: tuple[Fault, ...] = ()
-    tpot_s: float | None = None  # each replica's controller holds it, as ``quire serve --slo`` does
-    request_s: float = 0.0  # from the client to the core and back, all of it taken on the way in
-    per_prompt_token_s: float = 0.0  # the same, a token of the prompt
+    tpot_s: float | None = None  # target of each replica's controller, as of ``quire serve --slo``
+    request_s: float = 0.0  # from the client to the core and back; all of it is spent on the way in
+    per_prompt_token_s: float = 0.0  # the same, per prompt token
     seed: int = 0
-    concurrency: int | None = (
-        None  # requests at once; where the workload has no times, a closed loop of users
-    )
+    # Requests at once; for a workload without arrival times, users of a closed loop.
+    concurrency: int | None = None
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("num_replicas", 1),
-            ("max_in_flight", 1),
-            ("concurrency", 1),
-            ("start_up_s", 0.0),
-            ("request_s", 0.0),
-        ):
+        at_least = {
+            "num_replicas": 1,
+            "max_in_flight": 1,
+            "concurrency": 1,
+            "start_up_s": 0.0,
+            "request_s": 0.0,
+        }
+        for name, low in at_least.items():
             if getattr(self, name) is not None and getattr(self, name) < low:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} must be at least {low}")
         check_faults(self.faults, self.num_replicas)
@@ -73,7 +74,7 @@ class Cluster:
         *,
         watch: Callable[[Executor], Executor] | None = None,
     ) -> None:
-        """``watch`` wraps every replica's executor, as `PlanHash` does."""
+        """``watch`` wraps the executor of every replica, as a test does that hashes its plans."""
         self.config = config
         self.clock = VirtualClock()
         self._step_time = step_time
@@ -89,7 +90,7 @@ class Cluster:
         self._watch = watch
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
-        self._unplaced: list[Sent] = []  # no replica is alive
+        self._unplaced: list[Sent] = []  # requests that arrived while no replica was alive
         self._hybrid = self.router.policy == "prefix-hybrid"
         self._cancels = any(r.cancel_after_tokens is not None for r in workload.requests)
 
@@ -97,7 +98,7 @@ class Cluster:
         """Simulate until every request has ended.
 
         Raises:
-            ConfigError: requests are left that no replica will ever take (all died, none restarts).
+            ConfigError: requests remain that no replica will ever take: all died, and none restarts.
         """
         for number in range(self.config.num_replicas):
             self.start(number)
@@ -114,16 +115,16 @@ class Cluster:
             )
 
     def at(self, when_s: float, happen: Callable[[], None]) -> None:
-        """Let something happen at a time, after what is to happen then already."""
+        """Schedule ``happen`` at a time, after the events already scheduled for that time."""
         self._order += 1
         heapq.heappush(self._heap, (when_s, self._order, happen))
 
     def start(self, number: int) -> None:
-        """A replica is ready: a new one, or one in place of the dead one of that number."""
+        """A replica is ready: a new one, or the replacement of the dead replica ``number``."""
         replica = self._replica(number, lambda over_s: self.at(over_s, over))
 
         def over() -> None:
-            if self.replicas[number] is replica:  # else it died with the step
+            if self.replicas[number] is replica:  # otherwise it died during the step
                 self._over(replica)
 
         if number == len(self.replicas):
@@ -137,10 +138,10 @@ class Cluster:
             self.place(sent)
 
     def kill(self, number: int) -> None:
-        """The replica's engine is gone; the router sends what it had in flight elsewhere."""
+        """The replica's engine is gone; the router sends its requests in flight elsewhere."""
         lost = self.router.lose(number)
         self.retired.append(self.replicas[number])
-        # In its place stands an engine that nobody is routed to until another one is started.
+        # An engine to which no request is routed takes its place until a new one is started.
         self.replicas[number] = self._replica(number, lambda over_s: None)
         for request_id in lost:
             self.place(self.client.sent[request_id])
@@ -163,7 +164,7 @@ class Cluster:
         )
 
     def _send(self, request: WorkloadRequest, due_s: float | None = None) -> None:
-        """Send a request that is due now, or that was held back since ``due_s`` and may go."""
+        """Send a request that is due now, or that was held back since ``due_s`` and may go now."""
         config, now = self.config, self.clock.now()
         if due_s is None and self.client.full:
             self.client.held.append((request, now))
@@ -176,7 +177,7 @@ class Cluster:
             self.place(sent)
 
     def place(self, sent: Sent) -> None:
-        """Route a request and hand it to the replica, which takes it in when its loop comes round."""
+        """Route a request and hand it to the replica, which takes it from its inbox at the next turn of its loop."""
         request_id = sent.request.request_id
         sent.replica = self.router.route(request_id, sent.chain)
         if sent.replica is None:
@@ -186,26 +187,25 @@ class Cluster:
         resumed = bool(sent.token_times)
         replica.core.put(AddRequest(self.client.resumed(sent) if resumed else sent.request))
         if not replica.waits:
-            self._wake(replica, self.clock.now())  # once all that arrives at this very moment is in the inbox
+            self._wake(replica, self.clock.now())  # after all requests of this very moment are in the inbox
 
     def _begin(self, replica: Replica) -> None:
-        """The replica's loop comes round."""
+        """Run one turn of the replica's loop."""
         self._take(replica, replica.core.begin())
-        core = replica.core
-        if not replica.waits and core.has_work and (wakes_at := core.wakes_at) is not None:
-            self._wake(replica, wakes_at)
+        if isinstance(rest := replica.core.rest, Sleep):
+            self._wake(replica, rest.until_s)
 
     def _wake(self, replica: Replica, when_s: float) -> None:
-        """Let an idle replica's loop come round at ``when_s``, unless something else does so before."""
+        """Let an idle replica's loop turn at ``when_s``, unless another event does so earlier."""
 
         def wake() -> None:
-            if not replica.waits and self.replicas[replica.number] is replica and replica.core.has_work:
+            if not replica.waits and self.replicas[replica.number] is replica:
                 self._begin(replica)
 
         self.at(when_s, wake)
 
     def _over(self, replica: Replica) -> None:
-        """The oldest step of a replica is over: apply it, then the loop comes round."""
+        """The oldest step of a replica is over: apply it, then run the next turn of its loop."""
         self._take(replica, replica.core.finish())
         self._begin(replica)
         now = self.clock.now()
@@ -213,7 +213,7 @@ class Cluster:
             self.timeline.sample(now, self.replicas)
 
     def _take(self, replica: Replica, events: list[TokenEvent]) -> None:
-        """What the client sees of a step's events. The hot loop of the simulator's own."""
+        """Show the events of a step to the client. This is the simulator's own hot loop."""
         if not events:
             return
         now = self.clock.now()
@@ -221,13 +221,14 @@ class Cluster:
         marks = {} if watched else self.client.marks
         for event in events:
             if event[4] is None and event[2] and (mark := marks.get(event[0])) is not None:
-                mark(now)
+                for _ in event[2]:
+                    mark(now)
                 continue
             request = sent.get(event[0])
             if request is None:  # the client has left
                 continue
             if event[2]:
-                request.token_times.append(now)
+                request.token_times += [now] * len(event[2])
             if event[4] is not None:
                 self.router.finished(event.request_id)
                 self._follow(self.client.ended(event, now))

@@ -13,10 +13,12 @@ from quire.step import StepPlan, StepResult
 
 
 class SimExecutor:
-    """Tells when each plan is over (``on_submit``, seconds), and gives its result once the clock is there.
+    """Reports when each plan will be over (``on_submit``, seconds) and returns its result at that time.
 
-    Plans are computed one after the other, as on one device; ``max_in_flight`` may be out.
+    Plans are computed one after the other, as on one device; at most ``max_in_flight`` are in flight.
     """
+
+    chains_steps = True
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""What goes wrong, or changes, at a given time: a replica dies, is slow for a while, or more replicas are started.
+"""Faults at given times: a replica dies, a replica is slow for a while, or more replicas are started.
 
-kill:at=30,replica=0              dies at 30 s; a new one is ready after the start-up time
-kill:at=30,replica=0,restart=no   and none comes back
+kill:at=30,replica=0              replica 0 dies at 30 s; a new one is ready after the start-up time
+kill:at=30,replica=0,restart=no   the same without a replacement
 slow:at=10,until=40,replica=1,factor=3
 add:at=60,count=2                 two more replicas, ready after the start-up time
 """
@@ -22,7 +22,7 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The replica dies: what it had in flight goes elsewhere, with the tokens that the clients have."""
+    """The replica dies. Its requests in flight go to others, with the tokens that their clients already have."""
 
     at: float
     replica: int
@@ -99,7 +99,7 @@ def _index(text: str) -> int:
 
 
 def check_faults(faults: Iterable[Fault], num_replicas: int) -> None:
-    """Raise `ConfigError` where a fault names a replica that will not be there."""
+    """Raise `ConfigError` where a fault names a replica that will not exist at its time."""
     known = num_replicas
     for fault in sorted(faults, key=lambda fault: fault.at):
         if isinstance(fault, Add):

@@ -1,13 +1,13 @@
-"""Seconds of a simulated step: a profile's or a roofline's, with speculation and swapping on top.
+"""Seconds of a simulated step: those of a profile or a roofline, plus speculation and swapping.
 
 Speculation is an acceptance model (Leviathan et al. 2023, eq. 1): each of ``num_drafts`` drafted tokens is accepted
 with probability ``acceptance``, independently, so a verification step gives
 
-    E = (1 − αᵞ⁺¹) / (1 − α)         tokens a sequence (γ + 1 for α = 1)
+    E = (1 − αᵞ⁺¹) / (1 − α)         tokens per sequence (γ + 1 for α = 1)
 
-The scheduler plans no drafts yet, so a decode step here stands for 1/E of a verification step: it gives one token, and
-takes 1/E of the time that γ drafts and the verification of 1 + γ rows a sequence add to the step. Means are right; the
-spread of the gaps between tokens is narrower than live.
+The scheduler plans no drafts, so a simulated decode step is 1/E of a verification step: it gives one token and takes
+1/E of the time that γ drafts and the verification of 1 + γ tokens per sequence add to the step. Means are right; the
+gaps between tokens vary less than live.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Preemption by copying K and V to the host's memory and back, instead of computing them again.
+    """Preemption by copying K and V to host memory and back, instead of recomputing them.
 
-    The scheduler plans the rows as it does for recomputation, within its budget; each costs a copy out and a copy in.
+    The scheduler plans the tokens as for recomputation, within its budget; each costs a copy out and a copy in.
     """
 
     seconds_per_token: float  # one way
@@ -58,7 +58,7 @@ class Latency:
     def __init__(
         self, step_time: StepTime, speculation: Speculation | None = None, swap: Swap | None = None
     ) -> None:
-        self.swaps = swap is not None  # rows computed before a preemption are copied, not computed
+        self.swaps = swap is not None  # tokens computed before a preemption are copied, not recomputed
         self._plain = step_time.seconds
         self._speculation = speculation
         self._restore_s = 2.0 * swap.seconds_per_token if swap else 0.0

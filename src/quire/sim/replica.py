@@ -1,11 +1,9 @@
-"""`Replica`: a real `EngineCore` around a `SimExecutor`, stepped by the virtual clock's heap.
+"""`Replica`: a real `EngineCore` around a `SimExecutor`, stepped by the events of the virtual clock.
 
     live       begin() ── the process waits in collect() ── finish() ── begin() ── …
     simulated  begin()      other replicas, arrivals        finish() ── begin() ── …
 
-As in the live loop nothing is taken from the inbox while a step is awaited.
-
-`Timeline`: running and waiting requests and blocks in use over the simulated time.
+As in the live loop, the inbox is not read while a step is awaited. `Timeline` samples all replicas over time.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from quire.sim.latency import Latency
 
 
 class Replica:
-    """One engine. ``on_submit`` is told when each of its steps will be over."""
+    """One engine. ``on_submit`` is called with the time at which each of its steps will be over."""
 
     def __init__(
         self,
@@ -42,7 +40,7 @@ class Replica:
         watch: Callable[[Executor], Executor] | None = None,
         controller: SloController | None = None,
     ) -> None:
-        """``reports``: it keeps cache events for a router; ``watch`` wraps the executor (`quire.sim.plan_hash`)."""
+        """``reports``: it keeps cache events for a router; ``watch`` wraps the executor."""
         self.number = number
         self.executor = SimExecutor(latency, clock, on_submit, max_in_flight=max_in_flight)
         events = EventBuffer() if reports else None
@@ -51,7 +49,7 @@ class Replica:
 
     @property
     def waits(self) -> bool:
-        """Whether a step is out: the loop stands in `collect`."""
+        """Whether a step is in flight: the loop waits in `collect`."""
         return self.core.num_out > 0
 
     def stats(self) -> EngineStats:
@@ -63,7 +61,7 @@ _MOST_POINTS = 600
 
 
 class Point(NamedTuple):
-    """The cluster at one time; counts of all replicas together."""
+    """The cluster at one time; counts are those of all replicas together."""
 
     time_s: float
     num_running: int
@@ -73,7 +71,7 @@ class Point(NamedTuple):
 
 
 class Timeline:
-    """Points at even times. When there are too many, every other one goes and the gap doubles."""
+    """Points at even intervals. When there are too many, every other one is dropped and the interval doubles."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -81,7 +79,7 @@ class Timeline:
         self._interval_s = _FIRST_INTERVAL_S
 
     def sample(self, now: float, replicas: Sequence[Replica]) -> None:
-        """Note the state at ``now``; not worth a call before `next_s`."""
+        """Record the state at ``now``. Call it only from `next_s` on."""
         stats = [replica.stats() for replica in replicas]
         blocks = sum(s.num_blocks for s in stats)
         held = blocks - sum(s.num_free_blocks + s.num_idle_blocks for s in stats)

@@ -1,4 +1,4 @@
-"""The summary and plots of a simulation, and a measured sweep beside a simulated one."""
+"""The summary and plots of a simulation, and a page with a measured and a simulated sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.workload.slo import Slo
 
 
 def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[str, Any]:
-    """The summary of `quire bench serve`, and under ``simulation`` what only a simulator sees."""
+    """Return the summary of `quire bench serve`, plus the simulator's own figures under ``simulation``."""
     summary = summarize(result.records, slo=slo, refused_rows=workload.refused)
     replicas = [
         {
@@ -41,7 +41,7 @@ def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[s
 
 
 def timeline_charts(points: Sequence[Point]) -> list[str]:
-    """Sequences in the engines and blocks in use over time, as the schedulers see them."""
+    """Return plots of the sequences in the engines and the blocks in use over time, as the schedulers see them."""
     times = [p.time_s for p in points]
     levels = [
         Series("running", times, [float(p.num_running) for p in points], "steps"),
@@ -64,12 +64,12 @@ def read_sweep(path: str) -> list[Mapping[str, Any]]:
 
 
 def ordered(points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """By offered load."""
+    """Return the points by offered load."""
     return sorted(points, key=lambda p: float(p["offered_per_s"]))
 
 
 def both_sweeps(measured: Sequence[Mapping[str, Any]], simulated: Sequence[Mapping[str, Any]]) -> str:
-    """A page with goodput and latency of two sweeps over the same axes."""
+    """Return a page with goodput and latency of two sweeps over the same axes."""
 
     def line(name: str, points: Sequence[Mapping[str, Any]], key: str, part: str | None = None) -> Series:
         value = [p[key] if part is None else p[key][part] for p in points]

@@ -1,4 +1,4 @@
-"""`Client`: what sends a workload's requests and notes what comes back, as `quire.bench.client` does over HTTP."""
+"""`Client`: sends the requests of a workload and records their results, as `quire.bench.client` does over HTTP."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ VOCAB_SIZE, FIRST_ID = 4096, 256  # of made-up prompts, as `quire bench serve` m
 
 @dataclass(slots=True)
 class Sent:
-    """A request on its way."""
+    """A request in flight."""
 
     source: WorkloadRequest
     request: Request
-    due_s: float  # when it was meant to be sent
+    due_s: float  # the intended send time
     sent_s: float
-    chain: list[bytes]  # hashes of the prompt's full blocks, where the router looks at them
+    chain: list[bytes]  # hashes of the prompt's full blocks, if the router uses them
     replica: int | None = None
     token_times: list[float] = field(default_factory=list)
     num_cached_tokens: int = 0
 
 
 class Client:
-    """Requests out, records in. Later turns of a session are sent when the turn before is answered.
+    """Sends requests and collects records. A later turn of a session is sent once the previous turn is answered.
 
-    ``concurrency``: as in `quire.bench.load`, at most so many requests at once (``held`` are those that wait for it);
-    where no request has a time, a closed loop of so many users, each with its next session when one is over.
+    ``concurrency``: as in `quire.bench.load`, at most this many requests at once (``held`` are those that wait); for a
+    workload without arrival times, a closed loop of this many users, each of which starts its next session at the end
+    of the last.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class Client:
         self._chains = chains
         self._block_size = cache.block_size
         self._root = root_hash(cache.model_key, cache.block_size)
-        self._later: dict[str, list[WorkloadRequest]] = defaultdict(list)  # turns to come, the next one last
-        self.first: list[WorkloadRequest] = []  # those whose time is known from the start
+        self._later: dict[str, list[WorkloadRequest]] = defaultdict(list)  # turns to come, the next turn last
+        self.first: list[WorkloadRequest] = []  # requests whose send time is known from the start
         for request in workload.requests:
             if request.turn and request.session is not None:
                 self._later[request.session].append(request)
@@ -61,22 +62,24 @@ class Client:
         for turns in self._later.values():
             turns.sort(key=lambda r: -r.turn)
         self._concurrency = concurrency
-        self.held: deque[tuple[WorkloadRequest, float]] = deque()  # each with the time at which it was due
-        self._next: deque[WorkloadRequest] = deque()  # of a closed loop: first turns that no user has got to
+        self.held: deque[tuple[WorkloadRequest, float]] = deque()  # each with its intended send time
+        self._next: deque[WorkloadRequest] = deque()  # in a closed loop: first turns that no user has reached
         if concurrency is not None and not any(request.arrival_s > 0.0 for request in workload.requests):
             self._next.extend(self.first[concurrency:])
             del self.first[concurrency:]
         self.sent: dict[str, Sent] = {}
-        self.marks: dict[str, Callable[[float], None]] = {}  # of those sent: notes the time of a token
+        self.marks: dict[
+            str, Callable[[float], None]
+        ] = {}  # of the requests in flight: records the time of a token
         self.records: list[RequestRecord] = []
 
     @property
     def full(self) -> bool:
-        """Whether as many requests are out as may be at once."""
+        """Whether ``concurrency`` requests are in flight."""
         return self._concurrency is not None and len(self.sent) >= self._concurrency
 
     def send(self, source: WorkloadRequest, now: float, due_s: float | None = None) -> Sent:
-        """Make the request; it was due at ``due_s``, or now."""
+        """Make the request; it was due at ``due_s``, or is due now."""
         prompt = tuple(self._prompts.token_ids(source))
         sampling = SamplingParams(max_tokens=source.num_output_tokens, seed=source.index, ignore_eos=True)
         request = Request(f"r{source.index}", prompt, sampling, now)
@@ -89,19 +92,19 @@ class Client:
         return sent
 
     def resumed(self, sent: Sent) -> Request:
-        """The request as another replica gets it after its own died: with the tokens that the client has."""
+        """Return the request for another replica after its own died: with the tokens that the client already has."""
         token_id = drawn_token(sent.request.sampling, 0)
         return replace(sent.request, output_token_ids=((token_id,) * len(sent.token_times),))
 
     def ended(self, event: TokenEvent, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
-        """Note the end of a request; give the turn that follows and when it is due."""
+        """Record the end of a request; yield the turn that follows and the time at which it is due."""
         sent = self._take_out(event.request_id)
         sent.num_cached_tokens = event.num_cached_tokens
         failed = event.error is not None
         yield from self._note(sent, ERROR if failed else OK, now, event.error_kind, event.error)
 
     def left(self, request_id: str, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
-        """The client leaves, as the workload says."""
+        """The client cancels the request, as the workload says."""
         yield from self._note(self._take_out(request_id), CANCELLED, now)
 
     def _take_out(self, request_id: str) -> Sent:

@@ -1,7 +1,4 @@
-"""`simulate`: a workload through a cluster, from start to end.
-
-What a fault does to a cluster when its time comes.
-"""
+"""`simulate`: run a workload through a cluster, with the faults of its configuration, from start to end."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from quire.workload.request import Workload
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What one replica did. A replica that died and the one in its place are two."""
+    """The work of one replica. A replica that died and its replacement are two."""
 
     number: int
     num_steps: int
@@ -32,16 +29,16 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A simulation that is over."""
+    """The result of a simulation."""
 
     records: tuple[RequestRecord, ...]  # by index
     points: tuple[Point, ...]
-    replicas: tuple[ReplicaReport, ...]  # by number; those that died first
+    replicas: tuple[ReplicaReport, ...]  # those that died first, then by number
     end_s: float  # virtual time
 
     @property
     def num_steps(self) -> int:
-        """Steps planned by the scheduler and computed, all replicas together."""
+        """Steps planned by the scheduler and computed, over all replicas."""
         return sum(replica.num_steps for replica in self.replicas)
 
     @property
@@ -59,10 +56,10 @@ def simulate(
 ) -> Simulated:
     """Run ``workload`` through ``config``'s replicas. The same arguments give the same result bit for bit.
 
-    ``watch`` wraps every replica's executor, as `PlanHash` does.
+    ``watch`` wraps the executor of every replica.
 
     Raises:
-        ConfigError: requests are left that no replica will ever take (all died, and none restarts).
+        ConfigError: requests remain that no replica will ever take: all died, and none restarts.
     """
     cluster = Cluster(config, step_time, workload, watch=watch)
     for fault in config.faults:
@@ -82,7 +79,7 @@ def simulate(
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Leave cycles to after the run: a run makes none but its own, and looking for them takes a fifth of its time."""
+    """Postpone the collection of reference cycles to the end: looking for them takes a fifth of a run's time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -93,7 +90,7 @@ def _no_collector() -> Iterator[None]:
 
 
 def schedule(fault: Fault, cluster: Cluster) -> None:
-    """Let ``fault`` happen at its time."""
+    """Schedule ``fault`` at its time."""
     match fault:
         case Kill():
             cluster.at(fault.at, lambda: _kill(fault, cluster))
@@ -104,7 +101,7 @@ def schedule(fault: Fault, cluster: Cluster) -> None:
 
 
 def _kill(fault: Kill, cluster: Cluster) -> None:
-    if fault.replica >= len(cluster.replicas):  # still starting: nothing runs that could die
+    if fault.replica >= len(cluster.replicas):  # still starting
         return
     cluster.kill(fault.replica)
     if fault.restart:

@@ -1,4 +1,4 @@
-"""The experiments that ship with Quire: data in ``scenarios/``, run and drawn here.
+"""The experiments that ship with Quire: data in ``scenarios/``, run and plotted here.
 
 A scenario is a base of flags of `quire simulate`, variants that change some of them, and values of one flag along the x
 axis. Every (variant, value) is one simulation.
@@ -14,17 +14,17 @@ from importlib.resources import files
 from typing import Any
 
 from quire.args import EngineArgs, make_args
-from quire.bench.args import ServeBenchArgs, SimulateArgs
+from quire.bench.args import SIMULATED, ServeBenchArgs, SimulateArgs
 from quire.bench.figures import Series, chart
 from quire.bench.page import Page, console, finite, print_table, write
 from quire.bench.runs import make_workload
 from quire.errors import ConfigError, nearest
 from quire.sim.report import summary_of
 from quire.sim.run import simulate
-from quire.sim.setup import FREE, set_up
+from quire.sim.setup import set_up
 from quire.workload.slo import Slo
 
-# In the order of the lesson: each answers what the one before leaves open.
+# In teaching order: each scenario answers a question that the previous one leaves open.
 SCENARIOS = (
     "static-batching", "continuous-batching", "prefix-caching", "speculation", "scale-out", "breaking-point",
     "model-size-wall",
@@ -39,7 +39,7 @@ Summary = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One experiment, as its file says it."""
+    """One experiment, as its file describes it."""
 
     name: str
     title: str
@@ -47,7 +47,7 @@ class Scenario:
     answer: str
     x: str  # the flag along the x axis
     values: tuple[Any, ...]
-    charts: tuple[str, ...]  # keys of the summary, as "ttft_ms.p50"
+    charts: tuple[str, ...]  # keys of the summary, such as "ttft_ms.p50"
     base: Mapping[str, Any]
     variants: tuple[Mapping[str, Any], ...]  # each with a name
 
@@ -56,7 +56,7 @@ def load_scenario(name: str) -> Scenario:
     """Return the scenario of that name.
 
     Raises:
-        ConfigError: there is none; lists those that there are.
+        ConfigError: the scenario does not exist; the message lists those that do.
     """
     if name not in SCENARIOS:
         raise ConfigError(
@@ -71,7 +71,7 @@ def run_scenario(name: str, settings: Mapping[str, Any]) -> int:
     """Run one scenario, or all; ``settings`` (those given by flag) replace the base of the file.
 
     Raises:
-        ConfigError: no such scenario, or a flag that cannot be.
+        ConfigError: the scenario does not exist, or a flag is wrong.
     """
     if name == "list":
         for known in SCENARIOS:
@@ -96,7 +96,7 @@ def run_scenario(name: str, settings: Mapping[str, Any]) -> int:
 
 
 def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> Summary:
-    """Simulate one variant at one value. What cannot be set up (a model that does not fit) is ``{"error": why}``."""
+    """Simulate one variant at one value. A run whose model does not fit gives ``{"error": why}``."""
     flags = {k: v for k, v in variant.items() if k != "name"}
     settings = {**scenario.base, **given, **flags, scenario.x: value}
     parts = {
@@ -110,7 +110,7 @@ def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, given: M
     bench = make_args(ServeBenchArgs, parts[ServeBenchArgs], origin=scenario.name)
     slo = Slo.parse(bench.slo) if bench.slo else None
     try:
-        setup = set_up(args, {k: v for k, v in settings.items() if k in FREE}, bench.seed)
+        setup = set_up(args, {k: v for k, v in settings.items() if k in SIMULATED}, bench.seed)
     except ConfigError as error:
         return {"error": str(error)}
     workload = make_workload(bench)
@@ -127,7 +127,7 @@ def value_of(summary: Summary, key: str) -> float | None:
 
 
 def page_of(scenario: Scenario, results: Mapping[tuple[str, Any], Summary]) -> str:
-    """The report: question, answer, plots, and every figure."""
+    """Return the report: question, answer, plots, and every figure."""
     page = Page(scenario.title, scenario.question)
     page.paragraph(scenario.answer)
     page.plots([_chart(scenario, results, key) for key in scenario.charts])

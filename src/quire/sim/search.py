@@ -1,9 +1,8 @@
-"""`search`: the cheapest setting that holds an SLO, each candidate simulated with the real scheduler and router.
+"""`Search`: the cheapest setting that holds an SLO; each candidate is simulated with the real scheduler and router.
 
-A setting is how many devices a replica has (tp), how many replicas there are, and the chunk budget. It holds the SLO
-where ``share`` of the requests meet it. More replicas never hold less, so for each tp the fewest come by bisection,
-and what cannot be cheaper than the best so far is not simulated; chunk budgets are tried in turn.
-`brute_force` simulates the whole grid: the test's oracle.
+A setting is the number of devices per replica (tp), the number of replicas, and the chunk budget. It holds the SLO
+where ``share`` of the requests meet it. More replicas never hold less, so the fewest for each tp are found by
+bisection, and settings that cannot be cheaper than the best so far are not simulated. Chunk budgets are tried in turn.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from quire.sim.cluster import ClusterConfig
 from quire.sim.run import simulate
 from quire.workload.request import Workload
 
-CHUNKS = (2048, 512, 8192)  # in the order of trying
+CHUNKS = (2048, 512, 8192)  # max_num_batched_tokens, in the order of the trials
 SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is searched over."""
+    """One point of the grid."""
 
     tp: int
     replicas: int
@@ -41,7 +40,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A setting that was simulated. ``usd_per_hour`` None: no price is known, and devices are counted instead."""
+    """A simulated setting. Where ``usd_per_hour`` is None, the price is unknown and devices are counted instead."""
 
     setting: Setting
     usd_per_hour: float | None
@@ -65,7 +64,7 @@ class Found:
 
 
 class Search:
-    """One question over one workload. Simulations are remembered."""
+    """One question over one workload. The results of simulations are kept."""
 
     def __init__(
         self, question: Question, workload: Workload, chunks: Sequence[int] = CHUNKS, share: float = SHARE
@@ -77,7 +76,7 @@ class Search:
         self._tried: dict[Setting, Tried] = {}
 
     def grid(self, max_replicas: int | None = None) -> list[Setting]:
-        """Every setting of at most ``count`` devices whose replicas fit in memory."""
+        """Return every setting of at most ``count`` devices whose replicas fit in memory."""
         found = []
         for split in self._splits():
             most = self.question.count // split.tp
@@ -86,11 +85,11 @@ class Search:
         return found
 
     def find(self, max_replicas: int | None = None) -> Found:
-        """Bisect the replicas of each tp, those with the fewest devices first."""
+        """Bisect the number of replicas for each tp, the smallest tp first."""
         best: Tried | None = None
         for split in self._splits():
             low, high = 0, min(self.question.count // split.tp, max_replicas or self.question.count)
-            if best is not None:  # only what is cheaper is worth a look
+            if best is not None:  # only cheaper settings are of interest
                 high = min(high, (best.setting.num_devices - 1) // split.tp)
             if high < 1 or (held := self._holds(split.tp, high)) is None:
                 continue
@@ -98,15 +97,8 @@ class Search:
                 middle = (low + high) // 2
                 fewer = self._holds(split.tp, middle)
                 low, high, held = (middle, high, held) if fewer is None else (low, middle, fewer)
-            best = held  # cheaper than the one before, or it had not been looked at
+            best = held  # cheaper than the previous best: ``high`` started below it
         return Found(best, tuple(self._tried.values()), len(self.grid(max_replicas)))
-
-    def brute_force(self, max_replicas: int | None = None) -> Found:
-        """Simulate every setting of the grid."""
-        grid = self.grid(max_replicas)
-        holding = [t for t in map(self.attempt, grid) if t.share >= self.share]
-        best = min(holding, key=lambda t: (t.cost, -t.goodput_per_s), default=None)
-        return Found(best, tuple(self._tried.values()), len(grid))
 
     def attempt(self, setting: Setting) -> Tried:
         """Simulate one setting."""
@@ -130,7 +122,7 @@ class Search:
         q = replace(self.question, max_num_batched_tokens=setting.max_num_batched_tokens)
         split = Split(tp=setting.tp)
         memory = q.memory(split, self._longest)
-        blocks = memory.max_requests * -(-self._longest // 16)  # of replicas that fit one request at least
+        blocks = memory.max_requests * -(-self._longest // 16)  # each replica fits at least one request
         scheduler = SchedulerConfig(
             max_num_seqs=q.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,

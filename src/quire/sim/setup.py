@@ -1,7 +1,8 @@
-"""From what a person asked to what is simulated: step times, and the engine's settings beside them.
+"""From the flags of `quire simulate` to a simulation: step times and the engine's settings.
 
-Step times come from a profile, which also says what the engine was set to; flags and the file of ``--config`` change
-what does not change step times. Or they come from the planner's roofline, for hardware that one lacks.
+Step times come from a profile, which also holds the settings that the engine was measured with; flags and the file of
+``--config`` change only settings on which step times do not depend. Or they come from the planner's roofline, for
+hardware that is not at hand.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.args import EngineArgs, make_args
-from quire.bench.args import SimulateArgs
+from quire.bench.args import SIMULATED, SimulateArgs
 from quire.config import CacheConfig
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
@@ -27,19 +28,14 @@ from quire.sim.cluster import ClusterConfig
 from quire.sim.faults import parse_fault
 from quire.sim.latency import Speculation, Swap
 
-ROOFLINE_STEPS_IN_FLIGHT = 2  # of a GPU (DESIGN §2)
-# Settings of the engine that its step times do not depend on, or only through what a step has to do.
-FREE = (
-    "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
-    "max_num_batched_tokens", "max_queue", "gate", "order", "enable_chunked_prefill", "dynamic_max_wait_ms",
-)  # fmt: skip
+ROOFLINE_STEPS_IN_FLIGHT = 2  # as on a GPU
 # Settings that a profile was measured with.
 MEASURED = ("dtype", "kv_dtype", "quantize", "threads", "cpu_isa")
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What `quire.sim.run.simulate` takes, and what to call it in a report."""
+    """The arguments of `quire.sim.run.simulate`, and facts for the report."""
 
     config: ClusterConfig
     step_time: StepTime
@@ -59,21 +55,21 @@ class _Engine:
     max_in_flight: int
     host: HostCost
     facts: Mapping[str, Any]
-    defaults: Mapping[str, Any]  # engine settings that stand where none are given
+    defaults: Mapping[str, Any]  # engine settings for those that are not given
 
 
 def set_up(args: SimulateArgs, settings: Mapping[str, Any], seed: int = 0) -> Setup:
-    """Return the simulation that ``args`` and the engine's ``settings`` (key → value, those given) mean.
+    """Return the simulation that ``args`` and the engine's ``settings`` (key → value, only those given) describe.
 
     Raises:
-        ConfigError: a setting that cannot be, or that the profile was not measured with.
+        ConfigError: a setting is wrong, or differs from the one that the profile was measured with.
     """
     if (args.profile is None) == (args.hardware is None):
         raise ConfigError(
             "give either --profile FILE (of `quire profile`) or --hardware NAME with --model NAME"
         )
     engine = _profiled(args, settings) if args.profile is not None else _roofline(args, settings)
-    chosen = {**engine.defaults, **{k: v for k, v in settings.items() if k in FREE}}
+    chosen = {**engine.defaults, **{k: v for k, v in settings.items() if k in SIMULATED}}
     engine_args = make_args(EngineArgs, chosen, origin="simulate")
     max_model_len = engine_args.max_model_len or engine.max_model_len
     if max_model_len > engine.max_model_len:
@@ -153,8 +149,8 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
     )  # fmt: skip
     block_size = 16
     layout = spec.kv_layout(spec.max_position_embeddings)
-    page = layout.block_bytes(block_size, "bfloat16")
-    num_blocks = int(memory.kv_pool * split.tp // page)
+    block_bytes = layout.block_bytes(block_size, "bfloat16")
+    num_blocks = int(memory.kv_pool * split.tp // block_bytes)
     if num_blocks < 2:
         raise ConfigError(
             f"{args.model} as {args.weights} does not fit {args.tensor_parallel} × {hardware.title}: "
@@ -165,7 +161,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
         step_time=Roofline(work_of(spec, args.weights, "bf16", split), hardware, efficiency),
         num_kv_blocks=num_blocks,
         block_size=block_size,
-        kv_block_bytes=page,
+        kv_block_bytes=block_bytes,
         windows=tuple(group.window for group in layout.groups),
         max_model_len=spec.max_position_embeddings,
         max_in_flight=ROOFLINE_STEPS_IN_FLIGHT,

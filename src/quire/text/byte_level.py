@@ -1,4 +1,9 @@
-"""Build byte-level BPE tokenizers from their parts; recover merges where a file has ranks only."""
+"""Byte-level BPE tokenizers: built from their parts, with the regular expressions that split text before merging.
+
+Sources of the expressions: OpenAI's tiktoken (`tiktoken_ext/openai_public.py`), the tokenizer files of the models, and
+the names that llama.cpp writes as `tokenizer.ggml.pre` (`llama-vocab.cpp`). They are in the syntax of Oniguruma, which
+`tokenizers` uses. A vocabulary with several expressions applies each inside the pieces of the one before it.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +29,8 @@ def byte_level_backend(
 ) -> Backend:
     """Return a byte-level BPE tokenizer. Raises `ModelLoadError`, naming ``source``, for merges of unknown tokens.
 
-    ``vocab``: tokens in GPT-2's alphabet -> ids. ``added``: tokens outside of the merges at their ids, which may leave
-    gaps: they are entered into the vocabulary itself, where ids are free.
+    ``vocab``: tokens in GPT-2's alphabet -> ids. ``added``: tokens by id that no merge produces. Their ids may have
+    gaps, so they are entered into the vocabulary itself, where ids are free.
     """
     everything = {**vocab, **{token.content: token_id for token_id, token in added.items()}}
     try:
@@ -45,7 +50,7 @@ def byte_level_backend(
 
 
 def add_tokens(backend: Backend, added: Mapping[int, AddedToken]) -> None:
-    """Register tokens that are matched before splitting, and check that each has the id its file gives it."""
+    """Register tokens that are matched before splitting, and check that each gets the id of its file."""
     for token_id, token in sorted(added.items()):
         backend.add_tokens([token])
         found = backend.token_to_id(token.content)
@@ -57,7 +62,7 @@ def add_tokens(backend: Backend, added: Mapping[int, AddedToken]) -> None:
 
 
 def add_bos_eos(backend: Backend, bos: str | None, eos: str | None) -> None:
-    """Let ``backend`` put ``bos`` before and ``eos`` after a text; None for none of it."""
+    """Make ``backend`` put ``bos`` before and ``eos`` after a text; None: nothing."""
     names = [name for name in (bos, eos) if name is not None]
     backend.post_processor = TemplateProcessing(
         single=[*([bos] if bos is not None else []), "$A", *([eos] if eos is not None else [])],
@@ -68,8 +73,8 @@ def add_bos_eos(backend: Backend, bos: str | None, eos: str | None) -> None:
 def merges_by_rank(ranks: Mapping[str, int], whole: Iterable[tuple[str, float]]) -> list[tuple[str, str]]:
     """Return every pair of tokens that joins to a token, in the order in which BPE applies them.
 
-    ``whole``: tokens that may be the result of a merge, with a key (smallest first). A token that can be made of
-    several pairs gets all of them: sentencepiece and tiktoken join any two neighbours whose join is a token.
+    ``whole``: tokens that may result from a merge, each with a sort key (smallest first). A token that several pairs
+    can make gets all of them: sentencepiece and tiktoken join any two neighbours whose join is a token.
     """
     merges: list[tuple[float, int, int, str, str]] = []
     for token, key in whole:
@@ -114,10 +119,10 @@ _GGML_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How a byte-level vocabulary prepares text, with the two flags that go with the name in GGUF files."""
+    """How a byte-level vocabulary prepares text, with two flags that GGUF files imply by the same name."""
 
     patterns: tuple[str, ...]
-    whole_words_first: bool = False  # a piece that is itself a token is taken as it is, without merging
+    whole_words_first: bool = False  # a piece that is itself a token is used without merging
     add_bos: bool = False
     nfc: bool = False  # Unicode normalization form C before splitting
 

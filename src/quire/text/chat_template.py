@@ -29,7 +29,7 @@ from quire.text.tokenizer import SpecialTokens, Tokenizer
 T = TypeVar("T")
 Message = Mapping[str, Any]
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# Marks where the last message ends, so that a rendering can be cut there. The space shows whether the template trims.
+# Marks the end of the last message, where the rendered text is cut. Its space shows whether the template trims text.
 _CUT = "QUIRE_CONTINUES_HERE "
 
 
@@ -110,9 +110,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for ``messages`` (plain JSON values).
 
-        ``add_generation_prompt``: begin the assistant's answer; None leaves that to the template's own default.
-        ``continue_final_message``: the prompt ends inside the last message, which the model goes on with.
-        ``variables``: more for the template to see (`enable_thinking`, …); they win over the tokenizer's tokens.
+        ``add_generation_prompt``: begin the assistant's answer; None means the template's default.
+        ``continue_final_message``: the prompt ends inside the last message, which the model continues.
+        ``variables``: further variables (`enable_thinking`, …), which override the tokenizer's tokens.
         Raises `RequestError` where the template rejects the messages, fails on them, or writes too much.
         """
         chosen = self._choose(bool(tools), name)
@@ -260,7 +260,7 @@ def _raise_exception(message: Any) -> NoReturn:
 
 
 def _with_reasoning_names(message: Message) -> dict[str, Any]:
-    """Give an earlier turn's reasoning all the names under which templates look for it (as transformers 5)."""
+    """Return the message with an earlier turn's reasoning under every name that templates use (as transformers 5)."""
     reasoning = next((message[field] for field in _REASONING_FIELDS if message.get(field) is not None), None)
     if reasoning is None:
         return dict(message)
@@ -292,6 +292,6 @@ def _cut(text: str, final_text: str) -> str:
             "cannot be continued. Leave it out, or use another --chat-template.",
             param="continue_final_message",
         )
-    # A template that trims the message has eaten the mark's space, and the message's own trailing spaces.
+    # A template that trims the message has removed the mark's space and the message's own trailing spaces.
     kept = text[at : at + len(_CUT)] == _CUT
     return text[:at] if kept else re.sub(r"\s+\Z", "", text[:at])

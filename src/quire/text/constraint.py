@@ -1,8 +1,8 @@
-"""`TokenConstraint`: which token ids may come next. The one seam of everything that forbids ids.
+"""`TokenConstraint`: which token ids may come next. Every feature that forbids ids is one.
 
-allowed_token_ids, bad_words, min_tokens and thinking budgets are here; grammars have the same three methods. The
-state of a constraint is a function of the output ids alone: a new one advanced over them equals one that lived along.
-Torch-free: masks are numpy.
+allowed_token_ids, bad_words, min_tokens and thinking budgets are here; grammars implement the same protocol. The state
+of a constraint is a function of the output ids alone, so a new constraint that is advanced over them equals the old
+one. Torch-free: masks are numpy arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TokenConstraint(Protocol):
 
     @property
     def reads_ids(self) -> bool:
-        """Whether the mask depends on which ids were drawn; else on their number at most."""
+        """Whether the mask depends on which ids were sampled, and not only on how many."""
         ...
 
     def mask(self, allowed: BoolMask) -> bool:
@@ -41,7 +41,7 @@ class TokenConstraint(Protocol):
 
 
 class AllowedTokens:
-    """allowed_token_ids: nothing else may be drawn."""
+    """allowed_token_ids: no other id may be sampled."""
 
     reads_ids = False
 
@@ -62,7 +62,7 @@ class AllowedTokens:
 
 
 class BadWords:
-    """bad_words: no sequence of ids in ``words`` may be completed by the output (vLLM's meaning)."""
+    """bad_words: the output may not complete any of the id sequences in ``words`` (as in vLLM)."""
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         self._words = [tuple(word) for word in words if word]
@@ -110,16 +110,16 @@ class MinTokens:
 
 
 class ThinkingLimit:
-    """thinking_budget: when that many tokens of reasoning are written, the next one is its end.
+    """thinking_budget: after that many reasoning tokens, the next token must be the end mark.
 
-    Reasoning that is begun again counts on, so one that has used its budget up ends as it begins.
+    Reasoning that begins again goes on counting, so with a used-up budget it ends immediately.
     """
 
     reads_ids = True
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget
-        # After each output token: whether it stands inside of reasoning, and how many tokens that has so far.
+        # After each output token: whether it is inside reasoning, and the number of reasoning tokens so far.
         self._states: list[tuple[bool, int]] = [(budget.is_open, 0)]
 
     def mask(self, allowed: BoolMask) -> bool:
@@ -146,7 +146,9 @@ class ThinkingLimit:
 
 
 def build_constraints(params: Sampling, vocab_size: int) -> list[TokenConstraint]:
-    """The constraints that ``params`` asks for, before any output token. EOS ids beyond the vocabulary are inert."""
+    """Return the constraints that ``params`` asks for, before any output token. EOS ids beyond the vocabulary are
+    ignored.
+    """
     constraints: list[TokenConstraint] = []
     if params.allowed_token_ids is not None:
         constraints.append(AllowedTokens(params.allowed_token_ids))
@@ -163,7 +165,7 @@ def build_constraints(params: Sampling, vocab_size: int) -> list[TokenConstraint
 def check_token_ids(params: Sampling, vocab_size: int) -> None:
     """Raise `RequestError` naming the field if an id in ``params`` is not in the vocabulary.
 
-    Stop ids beyond it are let through: they can never be drawn, and checkpoints do list such EOS ids.
+    Stop ids beyond it are allowed: they are never sampled, and some checkpoints list such EOS ids.
     """
     fields: tuple[tuple[str, Iterable[int]], ...] = (
         ("allowed_token_ids", params.allowed_token_ids or ()),

@@ -1,4 +1,4 @@
-"""What a model folder says about its tokenizer beside the vocabulary: names of special tokens, BOS, chat templates."""
+"""The tokenizer configuration of a model folder apart from the vocabulary: special tokens, BOS, chat templates."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class FolderConfig:
 
     special: SpecialTokens = field(default_factory=SpecialTokens)
     added_tokens: Mapping[int, AddedToken] = field(default_factory=dict)
-    add_bos: bool | None = None  # None: the vocabulary's own habit
+    add_bos: bool | None = None  # None: the vocabulary's default
     add_eos: bool | None = None
     add_prefix_space: bool | None = None
     clean_up_spaces: bool = False
-    # False: only the start of a text gets sentencepiece's extra space; True: also what follows a special token.
+    # False: only the start of a text gets sentencepiece's extra space; True: also text after a special token.
     space_after_special: bool = True
     chat_templates: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_folder_config(folder: Path) -> FolderConfig:
-    """Read the configuration files of ``folder``, all of them optional. Raises `ModelLoadError` for broken JSON."""
+    """Read the configuration files of ``folder``, all of them optional. Raises `ModelLoadError` for damaged JSON."""
     try:
         return _folder_config(folder, read_json(folder / "tokenizer_config.json"))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -48,7 +48,7 @@ def _folder_config(folder: Path, config: Mapping[str, Any]) -> FolderConfig:
         **{k: v for k, v in config.items() if v is not None},
     }
     roles = {role: text for role in ROLES if (text := _content(names.get(role))) is not None}
-    # Families name tokens of their own ("boi_token"); transformers 5 keeps them in `extra_special_tokens`.
+    # Some families name further tokens ("boi_token"); transformers 5 has them in `extra_special_tokens`.
     extra = names.get("extra_special_tokens") or []
     if isinstance(extra, Mapping):
         roles.update({role: text for role, value in extra.items() if (text := _content(value)) is not None})
@@ -89,7 +89,7 @@ def read_template(path: Path) -> str:
 
 
 def _content(value: Any) -> str | None:
-    """A token is written as a string or as an AddedToken's object."""
+    """Return the text of a token, which is written as a string or as the object of an AddedToken."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None

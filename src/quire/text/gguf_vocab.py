@@ -1,4 +1,4 @@
-"""The vocabulary inside a GGUF file into a tokenizer (`tokenizer.ggml.*` of the GGUF specification)."""
+"""Builds a tokenizer from the vocabulary in a GGUF file (`tokenizer.ggml.*` of the GGUF specification)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROLE_IDS = {
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
-    "sep_token": "seperator_token_id",  # spelled so in the specification
+    "sep_token": "seperator_token_id",  # the specification's spelling
     "mask_token": "mask_token_id",
 }
 _END_IDS = ("eot_token_id", "eom_token_id")
@@ -29,7 +29,7 @@ _END_IDS = ("eot_token_id", "eom_token_id")
 def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer from the key-value pairs of a GGUF file (already plain Python values).
 
-    Raises `ModelLoadError` for a missing or inconsistent key, `UnsupportedModelError` for a kind of vocabulary or a
+    Raises `ModelLoadError` if a key is missing or inconsistent, `UnsupportedModelError` for a kind of vocabulary or
     splitting that is not supported.
     """
     kind = _get(metadata, "model")

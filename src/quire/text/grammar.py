@@ -1,7 +1,7 @@
-"""From `StructuredOutputsParams` to the grammar that crosses to the worker: text that llguidance compiles.
+"""From `StructuredOutputsParams` to the grammar that is sent to the worker: text that llguidance compiles.
 
-`grammar_source` is cheap and total; it runs where the request arrives. `build_grammar` parses what a stranger wrote, so
-it runs in the helper process of `quire.engine.grammar_check` alone.
+`grammar_source` is cheap and runs where the request arrives. `build_grammar` parses what a client wrote, so it runs
+only in the helper process of `quire.engine.grammar_check`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from quire.text.json_schema import closed, written_out
 from quire.text.structural_tag import lark_of_structural_tag, slashed
 
 MAX_SOURCE_BYTES = 1 << 20
-# Between two tokens of JSON: nothing, one space, or a line break with its indentation. JSON's own rule, any run of
-# spaces, is where small models lose themselves for ever.
+# Between two tokens of JSON: nothing, one space, or a line break with its indentation. JSON itself allows any run of
+# spaces, and small models then write spaces for ever.
 WHITESPACE = r"( |\n[ \t]{0,40})"
 
 
@@ -25,17 +25,17 @@ def grammar_source(params: StructuredOutputsParams) -> str:
     """Return ``params`` as one text for the helper.
 
     Raises:
-        RequestError: it is larger than `MAX_SOURCE_BYTES`, or nested deeper than Python can write.
+        RequestError: the text is larger than `MAX_SOURCE_BYTES`, or nested more deeply than Python can serialize.
     """
     kind = params.kind
-    said = {
+    given = {
         "kind": kind,
         "value": getattr(params, kind),
         "whitespace": None if params.disable_any_whitespace else params.whitespace_pattern or WHITESPACE,
         "closed": params.disable_additional_properties,
     }
     try:
-        text = json.dumps(said)
+        text = json.dumps(given)
     except RecursionError:
         raise params.wrong(f"{params.param}: {kind} is nested too deeply.") from None
     except (TypeError, ValueError) as error:  # offline: a dict may hold anything
@@ -50,19 +50,20 @@ def grammar_source(params: StructuredOutputsParams) -> str:
 def build_grammar(source: str, *, write_out: bool = False) -> str:
     """Return the grammar of a `grammar_source`, in the text form of llguidance.
 
-    ``write_out``: say a JSON schema in simpler words (`quire.text.json_schema`), where the compiler has refused it.
+    ``write_out``: rewrite a JSON schema in simpler keywords (`quire.text.json_schema`), for one that llguidance
+    rejected.
 
     Raises:
-        RequestError: what the source says cannot be a grammar. Much is found only by compiling the result.
+        RequestError: the source cannot be a grammar. Many errors show only when the result is compiled.
     """
-    said = json.loads(source)
-    value, options = said["value"], _options(said["whitespace"])
-    match said["kind"]:
+    given = json.loads(source)
+    value, options = given["value"], _options(given["whitespace"])
+    match given["kind"]:
         case "json":
             schema = _parsed(value)
             if not isinstance(schema, dict):
                 raise RequestError(f"the schema is {schema!r:.60}; it must be an object")
-            schema = closed(schema) if said["closed"] else schema
+            schema = closed(schema) if given["closed"] else schema
             return _json_grammar(written_out(schema, schema) if write_out else schema, options)
         case "json_object":
             return _json_grammar({"type": "object"}, options)
@@ -76,7 +77,7 @@ def build_grammar(source: str, *, write_out: bool = False) -> str:
 
 
 def _json_grammar(schema: Any, options: dict[str, Any]) -> str:
-    # The options replace any that the schema brings: "lenient" would drop what the compiler does not know.
+    # These options replace any in the schema: with "lenient" llguidance would ignore keywords that it does not know.
     if not isinstance(schema, dict):
         raise RequestError("nothing is valid under the schema")
     return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})

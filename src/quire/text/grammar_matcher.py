@@ -1,4 +1,8 @@
-"""`GrammarConstraint`: a compiled grammar as a `TokenConstraint`."""
+"""The only module that calls llguidance: compiled grammars, and `GrammarConstraint`, a grammar as a `TokenConstraint`.
+
+llguidance is imported with the first grammar, so `quire.LLM` works without it. Grammars are compiled under the same
+limits in the helper process, in the engine and in tests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ TOO_COMPLEX = "the grammar became too complex to follow at this point of the ans
 
 
 def first_error(matcher: Any) -> str:
-    """Return what is wrong with a grammar, or an empty string. The first mask is computed on a copy."""
+    """Return what is wrong with a grammar, or an empty string. Computes the first mask, on a copy of the matcher."""
     if matcher.is_error():
         return str(matcher.get_error())
     trial = matcher.deep_copy()
@@ -26,15 +30,15 @@ def first_error(matcher: Any) -> str:
 
 
 def bitmask_words(vocab_size: int) -> int:
-    """Words of 32 bits in a mask over ``vocab_size`` ids."""
+    """Return the number of 32-bit words in a mask over ``vocab_size`` ids."""
     return -(-vocab_size // 32)
 
 
 class GrammarConstraint:
-    """One sequence's place in a grammar. Its EOS ids are allowed where the grammar is complete, and only there."""
+    """One sequence's position in a grammar. EOS ids are allowed exactly where the grammar is complete."""
 
     def __init__(self, matcher: Any, vocab_size: int, output_token_ids: Sequence[int] = ()) -> None:
-        """Take over ``matcher``, which stands at the start, and follow it through ``output_token_ids``."""
+        """Take over ``matcher``, which is at its start, and advance it over ``output_token_ids``."""
         self.matcher = matcher
         self._bits = np.zeros(bitmask_words(vocab_size), np.int32)
         self._vocab_size = vocab_size
@@ -43,7 +47,7 @@ class GrammarConstraint:
 
     @property
     def error(self) -> str | None:
-        """Why the sequence cannot go on: a limit of the compiler, or a token that the grammar does not allow."""
+        """Why the sequence cannot go on: a limit of llguidance, or a token that the grammar does not allow."""
         if not self.matcher.is_error():
             return None
         reason = self.matcher.stop_reason()
@@ -68,13 +72,13 @@ class GrammarConstraint:
 
 
 def unpack(bits: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
-    """``bits: [rows, words]`` → bool ``[rows, vocab_size]``."""
+    """Return ``bits: [rows, words]`` as bool ``[rows, vocab_size]``."""
     rows = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
     return rows.view(np.bool_)
 
 
-# llguidance counts its work, so these cut at the same place on every machine. In time, by its own figures: 20 ms of
-# building regexes, then 14 ms a mask at most.
+# llguidance counts work, not time, so these limits act at the same place on every machine. By its own figures they
+# allow 20 ms of building regexes, then 14 ms per mask.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -86,9 +90,9 @@ LIMITS: dict[str, Any] = {
 
 
 def compile_matcher(tokenizer: Any, grammar: str) -> Any:
-    """Return an `LLMatcher` before its first token. It never raises: `first_error` tells what is wrong.
+    """Return an `LLMatcher` before its first token. Never raises: `first_error` returns what is wrong.
 
-    ``tokenizer`` is that of `ll_tokenizer`.
+    ``tokenizer``: from `ll_tokenizer`.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -96,10 +100,10 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
 
 
 def ll_tokenizer(table: TokenTable, encode: Encode | None = None) -> Any:
-    """Return llguidance's own form of ``table``, with a trie over the tokens (a second for 128k of them).
+    """Return llguidance's form of ``table``, with a trie over the tokens (takes a second for 128k of them).
 
-    ``encode`` finds the ids of a text that the grammar forces, so that it is written in the tokens that the model
-    knows; without it the longest tokens are taken.
+    ``encode`` returns the ids of a text that the grammar forces, in the tokens that the model would choose. Without it
+    the longest tokens are used.
     """
     from llguidance import LLTokenizer
 
@@ -110,17 +114,17 @@ def ll_tokenizer(table: TokenTable, encode: Encode | None = None) -> Any:
 
 
 def mask_threads(num_threads: int) -> Any:
-    """Return the `LLExecutor` that advances matchers and computes masks on ``num_threads`` threads, without the GIL."""
+    """Return an `LLExecutor`, which advances matchers and computes masks on ``num_threads`` threads without the GIL."""
     from llguidance import LLExecutor
 
     return LLExecutor(num_threads)
 
 
 def as_lark(text: str) -> str:
-    """Return Lark as it is, and GBNF or EBNF (rules with ``::=``) as Lark.
+    """Return a Lark grammar unchanged, and GBNF or EBNF (rules with ``::=``) as Lark.
 
     Raises:
-        RequestError: it is neither.
+        RequestError: ``text`` is none of these.
     """
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -128,12 +132,12 @@ def as_lark(text: str) -> str:
         return str(any_to_lark(text))
     except (
         Exception
-    ) as error:  # its parser has exceptions of its own, and raises IndexError at the end of the text
+    ) as error:  # the parser has its own exceptions, and raises IndexError at the end of the text
         raise RequestError(f"the grammar cannot be read: {error}") from None
 
 
 class _Wrapper:
-    """What `LLTokenizer` reads; the names are its own."""
+    """The object that `LLTokenizer` reads, with the names that it expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -151,7 +155,7 @@ class _Wrapper:
             ids = self._encode(said)
             if b"".join([self.tokens[i] for i in ids]) == said.encode():
                 return ids
-        # Normalised on the way, or no tokenizer here.
+        # The tokenizer normalizes the text, or there is none here.
         return [] if self.greedy is None else self.greedy(said)
 
 
@@ -159,7 +163,9 @@ Encode = Callable[[str], list[int]]
 
 
 class TokenTable(NamedTuple):
-    """``tokens[id]`` are bytes; empty for an id without a token, which no grammar can then draw."""
+    """The vocabulary for llguidance. ``tokens[id]``: the exact bytes; empty for an id without a token, which no grammar
+    allows.
+    """
 
     tokens: Sequence[bytes]
     special_ids: Sequence[int]
@@ -167,10 +173,10 @@ class TokenTable(NamedTuple):
 
 
 def token_table(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> TokenTable:
-    """Return the table of the model's ``vocab_size`` ids, which may be more or fewer than the tokenizer's."""
+    """Return the table of the model's ``vocab_size`` ids; the tokenizer may have more or fewer."""
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
     eos = tuple(token_id for token_id in eos_ids if token_id < vocab_size)
-    # An id that ends the answer may not be drawn as the text that it is spelled with.
+    # An id that ends the answer must not count as the text that spells it.
     special = {i for i in tokenizer.special_token_ids if i < vocab_size} | set(eos)
     for token_id in special:
         tokens[token_id] = tokens[token_id] or b"<%d>" % token_id
@@ -178,7 +184,7 @@ def token_table(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -
 
 
 def encode_forced(tokenizer: Tokenizer) -> Encode:
-    """Return how ``tokenizer`` writes a piece in the middle of a text: no BOS, no special tokens, no first space."""
+    """Return the encoder for a piece in the middle of a text: no BOS, no special tokens, no leading space."""
     mark = "\n" if tokenizer.text_rule.drops_leading_space else ""
 
     def encode(text: str) -> list[int]:

@@ -1,10 +1,10 @@
-"""JSON schemas said in the words that the grammar compiler has.
+"""Rewrites JSON schemas in the keywords that the grammar compiler supports.
 
-The compiler knows no `not`, no conditions, no dependencies, and `oneOf` only where it sees that the options cannot
-meet. They are written out here as alternatives (`anyOf`) by the rules of logic. Where the opposite of a keyword has no
-form (`quire.text.schema_negation`) a narrower one is taken, so every text of the grammar is valid under the schema, and
-there may be a valid text that the grammar cannot write. What has no form at all stays, and the compiler refuses it by
-its name.
+The compiler has no `not`, conditions or dependencies, and supports `oneOf` only if it sees that the options exclude
+each other. These are rewritten here as alternatives (`anyOf`) by the rules of logic. If the opposite of a keyword
+cannot be written (`quire.text.schema_negation`), a narrower schema is used: every text of the grammar is valid under
+the schema, but some valid texts may not be in the grammar. A keyword that cannot be rewritten at all stays, and the
+compiler rejects it by name.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ONE = (
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAP = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
-# The formats that JSON Schema defines. The compiler enforces some and refuses the others. Any other name says nothing
-# of a text (2020-12, part 2, 7.2.3), and is taken out.
+# The formats that JSON Schema defines. The compiler enforces some and rejects the others. Any other name constrains
+# nothing (2020-12, part 2, 7.2.3) and is removed.
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid",
      "uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
 )  # fmt: skip
-_MAX_OPTIONS = 16  # of a oneOf that is written out
+_MAX_OPTIONS = 16  # of a oneOf that is rewritten
 
 
 def map_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def map_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict
 
 
 def closed(schema: Any) -> Any:
-    """Return ``schema`` in which objects that name properties, and say nothing of others, have no others."""
+    """Return ``schema`` with objects closed: those that name properties allow no others unless they say so."""
     if not isinstance(schema, dict):
         return schema
     made = map_subschemas(schema, closed)
@@ -57,10 +57,10 @@ def closed(schema: Any) -> Any:
 
 
 def written_out(schema: Any, root: dict[str, Any]) -> Any:
-    """Return a schema of the same texts, or of fewer, in the compiler's words. ``root``: where ``$ref`` begins."""
+    """Return a schema for the same texts, or fewer, in the compiler's keywords. ``root``: where ``$ref`` starts."""
     if not isinstance(schema, dict):
         return schema
-    # What is negated is written out in its new place.
+    # Schemas that get negated are rewritten after that.
     late = {key: schema[key] for key in ("not", "if", "then", "else") if key in schema}
     rest = {key: value for key, value in schema.items() if key not in late}
     made: dict[str, Any] = {**map_subschemas(rest, lambda inner: written_out(inner, root)), **late}
@@ -80,18 +80,18 @@ def written_out(schema: Any, root: dict[str, Any]) -> Any:
 
 
 def _contains(schema: dict[str, Any], root: dict[str, Any]) -> Any:
-    """Some item matches: the first."""
+    """Some item matches. Narrower: the first item matches."""
     if "contains" not in schema or "maxContains" in schema or schema.get("minContains", 1) != 1:
         return schema
     made = {key: value for key, value in schema.items() if key not in ("contains", "minContains")}
-    arrays = schema.get("type") in ("array", ["array"])  # else what is no array is valid
+    arrays = schema.get("type") in ("array", ["array"])  # else any value that is not an array is valid
     first = {"type": "array", "prefixItems": [schema["contains"]], "minItems": 1}
     others = {"type": ["null", "boolean", "number", "string", "object"]}
     return all_of([made, first if arrays else {"anyOf": [first, others]}])
 
 
 def _dependencies(schema: dict[str, Any], root: dict[str, Any]) -> Any:
-    """The property is missing, or what it needs holds."""
+    """The property is missing, or its dependency holds."""
     made, parts = dict(schema), []
     for key in _DEPENDENCIES:
         needs = schema.get(key)
@@ -105,7 +105,7 @@ def _dependencies(schema: dict[str, Any], root: dict[str, Any]) -> Any:
 
 
 def _condition(schema: dict[str, Any], root: dict[str, Any]) -> Any:
-    """`if`, `then`, `else`: the condition and the one, or its opposite and the other."""
+    """`if`, `then`, `else`: the condition and `then`, or its opposite and `else`."""
     made = {key: value for key, value in schema.items() if key not in ("if", "then", "else")}
     if "if" not in schema:
         return made
@@ -118,7 +118,7 @@ def _condition(schema: dict[str, Any], root: dict[str, Any]) -> Any:
 
 
 def _one_of(schema: dict[str, Any], root: dict[str, Any]) -> Any:
-    """`oneOf`: one of them, and none of the others."""
+    """`oneOf`: one option, and none of the others."""
     options = schema.get("oneOf")
     if not isinstance(options, list) or not 0 < len(options) <= _MAX_OPTIONS:
         return schema

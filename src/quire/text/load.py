@@ -1,4 +1,7 @@
-"""`load_tokenizer`: find the tokenizer of a model folder, in whichever form it is, and build it."""
+"""`load_tokenizer`: finds the tokenizer files of a model folder, in any of their forms, and builds the tokenizer.
+
+Hugging Face's two forms are read here: `tokenizer.json`, and `vocab.json` with `merges.txt` (GPT-2, Qwen2).
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ FORMS = "tokenizer.json; vocab.json with merges.txt; a sentencepiece or tiktoken
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer in ``path``: a model folder, or one file of a form that stands alone.
+    """Load the tokenizer in ``path``: a model folder, or one file if the form needs no other.
 
-    In a folder the first of these wins: tokenizer.json; vocab.json + merges.txt; tokenizer.model; *.tiktoken; the
-    newest *.model.vN (Mistral). Raises `ModelLoadError` for files that are missing or broken.
+    In a folder, the first of these that exists is read: tokenizer.json; vocab.json + merges.txt; tokenizer.model;
+    *.tiktoken; the newest *.model.vN (Mistral). Raises `ModelLoadError` if files are missing or damaged.
     """
     if not path.exists():
         raise ModelLoadError(f"There is no {path}. Give a model folder that has one of: {FORMS}.")
@@ -62,14 +65,14 @@ def _load_file(path: Path, config: FolderConfig) -> Tokenizer:
         raise ModelLoadError(
             f"{path} is a Git LFS pointer, not the file itself. Fetch it with `git lfs pull` or download it again."
         )
-    # Llama 3 calls its rank file tokenizer.model, so the contents decide.
+    # Llama 3's rank file is also called tokenizer.model, so the contents decide.
     if _RANK_LINE.match(head):
         return load_tiktoken(path, config)
     return load_sentencepiece(path, config)
 
 
 _END_OF_TEXT = "<|endoftext|>"
-# The splitting expression is not in vocab.json; it goes with the class that tokenizer_config.json names.
+# vocab.json does not have the splitting expression; the class that tokenizer_config.json names implies it.
 _SPLITTINGS = {
     "Qwen2Tokenizer": Splitting((QWEN2,), nfc=True),
     "Qwen2TokenizerFast": Splitting((QWEN2,), nfc=True),
@@ -79,7 +82,7 @@ _SPLITTINGS = {
 
 
 def load_tokenizer_json(path: Path, config: FolderConfig) -> Tokenizer:
-    """Build the tokenizer that a tokenizer.json describes, with the additions of tokenizer_config.json."""
+    """Build the tokenizer of a tokenizer.json, with the additions of tokenizer_config.json."""
     backend = _read_backend(path)
     known = backend.get_added_tokens_decoder()
     add_tokens(
@@ -91,7 +94,7 @@ def load_tokenizer_json(path: Path, config: FolderConfig) -> Tokenizer:
         roles = config.special.roles
         bos = roles.get("bos_token") if config.add_bos else None
         add_bos_eos(backend, bos, roles.get("eos_token") if config.add_eos else None)
-    # transformers ignores the clean-up for BPE, where it would eat real spaces.
+    # transformers ignores the clean-up for BPE, where it would remove real spaces.
     is_bpe = type(backend.model).__name__ == "BPE"
     rule = token_text_of(backend, clean_up=config.clean_up_spaces and not is_bpe)
     return Tokenizer(backend, rule, config.special, config.chat_templates)
@@ -111,9 +114,10 @@ def _read_backend(path: Path) -> Backend:
 
 
 def _with_paired_merges(path: Path) -> str | None:
-    """Rewrite a file whose merges are strings ("a b") of tokens that hold spaces themselves, or return None.
+    """Return the file with its merges as pairs, or None if that is impossible.
 
-    The old form is ambiguous there and `tokenizers` refuses it; the vocabulary tells where such a string divides.
+    In the old form a merge is one string ("a b"). If tokens themselves have spaces, that is ambiguous, and `tokenizers`
+    rejects it; the vocabulary tells where such a string divides.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -138,7 +142,7 @@ def _differs(known: AddedToken | None, wanted: AddedToken) -> bool:
 
 
 def _add_missing(backend: Backend, special: SpecialTokens) -> None:
-    """Tokens with a role are special even if no list of added tokens says so; new ones get the next id."""
+    """Add tokens that have a role but are in no list of added tokens. They are special; a new one gets the next id."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for text in (*special.roles.values(), *special.additional):
         if text not in known:
@@ -146,7 +150,7 @@ def _add_missing(backend: Backend, special: SpecialTokens) -> None:
 
 
 def _match_special_as_written(backend: Backend) -> None:
-    """Find special tokens in the text as it is: old Llama files want them normalized, where "</s>" reads "▁</s>"."""
+    """Match special tokens in the raw text. Old Llama files normalize them first, which turns "</s>" into "▁</s>"."""
     for token in backend.get_added_tokens_decoder().values():
         if token.special and token.normalized:
             flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}

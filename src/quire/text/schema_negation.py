@@ -1,8 +1,9 @@
 """The opposite of a JSON schema, as a schema without `not`: De Morgan's rules down to single keywords.
 
-A keyword speaks of one type and lets the others pass, so its opposite is of that type: of ``minimum: 3``, a number
-below 3. A schema holds when all its keywords do; its opposite is one of the opposites. One that has no form is left
-out, which makes the result narrower, and never wrong.
+A keyword constrains values of one type and allows all others, so its opposite is a schema of that type: the opposite of
+``minimum: 3`` is a number below 3. A schema holds if all its keywords hold, so its opposite is that one of the
+keywords' opposites holds. An opposite that cannot be written is left out, which makes the result narrower but never
+wrong.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ Negate = Callable[[Any], Any]
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MAX_DEPTH = 8
 _MAX_OPTIONS = 64
-_MAX_TEXT_CHARS = 400  # of an enum whose opposite is written as a pattern
-# Keywords that say nothing of a text.
+_MAX_TEXT_CHARS = 400  # in an enum whose opposite is written as a pattern
+# Keywords that constrain nothing.
 _SILENT = frozenset(
     {"$schema", "$id", "id", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
      "example", "deprecated", "readOnly", "writeOnly", "$anchor"}
@@ -25,7 +26,7 @@ _SILENT = frozenset(
 
 
 class NoForm(Exception):
-    """The schema that is asked for cannot be written."""
+    """The schema cannot be written."""
 
 
 def all_of(parts: Sequence[Any]) -> Any:
@@ -40,12 +41,12 @@ def all_of(parts: Sequence[Any]) -> Any:
 
 
 def without(name: str) -> dict[str, Any]:
-    """Return the schema of objects that lack the property."""
+    """Return the schema of objects without the property."""
     return {"type": "object", "properties": {name: False}}
 
 
 def resolved(schema: Any, root: dict[str, Any], limit: int = 8) -> Any:
-    """Follow a local ``$ref``; its siblings hold as well. Raises `NoForm` where it leads elsewhere."""
+    """Follow a local ``$ref``; its siblings hold too. Raises `NoForm` for a reference that is not local."""
     if not isinstance(schema, dict) or "$ref" not in schema:
         return schema
     ref = schema["$ref"]
@@ -62,7 +63,7 @@ def resolved(schema: Any, root: dict[str, Any], limit: int = 8) -> Any:
 
 
 def negate(schema: Any, root: dict[str, Any], depth: int = 0) -> Any:
-    """Return a schema under which nothing is valid that is valid under ``schema``. Raises `NoForm`."""
+    """Return a schema under which only values are valid that are invalid under ``schema``. Raises `NoForm`."""
     if isinstance(schema, bool):
         return {} if not schema else False
     if depth > _MAX_DEPTH or not isinstance(schema, dict):
@@ -95,7 +96,7 @@ def negate(schema: Any, root: dict[str, Any], depth: int = 0) -> Any:
 def _type(value: Any, negate: Negate) -> list[Any]:
     given = {value} if isinstance(value, str) else set(value)
     if "integer" in given:
-        given.add("number")  # numbers that are not whole have no form
+        given.add("number")  # there is no schema for numbers that are not integers
     left = [kind for kind in _TYPES if kind not in given]
     return [{"type": left}] if left else []
 
@@ -131,7 +132,7 @@ def _kind(value: Any) -> str:
 
 
 def _other_than(texts: Sequence[str]) -> str:
-    """Return a regex of every text but these."""
+    """Return a regex that matches every text except these."""
     by_first: dict[str, list[str]] = {}
     for text in texts:
         if text:
@@ -170,7 +171,7 @@ def _properties(value: dict[str, Any], negate: Negate) -> list[Any]:
 
 
 def _items(value: Any, negate: Negate) -> list[Any]:
-    """Some item is wrong: the first."""
+    """Some item is invalid. Narrower: the first item is invalid."""
     if isinstance(value, list):
         raise NoForm
     wrong = negate(value)
@@ -178,7 +179,7 @@ def _items(value: Any, negate: Negate) -> list[Any]:
 
 
 def _additional(value: Any, negate: Negate) -> list[Any]:
-    """Which names are additional depends on the other keywords: no form."""
+    """Which names are additional depends on the other keywords, so there is no opposite."""
     if value in (True, {}):
         return []
     raise NoForm
@@ -213,7 +214,7 @@ _RULES: dict[str, Callable[[Any, Negate], list[Any]]] = {
     "additionalProperties": _additional,
     "additionalItems": _additional,
     "anyOf": _none_of,
-    "oneOf": _none_of,  # two of them at once would do too
+    "oneOf": _none_of,  # narrower: two valid options at once would be an opposite too
     "allOf": _not_all,
     "not": lambda value, negate: [value],
     "minimum": lambda value, negate: _below(value),

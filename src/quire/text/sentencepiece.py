@@ -1,4 +1,4 @@
-"""sentencepiece's `tokenizer.model` into a tokenizer, with a reader of the few protobuf fields that matter.
+"""Vocabularies of scored pieces: sentencepiece's `tokenizer.model`, read here, and their copies in GGUF files.
 
 The fields are those of `sentencepiece_model.proto` (google/sentencepiece): ModelProto {1: pieces, 2: trainer_spec,
 3: normalizer_spec}.
@@ -29,7 +29,7 @@ _Value = int | bytes
 def load_sentencepiece(path: Path, config: FolderConfig) -> Tokenizer:
     """Build the tokenizer of a sentencepiece file; ``config`` may add tokens, roles and chat templates.
 
-    Without word from ``config`` a BPE model adds BOS (Llama, Mistral, Gemma) and a unigram model EOS (T5).
+    By default a BPE model adds BOS (Llama, Mistral, Gemma) and a unigram model adds EOS (T5).
     """
     model = read_sentencepiece(path)
     if config.add_prefix_space is not None:
@@ -164,12 +164,12 @@ SPACE = "▁"  # U+2581 stands for a space inside pieces
 
 
 class PieceKind(IntEnum):
-    """What a piece is for; sentencepiece and GGUF number them alike."""
+    """What a piece is for; sentencepiece and GGUF use the same numbers."""
 
     NORMAL = 1
     UNKNOWN = 2
-    CONTROL = 3  # never made from text: <s>, </s>, [INST]
-    USER_DEFINED = 4  # always one token where its text occurs
+    CONTROL = 3  # never produced from text: <s>, </s>, [INST]
+    USER_DEFINED = 4  # its text is always one token
     UNUSED = 5
     BYTE = 6  # "<0x0A>"
 
@@ -183,7 +183,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceModel:
-    """A sentencepiece model: pieces by id, and how text is normalized before it is cut into them."""
+    """A sentencepiece model: pieces by id, and how text is normalized before it is split into pieces."""
 
     pieces: Sequence[Piece]
     is_unigram: bool
@@ -201,10 +201,10 @@ class PieceModel:
 
 
 def pieces_backend(model: PieceModel, *, space_after_special: bool) -> Backend:
-    """Return a tokenizer that cuts text as sentencepiece does.
+    """Return a tokenizer that splits text as sentencepiece does.
 
-    ``space_after_special``: the text after a special token gets the extra space too, as `LlamaTokenizer` ("legacy")
-    and llama.cpp do, not only the start of the whole.
+    ``space_after_special``: not only the start of the text gets the extra space, but also text after a special token,
+    as in `LlamaTokenizer` ("legacy") and llama.cpp.
     """
     if not 0 <= model.unk_id < len(model.pieces):
         raise ModelLoadError(
@@ -232,7 +232,7 @@ def pieces_backend(model: PieceModel, *, space_after_special: bool) -> Backend:
 
 
 def _matched_first(pieces: Sequence[Piece]) -> dict[int, AddedToken]:
-    """The pieces that are found in the text before it is cut. Those with a space in them the merges find as well."""
+    """Return the pieces that are matched before the text is split. The merges find user-defined pieces with a space."""
     special = (PieceKind.CONTROL, PieceKind.UNKNOWN)
     return {
         token_id: AddedToken(piece.text, special=piece.kind in special, normalized=False)

@@ -1,4 +1,4 @@
-"""`StopMatcher`: stop strings found in text that arrives in pieces, with nothing leaked and nothing held for long."""
+"""`StopMatcher`: finds stop strings in a stream of text and holds back as little text as possible."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Sequence
 class StopMatcher:
     """Watches a text for stop strings (Aho & Corasick 1975).
 
-    What may be shown is released at once but for the longest tail that is a proper prefix of some stop string. The
-    match whose last character comes first wins; of two that end together, the longer. The result does not depend on
-    how the text was cut into pieces.
+    Text is released at once, except for the longest tail that is a proper prefix of a stop string. The match that ends
+    first wins; of two that end together, the longer one. The result does not depend on how the text is cut into pieces.
 
-    After a match: ``matched`` is the stop string, ``match_end`` the offset just after it in the whole text, and nothing
-    more is released.
+    After a match, ``matched`` is the stop string, ``match_end`` is the offset just after it in the whole text, and no
+    more text is released.
     """
 
     def __init__(self, stop: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
@@ -23,12 +22,12 @@ class StopMatcher:
         self._next: list[dict[str, int]] = [{}]
         self._fail = [0]
         self._depth = [0]
-        self._word: list[str | None] = [None]  # the longest stop string that ends in this state
+        self._word: list[str | None] = [None]  # longest stop string that ends in this state
         for word in stop:
             self._add(word)
         self._link()
         self._state = 0
-        self._held = ""  # always the last `depth` characters of the text, those not yet released
+        self._held = ""  # the last `depth` characters of the text, which are not yet released
         self._num_chars = 0
         self.matched: str | None = None
         self.match_end = 0
@@ -53,7 +52,7 @@ class StopMatcher:
         return text[:cut]
 
     def pass_through(self, text: str) -> str:
-        """Take text in which a stop string does not count (before `min_tokens`), return all that may be shown."""
+        """Take text in which a stop string does not count (before `min_tokens`), return all of it that may be shown."""
         if self.matched is not None:
             return ""
         text = self._held + text
@@ -62,7 +61,7 @@ class StopMatcher:
         return text
 
     def finish(self) -> str:
-        """The text is over: return the tail that was held back."""
+        """Return the tail that was held back at the end of the text."""
         return self.pass_through("")
 
     def _end(self, word: str, text: str) -> str:

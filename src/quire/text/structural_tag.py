@@ -1,7 +1,7 @@
-"""Structural tags: free text in which tagged parts have a form. From vLLM's (XGrammar's) description to Lark.
+"""Structural tags: free text in which tagged sections have a form. From vLLM's (XGrammar's) description to Lark.
 
-Both spellings are read: ``{"structures": [{begin, schema, end}], "triggers": […]}`` and the newer ``{"format": {…}}``.
-A part of free text ends at the first trigger or end string, so what follows it is constrained as soon as it is written.
+Both forms are read: ``{"structures": [{begin, schema, end}], "triggers": […]}`` and the newer ``{"format": {…}}``. Free
+text ends at the first trigger or end string, so the constraint applies from there.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ FORMATS = (
 
 
 def lark_of_structural_tag(spec: Any, options: Mapping[str, Any]) -> str:
-    """Return the grammar of ``spec``; ``options`` go into every JSON schema of it.
+    """Return the grammar of ``spec``; ``options`` are put into each of its JSON schemas.
 
     Raises:
-        RequestError: a part that is missing, of the wrong type or of an unknown kind, by its path.
+        RequestError: an element is missing, has the wrong type or an unknown kind; names its path.
     """
     if not isinstance(spec, dict):
         raise RequestError(f"the structural tag is {spec!r:.60}; it must be an object")
@@ -39,12 +39,12 @@ def lark_of_structural_tag(spec: Any, options: Mapping[str, Any]) -> str:
 
 
 class _Emitter:
-    """Collects rules and terminals of one Lark grammar; every method returns the name or text of a part."""
+    """Collects the rules of one Lark grammar; every method returns the name or the body of a rule."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._lines: list[str] = []
-        self._inner: list[dict[str, str]] = []  # grammars that stand alone, referred to by name
+        self._inner: list[dict[str, str]] = []  # separate grammars, referred to by name
 
     def grammar(self, start: str) -> str:
         lark = "\n".join([f"start: {start}", *self._lines])
@@ -97,7 +97,7 @@ class _Emitter:
         return [self.rule(item, f"{path}.elements[{i}]") for i, item in enumerate(items)]
 
     def _tag(self, form: dict[str, Any], path: str, begin_from: int = 0) -> str:
-        """``begin_from``: how much of ``begin`` a trigger has already matched."""
+        """``begin_from``: how many characters of ``begin`` a trigger has already matched."""
         begin = _text(form, "begin", path)[begin_from:]
         end = _text(form, "end", path)
         content = form.get("content")

@@ -1,7 +1,7 @@
-"""tiktoken rank files (`base64(token) rank` per line) into tokenizers: OpenAI's encodings, Llama 3, Qwen 1.
+"""Builds tokenizers from tiktoken rank files (`base64(token) rank` per line): OpenAI's encodings, Llama 3, Qwen 1.
 
-A rank file has neither the splitting expression nor the special tokens. The known vocabularies are told apart by their
-number of ranks; merges are recovered from the ranks (`merges_by_rank`).
+A rank file has neither the splitting expression nor the special tokens, so known vocabularies are recognized by their
+number of ranks. Merges are recovered from the ranks (`merges_by_rank`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What a rank file leaves out."""
+    """What a rank file does not say."""
 
     splitting: Splitting
     special: Mapping[str, int]
@@ -56,7 +56,7 @@ def _qwen_special() -> dict[str, int]:
 
 
 def _splitting(pattern: str, *, add_bos: bool = False, nfc: bool = False) -> Splitting:
-    # tiktoken always looks a whole piece up before it merges.
+    # tiktoken looks up the whole piece before it merges.
     return Splitting((pattern,), whole_words_first=True, add_bos=add_bos, nfc=nfc)
 
 

@@ -1,12 +1,12 @@
-"""How the tokens of a vocabulary become bytes: the decoder of a tokenizer, reduced to one rule per token.
+"""How tokens become bytes: the decoder of a tokenizer, reduced to one rule per token; and the clean-up of spaces.
 
 A decoder of the `tokenizers` library turns a whole list of tokens into text. A server needs more: the exact bytes of
-each token (logprobs, grammars) and text that grows token by token. Every decoder of a generative model is a map from
-one token to bytes, plus at most one space dropped at the very start; `TokenText` is that rule.
+each token (logprobs, grammars), and text that grows token by token. For every generative model the decoder is a map
+from one token to bytes, plus at most one space dropped at the very start; `TokenText` is that rule.
 
-Where a sequence of byte tokens is not UTF-8, each maximal invalid part becomes one U+FFFD (as Python, Rust and the
-WHATWG do for byte-level tokenizers). The `tokenizers` library differs for byte *fallback* alone: there one bad byte
-turns the whole run of byte tokens into U+FFFD, also the good characters, which no stream could ever follow.
+If byte tokens are not UTF-8, each maximal invalid part becomes one U+FFFD, as in Python, Rust and the WHATWG standard.
+The `tokenizers` library differs only for byte *fallback*: there one bad byte turns the whole run of byte tokens into
+U+FFFD, including its valid characters, which a stream has already sent.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class TokenText:
 
     byte_level: bool = False  # GPT-2's printable alphabet
     byte_fallback: bool = False  # "<0x0A>" is the byte 10
-    replacements: tuple[tuple[str, str], ...] = ()  # applied in order to the token string, as "▁" -> " "
-    # One space at the very start of a text belongs to the encoding, not to it.
+    replacements: tuple[tuple[str, str], ...] = ()  # applied in order to the token string, e.g. "▁" -> " "
+    # The encoding adds one space at the very start of a text, which decoding drops.
     drops_leading_space: bool = False
-    clean_up: bool = False  # " ." -> "." and its kin (`quire.text.token_text`)
+    clean_up: bool = False  # " ." -> "." and so on, see `CLEAN_UPS`
 
     def to_bytes(self, token: str) -> bytes:
-        """Return the bytes that ``token`` stands for. They need not be UTF-8 on their own."""
+        """Return the bytes that ``token`` stands for, which alone may not be UTF-8."""
         if self.byte_level:
             try:
                 return bytes([BYTE_OF_CHAR[char] for char in token])
@@ -79,7 +79,7 @@ def token_text_of(backend: Backend, *, clean_up: bool = False) -> TokenText:
             "Metaspace, and sequences of Replace, ByteFallback, Fuse and Strip. Use the tokenizer.json of the model's "
             "own repository."
         )
-    # A decoder tells its parts through its pickle form alone, which is its JSON.
+    # A decoder exposes its parts only through its pickled form, which is JSON.
     state = json.loads(backend.decoder.__getstate__())
     parts = state["decoders"] if state["type"] == "Sequence" else [state]
     rule = TokenText(clean_up=clean_up)
@@ -111,7 +111,8 @@ def _with_part(rule: TokenText, part: Mapping[str, Any], fused: bool) -> TokenTe
     )
 
 
-# Order matters: each replacement sees the output of the one before it.
+# The replacements that `clean_up_tokenization_spaces` in tokenizer_config.json means, each applied to the output of the
+# one before it. transformers ignores the flag for BPE vocabularies, where it would remove real spaces; so does Quire.
 CLEAN_UPS: tuple[tuple[str, str], ...] = (
     (" .", "."),
     (" ?", "?"),
@@ -134,24 +135,27 @@ def clean_up(text: str) -> str:
 
 
 class CleanUpStream:
-    """The chain over text that arrives in pieces: the pieces it returns add up to `clean_up` of the whole."""
+    """`clean_up` of a stream: all returned pieces together equal `clean_up` of the whole text.
+
+    Each replacement holds back only the longest tail that could still become its pattern.
+    """
 
     def __init__(self) -> None:
-        self._held = [""] * len(CLEAN_UPS)  # per link: a proper prefix of its pattern
+        self._held = [""] * len(CLEAN_UPS)  # per replacement: a proper prefix of its pattern
 
     def feed(self, text: str) -> str:
-        """Take more text, return what is final."""
-        for link, (old, new) in enumerate(CLEAN_UPS):
-            *done, tail = (self._held[link] + text).split(old)
+        """Take more text, return the part that is final."""
+        for index, (old, new) in enumerate(CLEAN_UPS):
+            *done, tail = (self._held[index] + text).split(old)
             keep = next(n for n in range(min(len(old) - 1, len(tail)), -1, -1) if tail.endswith(old[:n]))
-            self._held[link] = tail[len(tail) - keep :]
+            self._held[index] = tail[len(tail) - keep :]
             text = new.join([*done, tail[: len(tail) - keep]])
         return text
 
     def finish(self) -> str:
-        """Return what was held back; the text is over."""
+        """Return what was held back at the end of the text."""
         text = ""
-        for link, (old, new) in enumerate(CLEAN_UPS):
-            text = (self._held[link] + text).replace(old, new)
-            self._held[link] = ""
+        for index, (old, new) in enumerate(CLEAN_UPS):
+            text = (self._held[index] + text).replace(old, new)
+            self._held[index] = ""
         return text

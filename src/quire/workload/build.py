@@ -23,19 +23,19 @@ def from_trace(
     time_scale: float = 1.0,
     seed: int = 0,
 ) -> Workload:
-    """The first ``limit`` rows that fit ``max_model_len`` (prompt and output), at the trace's own times from 0 on.
+    """Return the first ``limit`` rows that fit ``max_model_len`` (prompt and output), at the trace's times from 0 on.
 
-    ``time_scale`` stretches those times: 2 is half the load. ``arrivals`` takes their place. A trace without times
-    arrives all at once unless ``arrivals`` says otherwise.
+    ``time_scale`` stretches those times: 2 halves the load. ``arrivals`` replaces them. The requests of a trace
+    without times arrive all at once, unless ``arrivals`` is given.
 
     Raises:
-        ConfigError: no row is left, or a limit or scale is out of range.
+        ConfigError: no row remains, or a limit or scale is out of range.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit = {limit!r} must be at least 1 request")
     refused: Counter[str] = Counter()
     rows: list[WorkloadRequest] = []
-    end = math.inf  # the row at which the limit is reached: what lies behind is neither used nor refused
+    end = math.inf  # the row at which the limit is reached; later rows are neither used nor refused
     for row in trace.rows:
         if limit is not None and len(rows) == limit:
             end = row.index
@@ -61,12 +61,14 @@ class Synthetic:
     """A workload from distributions. Lengths in tokens."""
 
     num_requests: int
-    prompt_lengths: Lengths = field(default_factory=lambda: Fixed(512))  # of a later turn: what the user adds
+    prompt_lengths: Lengths = field(
+        default_factory=lambda: Fixed(512)
+    )  # for a later turn: the tokens that the user adds
     output_lengths: Lengths = field(default_factory=lambda: Fixed(128))
     arrivals: Arrivals = field(default_factory=Arrivals)  # of first turns
-    prefix_length: int = 0  # a shared prefix in front of the prompt's own tokens
-    num_prefixes: int = 1  # how many different ones there are, drawn evenly
-    num_turns: int = 1  # of a session; ``num_requests`` counts turns
+    prefix_length: int = 0  # of a shared prefix before the prompt's own tokens
+    num_prefixes: int = 1  # number of different prefixes, of equal probability
+    num_turns: int = 1  # per session; ``num_requests`` counts turns
     think_s: float = 0.0  # mean seconds between an answer and the next turn, exponential
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class Synthetic:
             raise ConfigError(f"think_s = {self.think_s!r} must be 0 or more seconds")
 
     def build(self, seed: int, max_model_len: int | None = None) -> Workload:
-        """Draw the requests. What does not fit ``max_model_len`` ends its session and is counted as refused."""
+        """Return random requests. A turn that exceeds ``max_model_len`` ends its session and counts as refused."""
         rng = Random(f"workload {seed}")
         num_sessions = math.ceil(self.num_requests / self.num_turns)
         starts = self.arrivals.times(num_sessions, seed)
@@ -118,24 +120,24 @@ class Synthetic:
 
 
 def at_rate(workload: Workload, rate: float) -> Workload:
-    """The same requests with their arrival times stretched so that ``rate`` a second arrive on average.
+    """Return the same requests with their arrival times stretched to a mean of ``rate`` per second.
 
     A Poisson process stays one; a trace keeps its bursts.
 
     Raises:
-        ConfigError: the requests arrive all at once: there is nothing to stretch.
+        ConfigError: the requests arrive all at once, so there is nothing to stretch.
     """
     starts = [r.arrival_s for r in workload.requests if r.turn == 0]
     now = mean_rate(starts)
     if math.isinf(now) or not 0.0 < rate < math.inf:
-        raise ConfigError(f"requests that arrive {now:g} a second cannot be stretched to {rate:g}")
+        raise ConfigError(f"requests that arrive at {now:g} per second cannot be stretched to {rate:g}")
     scale = now / rate
     requests = tuple(replace(r, arrival_s=r.arrival_s * scale) for r in workload.requests)
     return replace(workload, requests=requests, source=f"{workload.source}, at {rate:.4g}/s")
 
 
 def with_cancellations(workload: Workload, share: float, seed: int) -> Workload:
-    """Let the client of a ``share`` (0…1) of the requests leave after a part of its answer, drawn evenly."""
+    """Let the clients of a ``share`` (0…1) of the requests leave at a uniformly random place of their answers."""
     if not 0.0 <= share <= 1.0:
         raise ConfigError(f"cancel = {share!r} must be a share in 0…1")
     rng = Random(f"cancellations {seed}")
@@ -148,7 +150,7 @@ def with_cancellations(workload: Workload, share: float, seed: int) -> Workload:
 
 
 def _session_times(rows: Sequence[WorkloadRequest], arrivals: Arrivals, seed: int) -> list[float]:
-    """One arrival for each session (all its turns) or single request, in the order of the rows."""
+    """Return the arrival times of the rows: one per session (for all its turns) or single request."""
     keys = [r.session if r.session is not None else i for i, r in enumerate(rows)]
     order = {key: place for place, key in enumerate(dict.fromkeys(keys))}
     times = arrivals.times(len(order), seed)

@@ -1,7 +1,4 @@
-"""When requests arrive. Open loop: the times are fixed before the run, whatever the server does with them.
-
-How long prompts and answers are, in tokens.
-"""
+"""When requests arrive and how long prompts and answers are. Arrival times are fixed before a run: an open loop."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         if not self.rate > 0.0:
-            raise ConfigError(f"rate = {self.rate!r} must be above 0 requests a second (inf: all at once)")
+            raise ConfigError(f"rate = {self.rate!r} must be above 0 requests per second (inf: all at once)")
         if not self.burstiness > 0.0:
             raise ConfigError(
                 f"burstiness = {self.burstiness!r} must be above 0 (1: Poisson, inf: equal gaps)"
@@ -43,7 +40,7 @@ class Arrivals:
             raise ConfigError(f"a ramp is a Poisson process: burstiness = {self.burstiness!r} must be 1")
 
     def times(self, num: int, seed: int) -> list[float]:
-        """``num`` arrival times in seconds, never decreasing. Of one seed, always the same."""
+        """Return ``num`` ascending arrival times in seconds, the same for the same seed."""
         rng = Random(f"arrivals {seed}")
         if math.isinf(self.rate):
             return at_once(num)
@@ -63,17 +60,17 @@ class Arrivals:
 
 
 def at_once(num: int) -> list[float]:
-    """Everything at 0."""
+    """Return only zeros."""
     return [0.0] * num
 
 
 def constant(num: int, rate: float) -> list[float]:
-    """Equal gaps of 1/rate, the first at 0."""
+    """Return times with equal gaps of 1/rate, from 0 on."""
     return [i / rate for i in range(num)]
 
 
 def gamma(num: int, rate: float, burstiness: float, rng: Random) -> list[float]:
-    """Gaps of mean 1/rate from a gamma distribution of shape ``burstiness``: their variance is 1/(rate² burstiness)."""
+    """Return times with gaps from a gamma distribution: mean 1/rate, shape ``burstiness``."""
     if burstiness == 1.0:
         return list(accumulate(rng.expovariate(rate) for _ in range(num)))
     scale_s = 1.0 / (rate * burstiness)
@@ -81,9 +78,9 @@ def gamma(num: int, rate: float, burstiness: float, rng: Random) -> list[float]:
 
 
 def ramp(num: int, rate: float, ramp_to: float, rng: Random) -> list[float]:
-    """A Poisson process whose rate goes linearly to ``ramp_to`` over 2 num/(rate + ramp_to) seconds, and stays.
+    """Return a Poisson process whose rate goes linearly to ``ramp_to`` over 2 num/(rate + ramp_to) seconds.
 
-    By inversion: the k-th point of a process of rate 1 lies where the integral of the rate reaches it.
+    By inversion: the k-th point is the time at which the integral of the rate reaches that of a process of rate 1.
     """
     length_s = 2.0 * num / (rate + ramp_to)
     slope = (ramp_to - rate) / length_s
@@ -91,13 +88,13 @@ def ramp(num: int, rate: float, ramp_to: float, rng: Random) -> list[float]:
     for point in accumulate(rng.expovariate(1.0) for _ in range(num)):
         if point >= num:
             times.append(length_s + (point - num) / ramp_to)
-        else:  # rate t + slope t²/2 = point, in the form that does not cancel for a small slope
+        else:  # rate t + slope t²/2 = point, in the form without cancellation for a small slope
             times.append(2.0 * point / (rate + math.sqrt(rate * rate + 2.0 * slope * point)))
     return times
 
 
 def replay(times_s: Sequence[float], time_scale: float = 1.0) -> list[float]:
-    """A trace's own times from its first one on, each times ``time_scale``: 2 is half the load."""
+    """Return a trace's own times, counted from the first and multiplied by ``time_scale``: 2 halves the load."""
     if not 0.0 <= time_scale < math.inf:
         raise ConfigError(f"time_scale = {time_scale!r} must be 0 (all at once) or more; 2 is half the load")
     start_s = min(times_s, default=0.0)
@@ -105,7 +102,7 @@ def replay(times_s: Sequence[float], time_scale: float = 1.0) -> list[float]:
 
 
 def mean_rate(times_s: Iterable[float]) -> float:
-    """Requests a second of arrival times: gaps over the time they span; infinite where that is 0."""
+    """Return the requests/s of arrival times: gaps over their span; infinite where the span is 0."""
     times = sorted(times_s)
     span_s = times[-1] - times[0] if times else 0.0
     return (len(times) - 1) / span_s if span_s > 0.0 else math.inf
@@ -124,7 +121,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same."""
+    """Always ``length``."""
 
     length: int
 
@@ -137,7 +134,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Any of low…high, equally likely."""
+    """Each of low…high with equal probability."""
 
     low: int
     high: int
@@ -151,7 +148,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """exp(normal): the shape of real prompts. Half are below ``median``; values above ``high`` become ``high``."""
+    """exp(normal), the shape of real prompt lengths, with that ``median``; values above ``high`` become ``high``."""
 
     median: float
     sigma: float
@@ -169,7 +166,7 @@ def parse_lengths(text: str, name: str) -> Lengths:
     """Read ``512``, ``uniform:128,512`` or ``lognormal:512,0.8[,4096]``.
 
     Raises:
-        ConfigError: says ``name``, the value and what is allowed.
+        ConfigError: names ``name``, the value and what is allowed.
     """
     kind, _, rest = text.strip().rpartition(":")
     try:

@@ -1,4 +1,4 @@
-"""`Slo`: the latencies that a service promises, written ``ttft=500ms,tpot=50ms``."""
+"""`Slo`: the latency targets of a service, written ``ttft=500ms,tpot=50ms``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIME = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(us|ms|s)", re.IGNORECASE
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Upper limits of a request's latencies in seconds; None: no limit. Met where every limit is (goodput)."""
+    """Upper limits of a request's latencies in seconds; None: no limit. A request that meets all counts as goodput."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -41,7 +41,7 @@ class Slo:
         return cls(**limits)
 
     def met(self, ttft_s: float | None, tpot_s: float | None, e2el_s: float | None) -> bool:
-        """Whether every limit holds. A TPOT of None (a single token) meets any; a TTFT of None meets none."""
+        """Whether every limit holds. A TPOT of None (a single token) meets any limit, a TTFT of None none."""
         if ttft_s is None or e2el_s is None:
             return False
         values = (ttft_s, tpot_s, e2el_s)
@@ -49,7 +49,7 @@ class Slo:
         return all(v is None or limit is None or v <= limit for v, limit in zip(values, limits, strict=True))
 
     def as_dict(self) -> dict[str, float]:
-        """The limits that are set, in milliseconds, by ``ttft_ms``, ``tpot_ms``, ``e2el_ms``."""
+        """Return the limits that are set, in milliseconds, as ``ttft_ms``, ``tpot_ms``, ``e2el_ms``."""
         given = {name: getattr(self, name) for name in _NAMES}
         return {name.replace("_s", "_ms"): v * 1e3 for name, v in given.items() if v is not None}
 
@@ -64,10 +64,10 @@ def parse_seconds(text: str, name: str) -> float:
     """Read a time with its unit, ``500ms`` or ``0.5s``, as seconds.
 
     Raises:
-        ConfigError: no number, no unit, or not above 0; the message says ``name``.
+        ConfigError: no number, no unit, or not above 0; the message names ``name``.
     """
     found = _TIME.fullmatch(text.strip())
     value = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
     if not 0.0 < value < math.inf:
-        raise ConfigError(f"{name} = {text!r} must be a time above 0 with its unit, as 500ms or 0.5s")
+        raise ConfigError(f"{name} = {text!r} must be a time above 0 with its unit, such as 500ms or 0.5s")
     return value

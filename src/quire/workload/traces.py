@@ -1,12 +1,12 @@
-"""Traces of real services, gzip or not, told apart by what is in them.
+"""Traces of real services, gzip or not; the format is detected from the fields.
 
     azure       CSV    TIMESTAMP, ContextTokens, GeneratedTokens (Patel et al., Splitwise, ISCA 2024)
     lengths     CSV    num_prefill_tokens, num_decode_tokens; no times
     mooncake    JSONL  timestamp in ms, input_length, output_length, hash_ids of 512 tokens each (Qin et al., FAST 2025)
-    rtp-llm     JSONL  ts in ms, il, ol, bh: a hash for each full block of 1024 tokens
+    rtp-llm     JSONL  ts in ms, il, ol, bh: a hash per full block of 1024 tokens
     sharegpt    JSONL or one JSON list: conversations [{from, value}] or messages [{role, content}]; no times
 
-A row that cannot be a request (no output, broken JSON …) is refused and counted by reason, never dropped in silence.
+A row that cannot be a request (no output, broken JSON …) is refused and counted by reason, never dropped silently.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FORMATS = "azure CSV, num_prefill_tokens CSV, Mooncake, rtp-llm or ShareGPT-lik
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The rows of one file, in its order. `quire.workload.build.from_trace` makes a workload of it."""
+    """The rows of one file in order. `quire.workload.build.from_trace` makes a workload of them."""
 
     name: str
     format: str  # azure, lengths, mooncake, rtp-llm or sharegpt
@@ -51,11 +51,11 @@ class Trace:
 
 
 class RefusedRow(Exception):
-    """This row cannot be a request; the text is the reason that it is counted under."""
+    """This row cannot be a request; the text is the reason under which it is counted."""
 
 
 def estimate_tokens(text: str) -> int:
-    """About how many tokens an English text has, where no tokenizer is at hand: four characters each."""
+    """Return roughly how many tokens an English text has without a tokenizer: one per four characters."""
     return max(1, math.ceil(len(text) / 4))
 
 
@@ -63,7 +63,7 @@ def read_trace(path: str | Path, count_tokens: Callable[[str], int] = estimate_t
     """Read a trace file. ``count_tokens`` measures the texts of a ShareGPT-like one.
 
     Raises:
-        ConfigError: the file cannot be read, or is none of the formats.
+        ConfigError: the file cannot be read, or has none of the formats.
     """
     path = Path(path)
     try:
@@ -123,7 +123,7 @@ Rows = Callable[[dict[str, Any], int, Callable[[str], int]], Iterable[WorkloadRe
 @dataclass(frozen=True, slots=True)
 class _Format:
     name: str
-    fields: frozenset[str]  # what a row of this format surely has
+    fields: frozenset[str]  # that every row of this format has
     timed: bool
     rows: Rows
 
@@ -154,7 +154,7 @@ def _rtp(row: dict[str, Any], number: int, count: Callable[[str], int]) -> list[
 
 
 def _sharegpt(row: dict[str, Any], number: int, count: Callable[[str], int]) -> list[WorkloadRequest]:
-    """Every question with an answer is a turn of one session; its prompt is all that was said before."""
+    """Return each question with an answer as a turn of one session; its prompt is the conversation before."""
     turns = _turns(row.get("conversations") or row.get("messages"))
     session, context, requests = str(row.get("id", f"row {number}")), 0, []
     for turn, (question, answer) in enumerate(turns):
@@ -172,10 +172,10 @@ def _turns(said: Any) -> list[tuple[str, str]]:
     turns: list[tuple[str, str]] = []
     question = ""
     for part in said:
-        who, text = part.get("from", part.get("role")), part.get("value", part.get("content"))
+        role, text = part.get("from", part.get("role")), part.get("value", part.get("content"))
         if not isinstance(text, str):
             raise RefusedRow("message without text")
-        if who in _MODEL:
+        if role in _MODEL:
             if question and text:
                 turns.append((question, text))
             question = ""

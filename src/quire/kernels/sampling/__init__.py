@@ -36,20 +36,9 @@ from quire.kernels.sampling.truncate import keep_typical, top_candidates, typica
 from quire.request import TokenLogprobs
 
 __all__ = [
-    "Streams",
-    "exp_f32",
-    "gumbel_argmax",
-    "gumbel_argmax_of",
-    "gumbel_noise",
-    "keep_typical",
-    "log_f64",
-    "philox4x32_10",
-    "sample",
-    "token_logprobs",
-    "top_candidates",
-    "tree_sum",
-    "typical_ids",
-]
+    "Streams", "exp_f32", "gumbel_argmax", "gumbel_argmax_of", "gumbel_noise", "keep_typical", "log_f64",
+    "philox4x32_10", "sample", "token_logprobs", "top_candidates", "tree_sum", "typical_ids",
+]  # fmt: skip
 
 
 def sample(

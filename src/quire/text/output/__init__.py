@@ -1,10 +1,11 @@
-"""What a model writes, taken apart while it is written: content, reasoning and tool calls (docs/tools.md).
+"""Splits what a model writes, while it is written, into content, reasoning and tool calls (docs/tools.md).
 
-format      how one family of models writes them: data
-formats     the table of all formats
-detect      chat template → format
-parser      text in pieces → deltas
-sections    the ways in which calls are written: JSON objects, named JSON, tagged parameters, Python
+formats         how each family of models writes them: data; chat template → format
+parser          text in pieces → deltas
+reader          the cursor over the text, for generators that wait for more
+sections        calls written as JSON objects or as named JSON
+typed           calls written as tagged parameters, as Python, or in Gemma's form
+call_grammar    the grammar of an answer that must be tool calls
 """
 
 from quire.text.output.formats import (

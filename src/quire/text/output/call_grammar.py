@@ -1,6 +1,6 @@
-"""The grammar of an answer that must be tool calls, from the same description by which calls are read.
+"""The grammar of an answer that must be tool calls, from the description with which the parser reads calls.
 
-The form is a structural tag (`quire.text.structural_tag`): marks as they are written, arguments by the tool's schema.
+The result is a structural tag (`quire.text.structural_tag`): the format's marks, and arguments by the tool's schema.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ Form = dict[str, Any]
 def required_calls(
     format: OutputFormat, tools: Tools, names: Sequence[str], *, parallel: bool
 ) -> Form | None:
-    """Return the form of an answer that calls one of ``names``, or with ``parallel`` several times; None for a format
-    in which Quire cannot require calls."""
+    """Return the form of an answer that calls one of ``names``, with ``parallel`` perhaps several times.
+
+    None: calls cannot be required in this format.
+    """
     calls = format.calls
     if format.harmony:
         open_mark = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
@@ -46,13 +48,13 @@ def required_calls(
 
 
 def after_reasoning(format: OutputFormat, form: Form) -> Form:
-    """Return ``form`` behind the rest of a reasoning section that the prompt has opened."""
+    """Return ``form`` after the rest of a reasoning section that the prompt has opened."""
     assert format.reasoning is not None
     return _sequence([_tag("", {"type": "any_text"}, format.reasoning[1]), _optional(_text("\n\n")), form])
 
 
 def form_of(kind: str, value: Any) -> Form | None:
-    """Return a form of structured output as a part of a structural tag; None for a kind that cannot be one."""
+    """Return a form of structured output as an element of a structural tag; None if its kind cannot be one."""
     if kind == "json":
         return {"type": "json_schema", "json_schema": json.loads(value) if isinstance(value, str) else value}
     if kind == "json_object":
@@ -65,7 +67,7 @@ def form_of(kind: str, value: Any) -> Form | None:
 
 
 def _in_section(format: OutputFormat, each: Sequence[Form], *, many: bool, separator: str) -> Form:
-    """Calls between the section's marks. Where each call has a section of its own, several are several sections."""
+    """Return calls between the section's marks. If each call has its own section, several calls make several."""
     opening, close = (format.opens or ("",))[0], (format.closes or ("",))[0]
     one = _either(each)
     if format.listed:
@@ -116,7 +118,7 @@ def _tagged(calls: TaggedCalls, name: str, schema: Mapping[str, Any]) -> Form:
 
 
 def _schema(schema: Any) -> Form:
-    """Arguments are an object, whatever a tool without parameters says."""
+    """Return the form of a tool's arguments, which are an object even for a tool without parameters."""
     return {"type": "json_schema", "json_schema": schema or {"type": "object", "properties": {}}}
 
 

@@ -1,4 +1,7 @@
-"""The description of an output format, and what a parser gives out."""
+"""Output formats: how each family of models writes reasoning and calls (``formats.toml``), and what a parser returns.
+
+The chat template tells which format a model writes: it shows the model how its earlier calls looked.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,22 @@ class ReasoningDelta(NamedTuple):
 
 
 class CallDelta(NamedTuple):
-    """More of tool call number ``call``. Its first delta has the name; ``arguments`` concatenate to JSON text."""
+    """More of tool call number ``call``. The first delta has the name; all ``arguments`` together are JSON text."""
 
     call: int
     arguments: str = ""
     name: str | None = None
-    id: str | None = None  # where the model writes one
+    id: str | None = None  # if the model writes one
 
 
 Delta = ContentDelta | ReasoningDelta | CallDelta
-# Name of a tool → its parameters as JSON Schema: values of tagged formats are typed by it.
+# Name of a tool → its parameters as JSON Schema, which gives values of tagged formats their types.
 Tools = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """``{"name": …, "arguments": {…}}``, one or several, alone or in a list. With ``name_is_key``: ``{NAME: {…}}``."""
+    """One or several ``{"name": …, "arguments": {…}}``, perhaps in a list. With ``name_is_key``: ``{NAME: {…}}``."""
 
     name_keys: tuple[str, ...] = ("name", "function", "tool_name")
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
@@ -49,11 +52,11 @@ class JsonCalls:
 class NamedCalls:
     """A header with the name, then the arguments as JSON: ``open header args JSON close``.
 
-    ``header``: a regular expression with the groups ``name`` and, where there is one, ``id``. ``written``: how a
-    required call's is written, with ``{name}`` and, where calls are numbered, ``{index}``.
+    ``header``: a regular expression with the group ``name`` and perhaps ``id``. ``written``: the header of a required
+    call, with ``{name}`` and, if calls are numbered, ``{index}``.
     """
 
-    open: str  # empty: the section's opening opens the call
+    open: str  # empty: the section's opening begins the call
     args: str
     close: str  # empty: the call ends with its JSON
     header: str = r"\s*(?P<name>[^\s]+?)\s*"
@@ -64,13 +67,13 @@ class NamedCalls:
 class TaggedCalls:
     """Parameters one by one: ``open NAME name_end (key KEY key_end value VALUE value_end)* close``."""
 
-    open: str  # empty: the section's opening opens the call
-    name_end: str  # empty: the name ends where the next tag begins
+    open: str  # empty: the section's opening begins the call
+    name_end: str  # empty: the name ends at the next tag
     key: str
     key_end: str
     value_end: str
     close: str  # empty: the call ends with its section
-    value: str = ""  # stands between a key and its value
+    value: str = ""  # mark between a key and its value
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class PythonCalls:
 
 @dataclass(frozen=True, slots=True)
 class GemmaCalls:
-    """``call:NAME{key:<|"|>text<|"|>,key:3}``: objects with bare keys and a string mark of their own (Gemma 4)."""
+    """``call:NAME{key:<|"|>text<|"|>,key:3}``: objects with bare keys and special quotes (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +91,24 @@ class OutputFormat:
     """How a family of models writes reasoning and tool calls."""
 
     name: str
-    # What chat templates of it hold: all of one of these.
+    # A chat template has this format if it contains all strings of one of these tuples.
     signs: tuple[tuple[str, ...], ...] = ()
-    # Each begins a section of calls; the earliest in the text counts, then the longest.
+    # Each begins a section of calls. The earliest in the text counts; of several there, the longest.
     opens: tuple[str, ...] = ()
-    closes: tuple[str, ...] = ()  # the end of a section; none: it ends with the calls
+    closes: tuple[str, ...] = ()  # end of a section; empty: it ends with the calls
     calls: JsonCalls | NamedCalls | TaggedCalls | PythonCalls | GemmaCalls | None = None
-    # Calls may also begin the answer with this character, without an opening.
+    # Calls may also begin the answer with this character, without a section's opening.
     bare: Literal["", "{", "["] = ""
-    listed: bool = False  # calls that are required are one list
-    spaced: bool = False  # a line break stands between the marks of a section and what is in it
-    reasoning: tuple[str, str] | None = None  # its begin and end
-    keeps_reasoning: bool = False  # whatever marks the template shows
-    drops: tuple[str, ...] = ()  # marks that belong to nothing
-    harmony: bool = False  # gpt-oss: messages with a header that says what they are
+    listed: bool = False  # required calls are written as one list
+    spaced: bool = False  # line breaks separate the marks of a section from its contents
+    reasoning: tuple[str, str] | None = None  # begin and end mark
+    keeps_reasoning: bool = False  # even if the template shows other marks
+    drops: tuple[str, ...] = ()  # marks that are dropped
+    harmony: bool = False  # gpt-oss: messages whose header says what they are
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is to be taken apart."""
+        """Whether there is nothing to parse."""
         return self.calls is None and self.reasoning is None and not self.harmony
 
 
@@ -118,9 +121,9 @@ _KINDS = {
 }
 
 
-def _format(name: str, said: Mapping[str, Any]) -> OutputFormat:
-    values = {key: _frozen(value) for key, value in said.items() if key != "calls"}
-    for kind, given in said.get("calls", {}).items():
+def _format(name: str, entry: Mapping[str, Any]) -> OutputFormat:
+    values = {key: _frozen(value) for key, value in entry.items() if key != "calls"}
+    for kind, given in entry.get("calls", {}).items():
         values["calls"] = _KINDS[kind](**given)
     return OutputFormat(name, **values)
 
@@ -130,13 +133,13 @@ def _frozen(value: Any) -> Any:
 
 
 FORMATS: dict[str, OutputFormat] = {
-    name: _format(name, said)
-    for name, said in tomllib.loads((files("quire.text.output") / "formats.toml").read_text()).items()
+    name: _format(name, entry)
+    for name, entry in tomllib.loads((files("quire.text.output") / "formats.toml").read_text()).items()
 }
 
 
 def without_tools(format: OutputFormat) -> OutputFormat:
-    """Return the format for a request without tools: reasoning alone is taken apart."""
+    """Return the format for a request without tools, in which only reasoning is separated."""
     return format if format.harmony else replace(format, opens=(), closes=(), calls=None, bare="")
 
 
@@ -146,7 +149,7 @@ _REASONING = (THINK, ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 @lru_cache(maxsize=64)
 def detect_format(template: str | None) -> OutputFormat:
-    """Return the format that fits the template: `plain` where it shows neither calls nor reasoning."""
+    """Return the format that fits the template; `plain` if it shows neither calls nor reasoning."""
     if not template:
         return FORMATS["plain"]
     for format in FORMATS.values():
@@ -156,7 +159,7 @@ def detect_format(template: str | None) -> OutputFormat:
 
 
 def _with_reasoning(format: OutputFormat, template: str) -> OutputFormat:
-    """A format has the reasoning marks that its template knows; a model without them may write <think> as text."""
+    """Return the format with the reasoning marks of its template; without any, <think> in an answer is text."""
     if format.harmony or format.keeps_reasoning:
         return format
     for begin, end in _REASONING:
@@ -166,8 +169,9 @@ def _with_reasoning(format: OutputFormat, template: str) -> OutputFormat:
 
 
 def prompt_opening(format: OutputFormat, prompt: str) -> str:
-    """Return the mark with which the rendered prompt ends, so that the answer begins inside what it opens: the parser
-    reads it first. "" where there is none."""
+    """Return the mark at the end of the rendered prompt, "" if there is none. The answer begins inside the section that
+    it opens, so the parser reads the mark first.
+    """
     calls = format.calls
     marks = [format.reasoning[0]] if format.reasoning is not None else []
     if isinstance(calls, NamedCalls) and not format.opens:

@@ -1,7 +1,7 @@
 """`OutputParser`: the text of an answer in pieces → content, reasoning and calls.
 
-One parser for every format. The deltas concatenate to the same answer however the text is cut, so a whole answer is
-what the parser says of the text in one piece.
+One parser serves every format. The deltas add up to the same answer however the text is cut into pieces, so a whole
+answer is parsed as one piece.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from quire.text.output.typed import gemma_calls, python_calls, tagged_calls
 
 
 class OutputParser:
-    """``opening``: the mark that the prompt ends with (`prompt_opening`). ``hidden``: texts of special tokens that do
-    not show in the answer; those that the format needs are understood all the same."""
+    """Parses one answer.
+
+    ``opening``: the mark at the end of the prompt (`prompt_opening`). ``hidden``: texts of special tokens that are not
+    shown in the answer; marks that the format needs are recognized all the same.
+    """
 
     def __init__(
         self,
@@ -47,19 +50,19 @@ class OutputParser:
         self._out: list[Delta] = []
         self._text = Trimmed(self._content)
         calls = format.calls
-        # Where sections have no opening of their own, the calls' one begins them.
+        # If a section has no opening, the opening of its first call begins it.
         self._opens = format.opens or ((calls.open,) if isinstance(calls, NamedCalls) else ())
         self._main = self._harmony() if format.harmony else self._run()
         self._ended = False
         self._reader.add(opening)
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more text; return what it says."""
+        """Take more text; return its deltas."""
         self._reader.add(text)
         return self._advance()
 
     def finish(self) -> list[Delta]:
-        """The text is complete: return what was held back."""
+        """Return what was held back at the end of the text."""
         self._reader.close()
         deltas = self._advance()
         assert self._ended, "the parser waits for text after the end"
@@ -92,7 +95,7 @@ class OutputParser:
             self._out.append(CallDelta(self.num_calls - 1, text))
 
     def _run(self) -> Wait[None]:
-        """Content, with sections of reasoning and calls in it."""
+        """Read content that has sections of reasoning and calls."""
         opens = self._opens
         yield from self._lead()
         while (marker := (yield from self._reader.until((*opens, *self._drops), self._text.add))) is not None:
@@ -103,7 +106,7 @@ class OutputParser:
         self._text.end()
 
     def _lead(self) -> Wait[None]:
-        """What only begins an answer: reasoning, and calls without an opening."""
+        """Read what can only begin an answer: reasoning, and calls without an opening."""
         f, reader = self._format, self._reader
         self._text.add((yield from reader.space()))
         if f.reasoning is not None and (yield from reader.starts((f.reasoning[0],))) is not None:
@@ -126,7 +129,7 @@ class OutputParser:
         self._text.after_section()
 
     def _section(self, marker: str) -> Wait[None]:
-        """Calls behind an opening, which has been passed."""
+        """Read calls after an opening, which `until` has passed."""
         self._reader.rewind(marker)
         self._reader.mark()
         if marker in self._format.opens:
@@ -134,7 +137,7 @@ class OutputParser:
         yield from self._calls(marker, None)
 
     def _calls(self, opening: str, known: frozenset[str] | None) -> Wait[None]:
-        """Read a section. Where it begins with no call, its opening is content, and what follows is read anew."""
+        """Read a section. If it does not begin with a call, its opening is content and the rest is read again."""
         calls = Calls(self._reader, self._begin, self._arguments, self._format.closes, known)
         before = self.num_calls
         try:
@@ -170,7 +173,10 @@ _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 def harmony(
     reader: Reader, content: Trimmed, reasoning: Emit, begin: Begin | None, arguments: Arguments
 ) -> Wait[None]:
-    """Read the whole answer. ``begin`` None: there are no tools, and what is addressed to one is content."""
+    """Read a whole answer of gpt-oss: messages ``header <|message|> body <|end|>`` whose header names a channel.
+
+    ``begin`` None: there are no tools, and a message to one is content.
+    """
     content.add((yield from reader.space()))
     if (yield from reader.starts(_BEGINNINGS)) is None:
         yield from reader.until((), content.add)  # no header: an answer in plain text

@@ -1,7 +1,7 @@
-"""`Reader`: text that comes in pieces, read by generators that yield while they wait for more.
+"""`Reader`: text that arrives in pieces, read by generators that yield while they wait for more.
 
-What a reader decides depends on the text alone, never on where it was cut: a marker is looked for until the text
-cannot be the beginning of one, and text is given out as soon as it can belong to nothing else.
+A reader's decisions depend only on the text, never on where it was cut: text is held back only while it may be the
+beginning of a marker, and is emitted as soon as it cannot be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
-Wait = Generator[None, None, T]  # yields while it waits, then returns a T
+Wait = Generator[None, None, T]  # yields while it waits for text, then returns a T
 Emit = Callable[[str], None]
 
 _IN_STRING = re.compile(r'["\\]')
@@ -21,7 +21,7 @@ _PRIMITIVE_END = re.compile(r"[\s,}\]]")
 
 
 class Reader:
-    """A cursor over the text so far. ``mark`` keeps text for `back`; elsewhere what was read is forgotten."""
+    """A cursor over the text so far. Text that was read is forgotten, except after ``mark``, for `back`."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -30,7 +30,7 @@ class Reader:
         self._closed = False
 
     def add(self, text: str) -> None:
-        """More text."""
+        """Append text."""
         cut = self._at if self._mark is None else self._mark
         if cut:
             self._text = self._text[cut:]
@@ -39,28 +39,28 @@ class Reader:
         self._text += text
 
     def close(self) -> None:
-        """No more text will come."""
+        """Say that no more text follows."""
         self._closed = True
 
     def mark(self) -> None:
-        """Remember this place."""
+        """Remember this position for `back`."""
         self._mark = self._at
 
     def forget(self) -> None:
-        """The marked place is not needed any more."""
+        """Forget the marked position."""
         self._mark = None
 
     def back(self) -> None:
-        """Return to the marked place."""
+        """Return to the marked position."""
         assert self._mark is not None
         self._at, self._mark = self._mark, None
 
     def rewind(self, marker: str) -> None:
-        """Go back before ``marker``, which `until` has just passed."""
+        """Move back before ``marker``, which `until` has just passed."""
         self._at -= len(marker)
 
     def peek(self) -> Wait[str]:
-        """The next character, "" at the end; it stays."""
+        """Return the next character without passing it; "" at the end."""
         while self._at >= len(self._text):
             if self._closed:
                 return ""
@@ -68,7 +68,7 @@ class Reader:
         return self._text[self._at]
 
     def space(self) -> Wait[str]:
-        """Pass white space; return it."""
+        """Pass white space and return it."""
         taken = ""
         while (char := (yield from self.peek())).isspace():
             self._at += 1
@@ -76,12 +76,12 @@ class Reader:
         return taken
 
     def take(self, count: int) -> str:
-        """Pass ``count`` characters that `peek` or `starts` has seen."""
+        """Pass and return ``count`` characters, which `peek` or `starts` has seen."""
         self._at += count
         return self._text[self._at - count : self._at]
 
     def starts(self, markers: Sequence[str]) -> Wait[str | None]:
-        """Return the longest marker that the text goes on with, or None; it stays."""
+        """Return the longest marker that comes next, or None, without passing it."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, markers), default=0)]
             fits = [m for m in markers if rest.startswith(m)]
@@ -91,7 +91,7 @@ class Reader:
             yield
 
     def until(self, markers: tuple[str, ...], emit: Emit) -> Wait[str | None]:
-        """Emit text up to the earliest marker, pass that and return it; None at the end of the text."""
+        """Emit text up to the earliest marker, then pass and return the marker; None at the end of the text."""
         search = _search(markers)
         while True:
             found = search.search(self._text, self._at)
@@ -107,13 +107,13 @@ class Reader:
             yield
 
     def string(self) -> Wait[str | None]:
-        """Read a JSON string with its quotes; None where the text ends in it."""
+        """Read a JSON string with its quotes; None if the text ends inside it."""
         parts: list[str] = []
         complete = yield from self.json(parts.append)
         return "".join(parts) if complete else None
 
     def json(self, emit: Emit) -> Wait[bool]:
-        """Emit one JSON value as it is written; False where the text ends in it. Its inside is not checked."""
+        """Emit one JSON value while it is written, without checking it; False if the text ends inside it."""
         depth, in_string, primitive = 0, False, (yield from self.peek()) not in ("{", "[", '"')
         while True:
             if (yield from self.peek()) == "":
@@ -152,18 +152,18 @@ class Reader:
 
 @lru_cache(maxsize=256)
 def _search(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the first marker, the longest of those at one place."""
+    """Return the pattern that finds the first marker; of several at one position, the longest."""
     return re.compile("|".join(re.escape(m) for m in sorted(markers, key=len, reverse=True)) or "(?!)")
 
 
 @lru_cache(maxsize=256)
 def _prefixes(markers: tuple[str, ...]) -> frozenset[str]:
-    """Every beginning of a marker that is not the whole of it."""
+    """Return all proper prefixes of the markers."""
     return frozenset(m[:end] for m in markers for end in range(1, len(m)))
 
 
 def _partial(text: str, start: int, markers: tuple[str, ...]) -> int:
-    """The first place from which the rest of the text may be the beginning of a longer marker."""
+    """Return the first position from which the rest of the text may be the beginning of a marker."""
     prefixes = _prefixes(markers)
     longest = max(map(len, markers), default=1) - 1
     for at in range(max(start, len(text) - longest), len(text)):
@@ -173,13 +173,15 @@ def _partial(text: str, start: int, markers: tuple[str, ...]) -> int:
 
 
 class Trimmed:
-    """Text of a section. White space at its end is held until more follows, and goes where another section follows."""
+    """The text of a section. White space at its end is held until more text follows; before another section it is
+    dropped.
+    """
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._held = ""
         self._drop_leading = False
-        self.shown = False  # whether there was anything but white space
+        self.shown = False  # whether there was more than white space
 
     def add(self, text: str) -> None:
         if self._drop_leading:
@@ -195,12 +197,12 @@ class Trimmed:
             self._emit(kept)
 
     def after_section(self) -> None:
-        """A section ended or began here: white space around it belongs to it."""
+        """Drop white space before and after this position, where a section begins or ends."""
         self._held = ""
         self._drop_leading = True
 
     def end(self) -> None:
-        """The text ends here: white space that nothing follows is shown."""
+        """End the text: emit white space that was held."""
         if self._held:
             self._emit(self._held)
             self._held = ""

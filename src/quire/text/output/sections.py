@@ -1,8 +1,8 @@
-"""The ways in which calls are written, each a generator over a `Reader`.
+"""Calls written as JSON: one generator over a `Reader` per way of writing them (others are in `typed`).
 
-A generator is called where a section of calls begins and returns where it ends. It raises `NotCalls` for text that is
-no call, having given out nothing of it: that text is content then. A call whose name has been given out is never taken
-back; what follows is its arguments, well-formed or not, as the model wrote them.
+A generator is called at the beginning of a section of calls and returns at its end. For text that is not a call it
+raises `NotCalls` without having emitted any of it; the text is content then. Once the name of a call is emitted, the
+call is never taken back: what follows is its arguments as the model wrote them, well-formed or not.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _BETWEEN = ",;"
 
 
 class NotCalls(Exception):
-    """The text since the reader's mark is no call."""
+    """The text since the reader's mark is not a call."""
 
 
 @dataclass(slots=True)
 class Calls:
-    """What a section's generator works on. ``known``: in a section without an opening, the names that make a call."""
+    """What a section's generator works on. ``known``: tool names that make a call in a section without an opening."""
 
     reader: Reader
     _begin: Begin
@@ -36,14 +36,14 @@ class Calls:
     known: Collection[str] | None = None
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """Give out the name of a call; from here on nothing is taken back."""
+        """Emit the name of a call, which is never taken back."""
         if not name or (self.known is not None and name not in self.known):
             raise NotCalls
         self.reader.forget()
         self._begin(name, call_id)
 
     def closed(self) -> Wait[bool]:
-        """Pass the end of the section, if it is here."""
+        """Pass the end of the section if it comes next; return whether it did."""
         if not self.closes:
             return False
         marker = yield from self.reader.starts(self.closes)
@@ -53,7 +53,7 @@ class Calls:
 
 
 def json_calls(calls: Calls, form: JsonCalls) -> Wait[None]:
-    """One object, several, or a list of them."""
+    """Read one object, several, or a list of them."""
     reader, count, in_list = calls.reader, 0, False
     while True:
         yield from reader.space()
@@ -82,7 +82,7 @@ def json_calls(calls: Calls, form: JsonCalls) -> Wait[None]:
 
 
 def _object(calls: Calls, form: JsonCalls) -> Wait[None]:
-    """``{"name": …, "arguments": …}`` in any order of keys."""
+    """Read ``{"name": …, "arguments": …}``, with its keys in any order."""
     reader = calls.reader
     reader.take(1)
     held: list[str] = []  # arguments that came before the name
@@ -125,7 +125,7 @@ def _object(calls: Calls, form: JsonCalls) -> Wait[None]:
 
 
 def _key(calls: Calls, *, given: bool) -> Wait[str | None]:
-    """Read ``"key":``; where it is none, the call is over (``given``) or was no call."""
+    """Read ``"key":``. If there is none, the call is over (``given``) or there was no call."""
     reader = calls.reader
     char = yield from reader.peek()
     raw = (yield from reader.string()) if char == '"' else None
@@ -140,7 +140,7 @@ def _key(calls: Calls, *, given: bool) -> Wait[str | None]:
 
 
 def _arguments(calls: Calls, emit: Arguments) -> Wait[None]:
-    """The arguments' value; some models write the object into a string."""
+    """Read the arguments; some models write the object inside a string."""
     if (yield from calls.reader.peek()) == '"':
         emit(_text((yield from calls.reader.string())))
     else:
@@ -148,7 +148,7 @@ def _arguments(calls: Calls, emit: Arguments) -> Wait[None]:
 
 
 def named_calls(calls: Calls, form: NamedCalls) -> Wait[None]:
-    """``open header args JSON close``; the caller has passed the section's opening, and the first ``open`` stays."""
+    """Read ``open header args JSON close``. The caller has passed the section's opening, but not the first ``open``."""
     reader, header, count = calls.reader, re.compile(form.header), 0
     while True:
         yield from reader.space()
@@ -173,16 +173,16 @@ def named_calls(calls: Calls, form: NamedCalls) -> Wait[None]:
         yield from reader.space()
         if (yield from reader.peek()) in ("{", "["):
             yield from reader.json(calls.arguments)
-        elif form.close:  # arguments that are no JSON go out as they are
+        elif form.close:  # arguments that are not JSON are emitted unchanged
             yield from reader.until((form.close,), calls.arguments)
             continue
         if form.close:
-            # What a model writes between its JSON and the end of the call belongs to nothing.
+            # Text between the JSON and the end of the call is dropped.
             yield from reader.until((form.close, *calls.closes), lambda text: None)
 
 
 def _text(raw: str | None) -> str:
-    """The value of a JSON string, "" where it is none."""
+    """Return the value of a JSON string, "" if it is not one."""
     try:
         value = json.loads(raw or "")
     except ValueError:

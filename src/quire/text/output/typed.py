@@ -1,4 +1,4 @@
-"""Calls whose arguments are not JSON as written: tagged parameters and Python; they become JSON here."""
+"""Calls whose arguments are not written as JSON and become JSON here: tagged parameters, Python, Gemma's objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BAD_NAME = set("<>{}\"'")
 
 
 def tagged_calls(calls: Calls, form: TaggedCalls, tools: Tools) -> Wait[None]:
-    """Parameters one by one, typed by the tool's schema. A string's text goes out while it is written."""
+    """Read parameters one by one, typed by the tool's schema. A string is emitted while it is written."""
     reader, count = calls.reader, 0
     while True:
         yield from reader.space()
@@ -46,7 +46,7 @@ def _tagged_name(calls: Calls, form: TaggedCalls) -> Wait[str]:
     if form.name_end:
         stop = yield from reader.until((form.name_end,), parts.append)
         complete = stop is not None
-    else:  # the name ends where the next tag begins, which stays
+    else:  # the name ends at the next tag, which is not passed
         while (yield from reader.starts((form.key, *calls.closes))) is None:
             if (yield from reader.peek()) == "":
                 break
@@ -59,7 +59,7 @@ def _tagged_name(calls: Calls, form: TaggedCalls) -> Wait[str]:
 
 
 def _parameters(calls: Calls, form: TaggedCalls, schema: Mapping[str, Any]) -> Wait[bool]:
-    """Read parameters up to the end of the call; True where the section ended with it."""
+    """Read parameters up to the end of the call; return whether the section ended with it."""
     reader = calls.reader
     properties = schema.get("properties") or {}
     tags = tuple(tag for tag in (form.key, form.close, *calls.closes) if tag)
@@ -70,7 +70,7 @@ def _parameters(calls: Calls, form: TaggedCalls, schema: Mapping[str, Any]) -> W
         if tag is None:
             if (yield from reader.peek()) == "":
                 return True
-            reader.take(1)  # text between parameters belongs to nothing
+            reader.take(1)  # text between parameters is dropped
             continue
         reader.take(len(tag))
         if tag != form.key:
@@ -91,7 +91,7 @@ def _parameters(calls: Calls, form: TaggedCalls, schema: Mapping[str, Any]) -> W
 
 
 def _value(calls: Calls, form: TaggedCalls, schema: Any) -> Wait[bool]:
-    """One value up to its end tag; one line break on each side belongs to the tags."""
+    """Read one value up to its end tag, without one line break on each side."""
     reader = calls.reader
     if (yield from reader.peek()) == "\n":
         reader.take(1)
@@ -110,7 +110,7 @@ def _value(calls: Calls, form: TaggedCalls, schema: Any) -> Wait[bool]:
 
 
 class _Quoted:
-    """Text → the inside of a JSON string, a last line break held back."""
+    """Emits text as the inside of a JSON string and holds back a final line break."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -123,7 +123,7 @@ class _Quoted:
 
 
 def typed_value(text: str, schema: Any) -> Any:
-    """The value that ``text`` stands for: of the schema's type where it fits, else JSON, Python, or the text itself."""
+    """Return the value of ``text``: of the schema's type if it fits, else as JSON, as Python, or the text itself."""
     if is_text(schema):
         return text
     types = _types(schema)
@@ -141,12 +141,12 @@ def typed_value(text: str, schema: Any) -> Any:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a value of this schema is written as it is, without quotes."""
+    """Return whether a value of this schema is written without quotes."""
     return _types(schema) == {"string"}
 
 
 def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; empty where it does not say."""
+    """Return the JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     types = schema.get("type")
@@ -171,7 +171,7 @@ def _json_types(value: Any) -> set[str]:
 
 
 def python_calls(calls: Calls, tools: Tools) -> Wait[None]:
-    """``[f(a=1, b="x"), g()]``; a call goes out when it is complete."""
+    """Read ``[f(a=1, b="x"), g()]``; a call is emitted when it is complete."""
     reader, count = calls.reader, 0
     yield from reader.space()
     in_list = (yield from reader.peek()) == "["
@@ -203,7 +203,7 @@ def python_calls(calls: Calls, tools: Tools) -> Wait[None]:
 
 
 def _source(reader: Reader) -> Wait[str]:
-    """The text of one call, up to the parenthesis that ends it."""
+    """Read the text of one call up to its closing parenthesis."""
     parts: list[str] = []
     depth, quote = 0, ""
     while (char := (yield from reader.peek())) != "":
@@ -243,7 +243,7 @@ def _call_of(source: str, tools: Tools) -> tuple[str, dict[str, Any]]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A Python literal in which JSON's true, false and null may stand too."""
+    """Return the value of a Python literal, which may also contain JSON's true, false and null."""
     names = {"true": True, "false": False, "null": None}
     for child in ast.walk(node):
         for field, value in ast.iter_fields(child):
@@ -266,7 +266,7 @@ _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": No
 
 
 def gemma_calls(calls: Calls) -> Wait[None]:
-    """One call behind each opening."""
+    """Read one call of Gemma 4: ``call:NAME{key:<|"|>text<|"|>,list:[1,2]}``. It is emitted when it is complete."""
     parts: list[str] = []
     yield from calls.reader.until(calls.closes, parts.append)
     text = "".join(parts)
@@ -282,7 +282,7 @@ def gemma_calls(calls: Calls) -> Wait[None]:
 
 
 def _gemma_value(text: str, at: int) -> tuple[Any, int]:
-    """(value, place behind it); raises IndexError or ValueError for what is none."""
+    """Return the value at ``at`` and the position after it. Raises IndexError or ValueError if there is none."""
     at = _space(text, at)
     if text.startswith(_QUOTE, at):
         end = text.index(_QUOTE, at + len(_QUOTE))
