@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.sampling.harness import Sampler
-from tests.sampling.test_sampler import VOCAB, new_seq, random_params
+from tests.sampling.oracle import VOCAB, random_params
+from tests.sampling.test_sampler import new_seq
 
 from quire.request import SamplingParams, ThinkingBudget, TokenLogprobs
 from quire.sampling.grammars import Grammars
