@@ -12,9 +12,7 @@ from tests.sampling import oracle
 from tests.sampling.harness import Sampler
 from tests.sampling.oracle import VOCAB, random_params
 
-from quire.errors import RequestError
 from quire.request import SamplingParams
-from quire.sampling.processors import LogitsProcessors
 from quire.sampling.sampler import SeqSample
 from quire.step import NewSeq
 
@@ -181,17 +179,3 @@ def test_a_row_without_a_choice_fails_alone() -> None:
     reference.add(new_seq(0, SamplingParams(seed=3, logprobs=2)))
     assert [samples[0]] == reference.sample(logits[:1], [0])
     assert isinstance(samples[2], SeqSample)
-
-
-@pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("allowed_token_ids", {"allowed_token_ids": [VOCAB]}),
-        ("logit_bias", {"logit_bias": {VOCAB: 1.0}}),
-        ("bad_words", {"bad_words_token_ids": [[1, VOCAB]]}),
-    ],
-)
-def test_ids_outside_the_vocabulary_are_refused_by_name(field: str, options: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=f"{field} names token id {VOCAB}") as caught:
-        LogitsProcessors(new_seq(0, SamplingParams(seed=1, **options)), VOCAB)
-    assert caught.value.param == field
