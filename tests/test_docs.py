@@ -121,6 +121,12 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
     assert not wrong
 
 
+def test_the_page_of_the_command_line_names_every_command() -> None:
+    head = (ROOT / "docs/cli.md").read_text().partition("\n## ")[0]
+    leaves = [name for name in FLAGS if name and not any(other.startswith(f"{name} ") for other in FLAGS)]
+    assert not [name for name in leaves if not re.search(rf"^    {name}\b", head, re.MULTILINE)]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "benchmarks"], ids=named)
 def test_flags_that_a_page_names_exist(page: Path) -> None:
     words = {word for span in spans(page.read_text()) for word in re.findall(r"^--[a-z][a-z-]+", span)}

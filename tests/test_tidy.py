@@ -24,7 +24,7 @@ MAX_LINES: dict[str, int] = {
     "bench": 3_300,
     "cache": 1_400,
     "cli": 1_600,
-    "engine": 3_880,
+    "engine": 3_870,
     "executor": 1_000,
     "families": 1_800,
     "gateway": 400,
@@ -33,7 +33,7 @@ MAX_LINES: dict[str, int] = {
     "kernels": 6_300,
     "layers": 900,
     "lora": 450,
-    "metrics": 650,
+    "metrics": 600,
     "models": 1_620,
     "plan": 2_000,
     "quant": 420,
@@ -41,7 +41,7 @@ MAX_LINES: dict[str, int] = {
     "sampling": 680,
     "scheduler": 2_500,
     "sim": 1_700,
-    "text": 4_170,
+    "text": 4_080,
     "workload": 900,
 }
 MAX_TOTAL_LINES = 47_600
