@@ -12,6 +12,7 @@ from quire.config import SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import CostModel, Curve
 from quire.scheduler.predictor import Predictor
+from quire.scheduler.slo import SloController
 from quire.workload.slo import Slo
 
 MODEL = CostModel(0.01, Curve((0.0, 1.0), (0.0, 1e-4)))  # 10 ms a step, 0.1 ms a row
@@ -39,8 +40,10 @@ def test_who_is_ahead_counts_until_its_first_token() -> None:
     assert forecast.enter(1000).predicted_s == pytest.approx(first.predicted_s)
 
 
-def test_smaller_chunks_make_the_wait_longer() -> None:
-    free, held = TtftForecast(Slo(), stats), TtftForecast(Slo(), lambda: stats(1, 101))
+def test_an_slo_makes_chunks_smaller_and_waits_longer() -> None:
+    controller = SloController(Predictor(CONFIG, MODEL), CONFIG, 0.02)
+    budget = 1 + controller.chunk(1)  # beside one decode
+    free, held = TtftForecast(Slo(), lambda: stats(1)), TtftForecast(Slo(), lambda: stats(1, budget))
     assert held.enter(1000).predicted_s > free.enter(1000).predicted_s
 
 
@@ -57,7 +60,7 @@ def test_it_learns_from_what_came() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_answer_carries_the_prediction_and_the_histogram_its_error(stream: bool) -> None:
+def test_every_answer_carries_the_prediction(stream: bool) -> None:
     api = Api()
     forecast = TtftForecast(Slo(tpot_s=0.02), stats)
     api.app = create_app(api.frontend, ApiSettings(), forecast=forecast)  # type: ignore[arg-type]
