@@ -38,10 +38,8 @@ QUOTATIONS = {"docs/quill.md", "src/quire/workload/request.py"}
 ALLOWED: dict[str, int] = {
     "benchmarks": 3,
     "src/quire": 3,
-    "src/quire/api": 2,
     "src/quire/cache": 14,
     "src/quire/families": 1,
-    "src/quire/jobs": 1,
     "src/quire/scheduler": 18,
     "tests/sim": 1,
 }

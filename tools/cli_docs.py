@@ -39,7 +39,7 @@ a hub id. Every setting can also stand in a TOML file given with `--config`; tab
     [scheduling]
     max_num_seqs = 64
 
-¹ Of those few people need: shown by `--help-all` instead of `--help`.
+¹ Rarely needed: shown by `--help-all` instead of `--help`.
 
 The keys of the file, the keywords of `quire.LLM` and the flags are the same names (`max_num_seqs`, `--max-num-seqs`).
 """

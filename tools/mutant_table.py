@@ -20,6 +20,10 @@ class Mutant:
 
 # The first 36 seeds: every gate × order with 1, 2 and 4 steps in flight.
 FUZZ = tuple(f"tests/sim/test_fuzz.py::test_fuzz[{first}]" for first in (0, 12, 24))
+# Drafts and transfers, with and without chained steps.
+WIDE_FUZZ = tuple(
+    f"tests/sim/test_fuzz.py::test_fuzz_with_drafts_and_transfers[{first}]" for first in (0, 12)
+)
 EXACT = ("tests/exact/test_quick.py",)
 SAMPLER = ("tests/sampling/test_sampler.py",)
 VERIFY = ("tests/sampling/test_verify.py",)
@@ -123,6 +127,38 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if seq.epoch != plan.epoch:  # a zombie",
         "        if seq.epoch < 0:  # a zombie",
         FUZZ,
+    ),
+    Mutant(
+        "rejected-drafts-published",
+        "a block is published up to drafts that were rejected",
+        "src/quire/scheduler/outcome.py",
+        "        end -= num_rejected\n",
+        "",
+        WIDE_FUZZ,
+    ),
+    Mutant(
+        "rejected-drafts-keep-blocks",
+        "a sequence keeps the blocks of drafts that were rejected",
+        "src/quire/scheduler/state.py",
+        "        self.cache.rollback(seq.table, seq.num_planned)\n",
+        "",
+        ("tests/sim/test_k_tokens.py",),
+    ),
+    Mutant(
+        "load-published-whole",
+        "all blocks of a load are published, though only some came",
+        "src/quire/cache/transfers.py",
+        "transfer.num_hit_rows + num_blocks // cache.windows.num_groups",
+        "table.num_rows",
+        WIDE_FUZZ,
+    ),
+    Mutant(
+        "store-without-references",
+        "the blocks of a store may be evicted while their bytes are read",
+        "src/quire/cache/transfers.py",
+        "            references.share(block_id)\n        references.transfers[transfer_id] = TransferBlocks(held)\n",
+        "            pass\n        references.transfers[transfer_id] = TransferBlocks([])\n",
+        WIDE_FUZZ,
     ),
     Mutant(
         "plain-after-preemption",

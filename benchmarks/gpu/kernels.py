@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from benchmarks.gpu.other_attention import other_attention, over_our_pages
+from benchmarks.gpu.other_attention import other_attention, over_our_blocks
 from benchmarks.gpu.timing import DEVICE, seconds
 from tests.kernels import cases
 
@@ -57,7 +57,7 @@ def attention_rows(case: cases.AttentionCase, limits: dict[str, float]) -> Itera
             for kv in pools
         ]
         yield row(f"{case.name}, {backend}", seconds(calls), num_bytes, flops, limits)
-    for name, call in over_our_pages(q, pools[0], made.batch, made.shape).items():
+    for name, call in over_our_blocks(q, pools[0], made.batch, made.shape).items():
         theirs, own = call(), attention(q, pools[0], made.batch, made.shape, backend="triton")
         assert isinstance(theirs, torch.Tensor)
         found = row(f"{case.name}, {name}", seconds([call]), num_bytes, flops, limits)

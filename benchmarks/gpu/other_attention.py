@@ -1,7 +1,7 @@
 """Attention of FlashInfer and flash-attn, where they are installed, at the shapes of our own rows.
 
 Nothing installs them here. The engine takes FlashInfer for prompts where the tuner says so
-(`kernels.attention.flashinfer`), and not for decode: `over_our_pages` shows whether it can read the engine's own cache
+(`kernels.attention.flashinfer`), and not for decode: `over_our_blocks` shows whether it can read the engine's own cache
 as it lies, and what it gives there.
 """
 
@@ -45,10 +45,10 @@ def other_attention(
     return calls
 
 
-def over_our_pages(q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape) -> Calls:
+def over_our_blocks(q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape) -> Calls:
     """The same for a decode step over a cache of Quire's: one token of ``q [num_seqs, num_heads, head_dim]`` each.
 
-    K and V are views of the pages ``[blocks, kv_heads, block_size, dim]`` ("HND") with the pages' strides, not copies.
+    K and V are views of the blocks ``[blocks, kv_heads, block_size, dim]`` ("HND") with their strides, not copies.
     """
     flashinfer = _installed("flashinfer")
     if flashinfer is None or kv.scaled or kv.v_in_k or (np.diff(batch.cu_seqlens_q) != 1).any():
@@ -64,7 +64,7 @@ def over_our_pages(q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: Atten
         shape.num_heads, kv.num_kv_heads, kv.head_dim, kv.block_size, window_left=(shape.window or 0) - 1,
         logits_soft_cap=shape.soft_cap, sm_scale=shape.scale, q_data_type=q.dtype, kv_data_type=q.dtype,
     )  # fmt: skip
-    return {"FlashInfer, Quire's pages": lambda: wrapper.run(q, (kv.keys, kv.values))}
+    return {"FlashInfer, Quire's blocks": lambda: wrapper.run(q, (kv.keys, kv.values))}
 
 
 def _paged_decode(

@@ -14,7 +14,8 @@ from tests.api.fake_frontend import FakeFrontend
 
 from quire.api.app import create_app
 from quire.api.state import ApiSettings, is_busy
-from quire.jobs.extension import JobSettings, jobs_of
+from quire.jobs.extension import jobs_of
+from quire.jobs.routes import JobSettings
 
 
 def app_with_jobs(frontend: Any, **settings: Any) -> Starlette:

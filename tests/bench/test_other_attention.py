@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.gpu.other_attention import other_attention, over_our_pages
+from benchmarks.gpu.other_attention import other_attention, over_our_blocks
 from tests.kernels import cases
 
 from quire.kernels.attention import attention
@@ -91,10 +91,10 @@ def test_our_pages_as_another_library_reads_them(monkeypatch: pytest.MonkeyPatch
         lengths = ((1, 40), (1, 1), (1, 16), (1, 33))
         case = cases.AttentionCase("decode", lengths, 8, 2, 16, 16, window=window, soft_cap=cap)
         made = cases.attention_inputs(case, torch.float32, torch.Generator().manual_seed(3))
-        (call,) = over_our_pages(made.q, made.kv, made.batch, made.shape).values()
+        (call,) = over_our_blocks(made.q, made.kv, made.batch, made.shape).values()
         expected = attention(made.q, made.kv, made.batch, made.shape, backend="reference")
         assert torch.allclose(call(), expected, atol=1e-4)  # type: ignore[arg-type]
         mixed = cases.attention_inputs(
             cases.AttentionCase("m", ((2, 9),), 8, 2, 16, 16), torch.float32, torch.Generator()
         )
-        assert over_our_pages(mixed.q, mixed.kv, mixed.batch, mixed.shape) == {}
+        assert over_our_blocks(mixed.q, mixed.kv, mixed.batch, mixed.shape) == {}

@@ -79,7 +79,7 @@ class FakeExecutor:
         self._drafts = drafts or FakeDrafts()
         self._draft_random = random.Random(self._drafts.seed)
         self.num_accepted = self.num_rejected = 0  # drafts
-        self.transfers = FakeTransfers(self._pages, transfers or FakeTransferRates())
+        self.transfers = FakeTransfers(self._pages, transfers or FakeTransferRates(), self.violations)
         self._seqs: dict[int, WorkerSeq] = {}
         self._adapters = FakeAdapters()
         self._out: deque[_Outstanding] = deque()

@@ -33,13 +33,15 @@ class FakeTransferRates:
 class FakeTransfers:
     """Call `tick` as often as time passes. ``on_done`` is told of ends while no step is out."""
 
-    def __init__(self, pages: FakePages, rates: FakeTransferRates) -> None:
+    def __init__(self, pages: FakePages, rates: FakeTransferRates, violations: list[str]) -> None:
         self.on_done: Callable[[TransferDone], None] | None = None
         self.done: list[TransferDone] = []  # for the next result
         self.seen: Counter[str] = Counter()
         self._pages = pages
         self._remote: dict[bytes, NDArray[np.uint64]] = {}  # page hash -> the page's slots
         self._rates = rates
+        self._violations = violations
+        self._seen_first: dict[tuple[int, int], NDArray[np.uint64]] = {}  # (transfer, block) -> its content
         self._random = random.Random(rates.seed)
         self._open: dict[int, tuple[KvTransfer, list[int]]] = {}  # ticks left before each block
 
@@ -74,6 +76,9 @@ class FakeTransfers:
         if transfer.direction == "load":
             for block in transfer.blocks:
                 self._pages.spoil(block.block_id)
+        else:
+            for block in transfer.blocks:
+                self._seen_first[transfer.transfer_id, block.block_id] = self._pages.get(block.block_id)
         ticks = [self._random.randint(0, self._rates.delay) for _ in transfer.blocks]
         self._open[transfer.transfer_id] = (transfer, ticks)
         self.seen[f"{transfer.direction}s"] += 1
@@ -107,7 +112,9 @@ class FakeTransfers:
         if self._rates.failure and self._random.random() < self._rates.failure:
             return False
         if transfer.direction == "store":
-            self._remote[block.block_hash] = self._pages.get(block.block_id)
+            page = self._remote[block.block_hash] = self._pages.get(block.block_id)
+            if not np.array_equal(page, self._seen_first.pop((transfer.transfer_id, block.block_id))):
+                self._violations.append(f"block {block.block_id} was written while it was being stored")
             return True
         page = self._remote.get(block.block_hash)
         if page is None:  # the other side does not have it (any more)

@@ -12,7 +12,7 @@ LEVEL = next((level for level in backends("gated") if level != "reference"), "re
 LIMITS = {"tokens": 8, "logits": 4}
 
 
-def test_a_replay_takes_the_rows_of_its_step_and_the_memory_as_it_is() -> None:
+def test_a_replay_takes_its_step_s_rows_and_memory_as_it_is() -> None:
     packed = pack_empty(48, 64, torch.float32, bias=False, backend=LEVEL)
     write_rows(packed, 0, torch.randn(48, 64))
     x = torch.randn(8, 64)

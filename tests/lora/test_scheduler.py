@@ -1,4 +1,4 @@
-"""Slots by hand: who enters, who waits and for how long, and what is thrown out."""
+"""Adapter slots by hand: which sequences enter, which wait and for how long, and which adapter is evicted."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_adapter_without_a_slot_waits_and_others_pass() -> None:
     assert set(bench.ended) == set(bench.tokens)
 
 
-def test_nobody_starves_behind_a_stream_of_newcomers() -> None:
+def test_no_sequence_starves_behind_a_stream_of_newcomers() -> None:
     """Requests of two adapters arrive for ever; those of two others, and more of each, come in between."""
     bench = Bench(max_loras=2, max_num_seqs=6)
     for name, adapter in (("a", A), ("b", B), ("c", C), ("d", D)):
@@ -94,7 +94,7 @@ def test_nobody_starves_behind_a_stream_of_newcomers() -> None:
     assert set(bench.ended) == set(bench.tokens)
 
 
-def test_the_least_recently_used_goes_and_an_idle_one_is_not_loaded_again() -> None:
+def test_least_recently_used_goes_and_idle_is_not_reloaded() -> None:
     bench = Bench(max_loras=2)
     for name, adapter in (("a", A), ("b", B), ("a2", A), ("c", C), ("a3", A), ("b2", B)):
         bench.add(name, adapter, max_tokens=2)

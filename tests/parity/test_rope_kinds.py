@@ -46,7 +46,7 @@ def test_a_full_context_needs_no_fixing(kind: str, tmp_path: Path) -> None:
     assert compare(run, model) <= 1e-4
 
 
-def test_longrope_within_the_original_length_takes_the_short_factors(tmp_path: Path) -> None:
+def test_longrope_in_the_original_length_takes_short_factors(tmp_path: Path) -> None:
     model = make("llama", tmp_path, **rope_changes("longrope"))
     run = run_ragged(tmp_path, prompts_of(VOCAB, 3, (1, 9, 16)), ORIGINAL, new_tokens=16)
     assert compare(run, model) <= 1e-4

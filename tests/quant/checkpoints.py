@@ -1,7 +1,8 @@
 """Quantized safetensors checkpoints, written by hand from the published layouts.
 
-A writer draws integers, scales and zero points, and gives (tensors, quantization_config, the plain weight they mean).
-Words are packed by plain loops over bit positions, so that reader and writer share nothing.
+A writer takes random integers, scales and zero points, and returns (tensors,
+quantization_config, the plain weight they mean). Words are packed by plain loops over bit positions, so that reader and
+writer share nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Written:
 
 
 @dataclass
-class Drawn:
+class RandomMatrix:
     """Unsigned integers, scales and zero points of one matrix."""
 
     q: np.ndarray  # [out, in]
@@ -65,12 +66,14 @@ class Drawn:
         return (self.q - self.zero.repeat(times, 1)).astype(np.float32) * scale
 
 
-def draw(rng: np.random.Generator, shape: tuple[int, int], bits: int, group: int | None, sym: bool) -> Drawn:
+def random_matrix(
+    rng: np.random.Generator, shape: tuple[int, int], bits: int, group: int | None, sym: bool
+) -> RandomMatrix:
     out, in_ = shape
     groups = 1 if group is None else in_ // group
     zero = np.full((out, groups), 1 << bits - 1) if sym else rng.integers(1, 1 << bits, (out, groups))
     scale = (rng.uniform(0.5, 1.5, (out, groups)) * 2.0 ** (1 - bits) * 0.3).astype(np.float16)
-    return Drawn(rng.integers(0, 1 << bits, (out, in_)), scale, zero)
+    return RandomMatrix(rng.integers(0, 1 << bits, (out, in_)), scale, zero)
 
 
 def pack_columns(values: np.ndarray, bits: int, places: list[int] | None = None) -> np.ndarray:
@@ -84,41 +87,43 @@ def pack_columns(values: np.ndarray, bits: int, places: list[int] | None = None)
     return words.view(np.int32)
 
 
-def gptq(drawn: Drawn, bits: int, *, minus_one: bool = True, order: np.ndarray | None = None) -> Written:
-    in_ = drawn.q.shape[1]
-    index = np.arange(in_) // (in_ // drawn.scale.shape[1]) if order is None else order
-    zero = drawn.zero - 1 if minus_one else drawn.zero
+def gptq(
+    source: RandomMatrix, bits: int, *, minus_one: bool = True, order: np.ndarray | None = None
+) -> Written:
+    in_ = source.q.shape[1]
+    index = np.arange(in_) // (in_ // source.scale.shape[1]) if order is None else order
+    zero = source.zero - 1 if minus_one else source.zero
     tensors = {
-        "qweight": pack_columns(drawn.q, bits).T,
+        "qweight": pack_columns(source.q, bits).T,
         "qzeros": pack_columns(zero.T, bits),
-        "scales": drawn.scale.T,
+        "scales": source.scale.T,
         "g_idx": index.astype(np.int32),
     }
-    return Written(tensors, drawn.weight)
+    return Written(tensors, source.weight)
 
 
-def awq(drawn: Drawn) -> Written:
+def awq(source: RandomMatrix) -> Written:
     tensors = {
-        "qweight": pack_columns(drawn.q.T, 4, AWQ_PLACES),
-        "qzeros": pack_columns(drawn.zero.T, 4, AWQ_PLACES),
-        "scales": drawn.scale.T,
+        "qweight": pack_columns(source.q.T, 4, AWQ_PLACES),
+        "qzeros": pack_columns(source.zero.T, 4, AWQ_PLACES),
+        "scales": source.scale.T,
     }
-    return Written(tensors, drawn.weight)
+    return Written(tensors, source.weight)
 
 
-def packed(drawn: Drawn, bits: int, *, sym: bool) -> Written:
+def packed(source: RandomMatrix, bits: int, *, sym: bool) -> Written:
     tensors = {
-        "weight_packed": pack_columns(drawn.q, bits),
-        "weight_scale": drawn.scale,
-        "weight_shape": np.array(drawn.q.shape, dtype=np.int64),
+        "weight_packed": pack_columns(source.q, bits),
+        "weight_scale": source.scale,
+        "weight_shape": np.array(source.q.shape, dtype=np.int64),
     }
     if not sym:
-        tensors["weight_zero_point"] = pack_columns(drawn.zero.T, bits).T
-    return Written(tensors, drawn.weight)
+        tensors["weight_zero_point"] = pack_columns(source.zero.T, bits).T
+    return Written(tensors, source.weight)
 
 
-def int8(drawn: Drawn) -> Written:
-    return Written({"weight": (drawn.q - 128).astype(np.int8), "weight_scale": drawn.scale}, drawn.weight)
+def int8(source: RandomMatrix) -> Written:
+    return Written({"weight": (source.q - 128).astype(np.int8), "weight_scale": source.scale}, source.weight)
 
 
 def fp8(rng: np.random.Generator, shape: tuple[int, int], scale: tuple[int, ...], name: str) -> Written:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.models.tiny import model_config
 from tests.quant import checkpoints as made_by
-from tests.quant.checkpoints import Made, Written, awq_config, ct_config, draw, gptq_config, make
+from tests.quant.checkpoints import Made, Written, awq_config, ct_config, gptq_config, make, random_matrix
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.checkpoint import describe
@@ -25,7 +25,7 @@ Write = Callable[[np.random.Generator, tuple[int, int]], Written]
 
 def writer(pack: Callable[..., Written], width: int, group: int | None, *, zeros: bool, **more: Any) -> Write:
     def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
-        return pack(draw(rng, shape, width, group, not zeros), **more)
+        return pack(random_matrix(rng, shape, width, group, not zeros), **more)
 
     return write
 
@@ -234,7 +234,7 @@ def test_values_that_contradict_the_config(tmp_path: Path) -> None:
     shuffled = {64: order, 160: np.arange(160) // 32}
 
     def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
-        return made_by.gptq(draw(rng, shape, 4, 32, True), 4, order=shuffled[shape[1]])
+        return made_by.gptq(random_matrix(rng, shape, 4, 32, True), 4, order=shuffled[shape[1]])
 
     bias = {f"{K}.bias": torch.ones(32).half()}
     cases: list[tuple[Write, dict[str, Any], dict[str, torch.Tensor], str]] = [

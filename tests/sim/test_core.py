@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tests.engine.toy import engine_config
+from tests.fakes.engine import FAKE
 from tests.fakes.executor import FakeFaults
 from tests.scheduler.harness import Engine, make_scheduler, oracle, request
 from tests.sim.driver import Driver
 from tests.sim.scenario import make_scenario
 
+from quire.clock import WallClock
+from quire.engine.client import InProcessClient
 from quire.engine.inbox import (
     AbortRequest,
     AddRequest,
@@ -168,6 +172,24 @@ def test_the_dynamic_gate_tells_when_to_come_back() -> None:
     engine.step()
     assert engine.core.rest is None
     assert engine.core.stats().num_running == 1
+
+
+def test_the_loop_rests_where_nothing_can_be_planned() -> None:
+    """A sequence that nothing in this process can bring on must not keep a processor busy."""
+    client = InProcessClient(engine_config(), WallClock(), executor=FAKE)
+    client.wait_ready()
+    core = client.core
+    core.scheduler.plan = lambda now: None  # type: ignore[method-assign]
+    steps: list[None] = []
+    begin = core.begin
+    core.begin = lambda: steps.append(None) or begin()  # type: ignore[method-assign, func-returns-value]
+    client.send(AddRequest(request("a")))
+    for _ in range(4):
+        assert client.receive(0.02) == []
+    assert core.has_work
+    assert len(steps) == 1, "it went round without a message, a result or a time to wait for"
+    client.send(AbortRequest("a"))
+    assert [event.finish_reason for event in client.receive()] == [FinishReason.ABORT]
 
 
 @pytest.mark.parametrize("seed", [3, 17, 31])

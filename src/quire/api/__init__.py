@@ -1,12 +1,13 @@
-"""The HTTP API: bytes from strangers in, OpenAI's shapes out.
+"""The HTTP API: OpenAI's endpoints, Anthropic's messages, and an admin surface.
 
-One request's way through this package::
+The way of a request through this package, over the manners of `quire.http`::
 
-    app        routes, request ids, keys, draining           (raw ASGI, no middleware that copies streams)
-    body       bytes → JSON object, under limits
-    fields     every name known: used | no effect | refused; others are refused with the nearest name
-    protocol   names → types (pydantic, strict); the last sight of pydantic
-    chat, completions     wire request → prompts and `SamplingParams` → `Frontend.submit`
-    generation runs the streams of one request, aborts them when the client goes
-    replies, logprobs, sse     `OutputChunk`s → JSON, whole or as server-sent events
+    app             routes
+    endpoint        bytes → JSON under limits → a `Job`; every error as an answer
+    protocol        names and types of a request's fields; the last use of pydantic
+    chat, anthropic, responses → conversation    messages → prompt; completions, pooling have their own
+    params, tools   sampling, form of the answer, tools, thinking → `SamplingParams`
+    generation, prompt_streams    run a `Job` on the frontend; abort it if the client disconnects
+    parts           the text of an answer → reasoning, text and calls, for every kind of conversation
+    job, chat …     `OutputChunk`s → JSON, whole or as server-sent events
 """

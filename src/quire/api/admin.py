@@ -1,7 +1,7 @@
-"""The admin surface: cancel, drain, prefix-cache reset, live settings. On a port or socket of its own.
+"""The admin surface: cancel, drain, reset of the prefix cache, live settings, adapters. On a port or socket of its own.
 
-It is an app beside the one of `create_app` and shares its state. Browsers are refused, so that no page a person looks
-at can drive a server on their machine.
+It is an app beside that of `create_app` and shares its state. Browsers are refused, so that a web page cannot control a
+server on its reader's machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.engine.inbox import ChangePolicy, Reply, ResetPrefixCache
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError
 from quire.http.body import json_response, read_json
 from quire.http.edge import Edge, NoBrowsers, error_handlers
-from quire.http.wire import Boolean, Integer, Number, Text, Wire, clip, parse
+from quire.http.wire import Boolean, Integer, Number, Text, Wire, clip, not_allowed, parse
 from quire.metrics.log import Log
 from quire.request import Adapter
 from quire.scheduler.policy import PolicyChange
@@ -40,9 +40,8 @@ class RuntimePatch(Wire):
     max_num_batched_tokens: Integer | None = None
     max_queue: Integer | None = None
     dynamic_max_wait_ms: Number | None = None
-    release: list[Literal["max_num_seqs", "max_num_batched_tokens"]] | None = (
-        None  # back to the controller of --slo
-    )
+    # Settings that return to the controller of --slo.
+    release: list[Literal["max_num_seqs", "max_num_batched_tokens"]] | None = None
 
 
 RUNTIME = tuple(name for name in RuntimePatch.model_fields if name != "release")
@@ -88,7 +87,7 @@ class LoadAdapter(Wire):
 
 
 class UnloadAdapter(Wire):
-    """Body of ``POST /v1/unload_lora_adapter``; ``lora_int_id`` is vLLM's own numbering, and says nothing here."""
+    """Body of ``POST /v1/unload_lora_adapter``; ``lora_int_id``, vLLM's own numbering, is ignored."""
 
     lora_name: Text
     lora_int_id: Integer | None = None
@@ -96,7 +95,7 @@ class UnloadAdapter(Wire):
 
 
 class Admin:
-    """The handlers."""
+    """The handlers of settings, drain, cache and requests."""
 
     def __init__(self, state: ApiState) -> None:
         self._state = state
@@ -107,10 +106,10 @@ class Admin:
         return json_response({"object": "runtime", "runtime": _as_flags(reply.values), **_pinned(reply)})
 
     async def change_runtime(self, request: Request) -> Response:
-        """Change settings at the next step boundary; the answer has old and new values of what was asked for.
+        """Change settings at the next step boundary; the answer has the old and new values of the given settings.
 
         Raises:
-            RequestError: names the setting, the value and what is allowed; nothing has changed then.
+            RequestError: names the setting, the value and what is allowed; no setting was changed.
         """
         body = await self._body(request)
         patch = parse(RuntimePatch, body)
@@ -131,17 +130,17 @@ class Admin:
         return json_response({"object": "runtime", "changed": changes, "runtime": new, **_pinned(reply)})
 
     async def progress(self, request: Request) -> Response:
-        """How far a drain is; also says so where there is none."""
+        """The progress of a drain, or that there is none."""
         return json_response(self._progress())
 
     async def drain(self, request: Request) -> Response:
-        """Refuse new requests from now on; those in flight, queued ones included, go on to their end."""
+        """Refuse new requests from now on; those in flight and in the queue run to their end."""
         self._state.frontend.stop_admitting()
         log.info("drain", requests=len(self._state.running))
         return json_response(self._progress())
 
     async def undrain(self, request: Request) -> Response:
-        """Take requests again.
+        """Accept requests again.
 
         Raises:
             CapacityError: the process is about to end, or its engine is dead.
@@ -155,7 +154,7 @@ class Admin:
         return json_response(self._progress())
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forget cached prefixes; what runs keeps its blocks."""
+        """Drop cached prefixes; running requests keep their blocks."""
         reply = await self._state.frontend.call(ResetPrefixCache)
         return json_response({"object": "prefix_cache.reset", **reply.values})
 
@@ -164,10 +163,10 @@ class Admin:
         return json_response({"object": "list", "data": self._state.running.describe(self._state.now())})
 
     async def cancel(self, request: Request) -> Response:
-        """End every request of this id; its client gets an error that says so.
+        """End every request of this id; their clients get an error.
 
         Raises:
-            NotFoundError: no request at work has it.
+            NotFoundError: no request at work has this id.
         """
         request_id = request.path_params["request_id"]
         found = self._state.running.named(request_id)
@@ -189,8 +188,8 @@ class Admin:
             "object": "drain",
             "state": frontend.state,
             "drained": frontend.state == "draining" and frontend.num_requests == 0,
-            "num_requests": frontend.num_requests,  # in flight, as this process counts them
-            "num_running": stats.num_running,  # sequences, as the engine last said
+            "num_requests": frontend.num_requests,  # in flight, counted by this process
+            "num_running": stats.num_running,  # sequences, from the engine's last report
             "num_waiting": stats.num_waiting,
         }
 
@@ -199,25 +198,24 @@ class Admin:
 
 
 def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings under the names of their flags."""
+    """Return the settings under the names of their flags."""
     values = {**settings, "dynamic_max_wait_ms": round(settings["dynamic_max_wait_s"] * 1e3, 6)}
     return {name: values[name] for name in RUNTIME}
 
 
 def _pinned(reply: Reply) -> dict[str, Any]:
-    """With ``--slo``: which of its controller's settings a person holds."""
+    """Return, with ``--slo``, the settings of its controller that an operator has set."""
     return {} if reply.pinned is None else {"pinned": list(reply.pinned)}
 
 
 def _as_request_error(error: ConfigError, wait_ms: float | None) -> RequestError:
     if error.param == "dynamic_max_wait_s":
-        text = f"dynamic_max_wait_ms = {wait_ms} is not allowed: it must be a number ≥ 0."
-        return RequestError(text, param="dynamic_max_wait_ms")
+        return not_allowed("dynamic_max_wait_ms", wait_ms, "a number ≥ 0")
     return RequestError(str(error), param=error.param)
 
 
 class LoraAdmin:
-    """The handlers. An adapter is read and checked before it is named; requests that use one end before it is gone."""
+    """The handlers of adapters, which are checked before requests can name them and unloaded after those have ended."""
 
     def __init__(self, state: ApiState) -> None:
         self._state = state
@@ -238,10 +236,10 @@ class LoraAdmin:
         )
 
     async def load(self, request: Request) -> Response:
-        """Serve one more adapter.
+        """Load an adapter.
 
         Raises:
-            RequestError: names the field, and the file and tensor where the adapter is at fault.
+            RequestError: names the field, or the file and tensor that are wrong.
         """
         return json_response(_adapter_card(await self._load(await self._body(request))))
 
@@ -251,10 +249,10 @@ class LoraAdmin:
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
-        """Refuse new requests with an adapter, and answer when those that have it are at their end, or time is up.
+        """Refuse new requests with an adapter; answer when its last request has ended, or after ``timeout_s``.
 
         Raises:
-            NotFoundError: there is no such adapter; lists those that are loaded.
+            NotFoundError: the adapter is not loaded; lists those that are.
         """
         adapter, left = await self._unload(request.path_params["lora_name"], _seconds(request))
         return json_response(
@@ -271,7 +269,7 @@ class LoraAdmin:
     async def _load(self, body: Any) -> Adapter:
         asked = parse(LoadAdapter, body)
         registry = self._registry
-        # Reads and hashes the file, or downloads it: not in the loop's thread.
+        # Reads and hashes the file, or downloads it, so it must not run in the loop's thread.
         adapter = await asyncio.to_thread(registry.read, asked.lora_name, asked.lora_path)
         registry.add(adapter, replace=asked.load_inplace)
         log.info("adapter_loaded", name=adapter.name, path=adapter.path, rank=adapter.rank)
@@ -301,9 +299,7 @@ def _seconds(request: Request) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= 86400:
-        raise RequestError(
-            f"timeout_s = {text!r} is not allowed: it must be a number in 0…86400.", param="timeout_s"
-        )
+        raise not_allowed("timeout_s", text, "a number in 0…86400")
     return seconds
 
 

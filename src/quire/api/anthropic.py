@@ -18,7 +18,7 @@ from quire.api.anthropic_request import (
     form_of,
 )
 from quire.api.conversation import arguments_of, conversation_job
-from quire.api.job import Answer, Head, Job, Usage, common_fields
+from quire.api.job import Answer, Head, Job, Usage
 from quire.api.params import sampling_params
 from quire.api.parts import Assembler, Event, Kind, Part
 from quire.api.state import ApiState
@@ -46,10 +46,7 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
     request = parse(MessagesRequest, body, ignored=ignored)
     state.check_model(request.model)
     conversation = conversation_of(request, ignored)
-    fields = common_fields(request, ignored)
-    if request.metadata is not None:
-        metadata = parse(Metadata, request.metadata, prefix="metadata.", ignored=ignored)
-        fields["tenant"] = metadata.user_id
+    metadata = parse(Metadata, request.metadata or {}, prefix="metadata.", ignored=ignored)
     given = request.given_sampling()
     if request.stop_sequences:
         given["stop"] = request.stop_sequences
@@ -65,7 +62,7 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
         return MessageAnswer(head, plan, state.new_id, streamed=request.stream)
 
     return await conversation_job(
-        state, conversation, sampling, answer, model=request.model, id_prefix="msg_", fields=fields
+        state, request, conversation, sampling, "msg_", answer, ignored, tenant=metadata.user_id
     )
 
 
@@ -77,6 +74,7 @@ async def count_tokens(state: ApiState, body: Any, ignored: list[str] | None) ->
     """
     request = parse(CountTokensRequest, body, ignored=ignored)
     state.check_model(request.model)
+    form_of(request, ignored)
     _, prompt = await conversation_of(request, ignored).prompt(state)
     return {"input_tokens": len(prompt)}
 

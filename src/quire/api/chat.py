@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from quire.api.choices import ChoicesAnswer
 from quire.api.conversation import Conversation, conversation_job, template_messages, template_variables
-from quire.api.job import Answer, Head, Job, common_fields
+from quire.api.job import Answer, ChoicesAnswer, Head, Job
 from quire.api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.api.params import given_sampling, sampling_params, structured_outputs
 from quire.api.parts import Assembler, Event, Kind, Part
@@ -34,7 +33,6 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
     request = parse(ChatRequest, body, ignored=ignored)
     options = stream_options(request, ignored)
     state.check_model(request.model)
-    fields = common_fields(request, ignored)
     sampling = sampling_params(
         given_sampling(request),
         state.model.generation_defaults,
@@ -56,9 +54,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         return ChoicesAnswer(head, choices, options, sampling.n)
 
     conversation = chat_conversation(request, ignored, request)
-    return await conversation_job(
-        state, conversation, sampling, answer, model=request.model, id_prefix="chatcmpl-", fields=fields
-    )
+    return await conversation_job(state, request, conversation, sampling, "chatcmpl-", answer, ignored)
 
 
 def chat_conversation(

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from quire.api.choices import ChoicesAnswer
-from quire.api.job import Job, common_fields, new_head
+from quire.api.job import ChoicesAnswer, Job, common_fields, new_head
 from quire.api.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from quire.api.params import given_sampling, sampling_params, structured_outputs
 from quire.api.protocol import CompletionRequest, stream_options

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from quire.api.job import Answer, Head, Job, new_head
-from quire.api.protocol import Message, ToolCall, text_of
+from quire.api.job import Answer, Head, Job, common_fields, new_head
+from quire.api.protocol import Message, SampledFields, ToolCall, text_of
 from quire.api.state import ApiState
 from quire.api.tools import OutputPlan, Thinking, ToolUse, output_plan, thinking_budget
 from quire.engine.prompts import RenderedChat
@@ -64,20 +64,21 @@ class Conversation:
 
 async def conversation_job(
     state: ApiState,
+    request: SampledFields,
     conversation: Conversation,
     sampling: SamplingParams,
-    make_answer: MakeAnswer,
-    *,
-    model: str | None,
     id_prefix: str,
-    fields: Mapping[str, Any],
+    make_answer: MakeAnswer,
+    ignored: list[str] | None,
+    **fields: Any,
 ) -> Job:
-    """Render the prompt and choose how its answers are taken apart. ``fields``: those of `common_fields`.
+    """Render the prompt and choose how its answers are taken apart. ``fields``: of the `Job`, beside the common ones.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    head = new_head(state, id_prefix, model)
+    head = new_head(state, id_prefix, request.model)
+    fields = common_fields(request, ignored) | fields
     text, prompt = await conversation.prompt(state)
     use = conversation.tools
     plan = output_plan(

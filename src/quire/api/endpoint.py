@@ -1,4 +1,4 @@
-"""The POST endpoints: read, check, run, answer; one ASGI callable a kind of endpoint."""
+"""The POST endpoints: read, check, run, answer. One ASGI application per kind of endpoint."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from quire.metrics.trace import trace_headers
 
 log = Log("api")
 
-# (state, body, names that --lenient lets pass, or None when strict) → job
+# (state, body, list that collects unknown names with --lenient, else None) → job
 Prepare = Callable[[ApiState, Any, list[str] | None], Awaitable[Job]]
 # The same → the JSON value of the answer.
 Compute = Callable[[ApiState, Any, list[str] | None], Awaitable[Any]]
 
 
 class PostEndpoint:
-    """An ASGI application for one path: read under limits, check, answer, or refuse as clients of the path expect."""
+    """An ASGI application for one path: it reads the body under limits, and answers errors in the form of the path."""
 
     def __init__(self, state: ApiState, path: str) -> None:
         self._state = state
@@ -43,7 +43,7 @@ class PostEndpoint:
             body = await read_json(scope, receive, self._state.settings.max_body_bytes)
             await self._run(body, arrival_s, scope, receive, send)
         except Disconnected:
-            status = 499  # nginx's number for a client that left; nobody receives it
+            status = 499  # nginx's number for a client that disconnected; it is only counted
         except Exception as error:
             status = await self._refuse(error, scope, send)
         self._state.metrics.response(self._path, status)
@@ -52,7 +52,7 @@ class PostEndpoint:
         raise NotImplementedError
 
     def _ignored(self) -> list[str] | None:
-        """Where unknown names are collected; None refuses them."""
+        """Return the list that collects unknown names; None refuses them."""
         return [] if self._state.settings.lenient else None
 
     async def _refuse(self, error: Exception, scope: Scope, send: Send) -> int:
@@ -94,7 +94,7 @@ class GenerateEndpoint(PostEndpoint):
         adopt_request_id(scope, job.client_request_id)
         if scope.get(PRIORITY_KEY) is not None:
             job = replace(job, priority=scope[PRIORITY_KEY])
-        trace = trace_headers(scope["headers"])
+        trace = trace_headers(scope["headers"]) if self._state.tracer is not None else {}
         generation = Generation(self._state, job, arrival_s, request_id_of(scope), trace)
         if job.in_background and BACKGROUND_KEY not in scope:
             raise RequestError("background = true is not supported by this server.", param="background")
@@ -133,7 +133,7 @@ class GenerateEndpoint(PostEndpoint):
 
 
 def ignored_header(ignored: list[str] | None) -> list[tuple[bytes, bytes]]:
-    """The header that names the fields which --lenient let pass."""
+    """Return the header with the names of the fields that ``--lenient`` ignored."""
     if not ignored:
         return []
     return [(b"x-quire-ignored-fields", ", ".join(ignored).encode("ascii", "replace"))]

@@ -1,8 +1,8 @@
-"""`TtftForecast`: when a request's first token will come, from the step-time model and who is ahead.
+"""`TtftForecast`: when a request's first token will arrive, from the step-time model and the requests ahead of it.
 
-Prompts ahead and the own one are computed in chunks beside the decodes, as large as the SLO's controller lets them be.
-The requests ahead are those of this server that have no token yet. What the prefix cache holds is not known here, and
-neither is the machine's mood: predictions are scaled by what the last ones turned out to be. Belongs to one event loop.
+The requests ahead are those of this server that have no token yet. Their prompts and the new one are computed in chunks
+beside the decodes, as large as the SLO's controller allows. The state of the prefix cache and the speed of the machine
+are not known here, so predictions are scaled by the ratio of measured to predicted times. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.workload.slo import Slo
 
 
 class Ticket:
-    """One prompt on its way. Call `first` at its first token and `leave` at its end, each at most once that matters."""
+    """A prompt in the engine. Call `first` at its first token and `leave` at its end; repeated calls change nothing."""
 
     __slots__ = ("_forecast", "_raw_s", "num_tokens", "predicted_s", "state")
 
@@ -28,21 +28,21 @@ class Ticket:
         self.state = "waiting"  # then "decoding", then "gone"
 
     def first(self, measured_s: float) -> float:
-        """The first token came ``measured_s`` after arrival. Return measured / predicted."""
+        """Note that the first token came ``measured_s`` after arrival; return measured / predicted."""
         if self.state == "waiting":
             self.state = "decoding"
             self._forecast.started(self.num_tokens, measured_s / self._raw_s)
         return measured_s / self.predicted_s
 
     def leave(self) -> None:
-        """The request is over, however it ended."""
+        """Note that the request has ended, for whatever reason."""
         if self.state != "gone":
             self._forecast.left(self.num_tokens, waiting=self.state == "waiting")
             self.state = "gone"
 
 
 class TtftForecast:
-    """Predicts, and learns from what came."""
+    """Predicts times to first token, and corrects itself by the measured ones."""
 
     def __init__(self, step_time: StepTime, config: SchedulerConfig, slo: Slo) -> None:
         self.slo = slo
@@ -53,7 +53,7 @@ class TtftForecast:
         self._ratio = 1.0
 
     def enter(self, num_prompt_tokens: int) -> Ticket:
-        """A request was sent to the engine; its ticket knows the prediction."""
+        """Note a request that was sent to the engine; its ticket has the prediction."""
         raw_s = self._seconds(num_prompt_tokens)
         self._tokens_ahead += num_prompt_tokens
         return Ticket(self, num_prompt_tokens, raw_s, raw_s * self._ratio)
@@ -70,7 +70,7 @@ class TtftForecast:
             self._num_decoding -= 1
 
     def _seconds(self, num_tokens: int) -> float:
-        """Half of the step in flight, then as many steps as the tokens ahead and the own ones take."""
+        """Return half of the step in flight, plus the steps for the tokens ahead and the request's own."""
         decodes = min(self._num_decoding, self._max_num_seqs - 1)
         chunk = max(1, self._controller.chunk(decodes))
         todo = max(1, self._tokens_ahead + num_tokens)

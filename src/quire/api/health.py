@@ -14,16 +14,16 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Probes:
-    """GET endpoints that look at the engine's state.
+    """GET endpoints that report the engine's state: ``starting`` → ``ready`` → ``draining`` or ``dead``.
 
-    ``starting`` → ``ready`` → ``draining`` or ``dead``; each answer's body is ``{"status": …}``.
+    The body of each probe is ``{"status": …}``.
     """
 
     def __init__(self, state: ApiState) -> None:
         self._state = state
 
     async def livez(self, request: Request) -> Response:
-        """200 while restarting this process would not help; 503 once the engine is dead for good."""
+        """200 until the engine is dead for good; 503 then, when only a restart of this process helps."""
         return self._status(self._state.frontend.state != "dead")
 
     async def startupz(self, request: Request) -> Response:
@@ -31,11 +31,11 @@ class Probes:
         return self._status(self._state.frontend.state in ("ready", "draining"))
 
     async def readyz(self, request: Request) -> Response:
-        """200 when a new request would be taken; 503 while loading, draining or dead."""
+        """200 if a new request would be accepted; 503 while loading, draining or dead."""
         return self._status(self._state.frontend.state == "ready")
 
     async def health(self, request: Request) -> Response:
-        """vLLM's name: 200 while the engine works, 503 otherwise."""
+        """200 while the engine works, 503 otherwise (vLLM's probe)."""
         return self._status(self._state.frontend.state in ("ready", "draining"))
 
     async def version(self, request: Request) -> Response:
@@ -67,7 +67,7 @@ class Models:
         return json_response(self._card(self._state.check_model(request.path_params["model_id"])))
 
     def _card(self, name: str) -> dict[str, object]:
-        """As vLLM: an adapter's root is where it lies, its parent the model."""
+        """Return the entry of a name as vLLM does: an adapter's root is its path, its parent the model."""
         adapter, base = self._state.adapter_of(name), self._state.model.names[0]
         return {
             "id": name,

@@ -23,13 +23,13 @@ class TokenNames:
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
-        """The token's text; bytes that are not UTF-8 on their own become U+FFFD."""
+        """Return the token's text; bytes that are not UTF-8 on their own become U+FFFD."""
         if self._as_ids:
             return f"token_id:{token_id}"
         return self._token_bytes(token_id).decode("utf-8", "replace")
 
     def legacy_text(self, token_id: int) -> str:
-        """The token's text, or ``bytes:\\xNN…`` where it is not UTF-8: a key must tell two such tokens apart."""
+        """Return the token's text, or ``bytes:\\xNN…`` if it is not UTF-8: as a key it must be unique."""
         if self._as_ids:
             return f"token_id:{token_id}"
         data = self._token_bytes(token_id)
@@ -77,7 +77,7 @@ def _ranked(lp: TokenLogprobs, num_top: int, names: TokenNames) -> dict[str, Any
 
 
 class CompletionLogprobs:
-    """The older format: parallel lists. Keeps the text offset of one choice from chunk to chunk."""
+    """The older format: parallel lists. Keeps the text offset of one choice between chunks."""
 
     __slots__ = ("_decoder", "_names", "_offset")
 
@@ -96,7 +96,7 @@ class CompletionLogprobs:
     def echo(
         self, entries: Sequence[TokenLogprobs | None], prompt_token_ids: Sequence[int], num_top: int
     ) -> dict[str, Any]:
-        """The same of a prompt that the answer begins with; its first token has no log-probability."""
+        """Return the same lists for an echoed prompt, whose first token has no log-probability."""
         lists = self.render(())
         for token_id, lp in zip(prompt_token_ids, entries, strict=True):
             if lp is None:
@@ -119,7 +119,7 @@ class CompletionLogprobs:
             self._offset += len(self._decoder.decode(self._names.bytes_of(token_id)))
 
     def _top(self, lp: TokenLogprobs) -> dict[str, float]:
-        """The alternatives and the drawn token. Of two tokens with one text, the more likely is shown."""
+        """Return the alternatives and the sampled token. Of two tokens with the same text, the more likely is shown."""
         top: dict[str, float] = {}
         for token_id, logprob in zip(lp.top_token_ids, lp.top_logprobs, strict=True):
             top.setdefault(self._names.legacy_text(token_id), _finite(logprob))

@@ -1,6 +1,6 @@
 """``/openapi.json``: the description of this API, made from the wire models and field tables that check its requests.
 
-A name of a table that the model lacks has no effect here, and says so; a refused name is not in the description.
+Names without effect are described as such; refused names are left out.
 """
 
 from __future__ import annotations
@@ -30,15 +30,9 @@ _STREAM = {"stream_options": wire.StreamOptions}
 BODIES: dict[str, Body] = {
     "/v1/chat/completions": Body("Answer a conversation", wire.ChatRequest, _CHAT_PARTS, _STREAM),
     "/v1/completions": Body("Continue a text", wire.CompletionRequest, {}, _STREAM),
-    "/v1/messages": Body(
-        "Answer a conversation (Anthropic's form)",
-        MessagesRequest,
-        {"messages": Turn},
-    ),
+    "/v1/messages": Body("Answer a conversation (Anthropic's form)", MessagesRequest, {"messages": Turn}),
     "/v1/messages/count_tokens": Body(
-        "Count the tokens of a conversation",
-        CountTokensRequest,
-        {"messages": Turn},
+        "Count the tokens of a conversation", CountTokensRequest, {"messages": Turn}
     ),
     "/v1/responses": Body("Answer, and keep the answer", ResponsesRequest),
     "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest),
@@ -48,10 +42,7 @@ BODIES: dict[str, Body] = {
     ),
     **dict.fromkeys(("/v1/score", "/score"), Body("How well texts answer texts", ScoreRequest)),
     "/v1/chat/completions/render": Body(
-        "The prompt of a conversation, as text and ids",
-        wire.ChatRequest,
-        _CHAT_PARTS,
-        _STREAM,
+        "The prompt of a conversation, as text and ids", wire.ChatRequest, _CHAT_PARTS, _STREAM
     ),
     "/tokenize": Body("Text or messages to token ids", TokenizeRequest, _CHAT_PARTS),
     "/detokenize": Body("Token ids to text", DetokenizeRequest),
@@ -59,7 +50,7 @@ BODIES: dict[str, Body] = {
 
 
 class Description:
-    """``/openapi.json`` of ``routes``; made when it is first asked for, since a start should not wait for it."""
+    """``/openapi.json`` of ``routes``; made at the first request for it, so that it does not delay the start."""
 
     def __init__(self, routes: Sequence[Route], bodies: Mapping[str, Body], version: str) -> None:
         """``bodies``: those of the routes that are not the API's own."""
@@ -69,7 +60,7 @@ class Description:
         self._body: bytes | None = None
 
     async def show(self, request: Request) -> Response:
-        """This description."""
+        """The description of this API."""
         if self._body is None:
             self._body = msgspec.json.encode(openapi_of(self._routes, self._bodies, self._version))
         return Response(self._body, media_type="application/json")
@@ -83,9 +74,8 @@ def openapi_of(routes: Iterable[Route], bodies: Mapping[str, Body], version: str
         path = route.path.replace(":path}", "}")
         operations = paths.setdefault(path, {})
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operations[method.lower()] = _operation(
-                route, bodies.get(path) if method == "POST" else None, path, method, schemas
-            )
+            body = bodies.get(path) if method == "POST" else None
+            operations[method.lower()] = _operation(route, body, path, method, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": version},
@@ -98,9 +88,9 @@ def _operation(
     route: Route, body: Body | None, path: str, method: str, schemas: dict[str, Any]
 ) -> dict[str, Any]:
     error = "AnthropicError" if path in _ANTHROPIC else "Error"
-    said = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
+    docstring = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
     operation: dict[str, Any] = {
-        "summary": said if body is None else body.summary,
+        "summary": docstring if body is None else body.summary,
         "operationId": f"{method.lower()}{path}".replace("/", "_").replace("{", "").replace("}", ""),
         "responses": {
             "200": {"description": "the answer"},
@@ -122,24 +112,19 @@ def _operation(
 
 
 def _schema(body: Body, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Put the body's schema and what it refers to among ``schemas``; return the reference to it."""
+    """Add the body's schema and the schemas that it refers to; return the reference to it."""
     reference = _add(body.model, schemas)
     properties = schemas[body.model.__name__]["properties"]
     for name, part in body.lists.items():
         properties[name] = {**properties[name], "items": _add(part, schemas)}
-        _only(properties[name], "array")
+        if properties[name].pop("anyOf", None) is not None:  # an optional list: null is the same as absent
+            properties[name]["type"] = "array"
     for name, part in body.objects.items():
         properties[name] = {"anyOf": [_add(part, schemas), {"type": "null"}]}
     for name, rule in table_of(body.model).items():
         if rule.use is Use.NO_EFFECT:
             properties.setdefault(name, {"description": "accepted; no effect here"})
     return reference
-
-
-def _only(schema: dict[str, Any], kind: str) -> None:
-    """``anyOf`` with null, as pydantic writes an optional list, to a list alone: null is the same as absent."""
-    if schema.pop("anyOf", None) is not None:
-        schema["type"] = kind
 
 
 def _add(model: type[Wire], schemas: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.choices import WholeAnswer
 from quire.api.completions import parse_prompts
-from quire.api.job import Job, Usage, common_fields, new_head
+from quire.api.job import Job, Usage, WholeAnswer, common_fields, new_head
 from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk

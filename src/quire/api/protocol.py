@@ -116,7 +116,7 @@ class GenerationFields(SampledFields):
 
 
 class CompletionRequest(GenerationFields):
-    """Body of ``/v1/completions``. ``prompt`` is checked by `quire.api.completions`."""
+    """Body of ``/v1/completions``. ``prompt`` is checked by `parse_prompts`."""
 
     prompt: Any = None
     logprobs: Integer | None = None
@@ -125,7 +125,7 @@ class CompletionRequest(GenerationFields):
 
 
 class ChatPrompt(Wire):
-    """What a chat template renders. ``messages`` are checked by `quire.api.messages`."""
+    """What a chat template renders. ``messages`` are checked by `template_messages`."""
 
     messages: Annotated[list[Any], Field(description="a list of at least one message", min_length=1)]
     add_generation_prompt: Boolean | None = None

@@ -184,7 +184,7 @@ class ResponseAnswer(Answer):
         entries = self._logprobs.of(part.index)
         told = {**place, text_field: part.text, **({"logprobs": entries} if part.kind is Kind.TEXT else {})}
         done = b""
-        if part.kind is Kind.TEXT and unsent["logprobs"]:  # of tokens whose text a stop string cut off
+        if part.kind is Kind.TEXT and unsent["logprobs"]:  # tokens whose text a stop string cut off
             done = self._event(f"response.{name}.delta", {**place, "delta": "", **unsent})
         done += self._event(f"response.{name}.done", told)
         if content_type:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.api.conversation import conversation_job
 from quire.api.generation import Generation
-from quire.api.job import Answer, Head, Job, common_fields
+from quire.api.job import Answer, Head, Job
 from quire.api.logprobs import TokenNames
 from quire.api.params import sampling_params
 from quire.api.parts import TextLogprobs
@@ -75,9 +75,9 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
             logprobs=TextLogprobs(names, plan, tokenizer, skip_special_tokens=sampling.skip_special_tokens),
         )
 
-    fields = {**common_fields(request, ignored), "in_background": request.background}
+    background = request.background
     return await conversation_job(
-        state, conversation, sampling, answer, model=request.model, id_prefix="resp_", fields=fields
+        state, request, conversation, sampling, "resp_", answer, ignored, in_background=background
     )
 
 

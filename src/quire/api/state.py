@@ -47,7 +47,7 @@ class ApiState:
     metrics: ServerMetrics
     now: Callable[[], float]  # monotonic seconds, for latencies
     unix_time: Callable[[], float]  # seconds since 1970, for "created"
-    new_id: Callable[[], str]  # 32 hexadecimal digits, never twice the same
+    new_id: Callable[[], str]  # 32 hexadecimal digits, unique
     started_unix: int
     responses: ResponseStore
     running: RunningRequests
@@ -65,7 +65,7 @@ class ApiState:
 
     @property
     def special_texts(self) -> tuple[str, ...]:
-        """Texts of the special tokens, which an answer does not show."""
+        """The texts of special tokens, which are hidden in answers."""
         return self.frontend.tokenizer.special_texts
 
     @property
@@ -73,10 +73,10 @@ class ApiState:
         return self.frontend.model
 
     def check_model(self, name: str | None) -> str:
-        """Return the name that the answer carries: that of the model or an adapter, as asked for, or the model's first.
+        """Return the name that the answer carries: the given one of the model or an adapter, or the model's first.
 
         Raises:
-            NotFoundError: ``name`` is not served; lists what is.
+            NotFoundError: ``name`` is not served; lists the names that are.
         """
         names = self.model.names
         if name is None:
@@ -99,7 +99,7 @@ class ApiState:
         """Return the adapter that a request for ``model`` runs with; None: the base model.
 
         Raises:
-            NotFoundError: it was unloaded since `check_model` let the request in.
+            NotFoundError: the adapter was unloaded since `check_model`.
         """
         registry = self.frontend.adapters
         if registry is None or model in self.model.names:

@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize`` (vLLM's forms) and ``/v1/chat/completions/render``: prompts without running them."""
+"""``/tokenize``, ``/detokenize`` (vLLM's forms) and ``/v1/chat/completions/render``: prompts that are not run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TokenizeRequest(ChatPrompt):
 
     model: Text | None = None
     prompt: Text | None = None
-    # Here alone messages may be absent.
+    # Only here may messages be absent.
     messages: Annotated[list[Any] | None, Field(description="a list of messages")] = None  # type: ignore[assignment]
     add_special_tokens: Boolean | None = None
     return_token_strs: Boolean = False
@@ -42,14 +42,8 @@ async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dic
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("Send either prompt (a string) or messages (a list), one of them.", param="prompt")
     if request.prompt is not None:
-        for name in (
-            "add_generation_prompt",
-            "continue_final_message",
-            "chat_template_kwargs",
-            "documents",
-            "tools",
-        ):
-            if getattr(request, name) is not None:
+        for name in ChatPrompt.model_fields:
+            if name != "messages" and getattr(request, name) is not None:
                 raise RequestError(f"{name} is only allowed with messages.", param=name)
         special = request.add_special_tokens is not False
         ids = await state.frontend.tokenize(request.prompt, add_special_tokens=special)
@@ -70,7 +64,7 @@ async def detokenize(state: ApiState, body: Any, ignored: list[str] | None) -> d
     """Return ``{prompt}``: the text of the ids, special tokens included.
 
     Raises:
-        RequestError: an id outside the vocabulary, by its place.
+        RequestError: names the first id outside the vocabulary.
     """
     request = parse(DetokenizeRequest, body, ignored=ignored)
     state.check_model(request.model)
@@ -85,7 +79,7 @@ async def detokenize(state: ApiState, body: Any, ignored: list[str] | None) -> d
 
 
 async def render(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
-    """Check a whole chat request and return its prompt as text and ids, as the engine would get them."""
+    """Check a whole chat completion and return its prompt as text and ids, as the engine would get them."""
     job = await chat_job(state, body, ignored)
     ids = job.prompts[0]
     return {

@@ -110,7 +110,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
 
 def job_settings(args: ServerArgs) -> Any:
     """What files, batches and background responses are built with."""
-    from quire.jobs.extension import JobSettings
+    from quire.jobs.routes import JobSettings
 
     return JobSettings(
         batch_dir=args.batch_dir,

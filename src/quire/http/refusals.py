@@ -1,7 +1,4 @@
-"""From exceptions to answers in OpenAI's error form: ``{"error": {"message", "type", "param", "code"}}``.
-
-Anthropic's endpoints answer in its own.
-"""
+"""Exceptions as answers in OpenAI's error form, ``{"error": {"message", "type", "param", "code"}}``, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -9,13 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quire.errors import (
-    CapacityError,
-    EngineDeadError,
-    NotFoundError,
-    QuireError,
-    RequestError,
-)
+from quire.errors import CapacityError, EngineDeadError, NotFoundError, QuireError, RequestError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -31,6 +22,17 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
+# `TokenEvent.error_kind` → status and code.
+_CHUNK_ERRORS = {
+    "capacity": (503, "queue_full"),
+    "hopeless": (503, "deadline_hopeless"),
+    "deadline": (504, "deadline_exceeded"),
+    "never_fits": (400, "context_length_exceeded"),
+    "request": (400, "invalid_value"),
+    "dead": (503, "engine_dead"),
+    "step": (500, "engine_error"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -43,12 +45,12 @@ class Refusal:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def error(self) -> dict[str, str | None]:
-        """The value of ``error``, for a body and for an event in a stream that had begun."""
+        """Return the value of ``error``."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def body(self, path: str = "") -> bytes:
-        """The answer's body; below Anthropic's path in its form, ``{"type": "error", "error": {type, message}}``."""
+        """Return the answer's body; under Anthropic's path ``{"type": "error", "error": {type, message}}``."""
         if path == ANTHROPIC_ROOT or path.startswith(ANTHROPIC_ROOT + "/"):
             kind = _ANTHROPIC_TYPES.get(
                 self.status, "invalid_request_error" if self.status < 500 else "api_error"
@@ -58,7 +60,7 @@ class Refusal:
 
 
 class HttpError(QuireError):
-    """A refusal that HTTP itself asks for: 401, 405, 413, 415, 503 while draining."""
+    """An error that is an answer already, such as 413, 415, or 503 while draining."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -66,7 +68,7 @@ class HttpError(QuireError):
 
 
 def refusal_of(error: Exception, *, retry_after_s: int = 1) -> Refusal:
-    """Return the answer for ``error``; what Quire does not raise on purpose is a 500 without details."""
+    """Return the answer for ``error``; an unexpected exception is a 500 without details."""
     match error:
         case HttpError():
             return error.refusal
@@ -88,23 +90,14 @@ def refusal_of(error: Exception, *, retry_after_s: int = 1) -> Refusal:
 
 
 def busy(message: str, code: str, retry_after_s: int) -> Refusal:
-    """503 that tells the client when to come again."""
+    """Return a 503 that tells the client when to retry."""
     return Refusal(503, message, code=code, headers=((b"retry-after", str(retry_after_s).encode()),))
 
 
 def refusal_of_chunk(error: str | None, kind: str | None, *, retry_after_s: int = 1) -> Refusal:
     """Return the answer for a stream that ended with an error event of the engine (`TokenEvent.error_kind`)."""
     message = error or "The engine failed this request."
-    if kind == "capacity":
-        return busy(message, "queue_full", retry_after_s)
-    if kind == "hopeless":
-        return busy(message, "deadline_hopeless", retry_after_s)
-    if kind == "deadline":
-        return Refusal(504, message, code="deadline_exceeded")
-    if kind == "never_fits":
-        return Refusal(400, message, code="context_length_exceeded")
-    if kind == "request":
-        return Refusal(400, message, code="invalid_value")
-    if kind == "dead":
-        return Refusal(503, message, code="engine_dead")
-    return Refusal(500, message, code="engine_error" if kind == "step" else "internal")
+    status, code = _CHUNK_ERRORS.get(kind or "", (500, "internal"))
+    if code in ("queue_full", "deadline_hopeless"):
+        return busy(message, code, retry_after_s)
+    return Refusal(status, message, code=code)

@@ -1,7 +1,7 @@
 """Background responses: ``/v1/responses`` with ``background: true`` runs on after its client has its id.
 
-The application streams the response to this package, which answers its client with the first event and reads the rest
-on its own. Whoever asks for the response meanwhile is answered by the application, which also stores it at the end.
+The application streams the response to this package, which answers the client with the first event and reads the other
+events itself. Queries for the response go to the application, which also stores it at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = "/v1/responses"
 
 
 class BackgroundResponses:
-    """ASGI middleware. A cancelled or deleted response is ended before the application hears of the request."""
+    """ASGI middleware. Requests to cancel or delete a running response reach the application after it has ended."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -55,7 +55,7 @@ class BackgroundResponses:
         deletes = scope["method"] == "DELETE" and not action
         if run is not None and (deletes or (scope["method"] == "POST" and action == "cancel")):
             await run.cancel()
-            if deletes:  # also where the application stores nothing
+            if deletes:  # the answer is the same if the application stores nothing
                 await self._app(scope, receive, _dropped)
                 deleted = {"id": response_id, "object": "response", "deleted": True}
                 await json_response(deleted)(scope, receive, send)
@@ -64,20 +64,20 @@ class BackgroundResponses:
 
 
 class _Run:
-    """A response at work: its request to the application, which lasts until `cancel` or its end."""
+    """A running response: a request to the application that lasts until its end or `cancel`."""
 
     def __init__(self, app: ASGIApp, scope: Scope, messages: list[Message]) -> None:
         self.headers: list[tuple[bytes, bytes]] = []
         self.response: dict[str, Any] = {}
         self._cancelled = asyncio.Event()
-        self._sent: asyncio.Queue[Message] | None = asyncio.Queue()  # None: nothing more is of interest
+        self._sent: asyncio.Queue[Message] | None = asyncio.Queue()  # None: further messages are dropped
         self.task = asyncio.create_task(self._run(app, scope, messages))
 
     async def _run(self, app: ASGIApp, scope: Scope, messages: list[Message]) -> None:
         await app(scope, _replayed(messages, self._disconnect), self._send)
 
     async def begun(self, send: Send) -> bool:
-        """Wait until the response has an id; a refusal instead is passed on to ``send``."""
+        """Wait until the response has an id; an error is passed on to ``send`` instead."""
         assert self._sent is not None
         start, body = await self._sent.get(), await self._sent.get()
         if start["status"] == 200:
@@ -90,7 +90,7 @@ class _Run:
         return False
 
     async def cancel(self) -> None:
-        """End it and wait until the application has stored that."""
+        """End the response and wait until the application has stored it."""
         self._cancelled.set()
         await asyncio.wait([self.task])
 
@@ -127,7 +127,7 @@ def _replayed(messages: list[Message], receive: Receive) -> Receive:
 
 
 def _in_background(body: bytes) -> bool:
-    """Whether the body asks for the background. The application refuses what is not JSON."""
+    """Whether the body asks for a background response. The application refuses a body that is not JSON."""
     if b'"background"' not in body:
         return False
     try:

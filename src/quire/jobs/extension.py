@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,26 +15,11 @@ from quire.http.edge import Extension, id_source
 from quire.http.wire import Body
 from quire.jobs.background import BackgroundResponses
 from quire.jobs.files import FileStore
-from quire.jobs.routes import BatchRequest, JobRoutes, Limits
+from quire.jobs.routes import BatchRequest, JobRoutes, JobSettings
 from quire.jobs.runner import BatchRunner
 
 
-@dataclass(frozen=True, slots=True)
-class JobSettings:
-    """Settings of jobs. Without ``batch_dir`` there are no files and batches."""
-
-    batch_dir: str | None = None
-    batch_concurrency: int = 8
-    max_file_bytes: int = 100 * 2**20
-    max_body_bytes: int = 32 * 2**20
-    lenient: bool = False  # accept unknown request fields
-
-
-def jobs_of(
-    settings: JobSettings,
-    is_busy: Callable[[], bool],
-    unix_time: Callable[[], float],
-) -> Extension:
+def jobs_of(settings: JobSettings, is_busy: Callable[[], bool], unix_time: Callable[[], float]) -> Extension:
     """Return the extension. ``is_busy`` tells whether requests of others wait: batches pause then.
 
     Raises:
@@ -57,7 +41,6 @@ def jobs_of(
             )
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(f"--batch-dir {root} cannot be used: {error}.") from error
-    limits = Limits(settings.max_file_bytes, settings.max_body_bytes, settings.lenient)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
@@ -72,7 +55,7 @@ def jobs_of(
             await runner.close()
 
     return Extension(
-        JobRoutes(runner, limits, unix_time).routes(),
+        JobRoutes(runner, settings, unix_time).routes(),
         [Middleware(BackgroundResponses, max_body_bytes=settings.max_body_bytes)],
         lifespan,
         {"/v1/batches": Body("Begin a batch of requests", BatchRequest)},

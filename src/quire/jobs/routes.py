@@ -49,20 +49,24 @@ class ExpiresAfter(Wire):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the bodies of requests may be."""
+class JobSettings:
+    """Settings of jobs. Without ``batch_dir`` there are no files and batches."""
 
-    max_file_bytes: int
-    max_body_bytes: int
-    lenient: bool  # accept unknown fields
+    batch_dir: str | None = None
+    batch_concurrency: int = 8
+    max_file_bytes: int = 100 * 2**20
+    max_body_bytes: int = 32 * 2**20
+    lenient: bool = False  # accept unknown request fields
 
 
 class JobRoutes:
     """The handlers. ``runner`` None: the server has no ``--batch-dir``."""
 
-    def __init__(self, runner: BatchRunner | None, limits: Limits, unix_time: Callable[[], float]) -> None:
+    def __init__(
+        self, runner: BatchRunner | None, settings: JobSettings, unix_time: Callable[[], float]
+    ) -> None:
         self._given = runner
-        self._limits = limits
+        self._settings = settings
         self._unix_time = unix_time
 
     def routes(self) -> list[Route]:
@@ -141,7 +145,7 @@ class JobRoutes:
 
     async def _upload(self, request: Request) -> Response:
         runner = self._runner
-        async with read_form(request.scope, request.receive, self._limits.max_file_bytes) as form:
+        async with read_form(request.scope, request.receive, self._settings.max_file_bytes) as form:
             upload = form.get("file")
             values = {name: item for name, item in form.items() if name != "file"}
             expires = _bracketed(values, "expires_after")
@@ -164,7 +168,7 @@ class JobRoutes:
 
     async def _create(self, request: Request) -> Response:
         runner, ignored = self._runner, self._ignored()
-        body = await read_json(request.scope, request.receive, self._limits.max_body_bytes)
+        body = await read_json(request.scope, request.receive, self._settings.max_body_bytes)
         asked = parse(BatchRequest, body, ignored=ignored)
         if asked.endpoint not in ENDPOINTS:
             raise not_allowed("endpoint", asked.endpoint, f"one of {', '.join(ENDPOINTS)}")
@@ -194,7 +198,7 @@ class JobRoutes:
         return json_response(_shown(batch))
 
     def _ignored(self) -> list[str] | None:
-        return [] if self._limits.lenient else None
+        return [] if self._settings.lenient else None
 
     def _file(self, request: Request) -> dict[str, Any]:
         file_id = request.path_params["file_id"]

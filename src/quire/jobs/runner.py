@@ -18,15 +18,7 @@ from starlette.types import ASGIApp
 
 from quire.http.client import post_local
 from quire.jobs.files import FileStore, write_json
-from quire.jobs.lines import (
-    Line,
-    LineError,
-    check_lines,
-    done_ids,
-    output_line,
-    read_lines,
-    unanswered_line,
-)
+from quire.jobs.lines import Line, LineError, check_lines, done_ids, output_line, read_lines, unanswered_line
 from quire.metrics.log import Log
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")

@@ -19,11 +19,14 @@ from typing import Any, Literal, TypeVar
 from quire.config import RunnerConfig
 
 try:
-    from quire import _native
+    from quire import _native as native
 except ImportError:  # no compiler at install
-    _native = None  # type: ignore[assignment]
+    native = None  # type: ignore[assignment]
 
-native: Any = _native  # the C++ extension, None where it is not built
+__all__ = [
+    "GPU_KERNELS", "NATIVE_LEVELS", "VECTOR_LEVELS", "Backend", "KernelChoice", "backends", "choose", "find", "native",
+    "register", "register_native",
+]  # fmt: skip
 Backend = Literal["reference", "scalar", "avx2", "avx512", "amx", "triton", "invariant"]
 NATIVE_LEVELS: tuple[Backend, ...] = ("amx", "avx512", "avx2", "scalar")
 VECTOR_LEVELS: tuple[Backend, ...] = ("avx512", "avx2", "scalar")  # of an op without a version for tiles

@@ -1,8 +1,9 @@
-"""Triton's interpreter, with bf16 as a GPU computes it. Imported before any kernel, by `quire.kernels.triton_ops`.
+"""Triton's interpreter, with bf16 as a GPU computes it. `quire.kernels.triton_ops` imports it before any kernel.
 
 The interpreter (``TRITON_INTERPRET=1``, numpy on a CPU) of Triton 3.6 keeps bf16 as its bits, and three things then go
 wrong: ``tl.dot`` multiplies the bits as integers, a cast from fp32 drops bits instead of rounding to nearest even, and
-a cast from integers copies them. The same holds for its rounding to fp8. Nothing here is in use on a GPU.
+a cast from integers copies them. Rounding to fp8 has the same faults. A GPU uses nothing of this file. `--device
+interpret` needs it, and so do the tests.
 """
 
 # mypy: ignore-errors
@@ -25,12 +26,9 @@ def interpreting() -> bool:
 
 
 def repair() -> None:
-    """Replace the interpreter's dot and casts. Once a process; a later call changes nothing."""
-    builder, handle, np_type = (
-        interpreter.InterpreterBuilder,
-        interpreter.TensorHandle,
-        interpreter._get_np_dtype,
-    )
+    """Replace the interpreter's dot and casts, once per process; a later call changes nothing."""
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    np_type = interpreter._get_np_dtype
     if getattr(builder, "repaired_by_quire", False):
         return
     plain_cast = builder.cast_impl
@@ -43,16 +41,15 @@ def repair() -> None:
         return handle(_narrow(wide, target, np_type(dst_type)), target)
 
     def dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> Any:
-        product = np.matmul(
-            _widen(a.data, a.dtype.scalar), _widen(b.data, b.dtype.scalar), dtype=d.data.dtype
-        )
+        wide = _widen(a.data, a.dtype.scalar), _widen(b.data, b.dtype.scalar)
+        product = np.matmul(*wide, dtype=d.data.dtype)
         return handle(product + d.data, d.dtype.scalar)
 
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_too(
         tensor, scope
-    ) -> None:  # int() of an array with one element is an error since numpy 2.4
+    ) -> None:  # int() of an array of one element is an error since numpy 2.4
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -68,7 +65,7 @@ def _is_narrow(dtype) -> bool:
 
 
 def _widen(data, dtype) -> np.ndarray:
-    """Any type as numpy can multiply it; bf16 and fp8 as fp32."""
+    """Return any type as numpy can multiply it; bf16 and fp8 as fp32."""
     if dtype == tl.bfloat16:
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype in _TORCH:

@@ -83,6 +83,11 @@ def allocating_in(arena: Arena) -> Iterator[None]:
         _arena.reset(token)
 
 
+def address(tensor: torch.Tensor | None) -> int:
+    """Return where a tensor lies, as the bindings of native ops take it; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def empty(*shape: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
     """Return an uninitialised tensor."""
     arena = _arena.get()

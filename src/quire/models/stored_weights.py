@@ -32,17 +32,15 @@ _TORCH = {
 
 def view(stored: StoredTensor) -> torch.Tensor:
     """Return the stored tensor as a view of the mapping; a quantized one of GGUF as its bytes, ``[rows, bytes]``."""
+    if stored.num_bytes == 0:
+        return torch.empty(stored.shape, dtype=_TORCH[stored.dtype])
+    raw = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
     if stored.dtype in BLOCK_TYPES:
-        raw = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
         return raw.view(stored.shape[0], -1)
     dtype = _TORCH[stored.dtype]
-    count = stored.num_bytes // dtype.itemsize
-    if count == 0:
-        return torch.empty(stored.shape, dtype=dtype)
-    if stored.offset % dtype.itemsize:  # unaligned bytes (a header of odd length) cannot be a view
-        raw = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
-        return raw.clone().view(dtype).view(stored.shape)
-    return torch.frombuffer(stored.buffer, dtype=dtype, count=count, offset=stored.offset).view(stored.shape)
+    if stored.offset % dtype.itemsize:
+        raw = raw.clone()  # unaligned bytes (a header of odd length) cannot be a view
+    return raw.view(dtype).view(stored.shape)
 
 
 def unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels.linear.native import BITS
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.kernels.linear.reference import scaled_to_fp8
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import NATIVE_LEVELS, Backend, find, native, register, register_native
 from quire.kernels.threads import num_native_threads
+from quire.kernels.workspace import address
 from quire.weight_format import WeightFormat
 
 # The largest weight of a group becomes −divisor: beyond 8 it is cut off, below it not all levels are used.
@@ -51,7 +53,7 @@ def round_to_nearest(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeigh
     group = held.group or in_features
     padded = torch.nn.functional.pad(weight.float(), (0, -in_features % group))
     values = torch.unflatten(padded, 1, (-1, group))
-    largest = values.abs().amax(-1, keepdim=True)  # NaN and infinity come through
+    largest = values.abs().amax(-1, keepdim=True)  # NaN and infinity are kept
     finite = torch.isfinite(largest)
     used = finite & (largest > SMALLEST)
     q, scale = _int4(values, used) if held.kind == "int4" else _int8(values, largest)
@@ -140,9 +142,6 @@ def _sum(products: torch.Tensor) -> torch.Tensor:
     return ((partial[..., 0] + partial[..., 2]) + (partial[..., 1] + partial[..., 3])).unsqueeze(-1)
 
 
-BITS = {"int8": 8, "int4": 4}
-
-
 @register_native("round_to_nearest", NATIVE_LEVELS)
 def round_to_nearest_native(isa: str, weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
     """``weight [out, in]`` → ``held``; other types than bf16 and fp32 become fp32 first."""
@@ -158,6 +157,6 @@ def round_to_nearest_native(isa: str, weight: torch.Tensor, held: WeightFormat) 
     native.quantize_weights(
         num_native_threads(), isa, BITS[held.kind], held.group or in_features, weight.dtype == torch.bfloat16,
         weight.data_ptr(), weight.stride(0), num_rows, in_features, q.data_ptr(), scale.data_ptr(),
-        0 if multiplier is None else multiplier.data_ptr(),
+        address(multiplier),
     )  # fmt: skip
     return QuantizedWeight(held, q, scale, multiplier=multiplier)

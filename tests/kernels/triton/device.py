@@ -24,7 +24,7 @@ def on_device(made: AttentionInputs) -> AttentionInputs:
 
 
 def moved(kv: KvView) -> KvView:
-    """The same cache on the device: all of its storage, since pieces are a slice of pages."""
+    """The same cache on the device: all of its storage, since pieces are a slice of blocks."""
     if DEVICE.type == "cpu":
         return kv
     pieces = kv.pieces

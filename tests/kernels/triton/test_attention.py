@@ -61,9 +61,7 @@ def test_against_fp64(case: cases.AttentionCase, dtype: torch.dtype, backend: Ba
     ],
     ids=lambda x: getattr(x, "name", str(x)),
 )
-def test_invariant_bits_are_those_of_a_sequence_alone_and_in_chunks(
-    case: cases.AttentionCase, dtype: torch.dtype
-) -> None:
+def test_invariant_bits_are_those_of_a_sequence_alone(case: cases.AttentionCase, dtype: torch.dtype) -> None:
     made = on_device(cases.attention_inputs(case, dtype, generator()))
     expected = run(made, "invariant")
     cu = made.batch.cu_seqlens_q

@@ -1,4 +1,4 @@
-"""The way to FlashInfer's prefill, with a stand-in that follows its documentation: pages, what is planned, and when."""
+"""FlashInfer's prefill, with a stand-in that follows its documentation: blocks, what is planned, and when."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_store_of_latents() -> None:
     assert_same_bits(kv.keys[slots // 16, :, slots % 16], k, "latents")
 
 
-def test_pages() -> None:
+def test_blocks_are_copied_and_cleared() -> None:
     storage = torch.randn(9, 33, generator=generator()).to(DEVICE)
     expected = storage.clone()
     moves = [(0, 1), (1, 2), (5, 6), (2, 6), (6, 0)]

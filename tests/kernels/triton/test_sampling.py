@@ -1,4 +1,4 @@
-"""Sampling of a GPU draws the reference's tokens: the same noise, the same comparisons."""
+"""Sampling on a GPU gives the reference's tokens: the same noise, the same comparisons."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def columns_of(rows: int, vocab: int, *, truncated: bool) -> np.ndarray:
     return columns
 
 
-def drawn(logits: torch.Tensor, columns: np.ndarray, backend: Backend) -> tuple[list[int], np.ndarray]:
+def sampled(logits: torch.Tensor, columns: np.ndarray, backend: Backend) -> tuple[list[int], np.ndarray]:
     if backend == "reference":
         ids, best = sample(logits, {}, columns, purpose=0, backend=backend)
         return ids.tolist(), best
@@ -51,7 +51,7 @@ def test_tokens_are_the_references(rows: int, vocab: int, truncated: bool) -> No
     if rows > 1:
         logits[1, ::2] = -torch.inf
     columns = columns_of(rows, vocab, truncated=truncated)
-    expected, made = drawn(logits, columns, "reference"), drawn(logits, columns, "triton")
+    expected, made = sampled(logits, columns, "reference"), sampled(logits, columns, "triton")
     assert made[0] == expected[0]
     assert np.array_equal(made[1], expected[1])
 
@@ -77,15 +77,15 @@ def test_a_nucleus_larger_than_the_candidates(candidates: int, monkeypatch: pyte
     columns["top_p"] = [1.0, 0.9, 0.3, 1.0, 0.9, 0.999, 0.01, 0.7, 1.0]
     for position in range(2):
         columns["position"] = position
-        assert drawn(logits, columns, "triton")[0] == drawn(logits, columns, "reference")[0]
+        assert sampled(logits, columns, "triton")[0] == sampled(logits, columns, "reference")[0]
 
 
-def test_rows_that_cannot_be_drawn_say_so() -> None:
+def test_rows_that_cannot_be_sampled_say_so() -> None:
     logits = torch.randn(4, 2000, generator=generator())
     logits[1, 1500] = torch.nan
     logits[2] = -torch.inf
     columns = columns_of(4, 2000, truncated=False)
-    ids, best = drawn(logits, columns, "triton")
+    ids, best = sampled(logits, columns, "triton")
     assert np.isfinite(best).tolist() == [True, False, False, True]
-    expected = drawn(logits, columns, "reference")[0]
+    expected = sampled(logits, columns, "reference")[0]
     assert [ids[0], ids[3]] == [expected[0], expected[3]]

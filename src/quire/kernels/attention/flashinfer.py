@@ -19,7 +19,7 @@ from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.block_sizes import Sizes
 from quire.kernels.kv_blocks import KvView
 
-WORKSPACE_BYTES = 128 << 20  # what its documentation asks for
+WORKSPACE_BYTES = 128 << 20  # as its documentation recommends
 DIMS = (64, 128, 256)
 
 

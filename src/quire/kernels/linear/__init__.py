@@ -26,21 +26,9 @@ from quire.kernels.workspace import empty
 from quire.weight_format import GROUPS, PLAIN, WeightFormat
 
 __all__ = [
-    "HeadMatrices",
-    "PackedLinear",
-    "QuantizedRows",
-    "QuantizedWeight",
-    "head_linear",
-    "linear",
-    "op_of",
-    "pack_empty",
-    "pack_heads",
-    "pack_many",
-    "quantize_rows",
-    "read_rows",
-    "write_bias",
-    "write_rows",
-]
+    "HeadMatrices", "PackedLinear", "QuantizedRows", "QuantizedWeight", "head_linear", "linear", "op_of",
+    "pack_empty", "pack_heads", "pack_many", "quantize_rows", "read_rows", "write_bias", "write_rows",
+]  # fmt: skip
 
 
 def pack_empty(

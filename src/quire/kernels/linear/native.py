@@ -13,7 +13,7 @@ from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWei
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, num_groups
 from quire.kernels.registry import NATIVE_LEVELS, native, register_native
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import empty
+from quire.kernels.workspace import address, empty
 from quire.weight_format import TWO_LEVEL_BLOCK, WeightFormat
 
 PANEL = 32  # columns that lie together
@@ -34,8 +34,8 @@ def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> Packe
 def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
     source = weight.to(packed.data.dtype).contiguous()
     native.pack(
-        num_native_threads(), TYPES[packed.data.dtype], source.data_ptr(), source.shape[0], source.shape[1],
-        start, packed.data.data_ptr(),
+        num_native_threads(), TYPES[packed.data.dtype], source.data_ptr(), source.shape[0], source.shape[1], start,
+        packed.data.data_ptr(),
     )  # fmt: skip
 
 
@@ -44,16 +44,11 @@ def read_rows(isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor
     assert ids.dtype == torch.int64, ids.dtype
     assert ids.is_contiguous()
     y = empty(ids.shape[0], packed.in_features, dtype=packed.data.dtype)
+    # A stride of 0 says that the table is packed.
     native.gather(
-        num_native_threads(),
-        isa,
-        packed.data.dtype == torch.bfloat16,
-        packed.data.data_ptr(),
-        0,  # a stride of 0: the table is packed
-        ids.data_ptr(),
-        y.data_ptr(),
-        *y.shape,
-    )
+        num_native_threads(), isa, packed.data.dtype == torch.bfloat16, packed.data.data_ptr(), 0, ids.data_ptr(),
+        y.data_ptr(), *y.shape,
+    )  # fmt: skip
     return y
 
 
@@ -71,8 +66,8 @@ def linear(
     y = empty(num_tokens, packed.out_features, dtype=out_dtype) if out is None else out
     native.linear(
         num_native_threads(), isa, TYPES[dtype], x.data_ptr(), x.stride(0), packed.data.data_ptr(),
-        packed.bias.data_ptr() if packed.bias is not None else 0, y.data_ptr(), y.stride(0), TYPES[out_dtype],
-        num_tokens, packed.out_features, in_features,
+        address(packed.bias), y.data_ptr(), y.stride(0), TYPES[out_dtype], num_tokens, packed.out_features,
+        in_features,
     )  # fmt: skip
     return y
 
@@ -140,8 +135,7 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
         scale, offset, packed.scale[place] = storable_scales(weight.scale, weight.offset)
     q = weight.q.contiguous()
     native.pack_quantized(
-        num_native_threads(), *format_words(packed.format), q.data_ptr(),
-        0 if scale is None else scale.data_ptr(), 0 if offset is None else offset.data_ptr(), count,
+        num_native_threads(), *format_words(packed.format), q.data_ptr(), address(scale), address(offset), count,
         in_features, start, packed.data.data_ptr(),
     )  # fmt: skip
 
@@ -153,9 +147,8 @@ def int_read_rows(isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Te
     assert ids.is_contiguous()
     y = empty(ids.shape[0], packed.in_features, dtype=packed.dtype)
     native.take_quantized_rows(
-        num_native_threads(), isa, *format_words(packed.format), packed.data.data_ptr(),
-        packed.scale.data_ptr(), 0 if packed.offset is None else packed.offset.data_ptr(), ids.data_ptr(),
-        packed.dtype == torch.bfloat16, y.data_ptr(), *y.shape,
+        num_native_threads(), isa, *format_words(packed.format), packed.data.data_ptr(), packed.scale.data_ptr(),
+        address(packed.offset), ids.data_ptr(), packed.dtype == torch.bfloat16, y.data_ptr(), *y.shape,
     )  # fmt: skip
     return y
 
@@ -167,9 +160,8 @@ def quantize_rows(isa: str, x: torch.Tensor, group: int | None) -> QuantizedRows
         x = x.contiguous()
     rows = empty_rows(num_tokens, in_features, group, x.dtype)
     native.quantize_rows(
-        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), num_tokens,
-        in_features, group or 0, rows.q.data_ptr(), rows.q.stride(0), rows.scale.data_ptr(),
-        rows.sums.data_ptr(),
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), num_tokens, in_features,
+        group or 0, rows.q.data_ptr(), rows.q.stride(0), rows.scale.data_ptr(), rows.sums.data_ptr(),
     )  # fmt: skip
     return rows
 
@@ -181,8 +173,7 @@ def int_linear(isa: str, rows: QuantizedRows, packed: PackedLinear, out: torch.T
     native.quantized_linear(
         num_native_threads(), isa, *format_words(packed.format), rows.q.data_ptr(), rows.q.stride(0),
         rows.scale.data_ptr(), rows.sums.data_ptr(), packed.data.data_ptr(), packed.scale.data_ptr(),
-        0 if packed.offset is None else packed.offset.data_ptr(),
-        0 if packed.bias is None else packed.bias.data_ptr(), rows.dtype == torch.bfloat16, y.data_ptr(),
-        y.stride(0), rows.num_tokens, packed.out_features, packed.in_features,
+        address(packed.offset), address(packed.bias), rows.dtype == torch.bfloat16, y.data_ptr(), y.stride(0),
+        rows.num_tokens, packed.out_features, packed.in_features,
     )  # fmt: skip
     return y

@@ -29,7 +29,7 @@ in fp64, where the product is exact; the second rounding could differ from a tru
 
     y = Σ_g D[g] · s_x[g] · s_w[g] (+ bias), rounded once        D[g] = Σ q_x · q_w over the inputs of group g
 
-Rows are quantized as they come, with one scale per row, or per row and group where weights have groups: the largest
+Rows are quantized in the op, with one scale per row, or per row and group where weights have groups: the largest
 magnitude becomes 448 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; groups of 128 as in DeepSeek-V3). Sums
 are in fp64: a product of two e4m3 numbers has at most 8 bits, so every D is exact, in any order.
 """
@@ -123,7 +123,7 @@ def quantize_rows(x: torch.Tensor, group: int | None) -> QuantizedRows:
     """``x [num_tokens, in_features]``; the contract is in `kernels.quantized_rows`."""
     in_features = x.shape[1]
     values = x.float()
-    largest = values.abs().amax(1, keepdim=True)  # NaN and infinity come through
+    largest = values.abs().amax(1, keepdim=True)  # NaN and infinity are kept
     finite = torch.isfinite(largest)
     used = finite & (largest >= SMALLEST)
     inverse = torch.full_like(largest, 127.0) / largest  # not 127.0 / largest: torch makes that a reciprocal
@@ -225,7 +225,7 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 def scaled_to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 ``[..., n]`` → fp8 of that shape and one scale per last dimension, fp32 ``[..., 1]``."""
-    largest = values.abs().amax(-1, keepdim=True)  # NaN and infinity come through, and stay visible
+    largest = values.abs().amax(-1, keepdim=True)  # NaN and infinity are kept, and stay visible
     used = ~(largest < SMALLEST)
     inverse = torch.where(used, torch.full_like(largest, LARGEST) / largest, 0.0)
     return (values * inverse).to(FP8), torch.where(used, largest / LARGEST, 0.0)

@@ -13,8 +13,8 @@ Group scales and offsets are fp16 ``[groups, out]`` times a power of two per fea
 holds what checkpoints have exactly; with one scale per feature ``scale`` is it, and offsets are fp32 ``[out]``.
 Integers are exact in bf16, sums are fp32, and a scale multiplies the sum of its group.
 
-**fp8.** Rows become fp8 as they come. Data is ``[out, in]``. With one scale per feature the product is
-`torch._scaled_mm` (cuBLAS, CUTLASS) where the GPU has it for scales by row and column, else the tiles of
+**fp8.** Rows are converted to fp8 in the op. Data is ``[out, in]``. With one scale per feature the product is
+`torch._scaled_mm` (cuBLAS, CUTLASS) where the GPU supports it for scales by row and column, else the tiles of
 `triton_matmul`; with groups, the blocks of 128 x 128 of DeepSeek-V3, always the tiles: sums of 128 inputs times both
 scales are added in fp32. A block's scale is held for each of its rows.
 """
@@ -58,11 +58,9 @@ def linear(
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``."""
     weight = packed.data.t()
     if out_dtype == x.dtype:
-        if packed.bias is None:
-            return torch.mm(x, weight) if out is None else torch.mm(x, weight, out=out)
         return (
-            torch.addmm(packed.bias, x, weight)
-            if out is None
+            torch.mm(x, weight, out=out)
+            if packed.bias is None
             else torch.addmm(packed.bias, x, weight, out=out)
         )
     if x.is_cuda:
@@ -214,15 +212,9 @@ def quantize_rows_to_fp8(x: torch.Tensor, group: int | None) -> QuantizedRows:
     if tokens:
         block = triton.next_power_of_2(group or size)
         rows_to_fp8[(tokens, groups)](
-            x,
-            x.stride(0),
-            q,
-            scale,
-            size,
-            GROUP=group or size,
-            BLOCK=block,
+            x, x.stride(0), q, scale, size, GROUP=group or size, BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
-        )
+        )  # fmt: skip
     return QuantizedRows(q, scale, scale.new_empty(tokens, 0, dtype=torch.int32), size, group, x.dtype)
 
 

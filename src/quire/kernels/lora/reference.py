@@ -12,7 +12,7 @@ from quire.kernels.registry import register
 
 @register("lora.allocate", "reference")
 def allocate(stack: LoraStack) -> None:
-    """Matrices come with the adapters."""
+    """Nothing to allocate: matrices are stored when an adapter is written."""
 
 
 @register("lora.write", "reference")

@@ -48,10 +48,8 @@ def add_lora(x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows: AdapterRo
     x = x if x.stride(1) == 1 else x.contiguous()
     assert y.stride(1) == 1
     low = torch.empty(SPLITS, y.shape[0], parts, stack.max_rank, dtype=torch.float32, device=x.device)
-    per_split, blocks = (
-        triton.cdiv(stack.in_features, INNER * SPLITS) * INNER,
-        triton.cdiv(stack.max_rank, RANKS),
-    )
+    per_split = triton.cdiv(stack.in_features, INNER * SPLITS) * INNER
+    blocks = triton.cdiv(stack.max_rank, RANKS)
     precision = "ieee" if stack.dtype == torch.float32 else "tf32"
     shrink_rows[(num_tiles, parts, SPLITS * blocks)](
         x, x.stride(0), stack.a, stack.ranks, there.order, there.tiles, low, low.stride(0), stack.in_features,

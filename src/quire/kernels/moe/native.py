@@ -15,7 +15,7 @@ from quire.kernels.pointwise.native import GATES
 from quire.kernels.quantized_rows import row_stride
 from quire.kernels.registry import NATIVE_LEVELS, native, register_native
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import empty
+from quire.kernels.workspace import address, empty
 from quire.modelspec import MoeSpec
 
 SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
@@ -30,10 +30,9 @@ def route(
     weights = empty(max(num_tokens, 1), spec.top_k, dtype=torch.float32)[:num_tokens]
     ids = empty(max(num_tokens, 1), spec.top_k, dtype=torch.int64)[:num_tokens]
     native.route(
-        num_native_threads(), router_logits.data_ptr(), 0 if correction is None else correction.data_ptr(),
-        SCORINGS[spec.scoring], num_tokens, spec.num_experts, spec.top_k, spec.num_groups, spec.topk_groups,
-        spec.group_score == "top2_sum", spec.normalize_topk, spec.routed_scale, weights.data_ptr(),
-        ids.data_ptr(),
+        num_native_threads(), router_logits.data_ptr(), address(correction), SCORINGS[spec.scoring], num_tokens,
+        spec.num_experts, spec.top_k, spec.num_groups, spec.topk_groups, spec.group_score == "top2_sum",
+        spec.normalize_topk, spec.routed_scale, weights.data_ptr(), ids.data_ptr(),
     )  # fmt: skip
     return weights, ids
 
@@ -70,5 +69,5 @@ def _addresses(matrices: Sequence[PackedLinear]) -> array[int]:
     """Return four per expert: of the weights, the bias, the scales and the offsets; 0 for none."""
     words = array("q")
     for m in matrices:
-        words.extend([0 if part is None else part.data_ptr() for part in (m.data, m.bias, m.scale, m.offset)])
+        words.extend([address(part) for part in (m.data, m.bias, m.scale, m.offset)])
     return words

@@ -7,7 +7,7 @@ import torch
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import native, register_native
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import empty
+from quire.kernels.workspace import address, empty
 
 
 @register_native("rms_norm")
@@ -79,8 +79,7 @@ def _over_rows(
         if residual.stride(1) != 1:
             residual = residual.contiguous()
     native.rms_norm(
-        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), 0,
-        0 if residual is None else residual.data_ptr(), 0 if residual is None else residual.stride(0),
-        weight.data_ptr(), 0, eps, 0 if y is None else y.data_ptr(), 0 if total is None else total.data_ptr(),
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), 0, address(residual),
+        0 if residual is None else residual.stride(0), weight.data_ptr(), 0, eps, address(y), address(total),
         tokens, 1, size, *row_words(rows),
     )  # fmt: skip

@@ -25,7 +25,7 @@ def add_rows(x: torch.Tensor, other: torch.Tensor, *, backend: Backend = "refere
 
 
 def scale_rows(x: torch.Tensor, scale: float, *, backend: Backend = "reference") -> torch.Tensor:
-    """``x · scale`` in fp32, rounded once; ``x [num_tokens, size]``. Itself where ``scale`` is 1."""
+    """``x · scale`` in fp32, rounded once; ``x [num_tokens, size]``. The same tensor where ``scale`` is 1."""
     if scale == 1.0:
         return x
     y: torch.Tensor = find("scale_rows", backend)(x, scale)
@@ -40,7 +40,7 @@ def copy_heads(x: torch.Tensor, out: torch.Tensor, *, backend: Backend = "refere
 
 
 def widen_rows(x: torch.Tensor, *, backend: Backend = "reference") -> torch.Tensor:
-    """``x [num_tokens, size]`` in fp32; itself where it is."""
+    """``x [num_tokens, size]`` in fp32; the same tensor where it is fp32 already."""
     if x.dtype == torch.float32:
         return x
     y: torch.Tensor = find("widen_rows", backend)(x)

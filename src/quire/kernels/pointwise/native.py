@@ -7,7 +7,7 @@ import torch
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import native, register_native
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import empty
+from quire.kernels.workspace import address, empty
 
 
 @register_native("add_rows")
@@ -77,8 +77,8 @@ def cap_logits(isa: str, logits: torch.Tensor, scale: float, cap: float | None) 
 def _scale(isa: str, x: torch.Tensor, scale: float, cap: float, y: torch.Tensor) -> None:
     assert x.stride(1) == 1
     native.scale_rows(
-        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), scale, cap,
-        y.data_ptr(), *x.shape,
+        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), scale, cap, y.data_ptr(),
+        *x.shape,
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def _over_rows(
         gate_up = gate_up.contiguous()
     native.gated(
         num_native_threads(), isa, gate_up.dtype == torch.bfloat16, GATES[kind], gate_up.data_ptr(),
-        gate_up.stride(0), 0 if y is None else y.data_ptr(), num_tokens, width // 2, *row_words(rows),
+        gate_up.stride(0), address(y), num_tokens, width // 2, *row_words(rows),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import native, register_native
 from quire.kernels.rope.reference import QkNorm
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import empty
+from quire.kernels.workspace import address, empty
 
 
 @register_native("apply_rope")
@@ -25,8 +25,8 @@ def apply_rope(
         x = x.contiguous()
     y = empty(tokens, heads, head_dim, dtype=x.dtype)
     native.rope(
-        num_native_threads(), isa, x.dtype == torch.bfloat16, interleaved, x.data_ptr(), x.stride(0),
-        x.stride(1), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), tokens, heads, head_dim, half,
+        num_native_threads(), isa, x.dtype == torch.bfloat16, interleaved, x.data_ptr(), x.stride(0), x.stride(1),
+        cos.data_ptr(), sin.data_ptr(), y.data_ptr(), tokens, heads, head_dim, half,
     )  # fmt: skip
     return y
 
@@ -50,11 +50,11 @@ def store_kv(
         if v.stride(2) != 1:
             v = v.contiguous()
     native.store_kv(
-        num_native_threads(), isa, k.dtype == torch.bfloat16, pieces.dtype == torch.bfloat16,
-        kv.layout == "tiles", pieces.dtype == torch.int8, k.data_ptr(), k.stride(0), k.stride(1),
-        0 if v is None else v.data_ptr(), 0 if v is None else v.stride(0), 0 if v is None else v.stride(1),
-        pieces.data_ptr(), pieces.stride(0), pieces.stride(1), block_ids.data_ptr(), offsets.data_ptr(),
-        k.shape[0], k.shape[1], kv.head_dim, kv.v_head_dim, kv.block_size,
+        num_native_threads(), isa, k.dtype == torch.bfloat16, pieces.dtype == torch.bfloat16, kv.layout == "tiles",
+        pieces.dtype == torch.int8, k.data_ptr(), k.stride(0), k.stride(1), address(v),
+        0 if v is None else v.stride(0), 0 if v is None else v.stride(1), pieces.data_ptr(), pieces.stride(0),
+        pieces.stride(1), block_ids.data_ptr(), offsets.data_ptr(), k.shape[0], k.shape[1], kv.head_dim,
+        kv.v_head_dim, kv.block_size,
     )  # fmt: skip
 
 
@@ -83,12 +83,11 @@ def rope_store(
     native.rope_store(
         num_native_threads(), isa, qkv.dtype == torch.bfloat16, pieces.dtype == torch.bfloat16,
         kv.layout == "tiles", pieces.dtype == torch.int8, interleaved, qkv.data_ptr(), qkv.stride(0),
-        cos_sin[0].data_ptr() if cos_sin is not None else 0,
-        cos_sin[1].data_ptr() if cos_sin is not None else 0, cos_sin[0].shape[1] if cos_sin is not None else 0,
-        norm.q_weight.data_ptr() if norm is not None else 0,
+        cos_sin[0].data_ptr() if cos_sin is not None else 0, cos_sin[1].data_ptr() if cos_sin is not None else 0,
+        cos_sin[0].shape[1] if cos_sin is not None else 0, norm.q_weight.data_ptr() if norm is not None else 0,
         norm.k_weight.data_ptr() if norm is not None else 0, norm is not None and norm.over_all,
-        norm.eps if norm is not None else 0.0, q.data_ptr(), pieces.data_ptr(), pieces.stride(0),
-        pieces.stride(1), block_ids.data_ptr(), offsets.data_ptr(), tokens, num_heads, kv.num_kv_heads,
-        kv.head_dim, kv.v_head_dim, kv.block_size,
+        norm.eps if norm is not None else 0.0, q.data_ptr(), pieces.data_ptr(), pieces.stride(0), pieces.stride(1),
+        block_ids.data_ptr(), offsets.data_ptr(), tokens, num_heads, kv.num_kv_heads, kv.head_dim, kv.v_head_dim,
+        kv.block_size,
     )  # fmt: skip
     return q
