@@ -29,7 +29,7 @@ MAX_LINES: dict[str, int] = {
     "families": 1_800,
     "gateway": 400,
     "http": 945,
-    "jobs": 1_020,
+    "jobs": 1_015,
     "kernels": 7_350,
     "layers": 1_000,
     "lora": 500,

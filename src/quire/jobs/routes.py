@@ -106,7 +106,7 @@ class JobRoutes:
             return json_response(found)
         if self._runner.uses(found["id"]):
             raise RequestError(
-                f"{found['id']} is the input of a batch that is not over: cancel the batch first.",
+                f"{found['id']} is the input of a batch that has not ended: cancel the batch first.",
                 param="file_id",
                 code="file_in_use",
             )
@@ -180,7 +180,7 @@ class JobRoutes:
         source = runner.files.get(asked.input_file_id)
         if source is None or source["purpose"] != "batch":
             raise RequestError(
-                f"input_file_id = {clip(asked.input_file_id)} is no file of the purpose 'batch' here.",
+                f"input_file_id = {clip(asked.input_file_id)} is not a file with the purpose 'batch' here.",
                 param="input_file_id",
             )
         kept = asked.output_expires_after
