@@ -33,7 +33,7 @@ def test_who_is_ahead_counts_until_its_first_token() -> None:
     assert forecast.enter(1000).predicted_s == pytest.approx(first.predicted_s)
 
 
-def test_an_slo_makes_chunks_beside_decodes_smaller_and_so_the_wait_longer() -> None:
+def test_an_slo_makes_chunks_smaller_and_waits_longer() -> None:
     free, held = TtftForecast(MODEL, CONFIG, Slo()), TtftForecast(MODEL, CONFIG, Slo(tpot_s=0.02))
     for forecast in (free, held):
         ticket = forecast.enter(10)
@@ -54,7 +54,7 @@ def test_it_learns_from_what_came() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_answer_carries_the_prediction_and_the_histogram_its_error(stream: bool) -> None:
+def test_every_answer_carries_the_prediction(stream: bool) -> None:
     api = Api()
     forecast = TtftForecast(MODEL, CONFIG, Slo(tpot_s=0.02))
     api.app = create_app(api.frontend, ApiSettings(), forecast=forecast)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from datetime import datetime
+from typing import Any
 
 import pytest
 from tests.engine.scripted import ScriptedClient
@@ -19,10 +20,11 @@ from quire.clock import WallClock
 from quire.engine.client import EngineClient, InProcessClient
 from quire.engine.frontend import Frontend
 from quire.engine.output import OutputChunk, merge
+from quire.engine.prepare import prepare_request
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import CapacityError, EngineDeadError, ModelLoadError, RequestError
-from quire.request import FinishReason, SamplingParams
+from quire.request import FinishReason, SamplingParams, ThinkingBudget
 from quire.text.chat_template import ChatTemplate
 
 TOKENIZER = byte_tokenizer()
@@ -31,7 +33,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
 
 def frontend_over(client: EngineClient) -> Frontend:
-    return Frontend(client, TOKENIZER, TEMPLATE, model_info(), WallClock(), draw_seed=lambda: 77)
+    return Frontend(client, TOKENIZER, TEMPLATE, model_info(), WallClock(), new_seed=lambda: 77)
 
 
 def with_frontend(
@@ -112,7 +114,7 @@ def test_ids_are_the_engines_and_n_differ() -> None:
     with_frontend(body)
 
 
-def test_stop_string_over_tokens_ends_the_sample_in_the_engine_too() -> None:
+def test_stop_string_over_tokens_ends_the_engines_sample() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
         free = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
         (full,) = await collect(frontend, "abc", free)
@@ -176,7 +178,7 @@ def test_an_aborted_stream_ends_each_sample_once() -> None:
     with_frontend(body, f"{FAKE}@5")
 
 
-def test_a_name_may_come_again_while_late_events_of_the_first_are_under_way() -> None:
+def test_a_request_id_may_be_used_again_at_once() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
         for i in range(5):
             sampling = SamplingParams(max_tokens=30, seed=i, ignore_eos=True)
@@ -233,6 +235,22 @@ def test_refusals_name_the_field_and_the_numbers(
     with_frontend(body)
 
 
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("allowed_token_ids", {"allowed_token_ids": [100]}),
+        ("logit_bias", {"logit_bias": {100: 1.0}}),
+        ("bad_words", {"bad_words": ["no"]}),
+        ("thinking_budget", {"thinking_budget": ThinkingBudget(4, 99, 100, is_open=False)}),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_by_name(field: str, options: dict[str, Any]) -> None:
+    sampling, model = SamplingParams(**options), model_info(vocab_size=100)
+    with pytest.raises(RequestError, match=f"{field} holds the token id 1[01]") as caught:
+        prepare_request("r", [1], sampling, model, TOKENIZER, arrival_s=0.0, seed=1)
+    assert caught.value.param == field
+
+
 def test_defaults_are_resolved() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
         (chunk,) = await collect(frontend, "x" * 200, SamplingParams(max_tokens=None, ignore_eos=True))
@@ -259,7 +277,7 @@ def test_a_full_queue_is_an_answer() -> None:
     with_frontend(body, f"{FAKE}@5", max_num_seqs=2, max_queue=3)
 
 
-def test_draining_finishes_what_runs_and_aborts_what_takes_too_long() -> None:
+def test_drain_finishes_what_runs_then_aborts_the_rest() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
         short = await frontend.submit("a", SamplingParams(max_tokens=3, ignore_eos=True))
         long = await frontend.submit("b", SamplingParams(max_tokens=250, ignore_eos=True))

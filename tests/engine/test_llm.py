@@ -21,7 +21,7 @@ BARE_LACKS = (
     "zmq",
     "llguidance",
     "gguf",
-    "fastapi",
+    "starlette",
     "uvicorn",
     "pydantic",
     "rich",
@@ -85,7 +85,7 @@ def test_logprobs_and_stop_strings(llm: LLM) -> None:
     assert cut.outputs[0].stop_reason == stop
 
 
-def test_prompt_logprobs_are_those_of_the_same_tokens_as_an_answer(llm: LLM) -> None:
+def test_prompt_logprobs_equal_those_of_the_same_answer(llm: LLM) -> None:
     (whole,) = llm.generate(
         "The sea", SamplingParams(max_tokens=80, temperature=0.0, logprobs=1, ignore_eos=True)
     )

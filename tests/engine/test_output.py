@@ -63,7 +63,7 @@ def test_stop_string_over_tokens_ends_at_once_and_tells_the_core() -> None:
     assert sum(c.finish_reason is not None for c in chunks) == 1
 
 
-def test_stop_string_on_the_last_token_of_the_core_needs_no_message() -> None:
+def test_stop_string_on_the_last_token_sends_no_message() -> None:
     state, sent = state_of(stop=["o"])
     whole = merge(feed(state, events("r", "hello")))
     assert (whole.text, whole.finish_reason, whole.stop_reason) == ("hell", FinishReason.STOP, "o")
@@ -101,7 +101,7 @@ def test_eos_has_no_stop_reason() -> None:
     assert (whole.text, whole.stop_reason) == ("ab", None)
 
 
-def test_ending_from_this_side_releases_what_was_held_back_and_ignores_the_rest() -> None:
+def test_end_releases_held_text_and_ignores_later_events() -> None:
     state, _ = state_of(n=2, stop=["xyz"])
     feed(state, events("r", "abxy", end=None))
     first, second = state.end(FinishReason.ABORT)
@@ -133,7 +133,7 @@ def expected(text: str, stop: list[str], include: bool) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_split_gives_the_same_text_and_nothing_shown_is_taken_back(seed: int) -> None:
+def test_any_split_gives_the_same_text(seed: int) -> None:
     rng = random.Random(seed)
     for case in range(150):
         text = "".join(rng.choices("abé🙂 ", k=rng.randint(1, 24)))

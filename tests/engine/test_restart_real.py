@@ -27,7 +27,7 @@ def test_quill_goes_on_after_sigkill() -> None:
     config, checkpoint = configure(args, detect_device())
     text = load_text(args, config, checkpoint)
     params = [
-        SamplingParams(max_tokens=40, seed=i, n=1 + i % 2, temperature=0.9, logprobs=1)
+        SamplingParams(max_tokens=400, ignore_eos=True, seed=i, n=1 + i % 2, temperature=0.9, logprobs=1)
         for i in range(len(PROMPTS))
     ]
 

@@ -50,7 +50,7 @@ def test_tokens_do_not_depend_on_the_controller(in_flight: int) -> None:
     assert len(settings) > 1  # it did something
 
 
-def test_a_configuration_with_an_slo_reaches_the_child_and_builds_a_controller() -> None:
+def test_an_slo_reaches_the_child_and_builds_a_controller() -> None:
     config = replace(engine_config(), slo=SLO)
     boot = decode(encode(Boot(config, "info")))
     assert boot.config.slo == SLO

@@ -65,7 +65,7 @@ def test_streams_go_on_over_two_deaths() -> None:
     )
 
 
-def test_requests_sent_between_two_engines_are_not_lost_nor_doubled() -> None:
+def test_requests_between_two_engines_run_exactly_once() -> None:
     dead, fresh = ScriptedClient(die_after=0), ScriptedClient()
 
     def restart() -> ScriptedClient:
@@ -82,7 +82,7 @@ def test_requests_sent_between_two_engines_are_not_lost_nor_doubled() -> None:
     assert added == ["early", "late"]
 
 
-def test_after_too_many_restarts_everything_ends_once_and_new_requests_are_refused() -> None:
+def test_too_many_restarts_end_every_request_once() -> None:
     dying = [ScriptedClient(die_after=1) for _ in range(4)]
     policy = RestartPolicy(max_restarts=3, backoff_s=0.0, max_deaths=99)
     supervisor = Supervisor(dying[0], clients(*dying[1:]), VirtualClock(), policy)
@@ -103,7 +103,7 @@ def test_after_too_many_restarts_everything_ends_once_and_new_requests_are_refus
         supervisor.receive()
 
 
-def test_a_restart_that_cannot_load_counts_and_old_restarts_are_forgotten() -> None:
+def test_failed_restarts_count_and_old_ones_do_not() -> None:
     clock = VirtualClock()
     policy = RestartPolicy(max_restarts=2, window_s=60.0, backoff_s=0.0, max_deaths=99)
     made = [
@@ -123,7 +123,7 @@ def test_a_restart_that_cannot_load_counts_and_old_restarts_are_forgotten() -> N
     assert supervisor.num_restarts == 3
 
 
-def test_a_request_that_is_there_at_every_death_is_not_tried_for_ever() -> None:
+def test_a_request_in_every_death_is_failed() -> None:
     policy = RestartPolicy(max_restarts=9, backoff_s=0.0, max_deaths=2)
     made = [ScriptedClient(die_after=1), ScriptedClient()]
     supervisor = Supervisor(ScriptedClient(die_after=1), clients(*made), VirtualClock(), policy)

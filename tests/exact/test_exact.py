@@ -78,7 +78,7 @@ def test_sequences_alone_are_worth_comparing() -> None:
     reasons = {reason for _, reason in truth.outputs.values()}
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
     assert len({token_id for output, _ in truth.outputs.values() for token_id in output}) > VOCAB // 4
-    assert any(isinstance(draw.sample.logprobs, TokenLogprobs) for draw in truth.draws.values())
+    assert any(isinstance(draw.logprobs, TokenLogprobs) for draw in truth.draws.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

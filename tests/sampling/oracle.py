@@ -1,17 +1,43 @@
-"""A naive sampler: one row, whole sorts, Python loops, straight from docs/sampling.md."""
+"""A naive sampler: one row, whole sorts, Python loops, from docs/sampling.md; and parameters to try it with."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
 from quire.kernels.sampling import Streams, gumbel_noise
 from quire.request import SamplingParams
+
+VOCAB = 331
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Any combination of the features, each off more often than on."""
+    options: dict[str, Any] = {
+        "top_k": rng.choice([1, 5, 40, 1000]),
+        "top_p": rng.choice([0.05, 0.5, 0.9, 0.999]),
+        "min_p": rng.choice([0.02, 0.3]),
+        "typical_p": rng.choice([0.1, 0.5, 0.95]),
+        "presence_penalty": rng.uniform(-2, 2),
+        "frequency_penalty": rng.uniform(-2, 2),
+        "repetition_penalty": rng.choice([0.7, 1.3]),
+        "logit_bias": {rng.randrange(VOCAB): rng.uniform(-20, 20) for _ in range(5)},
+        "allowed_token_ids": rng.sample(range(VOCAB), 60),
+        "bad_words_token_ids": [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 2))] for _ in range(40)],
+        "logprobs": rng.randint(0, 20),
+    }
+    chosen = {name: value for name, value in options.items() if rng.random() < 0.3}
+    if rng.random() < 0.3:
+        chosen |= {"min_tokens": 6, "eos_token_ids": (3, 4, VOCAB + 5), "stop_token_ids": (7,)}
+    temperature = rng.choice([0.0, 0.0, 0.3, 1.0, 1.7])
+    return SamplingParams(temperature=temperature, seed=rng.getrandbits(64) - 2**63, **chosen)
 
 
 def edited(

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from tests.sampling.test_verify import generate
 
 from quire.models.quill import quill_path
 from quire.request import SamplingParams
@@ -146,3 +147,23 @@ def test_a_token_that_the_grammar_forbids_is_an_error() -> None:
         state.apply(torch.zeros(1, VOCAB), ())
     assert one.error is not None
     assert two.error is None
+
+
+@pytest.mark.parametrize("right", [0.3, 1.0])
+def test_drafts_change_nothing_under_a_grammar(right: float) -> None:
+    vocab = 4096
+    words = grammar(choice=["red", "green and blue", "white, black or grey"])
+    seqs = [
+        NewSeq(
+            i, 0, (1, 2), (),
+            SamplingParams(temperature=i % 3 * 0.7, seed=i, eos_token_ids=(EOS,), repetition_penalty=1.0 + i % 2 * 0.3,
+                           logprobs=i % 4 or None),
+            0, grammar=(DIGITS, words, grammar(regex="[a-z ]{4,30}"))[i % 3],
+        )
+        for i in range(9)
+    ]  # fmt: skip
+    plain = generate(seqs, 16, vocab, right=None, path=PATH)
+    tokens, errors, num_accepted = generate(seqs, 16, vocab, right=right, path=PATH)
+    assert plain[1] == [None] * 9
+    assert (tokens, errors) == plain[:2]
+    assert num_accepted >= 5 * right

@@ -10,36 +10,11 @@ import pytest
 import torch
 from tests.sampling import oracle
 from tests.sampling.harness import Sampler
+from tests.sampling.oracle import VOCAB, random_params
 
-from quire.errors import RequestError
 from quire.request import SamplingParams
-from quire.sampling.processors import LogitsProcessors
 from quire.sampling.sampler import SeqSample
 from quire.step import NewSeq
-
-VOCAB = 331
-
-
-def random_params(rng: random.Random) -> SamplingParams:
-    """Any combination of the features, each off more often than on."""
-    options: dict[str, Any] = {
-        "top_k": rng.choice([1, 5, 40, 1000]),
-        "top_p": rng.choice([0.05, 0.5, 0.9, 0.999]),
-        "min_p": rng.choice([0.02, 0.3]),
-        "typical_p": rng.choice([0.1, 0.5, 0.95]),
-        "presence_penalty": rng.uniform(-2, 2),
-        "frequency_penalty": rng.uniform(-2, 2),
-        "repetition_penalty": rng.choice([0.7, 1.3]),
-        "logit_bias": {rng.randrange(VOCAB): rng.uniform(-20, 20) for _ in range(5)},
-        "allowed_token_ids": rng.sample(range(VOCAB), 60),
-        "bad_words_token_ids": [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 2))] for _ in range(40)],
-        "logprobs": rng.randint(0, 20),
-    }
-    chosen = {name: value for name, value in options.items() if rng.random() < 0.3}
-    if rng.random() < 0.3:
-        chosen |= {"min_tokens": 6, "eos_token_ids": (3, 4, VOCAB + 5), "stop_token_ids": (7,)}
-    temperature = rng.choice([0.0, 0.0, 0.3, 1.0, 1.7])
-    return SamplingParams(temperature=temperature, seed=rng.getrandbits(64) - 2**63, **chosen)
 
 
 def new_seq(
@@ -204,17 +179,3 @@ def test_a_row_without_a_choice_fails_alone() -> None:
     reference.add(new_seq(0, SamplingParams(seed=3, logprobs=2)))
     assert [samples[0]] == reference.sample(logits[:1], [0])
     assert isinstance(samples[2], SeqSample)
-
-
-@pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("allowed_token_ids", {"allowed_token_ids": [VOCAB]}),
-        ("logit_bias", {"logit_bias": {VOCAB: 1.0}}),
-        ("bad_words", {"bad_words_token_ids": [[1, VOCAB]]}),
-    ],
-)
-def test_ids_outside_the_vocabulary_are_refused_by_name(field: str, options: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=f"{field} names token id {VOCAB}") as caught:
-        LogitsProcessors(new_seq(0, SamplingParams(seed=1, **options)), VOCAB)
-    assert caught.value.param == field

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.sampling.harness import Sampler
-from tests.sampling.test_grammars import DIGITS, EOS, PATH, grammar
-from tests.sampling.test_sampler import VOCAB, new_seq, random_params
+from tests.sampling.oracle import VOCAB, random_params
+from tests.sampling.test_sampler import new_seq
 
 from quire.request import SamplingParams, ThinkingBudget, TokenLogprobs
 from quire.sampling.grammars import Grammars
@@ -83,26 +83,6 @@ def test_drafts_change_no_token_and_no_logprob(seed: int, right: float) -> None:
     assert tokens == plain[0], f"seed {seed}"
     assert errors == plain[1]
     assert num_accepted >= 40 * right
-
-
-@pytest.mark.parametrize("right", [0.3, 1.0])
-def test_drafts_change_nothing_under_a_grammar(right: float) -> None:
-    vocab = 4096
-    words = grammar(choice=["red", "green and blue", "white, black or grey"])
-    seqs = [
-        NewSeq(
-            i, 0, (1, 2), (),
-            SamplingParams(temperature=i % 3 * 0.7, seed=i, eos_token_ids=(EOS,), repetition_penalty=1.0 + i % 2 * 0.3,
-                           logprobs=i % 4 or None),
-            0, grammar=(DIGITS, words, grammar(regex="[a-z ]{4,30}"))[i % 3],
-        )
-        for i in range(9)
-    ]  # fmt: skip
-    plain = generate(seqs, 16, vocab, right=None, path=PATH)
-    tokens, errors, num_accepted = generate(seqs, 16, vocab, right=right, path=PATH)
-    assert plain[1] == [None] * 9
-    assert (tokens, errors) == plain[:2]
-    assert num_accepted >= 5 * right
 
 
 def test_a_row_that_fails_behind_accepted_drafts_fails_later() -> None:

@@ -239,7 +239,7 @@ def test_variables_win_over_special_tokens() -> None:
     )
 
 
-def test_absent_tools_are_none_and_a_template_for_tools_alone_works_too() -> None:
+def test_absent_tools_are_none_or_undefined() -> None:
     assert template("{{ tools is none }}{{ documents is none }}").render(HELLO) == "TrueTrue"
     assert template("{% for t in tools %}x{% endfor %}ok").render(HELLO) == "ok"
 

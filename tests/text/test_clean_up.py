@@ -38,9 +38,7 @@ def test_the_chain() -> None:
     assert stream.feed("hello world") == "hello world", "nothing is held back without need"
 
 
-def test_only_where_the_config_asks_and_the_vocabulary_is_not_bpe(
-    tokenizers_folder: Path, tmp_path: Path
-) -> None:
+def test_clean_up_needs_the_flag_and_no_bpe_vocabulary(tokenizers_folder: Path, tmp_path: Path) -> None:
     asks = json.dumps({"clean_up_tokenization_spaces": True})
     unigram = tmp_path / "unigram"
     unigram.mkdir()

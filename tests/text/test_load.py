@@ -83,7 +83,7 @@ def test_special_tokens_are_skipped_or_shown(load: Load) -> None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == "Yes" + special
 
 
-def test_added_tokens_of_the_config_replace_the_flags_of_tokenizer_json(load: Load) -> None:
+def test_added_tokens_of_the_config_replace_flags(load: Load) -> None:
     tokenizer = load("phi-3-mini")
     assert 2 not in tokenizer.special_token_ids  # "special": false in both files
     assert tokenizer.encode("<|user|>\nHi<|end|>\n") == [32010, 6324, 32007]  # rstrip eats the line ends

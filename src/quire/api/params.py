@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,13 +14,13 @@ from quire.http.wire import AnyObject, Boolean, JsonSchema, Number, Text, Wire, 
 from quire.request import Deadline, SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
-# Fields of `SamplingParams` that have the same name in a request.
-_SAME_NAME = (
-    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "bad_words", "allowed_token_ids", "skip_special_tokens", "prompt_logprobs", "use_beam_search", "length_penalty",
-    "early_stopping",
-)  # fmt: skip
+# Fields of `SamplingParams` that a request has too, with the same meaning.
+_OTHER_MEANING = {"logit_bias", "logprobs", "max_tokens", "structured_outputs"}
+_SAME_NAME = tuple(
+    each.name
+    for each in fields(SamplingParams)
+    if each.name in GenerationFields.model_fields and each.name not in _OTHER_MEANING
+)
 # Names that mean the same as a field of structured_outputs: vLLM's older ones, then SGLang's.
 _ALIASES = {
     "guided_json": "json",

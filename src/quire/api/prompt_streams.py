@@ -12,7 +12,7 @@ from quire.api.forecast import Ticket
 from quire.api.job import Job, Usage
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.stream import RequestStream, ended
+from quire.engine.stream import RequestStream
 from quire.errors import RequestError
 from quire.metrics.prometheus import RequestMetrics
 from quire.metrics.trace import RequestPhases
@@ -54,7 +54,7 @@ class PromptStreams:
             for i, given in enumerate(job.prompts):
                 prompt = await self._cut(given)
                 if i >= _PROMPTS_AT_ONCE and job.samples_nothing:
-                    await ended(self._prompts[i - _PROMPTS_AT_ONCE].stream)
+                    await self._prompts[i - _PROMPTS_AT_ONCE].stream.ended()
                 if job.echo:
                     self.echoes.append(self._text_of(prompt))
                 stream = await self._state.frontend.submit(

@@ -1,8 +1,8 @@
-"""Where an executor is chosen and the core is put together; torch is not imported earlier.
+"""Chooses an executor and builds the core around it; torch is imported here and not earlier. Executors:
 
-"local"    the model, in this process, on the device of its configuration
-"timed"    no model, no KV cache: steps sleep as long as a cost model says ("timed@FILE", that of `CostModel.to_json`)
-"M:F"      the executor that the function F of the module M makes of (config, argument), "M:F@argument"
+"local"    the model, in this process, on the device of the configuration
+"timed"    no model, no KV cache: steps sleep as long as a cost model says ("timed@FILE", from `CostModel.to_json`)
+"M:F"      the result of the function F of the module M for (config, argument), "M:F@argument"
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     """Load the model and return the core around it.
 
     Raises:
-        ModelLoadError, ConfigError: the checkpoint or the settings; one line.
+        ModelLoadError, ConfigError: the checkpoint or the settings are wrong; one line.
     """
-    computes = _executor(config, executor, clock)
+    chosen = _executor(config, executor, clock)
     if config.runner.step_log is not None:
-        computes = LoggedExecutor(computes, Path(config.runner.step_log), clock)
-    scheduler = Scheduler(config.scheduler, config.cache, chains_steps=computes.chains_steps)
-    return EngineCore(scheduler, computes, clock, _controller(config))
+        chosen = LoggedExecutor(chosen, Path(config.runner.step_log), clock)
+    scheduler = Scheduler(config.scheduler, config.cache, chains_steps=chosen.chains_steps)
+    return EngineCore(scheduler, chosen, clock, _controller(config))
 
 
 def _controller(config: EngineConfig) -> SloController | None:

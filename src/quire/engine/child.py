@@ -3,7 +3,7 @@
     inbox.ipc   PULL  <── Boot, then messages for the core
     events.ipc  PUSH  ──> EngineInfo | Failure, then Events and EngineStats
 
-The loop blocks in `poll` while there is no work, and drains the inbox without blocking while there is. SIGINT and
+The loop blocks in `poll` while there is no work; while there is, it drains the inbox without blocking. SIGINT and
 SIGTERM are for the parent to handle (it drains); this process ends when its connection to the parent closes.
 """
 

@@ -16,10 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import quire
+from quire.engine.spawn import child_environment
 from quire.errors import CapacityError
 
 T = TypeVar("T")
@@ -116,14 +115,12 @@ class HelperProcess:
     """One ``python -m quire.engine.helper``. Used by one thread at a time."""
 
     def __init__(self, kind: str, head: Answer) -> None:
-        here = str(Path(quire.__file__).parents[1])  # the child runs this very package, installed or not
-        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "quire.engine.helper", kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a crash that a client caused must not fill the server's log
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
         )
         self.alive = True
         self.greeting = self.ask(json.dumps(head).encode() + b"\n", _START_LIMIT_S[kind])

@@ -66,21 +66,14 @@ def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
     """Return the chunks of one sample merged into one: what a client that does not stream gets."""
     assert chunks
     assert len({chunk.index for chunk in chunks}) == 1
-    last = chunks[-1]
     logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
-    return OutputChunk(
-        index=last.index,
+    return replace(
+        chunks[-1],
         text="".join([chunk.text for chunk in chunks]),
         token_ids=tuple([i for chunk in chunks for i in chunk.token_ids]),
         logprobs=tuple([entry for entries in logprobs for entry in entries]) if logprobs else None,
-        finish_reason=last.finish_reason,
         prompt_token_ids=chunks[0].prompt_token_ids,
         prompt_logprobs=chunks[0].prompt_logprobs,
-        pooled=last.pooled,
-        stop_reason=last.stop_reason,
-        error=last.error,
-        error_kind=last.error_kind,
-        retry_after_s=last.retry_after_s,
     )
 
 

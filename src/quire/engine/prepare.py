@@ -47,17 +47,20 @@ def prepare_request(
     check_token_ids("prompt", ids, model.vocab_size)
     if not ids:
         raise RequestError("prompt is empty: send at least one token.", param="prompt")
+    bad_words, budget = bad_words_ids(sampling.bad_words, tokenizer), sampling.thinking_budget
     for name, named in (
         ("logit_bias", sampling.logit_bias),
         ("stop_token_ids", sampling.stop_token_ids),
         ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("bad_words", [token_id for word in bad_words for token_id in word]),
+        ("thinking_budget", () if budget is None else (budget.begin_id, budget.end_id)),
     ):
         check_token_ids(name, tuple(named), model.vocab_size)
     resolved = sampling.resolve(
         seed=seed if sampling.seed is None else sampling.seed,
         max_tokens=_max_tokens(len(ids), sampling, model.max_model_len, prompt_only=pooling is not None),
         eos_token_ids=model.eos_token_ids,
-        bad_words_token_ids=bad_words_ids(sampling.bad_words, tokenizer),
+        bad_words_token_ids=bad_words,
     )
     return Request(
         request_id=request_id,

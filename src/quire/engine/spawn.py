@@ -32,23 +32,14 @@ class EngineProcess:
             tempfile.mkdtemp(prefix="quire-", dir=base if len(base.encode()) < _MAX_DIR_BYTES else "/tmp")
         )
         self.life, theirs = socket.socketpair()  # readable once the child is dead
-        here = str(Path(quire.__file__).parents[1])  # the child runs this very package, installed or not
-        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         with theirs:
+            arguments = [str(theirs.fileno()), str(self.directory), executor]
             self._popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "quire.engine.child",
-                    str(theirs.fileno()),
-                    str(self.directory),
-                    executor,
-                ],
+                [sys.executable, "-P", "-m", "quire.engine.child", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # a library's prints in the child must not mix with this process's output
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
+                env=child_environment(),
             )
 
     @property
@@ -76,3 +67,9 @@ class EngineProcess:
             self._popen.kill()
             self._popen.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment, in which a child runs this very package, installed or not."""
+    here = str(Path(quire.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}

@@ -59,12 +59,21 @@ class RequestStream:
                         yield chunk
                 if self.output.finished:
                     return
-                assert self._waiter is None, "one reader at a time"
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
-                self._waiter = None
+                await self._news()
         finally:
             await self.abort()
+
+    async def ended(self) -> None:
+        """Wait, before reading, until every sample has its terminal chunk; the chunks stay readable."""
+        while not self.output.finished:
+            await self._news()
+
+    async def _news(self) -> None:
+        """Wait until chunks are added."""
+        assert self._waiter is None, "one reader at a time"
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+        self._waiter = None
 
     def _take(self) -> list[OutputChunk]:
         """Return the waiting chunks. If the reader fell behind, the chunks of each sample are merged into one."""
@@ -114,15 +123,6 @@ class RequestStream:
         self._chunks.extend(chunks)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-async def ended(stream: RequestStream) -> None:
-    """Wait, before reading, until every sample has its terminal chunk; the chunks stay readable."""
-    while not stream.output.finished:
-        assert stream._waiter is None, "one reader at a time"
-        stream._waiter = asyncio.get_running_loop().create_future()
-        await stream._waiter
-        stream._waiter = None
 
 
 class OpenStreams:

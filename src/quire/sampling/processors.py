@@ -25,7 +25,7 @@ from torch import Tensor
 from quire.kernels.sampling import keep_typical
 from quire.request import Sampling
 from quire.step import NewSeq
-from quire.text.constraint import AllowedTokens, BoolMask, TokenConstraint, build_constraints, check_token_ids
+from quire.text.constraint import AllowedTokens, BoolMask, TokenConstraint, build_constraints
 
 
 class LogitsProcessor(Protocol):
@@ -192,9 +192,8 @@ class LogitsProcessors:
     """The logits processors that one sequence needs, in order."""
 
     def __init__(self, new: NewSeq, vocab_size: int) -> None:
-        """Build the state after the output of ``new``. `RequestError` where an id is not in the vocabulary."""
+        """Build the state after the output of ``new``."""
         params = new.sampling
-        check_token_ids(params, vocab_size)
         constraints = build_constraints(params, vocab_size)
         self.bias = LogitBias(params.logit_bias) if params.logit_bias else None
         self.penalties = Penalties(new) if Penalties.needed(params) else None

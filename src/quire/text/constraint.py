@@ -13,7 +13,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import RequestError
 from quire.request import Sampling, ThinkingBudget
 
 BoolMask = NDArray[np.bool_]
@@ -146,8 +145,9 @@ class ThinkingLimit:
 
 
 def build_constraints(params: Sampling, vocab_size: int) -> list[TokenConstraint]:
-    """Return the constraints that ``params`` asks for, before any output token. EOS ids beyond the vocabulary are
-    ignored.
+    """Return the constraints that ``params`` asks for, before any output token.
+
+    Stop ids beyond the vocabulary are never sampled, and some checkpoints list such EOS ids: they are ignored.
     """
     constraints: list[TokenConstraint] = []
     if params.allowed_token_ids is not None:
@@ -160,24 +160,3 @@ def build_constraints(params: Sampling, vocab_size: int) -> list[TokenConstraint
     if params.thinking_budget is not None:
         constraints.append(ThinkingLimit(params.thinking_budget))
     return constraints
-
-
-def check_token_ids(params: Sampling, vocab_size: int) -> None:
-    """Raise `RequestError` naming the field if an id in ``params`` is not in the vocabulary.
-
-    Stop ids beyond it are allowed: they are never sampled, and some checkpoints list such EOS ids.
-    """
-    fields: tuple[tuple[str, Iterable[int]], ...] = (
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("logit_bias", params.logit_bias),
-        ("thinking_budget", (budget.begin_id, budget.end_id) if (budget := params.thinking_budget) else ()),
-        ("bad_words", (i for word in params.bad_words_token_ids for i in word)),
-    )
-    for name, ids in fields:
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"{name} names token id {token_id}, which is not in the vocabulary: "
-                    f"ids go from 0 to {vocab_size - 1}.",
-                    param=name,
-                )
