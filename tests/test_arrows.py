@@ -53,7 +53,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (5, ("lora", "sampling", "speculate", "runner")),
     (6, ("executor",)),
     (7, ("engine",)),
-    (8, ("quantize", "disagg", "gateway", "jobs", "bench", "sim", "api")),
+    (8, ("quantize", "disagg", "jobs", "gateway", "bench", "sim", "api")),
     (9, ("cockpit", "cli")),
 ]
 PLACE = {name: (line, column) for line, (_, names) in enumerate(LINES) for column, name in enumerate(names)}

@@ -36,7 +36,7 @@ class AdminApi(Api):
         self.app = create_admin_app(self.main, keys=keys)
 
 
-def test_settings_are_read_and_changed_with_the_old_value_in_the_answer() -> None:
+def test_changed_settings_are_answered_with_the_old_values() -> None:
     api = AdminApi()
     start = SchedulerConfig()
     before = api.call("GET", "/runtime").json()["runtime"]
@@ -69,7 +69,7 @@ def test_settings_are_read_and_changed_with_the_old_value_in_the_answer() -> Non
         ([], None, "an object"),
     ],
 )
-def test_a_wrong_setting_names_what_is_allowed_and_changes_nothing(
+def test_a_wrong_setting_names_the_allowed_and_changes_nothing(
     body: Any, param: str | None, allowed: str
 ) -> None:
     api = AdminApi()
@@ -85,7 +85,8 @@ def test_what_is_set_under_an_slo_is_pinned_until_it_is_released() -> None:
     api = AdminApi()
     core = api.frontend._core
     model = CostModel(0.01, Curve((0.0, 1.0), (0.0, 1e-4)))
-    core.controller = SloController(model, core.scheduler.config, tpot_s=0.02)
+    core.scheduler.predictor.step_time = model
+    core.controller = SloController(core.scheduler.predictor, core.scheduler.config, tpot_s=0.02)
     wish = ControlPolicy(PolicyChange(max_num_seqs=4, max_num_batched_tokens=100))
 
     def runtime() -> tuple[int, int, list[str]]:
@@ -114,7 +115,7 @@ def test_what_is_set_under_an_slo_is_pinned_until_it_is_released() -> None:
     assert runtime() == (4, 100, [])
 
 
-def test_without_an_slo_nothing_is_pinned_and_nothing_can_be_released() -> None:
+def test_without_an_slo_nothing_is_pinned_or_released() -> None:
     api = AdminApi()
     assert "pinned" not in api.call("PATCH", "/runtime", json={"max_num_seqs": 8}).json()
     error = error_of(api.call("PATCH", "/runtime", json={"release": ["max_num_seqs"]}), 400)

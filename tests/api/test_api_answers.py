@@ -141,7 +141,7 @@ def test_stream_equals_whole(chat: bool, fields: dict[str, Any], with_logprobs: 
     assert all(c["determinism"] == "exact" for c in chunks)
 
 
-def test_chat_stream_opens_with_the_role_and_sends_a_chunk_a_token() -> None:
+def test_chat_stream_has_the_role_then_one_chunk_per_token() -> None:
     chunks = events(Api().chat(stream=True))
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunks[0]["object"] == "chat.completion.chunk"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -11,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.api.asgi_client import Api, error_of, events
 
+from quire.http.client import post_local
 from quire.metrics.log import configure
 
 OPEN = ["/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"]
@@ -39,6 +41,14 @@ def test_keys() -> None:
     for path in OPEN:
         assert api.call("GET", path).status_code == 200
     assert not api.frontend.submitted
+
+
+def test_calls_from_this_process_need_no_key() -> None:
+    api = Api(api_keys=("secret",))
+    body = b'{"model": "tiny", "prompt": "hi", "max_tokens": 4}'
+    answer = asyncio.run(post_local(api.app, "/v1/completions", body, request_id="mine", priority=9))
+    assert answer.status == 200, answer.body
+    assert api.frontend.submitted[0].kwargs["priority"] == 9
 
 
 def test_the_key_where_anthropics_clients_have_it() -> None:

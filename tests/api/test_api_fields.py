@@ -68,7 +68,7 @@ def test_message_and_stream_option_properties_are_classified(shared_data: Path) 
     assert properties(path, "ChatCompletionStreamOptions") <= set(table_of(StreamOptions))
 
 
-def test_a_section_belongs_to_a_model_that_does_not_use_its_names() -> None:
+def test_a_section_has_only_names_that_its_model_does_not_use() -> None:
     def derived(model: type[Wire]) -> set[type[Wire]]:
         return {model}.union(*[derived(child) for child in model.__subclasses__()])
 

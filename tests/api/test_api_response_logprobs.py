@@ -59,7 +59,7 @@ def test_without_alternatives() -> None:
     assert part["logprobs"][0]["top_logprobs"] == []
 
 
-def test_they_are_empty_where_they_are_not_asked_for_and_refused_where_they_cannot_be() -> None:
+def test_logprobs_are_empty_unless_asked_for_or_are_refused() -> None:
     server = api("Hello")
     for fields in ({}, {"include": []}, {"include": ["reasoning.encrypted_content"]}, {"top_logprobs": 0}):
         (part,) = texts(ask(server, **fields).json())

@@ -117,7 +117,7 @@ def test_a_second_signal_does_not_wait_for_the_grace_time() -> None:
         assert process.wait(10) == 0
 
 
-def test_an_engine_that_cannot_start_ends_the_server_with_its_reason(
+def test_an_engine_that_cannot_start_ends_the_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     app = create_app(FailingFrontend(), ApiSettings())  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def test_an_effort_that_the_template_does_not_know_is_a_budget() -> None:
     assert budget_of(knows, reasoning_effort="low") is None
 
 
-def test_a_model_that_does_not_reason_keeps_every_budget_and_has_no_effort() -> None:
+def test_models_that_do_not_reason_keep_budgets_but_no_effort() -> None:
     server = api(tool_format="plain", thinks=False)
     assert budget_of(server, thinking_token_budget=7) is None
     assert budget_of(server, "messages", thinking={"type": "enabled", "budget_tokens": 7}) is None

@@ -38,7 +38,7 @@ def test_a_missed_total_delivers_what_was_made(
     assert answer["timing"]["seed"] == 5
 
 
-def test_before_the_first_token_it_is_an_error_and_the_hopeless_are_refused(server: LiveServer) -> None:
+def test_before_the_first_token_a_deadline_is_an_error(server: LiveServer) -> None:
     missed = httpx.post(server.url + "/v1/completions", json={**BODY, "deadline_ms": 0.01})
     assert missed.status_code == 504
     assert missed.json()["error"]["code"] == "deadline_exceeded"

@@ -21,7 +21,7 @@ BARE_LACKS = (
     "zmq",
     "llguidance",
     "gguf",
-    "fastapi",
+    "starlette",
     "uvicorn",
     "pydantic",
     "rich",

@@ -1,4 +1,4 @@
-"""Philox against the authors' known answers, the noise's definition, and the pruned draw against the plain one."""
+"""Philox against the authors' known answers, the noise's definition, and the pruned argmax against the plain one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.sampling import noise_oracle
 
 from quire.kernels.sampling import (
     Streams,
@@ -15,7 +16,6 @@ from quire.kernels.sampling import (
     gumbel_noise,
     log_f64,
     noise,
-    philox4x32_10,
     tree_sum,
 )
 
@@ -51,7 +51,7 @@ def test_philox_known_answers(
 ) -> None:
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
     k0, k1 = (torch.tensor([word]) for word in key)
-    words = philox4x32_10((c0, c1, c2, c3), (k0, k1))
+    words = noise_oracle.philox4x32_10((c0, c1, c2, c3), (k0, k1))
     assert tuple(int(word) for word in words) == expected
 
 
@@ -78,7 +78,7 @@ def test_stream_layout_as_documented() -> None:
             [position, token_id >> 2, purpose, sample_index], [unsigned % 2**32, unsigned >> 32]
         )
         word = block[token_id & 3]
-        assert int(noise.random_words(stream, torch.tensor([[token_id]]))[0, 0]) == word
+        assert int(noise_oracle.random_words(stream, torch.tensor([[token_id]]))[0, 0]) == word
         u = (word + 0.5) / 2**32
         sampled = float(gumbel_noise(stream, torch.tensor([[token_id]]))[0, 0])
         assert sampled == pytest.approx(-math.log(-math.log(u)), rel=1e-12, abs=1e-12)
@@ -87,9 +87,9 @@ def test_stream_layout_as_documented() -> None:
 def test_words_in_numpy_equal_words_in_torch() -> None:
     stream = streams(9, seed=4, purpose=1)
     ids = torch.randint(0, 200_000, (9, 40), generator=torch.Generator().manual_seed(0))
-    words = noise.random_words(stream, ids)
-    assert torch.equal(torch.from_numpy(noise.numpy_words(stream, ids.numpy())), words)
-    every = noise.random_words(stream, torch.arange(103).expand(9, 103))
+    words = noise_oracle.random_words(stream, ids)
+    assert torch.equal(torch.from_numpy(noise.random_words(stream, ids.numpy())), words)
+    every = noise_oracle.random_words(stream, torch.arange(103).expand(9, 103))
     about = torch.from_numpy(noise.uniform_complement(stream, 103))
     assert torch.allclose(1.0 - (every.double() + 0.5) * 2.0**-32, about.double(), rtol=1e-6, atol=0.0)
 
@@ -109,16 +109,16 @@ def test_every_field_of_the_stream_matters(changed: str) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 2, 5, 64, 257, 5003])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
-def test_pruned_draw_equals_plain_draw(vocab: int, spread: float) -> None:
+def test_pruned_argmax_equals_plain_argmax(vocab: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(vocab)
     scores = torch.randn(48, vocab, generator=generator) * spread
     scores[::5] = scores[::5].to(torch.bfloat16).to(torch.float32)  # equal scores
     scores[::7, : vocab // 2] = -torch.inf
     stream = streams(48, seed=vocab)
-    assert torch.equal(gumbel_argmax(scores, stream), noise.gumbel_argmax_torch(scores, stream))
+    assert torch.equal(gumbel_argmax(scores, stream), noise_oracle.gumbel_argmax(scores, stream))
 
 
-def test_draw_of_a_row_does_not_depend_on_the_batch() -> None:
+def test_token_of_a_row_does_not_depend_on_the_batch() -> None:
     scores = torch.randn(33, 1031, generator=torch.Generator().manual_seed(1)) * 3
     stream = streams(33)
     together = gumbel_argmax(scores, stream)

@@ -94,7 +94,7 @@ class GenerateEndpoint(PostEndpoint):
         adopt_request_id(scope, job.client_request_id)
         if scope.get(PRIORITY_KEY) is not None:
             job = replace(job, priority=scope[PRIORITY_KEY])
-        trace = trace_headers(scope["headers"])
+        trace = trace_headers(scope["headers"]) if self._state.tracer is not None else {}
         generation = Generation(self._state, job, arrival_s, request_id_of(scope), trace)
         if job.in_background and BACKGROUND_KEY not in scope:
             raise RequestError("background = true is not supported by this server.", param="background")

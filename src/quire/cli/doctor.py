@@ -12,8 +12,11 @@ from quire import __version__
 from quire.device import FP8_CAPABILITY, cpu_features, detect_device, find_gpu, gpu_problem, slow_kernels
 
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2")
-SERVING = ("msgspec", "pyzmq", "fastapi", "uvicorn", "prometheus-client", "typer", "rich")
-OPTIONAL = {"gguf": "reading GGUF files", "uvloop": "a faster event loop", "httptools": "faster HTTP parsing"}
+SERVING = (
+    "msgspec", "pyzmq", "starlette", "pydantic", "python-multipart", "uvicorn", "uvloop", "httptools",
+    "prometheus-client", "typer", "rich",
+)  # fmt: skip
+OPTIONAL = {"gguf": "reading GGUF files"}
 
 
 def packages() -> list[tuple[str, str, str]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels.linear.native import BITS
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.kernels.linear.reference import scaled_to_fp8
 from quire.kernels.quantized_rows import num_groups
@@ -139,9 +140,6 @@ def _sum(products: torch.Tensor) -> torch.Tensor:
     for step in steps[1:]:
         partial += step
     return ((partial[..., 0] + partial[..., 2]) + (partial[..., 1] + partial[..., 3])).unsqueeze(-1)
-
-
-BITS = {"int8": 8, "int4": 4}
 
 
 @register_native("round_to_nearest", NATIVE_LEVELS)

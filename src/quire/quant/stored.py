@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.linear import reference
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.weight_format import Kind, WeightFormat
 
@@ -74,13 +75,8 @@ Weight = torch.Tensor | StoredMatrix | StoredStack
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     """Return fp32 ``[out, in]``: scale · q + offset."""
-    groups = weight.scale.shape[1]
-    values: torch.Tensor = torch.unflatten(weight.integers.float(), 1, (groups, -1)) * weight.scale.unsqueeze(
-        -1
-    )
-    if weight.offset is not None:
-        values += weight.offset.unsqueeze(-1)
-    return values.flatten(1)
+    group = weight.shape[1] // weight.scale.shape[1]
+    return reference.dequantize(weight.integers, weight.scale, weight.offset, group)
 
 
 def regroup(weight: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:

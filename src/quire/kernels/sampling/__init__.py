@@ -31,13 +31,13 @@ from torch import Tensor
 from quire.kernels.registry import Backend, find
 from quire.kernels.sampling import native, reference  # noqa: F401  registers both
 from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
-from quire.kernels.sampling.noise import Streams, gumbel_argmax, gumbel_argmax_of, gumbel_noise, philox4x32_10
+from quire.kernels.sampling.noise import Streams, gumbel_argmax, gumbel_argmax_of, gumbel_noise
 from quire.kernels.sampling.truncate import keep_typical, top_candidates, typical_ids
 from quire.request import TokenLogprobs
 
 __all__ = [
     "Streams", "exp_f32", "gumbel_argmax", "gumbel_argmax_of", "gumbel_noise", "keep_typical", "log_f64",
-    "philox4x32_10", "sample", "token_logprobs", "top_candidates", "tree_sum", "typical_ids",
+    "sample", "token_logprobs", "top_candidates", "tree_sum", "typical_ids",
 ]  # fmt: skip
 
 

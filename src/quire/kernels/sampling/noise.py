@@ -1,8 +1,8 @@
 """Noise from a counter, and the argmax of score + noise (Gumbel-max), in the bits that `kernels.sampling` defines.
 
-Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. On a CPU the words are made
-in numpy, in half the time of torch's int64 arithmetic. `gumbel_argmax` bounds every perturbed score from above with
-one float32 logarithm there, and computes the exact noise only of the few ids whose bound reaches the best. It reads 4
+Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The words are made in numpy,
+in half the time of torch's int64 arithmetic. `gumbel_argmax` bounds every perturbed score from above with
+one float32 logarithm, and computes the exact noise only of the few ids whose bound reaches the best. It reads 4
 bytes of logits per id and makes a quarter of a Philox block; the integer arithmetic takes most of the time.
 """
 
@@ -29,12 +29,11 @@ _IDS_AT_ONCE = 1 << 16  # ids whose words are made together: the temporaries the
 # The bound's float32 rounding errors add up to less than 1e-5 where they matter (scores within 30 of the best).
 _MARGIN = 1e-3
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
-NumpyWords = NDArray[np.uint64]
+Words = NDArray[np.uint64]
 
 
 class Streams(NamedTuple):
-    """The names of each row's noise, all int64 ``[rows]`` on one device, and the purpose of the sample."""
+    """The names of each row's noise, all int64 ``[rows]``, and the purpose of the sample."""
 
     seeds: Tensor
     sample_indices: Tensor
@@ -50,53 +49,13 @@ class Streams(NamedTuple):
         return Streams(self.seeds[rows], self.sample_indices[rows], self.positions[rows], self.purpose)
 
 
-def philox4x32_10(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Ten rounds of Philox4x32 on words held in int64, 0 … 2**32 − 1; all tensors broadcast together."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        # int64 products wrap modulo 2**64, of which these are the high and the low word.
-        product0 = c0 * MULTIPLIERS[0]
-        product1 = c2 * MULTIPLIERS[1]
-        c0 = ((product1 >> 32) & WORD) ^ c1 ^ k0
-        c2 = ((product0 >> 32) & WORD) ^ c3 ^ k1
-        c1 = product1 & WORD
-        c3 = product0 & WORD
-        k0 = (k0 + WEYL[0]) & WORD
-        k1 = (k1 + WEYL[1]) & WORD
-    return c0, c1, c2, c3
-
-
-def random_words(streams: Streams, token_ids: Tensor) -> Tensor:
-    """The 32-bit word of each (stream, token id): ``token_ids: [rows, n]`` -> int64 ``[rows, n]``."""
-    purpose = torch.full_like(streams.positions, streams.purpose)
-    words = philox4x32_10(
-        (streams.positions[:, None], token_ids >> 2, purpose[:, None], streams.sample_indices[:, None]),
-        ((streams.seeds & WORD)[:, None], ((streams.seeds >> 32) & WORD)[:, None]),
-    )
-    stacked = torch.stack([word.expand_as(token_ids) for word in words], dim=-1)  # [rows, n, 4]
-    return stacked.gather(-1, (token_ids & 3).unsqueeze(-1)).squeeze(-1)
-
-
 def gumbel_of_words(words: Tensor) -> Tensor:
     """Words 0 … 2**32 − 1 -> standard Gumbel noise, float64, between −3.14 and 22.88."""
     uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
     return -log_f64(-log_f64(uniform))
 
 
-def gumbel_noise_torch(streams: Streams, token_ids: Tensor) -> Tensor:
-    """Gumbel noise of each (stream, token id): ``token_ids: int64 [rows, n]`` -> float64 ``[rows, n]``."""
-    return gumbel_of_words(random_words(streams, token_ids))
-
-
-def gumbel_argmax_torch(scores: Tensor, streams: Streams) -> Tensor:
-    """``scores: [rows, vocab] float32`` -> the id of the largest score + noise of each row, lowest id on ties."""
-    rows, vocab = scores.shape
-    token_ids = torch.arange(vocab, device=scores.device).expand(rows, vocab)
-    return torch.argmax(scores.to(torch.float64) + gumbel_noise_torch(streams, token_ids), dim=-1)
-
-
-def numpy_words(streams: Streams, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def random_words(streams: Streams, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """The 32-bit word of each (stream, token id): ``token_ids: [rows, n]`` -> int64 ``[rows, n]``."""
     blocks = _philox(streams, token_ids.astype(np.uint64) >> np.uint64(2))
     return np.choose(token_ids & 3, blocks).astype(np.int64)
@@ -114,7 +73,7 @@ def uniform_complement(streams: Streams, vocab: int) -> NDArray[np.float32]:
     return complement.reshape(-1, num_blocks * 4)[:, :vocab]
 
 
-def _philox(streams: Streams, block_ids: NumpyWords) -> tuple[NumpyWords, NumpyWords, NumpyWords, NumpyWords]:
+def _philox(streams: Streams, block_ids: Words) -> tuple[Words, Words, Words, Words]:
     """Four words of each block: ``block_ids: [rows or 1, n]`` -> four times uint64 ``[rows, n]``."""
     seeds, sample_indices, positions = (
         column.numpy().astype(np.uint64)[:, None]
@@ -140,9 +99,7 @@ def _philox(streams: Streams, block_ids: NumpyWords) -> tuple[NumpyWords, NumpyW
 
 def gumbel_noise(streams: Streams, token_ids: Tensor) -> Tensor:
     """Gumbel noise of each (stream, token id): ``token_ids: int64 [rows, n]`` -> float64 ``[rows, n]``."""
-    if token_ids.device.type != "cpu":
-        return gumbel_noise_torch(streams, token_ids)
-    return gumbel_of_words(torch.from_numpy(numpy_words(streams, token_ids.numpy())))
+    return gumbel_of_words(torch.from_numpy(random_words(streams, token_ids.numpy())))
 
 
 def gumbel_argmax(scores: Tensor, streams: Streams) -> Tensor:
@@ -150,8 +107,6 @@ def gumbel_argmax(scores: Tensor, streams: Streams) -> Tensor:
 
     scores: ``[rows, vocab]`` float32; −inf never wins. Returns int64 ``[rows]``.
     """
-    if scores.device.type != "cpu":
-        return gumbel_argmax_torch(scores, streams)
     rows, vocab = scores.shape
     step = max(1, _IDS_AT_ONCE // vocab)
     row_parts, id_parts = [], []

@@ -47,7 +47,7 @@ _SCRATCH_ELEMENTS = 1 << 22  # rows are copied in slices of this many numbers
 def sample(
     logits: Tensor, edited: Mapping[int, Tensor], columns: NDArray[np.void], purpose: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """See `quire.kernels.sampling.sample`."""
+    """See `quire.kernels.sampling.sample`; logits lie on the CPU."""
     rows = columns.size
     ids, best = np.empty(rows, np.int64), np.empty(rows, np.float32)
     random = (columns["features"] & RANDOM).astype(np.bool_)
@@ -60,12 +60,12 @@ def sample(
             for row in changed:
                 scores[row - start] = edited[row]
         tokens, largest = _argmax(scores)
-        best[part] = largest.cpu().numpy()
+        best[part] = largest.numpy()
         chosen = np.flatnonzero(random[part] & np.isfinite(best[part]))
         if chosen.size:
-            index = torch.from_numpy(chosen).to(logits.device)
+            index = torch.from_numpy(chosen)
             tokens[index] = _sample_random(scores[index], columns[part][chosen], purpose)
-        ids[part] = tokens.cpu().numpy()
+        ids[part] = tokens.numpy()
     return ids, best
 
 
@@ -79,31 +79,31 @@ def _sample_random(scores: Tensor, columns: NDArray[np.void], purpose: int) -> T
     """Temperature, truncation and Gumbel-max over ``scores: [rows, vocab]``, which is overwritten."""
     features = columns["features"]
     scores.sub_(scores.amax(dim=1, keepdim=True))  # so that no temperature, however small, overflows
-    scores.div_(_column(columns, "temperature", scores)[:, None])
+    scores.div_(_column(columns, "temperature")[:, None])
     streams = Streams(
-        _column(columns, "seed", scores),
-        _column(columns, "sample_index", scores),
-        _column(columns, "position", scores),
+        _column(columns, "seed"),
+        _column(columns, "sample_index"),
+        _column(columns, "position"),
         purpose,
     )
-    limits = Truncation(*(_column(columns, name, scores) for name in ("top_k", "top_p", "min_p")))
-    rows = torch.from_numpy(np.flatnonzero(features & MIN_P)).to(scores.device)
+    limits = Truncation(*(_column(columns, name) for name in ("top_k", "top_p", "min_p")))
+    rows = torch.from_numpy(np.flatnonzero(features & MIN_P))
     if rows.numel():
         scores[rows] = apply_min_p(scores[rows], limits.min_p[rows])
     truncated = (features & TRUNCATED).astype(np.bool_)
     if not truncated.any():
         return gumbel_argmax(scores, streams)
-    tokens = torch.empty(columns.size, dtype=torch.int64, device=scores.device)
-    rows = torch.from_numpy(np.flatnonzero(truncated)).to(scores.device)
+    tokens = torch.empty(columns.size, dtype=torch.int64)
+    rows = torch.from_numpy(np.flatnonzero(truncated))
     tokens[rows] = gumbel_argmax_of(*truncate(scores[rows], limits.take(rows)), streams.take(rows))
-    rows = torch.from_numpy(np.flatnonzero(~truncated)).to(scores.device)
+    rows = torch.from_numpy(np.flatnonzero(~truncated))
     if rows.numel():
         tokens[rows] = gumbel_argmax(scores[rows], streams.take(rows))
     return tokens
 
 
-def _column(columns: NDArray[np.void], name: str, like: Tensor) -> Tensor:
-    return torch.from_numpy(columns[name].copy()).to(like.device)
+def _column(columns: NDArray[np.void], name: str) -> Tensor:
+    return torch.from_numpy(columns[name].copy())
 
 
 def log_normalizer(logits: Tensor) -> Tensor:
