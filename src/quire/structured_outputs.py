@@ -32,8 +32,8 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", tuple(self.choice))
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            said = f"has {' and '.join(given)}" if given else "is empty"
-            raise self.wrong(f"{self.param} {said}: give exactly one of {', '.join(KINDS)}.")
+            found = f"has {' and '.join(given)}" if given else "is empty"
+            raise self.wrong(f"{self.param} {found}: give exactly one of {', '.join(KINDS)}.")
         self._check_types(given[0])
         self._check_json_options(given[0])
 

@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
 
 def frontend_over(client: EngineClient) -> Frontend:
-    return Frontend(client, TOKENIZER, TEMPLATE, model_info(), WallClock(), draw_seed=lambda: 77)
+    return Frontend(client, TOKENIZER, TEMPLATE, model_info(), WallClock(), new_seed=lambda: 77)
 
 
 def with_frontend(

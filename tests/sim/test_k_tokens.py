@@ -162,7 +162,7 @@ def answers(executor: str, num_drafts: int) -> dict[str, Any]:
         client = InProcessClient(config, WallClock(), executor=executor)
         tokenizer = byte_tokenizer()
         template = ChatTemplate.of(tokenizer, datetime.now)
-        frontend = Frontend(client, tokenizer, template, model_info(), WallClock(), draw_seed=lambda: 7)
+        frontend = Frontend(client, tokenizer, template, model_info(), WallClock(), new_seed=lambda: 7)
         await frontend.start()
         transport = httpx.ASGITransport(app=app_with_jobs(frontend))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

@@ -50,7 +50,7 @@ class Frontend:
         clock: Clock,
         *,
         adapters: AdapterRegistry | None = None,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
+        new_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -61,7 +61,7 @@ class Frontend:
         self.failure: QuireError | None = None  # why the state is "dead"
         self._client = client
         self._clock = clock
-        self._draw_seed = draw_seed
+        self._new_seed = new_seed
         self.prompts = Prompts(tokenizer, chat_template)
         self._grammars = GrammarChecker(tokenizer, model.vocab_size, model.eos_token_ids)
         self.streams = OpenStreams(client.send)
@@ -134,7 +134,7 @@ class Frontend:
             self.model,
             self.tokenizer,
             arrival_s=arrival_s,
-            seed=self._draw_seed(),
+            seed=self._new_seed(),
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,

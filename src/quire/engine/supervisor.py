@@ -181,7 +181,7 @@ class _Tracked:
 
 
 class InFlight:
-    """The requests in flight, in order of arrival, so that they can go on in another engine. Not thread-safe.
+    """The requests in flight, in order of arrival, so that they can continue in another engine. Not thread-safe.
 
     A request is in the record from `AddRequest` until every sample has its terminal event, or until the client's side
     ended it. Only delivered tokens count: tokens that were lost with an engine are computed again and come out

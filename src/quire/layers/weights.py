@@ -1,4 +1,4 @@
-"""What layers are built with, and how weights reach them: every module names its tensors, with a weight loader for each."""
+"""What layers are built with, and how weights reach them: a module names its tensors, with a loader for each."""
 
 from __future__ import annotations
 

@@ -234,11 +234,11 @@ class RequestMetrics:
             self._on_end(self._phases(now_s))
 
     def _phases(self, now_s: float) -> RequestPhases:
-        begun = [(first, n) for first, n in zip(self._first_s, self._tokens, strict=True) if n]
+        started = [(first, n) for first, n in zip(self._first_s, self._tokens, strict=True) if n]
         return RequestPhases(
             arrival_s=self._arrival_s,
             admitted_s=self._admitted_s if self.is_admitted else None,
-            first_s=min(begun)[0] if begun else None,
+            first_s=min(started)[0] if started else None,
             end_s=now_s,
             num_prompt_tokens=self._prompt_tokens,
             num_output_tokens=sum(self._tokens),

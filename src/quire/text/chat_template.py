@@ -48,8 +48,8 @@ class OutputTooLong(TemplateError):
 class ChatTemplate:
     """The chat template of a model; safe to share between threads.
 
-    ``templates`` maps names to Jinja sources. "default" is used, or "tool_use" where there are tools. ``clock`` gives
-    the local time for `strftime_now`; a test passes a fixed one.
+    ``templates`` maps names to Jinja sources. "default" is used, or "tool_use" if there are tools. ``clock`` returns
+    the local time for `strftime_now`.
     """
 
     def __init__(

@@ -150,13 +150,13 @@ class _Wrapper:
         self._encode = encode
 
     def __call__(self, text: str | bytes) -> list[int]:
-        said = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+        spelled = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
         if self._encode is not None:
-            ids = self._encode(said)
-            if b"".join([self.tokens[i] for i in ids]) == said.encode():
+            ids = self._encode(spelled)
+            if b"".join([self.tokens[i] for i in ids]) == spelled.encode():
                 return ids
         # The tokenizer normalizes the text, or there is none here.
-        return [] if self.greedy is None else self.greedy(said)
+        return [] if self.greedy is None else self.greedy(spelled)
 
 
 Encode = Callable[[str], list[int]]

@@ -196,7 +196,7 @@ class PieceModel:
     charsmap: bytes = b""  # sentencepiece's compiled Unicode normalization; empty for identity
 
     def text_of(self, token_id: int) -> str | None:
-        """Return the piece at ``token_id``, or None where there is none."""
+        """Return the piece at ``token_id``, or None if there is none."""
         return self.pieces[token_id].text if 0 <= token_id < len(self.pieces) else None
 
 
