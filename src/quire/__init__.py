@@ -22,7 +22,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for only then: ``import quire`` costs nothing."""
+    """Import a name on first use, so that ``import quire`` is cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""What a person may set: names, types and defaults of every flag and TOML key; ``settings.toml`` says the rest of them.
+"""The settings that users may give: names, types and defaults of every flag and TOML key; `settings.toml` has the rest.
 
 `EngineArgs` are the keywords of `quire.LLM`, the flags of ``quire serve|run|chat`` and the keys of the TOML
 file, under the same names; `ServerArgs` belong to ``quire serve`` alone. `quire.resolve.resolve` turns the
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
-    """The engine's settings as a person gives them; None means "choose for me"."""
+    """The engine's settings as a user gives them; None means that `resolve` chooses."""
 
     model: str = "quill"
     revision: str | None = None
@@ -90,18 +90,17 @@ class ServerArgs:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is said of one setting beside its default. Square brackets in ``help`` hold what None stands for."""
+    """The description of one setting. Square brackets in ``help`` hold the meaning of None."""
 
     name: str
     group: str
-    types: tuple[
-        type, ...
-    ]  # NoneType among them where it may be left open; tuple: given more than once, texts
+    # With NoneType where the setting may be left open; tuple for one that is given several times, as texts.
+    types: tuple[type, ...]
     help: str
     choices: tuple[str, ...] = ()
     low: float | None = None
     high: float | None = None
-    rare: bool = False  # shown by --help-all alone
+    rare: bool = False  # only shown by --help-all
 
 
 Args = TypeVar("Args", bound="DataclassInstance")
@@ -113,7 +112,7 @@ def flag_name(key: str) -> str:
 
 @cache
 def settings_of(kind: type[Any]) -> Mapping[str, Setting]:
-    """Return key → what is said of every setting of ``kind``, in the order of its fields."""
+    """Return key → description of every setting of ``kind``, in the order of its fields."""
     said = {
         name: {"group": group, **({"help": value} if isinstance(value, str) else value)}
         for group, values in _file()[kind.__name__].items()
@@ -138,7 +137,7 @@ def _setting(name: str, hint: Any, said: Mapping[str, Any]) -> Setting:
 
 
 def rare_names() -> frozenset[str]:
-    """Return the settings of the engine and the server that ``--help`` leaves to ``--help-all``."""
+    """Return the settings of the engine and the server that only ``--help-all`` shows."""
     return frozenset(
         s.name for kind in (EngineArgs, ServerArgs) for s in settings_of(kind).values() if s.rare
     )

@@ -1,4 +1,4 @@
-"""Clocks. Everything below `engine/` is given `now`; it never asks the system for it."""
+"""Clocks. Code below `engine/` receives `now` as an argument and never asks the system for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of seconds. Only differences mean anything."""
+    """A source of seconds. Only differences are meaningful."""
 
     def now(self) -> float:
         """Return the current time in seconds, never decreasing."""
@@ -15,7 +15,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """CLOCK_MONOTONIC, which is the same clock in every process of one machine."""
+    """CLOCK_MONOTONIC, the same clock in every process of a machine."""
 
     def now(self) -> float:
         return time.monotonic()

@@ -17,7 +17,7 @@ ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What the machine offers, found once before `resolve`."""
+    """The machine as found once, before `resolve`."""
 
     kind: Literal[
         "cpu", "cuda", "interpret"
@@ -25,7 +25,7 @@ class DeviceInfo:
     name: str  # "AMD EPYC (2 cores)"
     num_cores: int  # physical cores this process may use
     memory_total_bytes: int
-    memory_available_bytes: int  # the lesser of MemAvailable and what the cgroup leaves
+    memory_available_bytes: int  # the smaller of MemAvailable and the rest of the cgroup's limit
     isa: str = "scalar"  # cpu: scalar | avx2 | avx512 (with VNNI and BF16) | amx
     native: bool = False  # the native extension is importable
     capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability
@@ -33,7 +33,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The block pool, in blocks and never in bytes. ``windows`` has one entry a cache group (None: full)."""
+    """The block pool, in blocks, never in bytes. ``windows`` has one entry per cache group (None: full)."""
 
     num_blocks: int
     block_size: int = 16  # tokens
@@ -44,46 +44,46 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Room for LoRA adapters."""
+    """The slots for LoRA adapters."""
 
-    max_loras: int  # slots: different adapters that a step can have
+    max_loras: int  # slots: different adapters in one step
     max_rank: int
-    adapters: tuple[Adapter, ...] = ()  # there from the start
+    adapters: tuple[Adapter, ...] = ()  # loaded from the start
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """gate × order × budget (DESIGN §4)."""
+    """gate × order × budget (docs/scheduler.md)."""
 
     gate: GateKind = "continuous"
     order: OrderKind = "fcfs"
-    max_num_seqs: int = 256  # running at once
-    max_num_batched_tokens: int = 2048  # rows a step computes at most
+    max_num_seqs: int = 256  # sequences running at once
+    max_num_batched_tokens: int = 2048  # tokens per step at most
     max_model_len: int = 4096  # prompt + output of one sequence
-    max_queue: int = 1024  # waiting requests; one more is refused
+    max_queue: int = 1024  # waiting requests; further ones are refused
     enable_chunked_prefill: bool = True  # off: a prompt is computed in one step or waits
     # Dynamic gate: a batch starts when full or when its oldest waited this long.
     dynamic_max_wait_s: float = 0.05
-    max_loras: int = 0  # adapters in running sequences at once; 0: the base model alone
+    max_loras: int = 0  # adapters in running sequences at once; 0: only the base model
     max_num_drafts: int = 0  # speculated tokens per sequence and step at most; 0: no speculation
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Where the model is and how it is held."""
+    """Where the model is and in which formats it is held."""
 
-    path: str  # local folder or file, after the hub has been asked
-    name: str  # what the person typed
+    path: str  # local folder or file, after a download from the hub
+    name: str  # as the user gave it
     spec: ModelSpec
     dtype: str  # "bfloat16" | "float32": what the weights and activations are computed in
     kv_dtype: str  # "bfloat16" | "float32" | "int8"
     max_model_len: int
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
-    quantize: str | None = None  # what the person asked for
-    seed: int = 0  # of load_format="random"
-    tokenizer: str = ""  # its folder or file: the worker reads it when the first grammar comes
+    quantize: str | None = None  # as the user gave it
+    seed: int = 0  # for load_format="random"
+    tokenizer: str = ""  # its folder or file; the worker reads it with the first grammar
     formats: dict[str, WeightFormat] = field(default_factory=dict)  # of quantized weights, by canonical name
-    remarks: tuple[str, ...] = ()  # matrices that are held otherwise than asked, and why
+    remarks: tuple[str, ...] = ()  # matrices held in another format than asked, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,13 @@ class RunnerConfig:
     """How a worker executes."""
 
     num_threads: int
-    backend: Literal["reference", "native", "triton"] = "reference"  # torch alone; C++ on a CPU; a GPU's
+    backend: Literal["reference", "native", "triton"] = (
+        "reference"  # torch only; C++ on a CPU; Triton on a GPU
+    )
     isa: str = ""  # level of the native kernels: "scalar", "avx2", "avx512" or "amx"
     batch_invariant: bool = False  # on a GPU: slower kernels whose bits do not depend on the batch
     graphs: bool = True  # on a GPU: decode steps are captured and replayed
-    step_log: str | None = None  # file that gets a line for each step
+    step_log: str | None = None  # file that gets one line per step
 
     @property
     def kernels(self) -> str:
@@ -107,7 +109,7 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class SloConfig:
-    """Latencies to hold while the engine runs (`quire.scheduler.slo`). ``cost_model``: `CostModel.to_json` as text."""
+    """Latency targets of the running engine (`quire.scheduler.slo`). ``cost_model``: `CostModel.to_json` as text."""
 
     cost_model: str
     ttft_s: float | None = None
@@ -116,7 +118,7 @@ class SloConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All that an engine is built from."""
+    """The whole configuration of an engine."""
 
     model: ModelConfig
     kv_layout: KvLayout
@@ -125,9 +127,9 @@ class EngineConfig:
     runner: RunnerConfig
     device: DeviceInfo
     slo: SloConfig | None = None
-    lora: LoraConfig | None = None  # None: the base model alone
+    lora: LoraConfig | None = None  # None: only the base model
 
     @property
     def determinism(self) -> Literal["exact", "batch-dependent"]:
-        """Whether tokens depend on what else is in the batch: only with a GPU's faster kernels (DESIGN §1.3)."""
+        """Whether tokens depend on what else is in the batch: only with a GPU's faster kernels (docs/exactness.md)."""
         return "batch-dependent" if self.runner.kernels == "triton" else "exact"

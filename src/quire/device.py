@@ -1,8 +1,7 @@
-"""What this machine offers: cores, memory, instruction sets. Read once at start-up, before `resolve`.
+"""The machine: cores, memory, instruction sets, and the first NVIDIA GPU. Read once at start-up, before `resolve`.
 
-The first NVIDIA GPU, asked through the driver's own libraries: no torch, and no context is made on it.
-
-libcuda heeds CUDA_VISIBLE_DEVICES and knows capability and total memory; libnvidia-ml knows what is free.
+The GPU is found through the driver's own libraries, without torch and without creating a context: libcuda respects
+CUDA_VISIBLE_DEVICES and reports capability and total memory; libnvidia-ml reports free memory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def detect_device(wanted: str = "cpu") -> DeviceInfo:
     """Return where ``wanted`` (`EngineArgs.device`) runs. "auto" is a GPU that Quire can use, else the CPU.
 
     Raises:
-        ConfigError: "cuda" without a GPU that can be used, and why.
+        ConfigError: "cuda" without a usable GPU; the message says why.
     """
     if wanted in ("auto", "cuda"):
         gpu = find_gpu()
@@ -49,7 +48,7 @@ def detect_device(wanted: str = "cpu") -> DeviceInfo:
 
 
 def _cpu() -> DeviceInfo:
-    """The CPU as this process may use it: affinity, cgroup limits and MemAvailable respected."""
+    """Return the CPU as this process may use it, within affinity, cgroup limits and MemAvailable."""
     total, available = memory_bytes()
     return DeviceInfo(
         kind="cpu",
@@ -63,12 +62,12 @@ def _cpu() -> DeviceInfo:
 
 
 def cpu_features() -> dict[str, bool]:
-    """Return the native extension's view of the instruction sets, empty without it."""
+    """Return the instruction sets as the native extension sees them; empty without it."""
     return dict(_native.cpu_features()) if _native is not None else {}
 
 
 def slow_kernels(device: DeviceInfo, cpu_isa: str) -> str | None:
-    """Say why the kernels of an engine at ``cpu_isa`` are slow on ``device``, and what to do; None: they are not."""
+    """Return why the kernels of an engine at ``cpu_isa`` are slow on ``device``, and what to do; None: they are not."""
     if device.kind == "cuda":
         return None
     if device.kind == "interpret":
@@ -84,7 +83,7 @@ def slow_kernels(device: DeviceInfo, cpu_isa: str) -> str | None:
             )
         return f"The native extension is not built, so the torch reference runs: exact, and slow. {remedy}."
     if device.isa == "scalar":
-        return "This CPU has no AVX2, so the scalar kernels run: exact, and slow. Take a CPU with AVX2 or AVX-512."
+        return "This CPU has no AVX2, so the scalar kernels run: exact, and slow. Use a CPU with AVX2 or AVX-512."
     if cpu_isa in ("reference", "scalar"):
         return f"--cpu-isa {cpu_isa} was asked for: exact, and slow. Without it the {device.isa} kernels run."
     return None
@@ -98,7 +97,7 @@ def cpu_name() -> str:
 
 
 def num_physical_cores() -> int:
-    """Count the cores that this process may run on, SMT siblings once, and no more than the cgroup's quota."""
+    """Count the physical cores that this process may run on, at most the cgroup's quota."""
     allowed = os.sched_getaffinity(0)
     siblings = {
         _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
@@ -112,7 +111,7 @@ def num_physical_cores() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Return (total, available) bytes: the machine's, or what the cgroup (v2 or v1) leaves where that is less."""
+    """Return (total, available) bytes of the machine, or of the cgroup (v2 or v1) where those are fewer."""
     info = {}
     for line in _read("/proc/meminfo").splitlines():
         key, _, rest = line.partition(":")
@@ -135,7 +134,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _reclaimable(stat: str) -> int:
-    """Page cache counts as used in a cgroup, but is given back under pressure."""
+    """Return the bytes of page cache, which a cgroup counts as used but frees under pressure."""
     for line in stat.splitlines():
         key, _, value = line.partition(" ")
         if key in ("inactive_file", "total_inactive_file"):
@@ -155,7 +154,7 @@ FP8_CAPABILITY = (8, 9)  # Ada and Hopper: fp8 conversions and products
 LEAST_DRIVER = 12_000  # CUDA 12.0, the oldest major version that torch ≥ 2.11 is built for
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CUdevice_attribute
 
-Load = Callable[[str], Any]  # `ctypes.CDLL`, or what a test puts in its place; raises OSError
+Load = Callable[[str], Any]  # `ctypes.CDLL`, or a test's replacement; raises OSError
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,7 @@ def find_gpu(load: Load = ctypes.CDLL) -> GpuInfo | str:
 
 
 def gpu_problem(gpu: GpuInfo) -> str | None:
-    """Say why Quire cannot run on ``gpu``, with what it has and what is needed; None: it can."""
+    """Return why Quire cannot run on ``gpu``, with its figures and the required ones; None: it can."""
     if gpu.driver < LEAST_DRIVER:
         return (
             f"{gpu.name}: the driver runs CUDA up to {_version(gpu.driver)}, and {_version(LEAST_DRIVER)} is needed: "
@@ -230,7 +229,7 @@ class _Memory(ctypes.Structure):
 
 
 def _free_bytes(cuda: Any, device: ctypes.c_int, load: Load, total: int) -> int:
-    """Return the free bytes of the device; all of it where the management library does not tell."""
+    """Return the free bytes of the device, or ``total`` where the management library does not report them."""
     bus = ctypes.create_string_buffer(32)
     cuda.cuDeviceGetPCIBusId(bus, len(bus), device)
     try:

@@ -2,15 +2,15 @@
 
     QuireError                what went wrong, the value, what is allowed, what to do
     ├── RequestError          the client's request is wrong: HTTP 400 (names the field in `param`)
-    │   └── NotFoundError     a model, adapter or response that is not here: HTTP 404
-    ├── CapacityError         refused by a limit: for now (queue full, HTTP 503) or for ever (HTTP 400)
+    │   └── NotFoundError     an unknown model, adapter or response: HTTP 404
+    ├── CapacityError         refused by a limit: temporarily (queue full, HTTP 503) or permanently (HTTP 400)
     ├── ConfigError           a flag, a TOML key or a combination of them
     ├── ModelLoadError        checkpoint, tokenizer or hub: missing, truncated, gated, mismatched
     │   └── UnsupportedModelError   an architecture or feature that Quire does not run, by name
     ├── EngineDeadError       the engine process is gone and will not come back
-    └── StepError             one step failed in the executor; the engine goes on
+    └── StepError             one step failed in the executor; the engine continues
 
-Only programmer errors are asserts. Everything else that can go wrong raises one of these.
+Programming errors are asserts. Every other failure raises one of these.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class RequestError(QuireError):
 
 
 class NotFoundError(RequestError):
-    """Something that the request names does not exist here (HTTP 404)."""
+    """The request names something that does not exist (HTTP 404)."""
 
 
 class CapacityError(QuireError):
-    """A limit refuses the request. `retryable` tells a full queue (503) from what can never fit (400)."""
+    """A limit refuses the request. `retryable`: True for a full queue (503), False for what can never fit (400)."""
 
     def __init__(self, message: str, *, retryable: bool, param: str | None = None) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class ConfigError(QuireError):
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = param  # the setting, where it is one
+        self.param = param  # the setting, if a single one is wrong
 
 
 class ModelLoadError(QuireError):
@@ -58,7 +58,7 @@ class ModelLoadError(QuireError):
 
 
 class UnsupportedModelError(ModelLoadError):
-    """The architecture, or a feature of it, is not supported; the message lists what is."""
+    """The architecture, or a feature of it, is not supported; the message lists those that are."""
 
 
 class EngineDeadError(QuireError):
@@ -66,7 +66,7 @@ class EngineDeadError(QuireError):
 
 
 class StepError(QuireError):
-    """The executor failed in one step; the sequences of that step fail, the engine lives."""
+    """The executor failed in one step; its sequences fail and the engine continues."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

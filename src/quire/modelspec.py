@@ -1,4 +1,4 @@
-"""`ModelSpec`: a model as data. Shapes, bytes, FLOPs and cache groups come from here and from nowhere else.
+"""`ModelSpec`: a model as data. The only source of shapes, bytes, FLOPs and cache groups.
 
 A family (`quire.families`) turns a ``config.json`` into a `ModelSpec`; the loader, the decoder, the memory
 budget, the planner and the simulator read it. Torch-free.
@@ -31,14 +31,14 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. Frequencies are fixed once per engine from ``max_model_len`` (DESIGN §4)."""
+    """Rotary position embedding. Frequencies are fixed once per engine from ``max_model_len``."""
 
     theta: float
-    dim: int  # how many of a head's dimensions are rotated (partial rotary: less than head_dim)
+    dim: int  # rotated dimensions per head (partial rotary: less than head_dim)
     kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
     interleaved: bool = False  # pairs (0,1),(2,3)… (GPT-J, DeepSeek) instead of (i, i + dim/2) (NeoX)
     factor: float = 1.0
-    original_max_position: int = 0  # the length the model was first trained on (0: max_position_embeddings)
+    original_max_position: int = 0  # length of the original training (0: max_position_embeddings)
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -66,7 +66,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over head_dim, or over the whole projection
-    sinks: bool = False  # one learned logit a head in the softmax's denominator (gpt-oss)
+    sinks: bool = False  # one learned logit per head in the softmax's denominator (gpt-oss)
     q_lora_rank: int = 0  # MLA; 0: q is one plain projection
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -93,7 +93,7 @@ class MoeSpec:
     scoring: Literal["softmax", "sigmoid", "softmax_after_topk"] = "softmax"
     normalize_topk: bool = True  # divide the chosen weights by their sum
     routed_scale: float = 1.0
-    correction_bias: bool = False  # DeepSeek-V3: added for the choice, not for the weight
+    correction_bias: bool = False  # DeepSeek-V3: added for the selection, not to the weights
     num_groups: int = 1  # DeepSeek: experts are chosen within the best topk_groups groups
     topk_groups: int = 1
     group_score: Literal["max", "top2_sum"] = "max"  # V2: max; V3: sum of the two best
@@ -124,9 +124,9 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that share block tables. ``window`` None keeps every block, else those of the last window.
+    """Layers that share block tables. ``window`` None keeps every block, otherwise those of the last window.
 
-    Position j of ``layers`` lives in slot j of a page; a group shorter than ``layers_per_block`` pads.
+    Position j of ``layers`` is in slot j of a block; a group shorter than ``layers_per_block`` is padded.
     """
 
     layers: tuple[int, ...]
@@ -135,7 +135,7 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Everything the engine needs to know of a model before it sees a weight."""
+    """All that the engine needs to know about a model before it reads a weight."""
 
     family: str  # "llama", "gemma3", …
     architecture: str  # as in config.json: "LlamaForCausalLM"
@@ -171,7 +171,7 @@ class ModelSpec:
 
     @property
     def num_active_params(self) -> int:
-        """Weights that one token multiplies with: of the experts only top_k, no embedding look-up."""
+        """Number of weights that one token multiplies with: only top_k experts, no embedding look-up."""
         total = 0
         for name, shape in weight_shapes(self).items():
             if len(shape) < 2 or (name == "embed.weight" and not self.tie_word_embeddings):
@@ -187,7 +187,7 @@ class ModelSpec:
         return total
 
     def kv_layout(self, max_model_len: int) -> KvLayout:
-        """Partition the layers into groups of equal page bytes with one keep rule each.
+        """Partition the layers into groups of equal block bytes, each with one rule on which blocks to keep.
 
         A window that ``max_model_len`` never fills counts as full attention. The group size is the smallest
         class of layers unless padding the small class costs less than a quarter.
@@ -199,7 +199,9 @@ class ModelSpec:
                 window = None
             classes.setdefault(window, []).append(index)
         elements = Counter(layer.attention.kv_elements_per_token for layer in self.layers)
-        assert len(elements) == 1, "layers with different kv shapes need padding that nothing asks for yet"
+        assert len(elements) == 1, (
+            "layers with different K and V shapes would need padding, which is not implemented"
+        )
         sizes = [len(layers) for layers in classes.values()]
         per_page = max(sizes) if max(sizes) < 1.25 * min(sizes) else min(sizes)
         groups = []
@@ -216,13 +218,13 @@ class ModelSpec:
         return KvLayout(tuple(groups), per_page, next(iter(elements)), num_kv_heads)
 
     def kv_bytes_per_token(self, group: KvGroup, dtype: str = "bfloat16") -> int:
-        """Bytes of K and V that one token takes in the layers of ``group`` (without padding)."""
+        """Bytes of K and V of one token in the layers of ``group`` (without padding)."""
         return sum(self.layers[i].attention.kv_elements_per_token for i in group.layers) * DTYPE_BYTES[dtype]
 
     def weight_bytes(
         self, dtype: str = "bfloat16", formats: Mapping[str, WeightFormat] = MappingProxyType({})
     ) -> int:
-        """Bytes of all weights in memory; ``formats``: canonical name → format of those that are quantized."""
+        """Bytes of all weights in memory; ``formats``: canonical name → format of the quantized ones."""
         return sum(
             matrix_bytes(shape, dtype, formats.get(name, PLAIN))
             for name, shape in weight_shapes(self).items()
@@ -231,11 +233,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How the cache is cut: groups of layers, and the page (block) that all groups draw from one pool.
+    """The layout of the cache: groups of layers, and the block that all groups take from one pool.
 
-    A page holds ``block_size`` tokens of ``layers_per_block`` layers::
+    A block holds ``block_size`` tokens of ``layers_per_block`` layers::
 
-        page of group g:   [ layer slot 0 | layer slot 1 | … | layer slot layers_per_block − 1 ]
+        block of group g:  [ layer slot 0 | layer slot 1 | … | layer slot layers_per_block − 1 ]
                              groups[g].layers[0]  …[1]
     """
 
@@ -245,14 +247,14 @@ class KvLayout:
     num_kv_heads: int
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of a page; in int8 and fp8 K and V of a token and head have a scale of 4 bytes each."""
+        """Bytes of a block; in int8 and fp8, K and V of each token and head have a scale of 4 bytes."""
         per_token = self.elements_per_token * DTYPE_BYTES[dtype]
         if dtype in ("int8", "fp8"):
             per_token += self.num_kv_heads * 2 * 4
         return self.layers_per_block * block_size * per_token
 
     def group_of_layer(self, layer: int) -> tuple[int, int]:
-        """Return (group index, slot in the page) of a layer."""
+        """Return (group index, slot in the block) of a layer."""
         for g, group in enumerate(self.groups):
             if layer in group.layers:
                 return g, group.layers.index(layer)
@@ -265,7 +267,7 @@ def matrix_bytes(shape: tuple[int, ...], dtype: str, held: WeightFormat) -> int:
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Canonical name → shape of every weight of ``spec`` (see the module's head)."""
+    """Canonical name → shape of every weight of ``spec`` (see the module's docstring)."""
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden)}
     for index, layer in enumerate(spec.layers):

@@ -1,4 +1,4 @@
-"""The one pure function from what a person asked, what the model is and what the machine has to an `EngineConfig`."""
+"""`resolve`: the pure function from the user's settings, the model and the machine to an `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quire.weight_format import WeightFormat
 from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
 
 DEFAULT_LORA_RANK = 16
-KV_SHARE = 0.5  # of the available memory that the weights leave, when nothing is said
+KV_SHARE = 0.5  # default share of the available memory that the weights leave
 UNITS = {
     "": 1,
     "KB": 10**3,
@@ -67,10 +67,10 @@ def resolve(
     stored: Mapping[str, WeightFormat] | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> EngineConfig:
-    """Choose everything that ``args`` leave open. ``path`` and ``tokenizer`` are where the two were found.
+    """Choose every setting that ``args`` leave open. ``path`` and ``tokenizer``: where the two were found.
 
-    ``stored``: how the matrices that the checkpoint has quantized can be held (`Checkpoint.formats`).
-    ``adapters``: those that are there from the start (`EngineArgs.lora`).
+    ``stored``: the formats for the matrices that the checkpoint has quantized (`Checkpoint.formats`).
+    ``adapters``: those loaded from the start (`EngineArgs.lora`).
 
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
@@ -117,7 +117,7 @@ def resolve(
 
 
 def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
-    """Room for every adapter that is there from the start, unless something else is said."""
+    """Return slots for every adapter loaded from the start, unless the settings say otherwise."""
     ranks = [adapter.rank for adapter in adapters]
     max_loras = len(ranks) if args.max_loras is None else args.max_loras
     if max_loras == 0:
@@ -141,15 +141,13 @@ def _slot_bytes(lora: LoraConfig | None, spec: ModelSpec, dtype: str) -> int:
 
 def _dtype(asked: str, spec: ModelSpec) -> str:
     dtype = spec.dtype if asked == "auto" else asked
-    return (
-        "bfloat16" if dtype == "float16" else dtype
-    )  # a CPU has no fast float16; the range of bfloat16 holds it
+    return "bfloat16" if dtype == "float16" else dtype  # a CPU has no fast float16; bfloat16 has its range
 
 
 def _weights(
     args: EngineArgs, spec: ModelSpec, stored: Mapping[str, WeightFormat], dtype: str, device: DeviceInfo
 ) -> WeightPlan:
-    """How weights are held; stored fp8 is expanded, and said so, on a device that multiplies no fp8."""
+    """Return the formats of weights. A device without fp8 products gets fp8 weights expanded, with a remark."""
     needs = f"fp8 weights need a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more"
     kept = stored
     if device.capability < FP8_CAPABILITY:
@@ -160,7 +158,7 @@ def _weights(
                 )
         kept = {name: held for name, held in stored.items() if held.kind != "fp8"}
     quantize, head = args.quantize, args.quantize_head
-    if device.kind != "cpu":  # whose int4 has fp16 scales: the integers of groups of 16 are for CPUs
+    if device.kind != "cpu":  # int4 with integer scales in groups of 16 is for CPUs
         quantize, head = ("int4-g32" if each in ("int4", "int4-g16") else each for each in (quantize, head))
     plan = plan_weights(spec, kept, quantize, head)
     if len(kept) == len(stored):
@@ -190,7 +188,7 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
     return args.kv_dtype
 
 
-LEVELS = ("scalar", "avx2", "avx512", "amx")  # each has what those before it have
+LEVELS = ("scalar", "avx2", "avx512", "amx")  # each includes the previous ones
 
 
 def _runner(args: EngineArgs, device: DeviceInfo) -> RunnerConfig:
@@ -217,7 +215,7 @@ def _runner(args: EngineArgs, device: DeviceInfo) -> RunnerConfig:
 
 
 def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -> SchedulerConfig:
-    """Return the scheduler's share of the settings.
+    """Return the settings of the scheduler.
 
     Raises:
         ConfigError: a long prompt could never run.
@@ -265,7 +263,7 @@ def _lengths(
 
 
 def blocks_for_sequence(spec: ModelSpec, length: int, block_size: int, chunk: int) -> int:
-    """Blocks that one sequence of ``length`` tokens holds at most over all groups, with one spare for a copied tail."""
+    """Return the most blocks of a sequence of ``length`` tokens over all groups, plus one for a copied last block."""
     total = 1
     for group in spec.kv_layout(length).groups:
         tokens = (
@@ -314,7 +312,7 @@ def _blocks_in_memory(
 
 
 def _gpu_memory_left(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> int:
-    """Bytes of a GPU for weights and KV cache: what it may use, less activations, workspace and captured graphs."""
+    """Return a GPU's bytes for weights and KV cache: those allowed, minus activations, workspace and graphs."""
     if args.gpu_memory is not None:
         usable = parse_bytes(args.gpu_memory, name="gpu_memory")
         if usable > device.memory_available_bytes:
@@ -328,9 +326,9 @@ def _gpu_memory_left(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> i
 
 
 def step_bytes(args: EngineArgs, spec: ModelSpec) -> int:
-    """Bytes that the largest step needs: activations, logits, and a copy of rows of logits that are edited.
+    """Return the bytes of the largest step: activations, logits, and a copy of logits that processors change.
 
-    On a CPU the first two lie in a tape's arena, whose holes (a fifth, measured) are less than the copy.
+    On a CPU the first two are in a tape's arena, whose gaps (a fifth, measured) are smaller than the copy.
     """
     logits = args.max_num_seqs * spec.vocab_size * 4
     return args.max_num_batched_tokens * row_bytes(spec, Split()) + 2 * logits

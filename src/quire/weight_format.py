@@ -1,17 +1,16 @@
-"""How the matrix of a linear is held in memory, and how a quantized one is given to a kernel's packer.
+"""How the matrix of a linear is held in memory, and the form in which a quantized one is given to a kernel's packer.
 
-A quantized weight ``w [out, in]`` is integers with a scale, and maybe an offset, for every group of consecutive inputs
-of one output feature ("fp8" is e4m3 numbers in the place of integers, for GPUs):
+A quantized weight ``w [out, in]`` is integers with a scale, and optionally an offset, per group of consecutive inputs
+of one output feature ("fp8" has e4m3 numbers in place of integers, for GPUs):
 
     w[n, k] = scale[n, k // group] · q[n, k] + offset[n, k // group]
 
-One form for what the field writes: symmetric int8 and int4, zero points (offset = −scale · zero: AWQ, GPTQ), minima
-(offset = −min: Q4_K, Q5_K of GGUF).
+This form covers symmetric int8 and int4, zero points (offset = −scale · zero: AWQ, GPTQ) and minima (offset = −min:
+Q4_K, Q5_K of GGUF).
 
-int4 in groups of 16 is Quire's own, for CPUs: one scale an output feature, and for every group an integer, so that a
-product with it is one of int8 with a scale a row, whatever the order of summation (progressive quantization: QServe,
-Lin et al. 2024, section 4.1). Odd multipliers have the levels −7 … 8, even ones −8 … 7: a group picks the side of its
-largest weight.
+int4 in groups of 16 is Quire's own, for CPUs: one scale per output feature and one integer per group, so that a product
+is one of int8 with a scale per row, whatever the order of summation (progressive quantization: QServe, Lin et al. 2024,
+section 4.1). Odd multipliers have the levels −7 … 8, even ones −8 … 7: a group uses the side of its largest weight.
 
     w[n, k] = scale[n] · m · (q[n, k] + m mod 2)        m = multiplier[n, k // 16], 0 … 15
 """
@@ -27,19 +26,17 @@ from quire.errors import ConfigError
 
 Kind = Literal["plain", "int8", "int4", "fp8"]
 BITS: Mapping[Kind, int] = {"int8": 8, "int4": 4, "fp8": 8}
-# Groups that the kernels multiply with, largest first. int8 and fp8 may also have one scale a row (group None).
+# Group sizes that the kernels support, largest first. int8 and fp8 may also have one scale per row (group None).
 GROUPS: Mapping[Kind, tuple[int, ...]] = {"int8": (128, 64, 32, 16), "int4": (128, 64, 32), "fp8": (128,)}
 TWO_LEVEL_GROUP = 16  # inputs of int4 that share an integer multiplier
-TWO_LEVEL_BLOCK = 64  # inputs of a row that lie together: 32 bytes of levels, 2 of multipliers
-ROW_SCALE_BYTES, GROUP_SCALE_BYTES = (
-    4,
-    2,
-)  # in packed memory: fp32; fp16 times a power of two for the whole row, but fp32 of fp8
+TWO_LEVEL_BLOCK = 64  # inputs of a row that are stored together: 32 bytes of levels, 2 of multipliers
+# In packed memory: fp32, and fp16 times a power of two per row. The group scales of fp8 are fp32.
+ROW_SCALE_BYTES, GROUP_SCALE_BYTES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """``plain`` is the engine's dtype. ``group`` is a number of inputs; None is one scale an output feature."""
+    """``plain`` is the engine's dtype. ``group`` is a number of inputs; None means one scale per output feature."""
 
     kind: Kind = "plain"
     group: int | None = None
@@ -51,11 +48,11 @@ class WeightFormat:
 
     @property
     def two_level(self) -> bool:
-        """int4 with integer multipliers of groups under one scale a row."""
+        """Whether it is int4 with integer multipliers of groups under one scale per row."""
         return self.kind == "int4" and self.group == TWO_LEVEL_GROUP
 
     def num_bytes(self, out_features: int, in_features: int, dtype_bytes: int) -> int:
-        """Bytes of a matrix: integers, scales and offsets, or numbers of ``dtype_bytes``."""
+        """Return the bytes of a matrix: integers, scales and offsets, or numbers of ``dtype_bytes``."""
         if not self.quantized:
             return out_features * in_features * dtype_bytes
         if self.two_level:
@@ -87,7 +84,7 @@ PLAIN = WeightFormat()
 def held_as(kind: Kind, group: int | None, in_features: int, *, has_offset: bool) -> WeightFormat | None:
     """Return the format that holds stored groups of ``group`` inputs (None: the whole row) without loss, or None.
 
-    A group that no kernel has is cut into smaller ones of equal scales; int4 that no group fits is held as int8.
+    A group size that no kernel supports is cut into smaller groups with equal scales; int4 that fits none becomes int8.
     """
     whole = in_features if group is None else group
     if in_features % whole:

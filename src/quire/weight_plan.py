@@ -1,13 +1,11 @@
-"""`plan_weights`: in which format each matrix of a model is held, decided once, before a weight is read. Torch-free.
+"""Decisions per matrix before a weight is read: its format (`plan_weights`), and may LoRA change it. Torch-free.
 
-Quantized are the matrices of linears. Not norms, biases and sinks (no matrices), not routers and gates (small, and a
-choice has no small error), not MLA's ``kv_b`` (multiplied head by head), and not an embedding table of its own, of
-which a token reads one row; a checkpoint may store that one quantized, and then it is held so.
+The matrices of linears are quantized. Norms, biases and sinks are not matrices; routers and gates are small, and an
+error in a choice is never small; MLA's ``kv_b`` is multiplied head by head; of a separate embedding table a token reads
+only one row. A table that the checkpoint stores quantized is held quantized.
 
-Which matrices of a model a LoRA adapter may change, and the bytes of the slots that hold adapters. Torch-free.
-
-The linears of attention, of dense MLPs and of shared experts. Not routers, experts and MLA's ``kv_b`` (which is
-multiplied into two other products), nor the embedding and the output matrix.
+An adapter may change the linears of attention, of dense MLPs and of shared experts: not routers and experts, not MLA's
+``kv_b`` (which is multiplied into two other products), and neither the embedding nor the output matrix.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ class WeightPlan:
     """``formats``: canonical name → format of every matrix that is quantized; all else is plain."""
 
     formats: dict[str, WeightFormat] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()  # what is held otherwise than asked, and why, for a person
+    remarks: tuple[str, ...] = ()  # deviations from the request, with their reasons
 
 
 def role_of(spec: ModelSpec, name: str) -> Role:
-    """What a weight is for: the linears, the output matrix, the embedding table alone, or nothing to quantize."""
+    """Return the role of a weight: a linear, the output matrix, a separate embedding table, or not quantizable."""
     if name == "lm_head.weight" or (name == "embed.weight" and spec.tie_word_embeddings):
         return "head"
     if name == "embed.weight":
@@ -50,9 +48,9 @@ def role_of(spec: ModelSpec, name: str) -> Role:
 def plan_weights(
     spec: ModelSpec, stored: Formats, quantize: str | None, quantize_head: str | None
 ) -> WeightPlan:
-    """Decide from what the checkpoint has ``stored`` quantized and what a person asked for.
+    """Decide from the formats that the checkpoint has ``stored`` and from the user's request.
 
-    ``quantize`` None keeps what is stored; "none" expands it; "int8", "int4", "int4-g64" … quantize a plain
+    ``quantize`` None keeps the stored formats; "none" expands them; "int8", "int4", "int4-g64" … quantize a plain
     checkpoint while it is loaded, its output matrix to 8 bits unless ``quantize_head`` says otherwise.
 
     Raises:
@@ -84,7 +82,7 @@ def plan_weights(
 
 
 def _fit(spec: ModelSpec, formats: dict[str, WeightFormat]) -> WeightPlan:
-    """Replace groups that do not divide the inputs of a matrix by one int8 scale a row."""
+    """Replace groups that do not divide the inputs of a matrix by int8 with one scale per row."""
     shapes = weight_shapes(spec)
     lacking: dict[tuple[str, int, int], int] = {}
     for name, wanted in formats.items():
@@ -107,20 +105,20 @@ def _kinds(formats: Formats) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """What one part of the model is held in. ``bytes_per_token``: read to decode one token alone."""
+    """The format of one part of the model. ``bytes_per_token``: read to decode one token alone."""
 
     part: str
     held: str
-    bits: float  # a number, scales and offsets counted
+    bits: float  # per weight, with scales and offsets
     num_bytes: int
     bytes_per_token: int
 
 
 def weight_table(spec: ModelSpec, dtype: str, formats: Formats) -> list[TableRow]:
-    """Return a row for each (part, format), and what is computed in and cached: for people and for benchmarks.
+    """Return one row per (part, format), for people and for benchmarks.
 
-    Experts count with the share that a token takes; of an embedding table a token reads one row, and nothing more of
-    a tied one, which is the output matrix.
+    Experts count with the share that a token uses. Of an embedding table a token reads one row; a tied table counts
+    as the output matrix.
     """
     numbers: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
@@ -154,11 +152,11 @@ def _read_share(spec: ModelSpec, name: str, shape: tuple[int, ...], size: int) -
 
 
 def activations_of(dtype: str, formats: Formats) -> str:
-    """What linears multiply: int8 rows with quantized weights, else the engine's type."""
+    """Return the type of the linears' inputs: int8 with quantized weights, otherwise the engine's type."""
     return f"int8, a scale a token ({dtype} elsewhere)" if formats else dtype
 
 
-RANK_ALIGN = 16  # slots have room for a multiple of it
+RANK_ALIGN = 16  # slots hold a multiple of it
 _ADAPTABLE = re.compile(
     r"layers\.\d+\.(attn\.(q|k|v|o|q_a|q_b|kv_a)|(mlp|moe\.shared)\.(gate|up|down))\.weight"
 )
@@ -174,6 +172,6 @@ def adaptable(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def adapter_bytes(spec: ModelSpec, max_rank: int, dtype: str) -> int:
-    """Bytes of one slot: an A and a B of ``max_rank`` for every matrix."""
+    """Return the bytes of one slot: an A and a B of ``max_rank`` for every matrix."""
     ranks = -(-max_rank // RANK_ALIGN) * RANK_ALIGN
     return sum(out + into for out, into in adaptable(spec).values()) * ranks * DTYPE_BYTES[dtype]

@@ -85,7 +85,8 @@ def test_what_is_set_under_an_slo_is_pinned_until_it_is_released() -> None:
     api = AdminApi()
     core = api.frontend._core
     model = CostModel(0.01, Curve((0.0, 1.0), (0.0, 1e-4)))
-    core.controller = SloController(model, core.scheduler.config, tpot_s=0.02)
+    core.scheduler.predictor.step_time = model
+    core.controller = SloController(core.scheduler.predictor, core.scheduler.config, tpot_s=0.02)
     wish = ControlPolicy(PolicyChange(max_num_seqs=4, max_num_batched_tokens=100))
 
     def runtime() -> tuple[int, int, list[str]]:

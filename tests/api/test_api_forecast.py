@@ -9,20 +9,27 @@ from quire.api.app import create_app
 from quire.api.forecast import TtftForecast
 from quire.api.state import ApiSettings
 from quire.config import SchedulerConfig
+from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import CostModel, Curve
+from quire.scheduler.predictor import Predictor
+from quire.scheduler.slo import SloController
 from quire.workload.slo import Slo
 
 MODEL = CostModel(0.01, Curve((0.0, 1.0), (0.0, 1e-4)))  # 10 ms a step, 0.1 ms a row
 CONFIG = SchedulerConfig(max_num_batched_tokens=500, max_num_seqs=8, max_model_len=8192)
 
 
+def stats(num_decodes: int = 0, budget: int = 500) -> EngineStats:
+    return EngineStats(ttft=Predictor(CONFIG, MODEL).ttft_stats(num_decodes, budget))
+
+
 def test_alone_a_prompt_takes_its_steps() -> None:
-    ticket = TtftForecast(MODEL, CONFIG, Slo()).enter(1000)
+    ticket = TtftForecast(Slo(), stats).enter(1000)
     assert ticket.predicted_s == pytest.approx(2 * 0.01 + 0.1)
 
 
 def test_who_is_ahead_counts_until_its_first_token() -> None:
-    forecast = TtftForecast(MODEL, CONFIG, Slo())
+    forecast = TtftForecast(Slo(), stats)
     first = forecast.enter(1000)
     second = forecast.enter(1000)
     assert second.predicted_s == pytest.approx(4 * 0.01 + 0.2 + (0.01 + 0.05) / 2)
@@ -34,21 +41,20 @@ def test_who_is_ahead_counts_until_its_first_token() -> None:
 
 
 def test_an_slo_makes_chunks_smaller_and_waits_longer() -> None:
-    free, held = TtftForecast(MODEL, CONFIG, Slo()), TtftForecast(MODEL, CONFIG, Slo(tpot_s=0.02))
-    for forecast in (free, held):
-        ticket = forecast.enter(10)
-        ticket.first(ticket.predicted_s)
+    controller = SloController(Predictor(CONFIG, MODEL), CONFIG, 0.02)
+    budget = 1 + controller.chunk(1)  # beside one decode
+    free, held = TtftForecast(Slo(), lambda: stats(1)), TtftForecast(Slo(), lambda: stats(1, budget))
     assert held.enter(1000).predicted_s > free.enter(1000).predicted_s
 
 
 def test_it_learns_from_what_came() -> None:
-    forecast = TtftForecast(MODEL, CONFIG, Slo())
+    predictor = Predictor(CONFIG, MODEL)
+    forecast = TtftForecast(Slo(), lambda: EngineStats(ttft=predictor.ttft_stats(0, 500)))
     before = forecast.enter(100)
-    before.first(3 * before.predicted_s)
     before.leave()
     for _ in range(80):
         ticket = forecast.enter(100)
-        ticket.first(3 * before.predicted_s)
+        predictor.note_ttft(ticket.predicted_s, 3 * before.predicted_s)
         ticket.leave()
     assert forecast.enter(100).predicted_s == pytest.approx(3 * before.predicted_s, rel=0.01)
 
@@ -56,7 +62,7 @@ def test_it_learns_from_what_came() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_answer_carries_the_prediction(stream: bool) -> None:
     api = Api()
-    forecast = TtftForecast(MODEL, CONFIG, Slo(tpot_s=0.02))
+    forecast = TtftForecast(Slo(tpot_s=0.02), stats)
     api.app = create_app(api.frontend, ApiSettings(), forecast=forecast)  # type: ignore[arg-type]
     predicted_ms = float(api.complete(stream=stream).headers["x-quire-predicted-ttft-ms"])
     assert predicted_ms == pytest.approx(1e3 * (0.01 + len("hi") * 1e-4), abs=0.06)

@@ -18,6 +18,7 @@ from quire.config import SloConfig
 from quire.engine.build import build_core
 from quire.engine.process import Boot, decode, encode
 from quire.errors import ConfigError
+from quire.metrics.engine_stats import EngineStats
 from quire.plan import hardware
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.hardware import Bounds, find_hardware
@@ -37,7 +38,8 @@ def test_tokens_do_not_depend_on_the_controller(in_flight: int) -> None:
     rng = random.Random(seed)
     scheduler = make_scheduler(num_blocks=256, max_num_batched_tokens=64, max_model_len=128)
     engine = Engine(scheduler, in_flight=in_flight)
-    engine.core.controller = SloController(MODEL, scheduler.config, rng.uniform(0.0005, 0.003))
+    scheduler.predictor.step_time = MODEL
+    engine.core.controller = SloController(scheduler.predictor, scheduler.config, rng.uniform(0.0005, 0.003))
     asked = [request(f"r{i}", rng.randrange(1, 100), max_tokens=rng.randrange(1, 20)) for i in range(30)]
     settings = set()
     for one in asked:
@@ -58,8 +60,8 @@ def test_an_slo_reaches_the_child_and_builds_a_controller() -> None:
     ttft_alone = replace(config, slo=replace(SLO, tpot_s=None))
     assert build_core(ttft_alone, FAKE, VirtualClock()).controller is None
     assert build_core(engine_config(), FAKE, VirtualClock()).controller is None
-    assert forecast_of(config) is not None
-    assert forecast_of(engine_config()) is None
+    assert forecast_of(config, EngineStats) is not None
+    assert forecast_of(engine_config(), EngineStats) is None
 
 
 def test_a_profile_is_read(tmp_path) -> None:  # type: ignore[no-untyped-def]

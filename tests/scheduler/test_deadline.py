@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, step
 
+from quire.config import SchedulerConfig
 from quire.request import Deadline, FinishReason, Request
-from quire.scheduler.predictor import Backlog, Pace, first_token_s
+from quire.scheduler.predictor import Backlog, Predictor
 from quire.scheduler.scheduler import Sleep
 
 
@@ -17,27 +18,27 @@ def due(one: Request, first_s: float | None = None, total_s: float | None = None
 
 
 def test_the_estimate_is_a_function_of_the_pace_and_the_queue() -> None:
-    pace = Pace()
-    assert first_token_s(pace, Backlog(1000, 5), 100) == 0.0, "nothing is known yet"
+    pace = Predictor(SchedulerConfig())
+    assert pace.first_token_s(Backlog(1000, 5), 100) == 0.0, "nothing is known yet"
     for i in range(400):
-        pace.note(i * 0.1, i * 0.1 + 0.1, num_prompt_rows=50, num_ends=1, waiting=True)
+        pace.note((), i * 0.1, i * 0.1 + 0.1, num_prompt_tokens=50, num_ends=1, waiting=True)
     assert pace.step_s == pytest.approx(0.1)
-    assert pace.row_s == pytest.approx(0.1 / 50)
+    assert pace.prompt_token_s == pytest.approx(0.1 / 50)
     assert pace.end_s == pytest.approx(0.1)
-    assert first_token_s(pace, Backlog(0, 0), 10) == pytest.approx(0.1), "a step is the least"
-    assert first_token_s(pace, Backlog(500, 0), 100) == pytest.approx(1.2)
-    assert first_token_s(pace, Backlog(0, 30), 100) == pytest.approx(3.2)
+    assert pace.first_token_s(Backlog(0, 0), 10) == pytest.approx(0.1), "a step is the least"
+    assert pace.first_token_s(Backlog(500, 0), 100) == pytest.approx(1.2)
+    assert pace.first_token_s(Backlog(0, 30), 100) == pytest.approx(3.2)
     for i in range(400, 500):  # it follows what changes
-        pace.note(i * 0.1, i * 0.1 + 0.02, num_prompt_rows=0, num_ends=0, waiting=False)
+        pace.note((), i * 0.1, i * 0.1 + 0.02, num_prompt_tokens=0, num_ends=0, waiting=False)
     assert pace.step_s == pytest.approx(0.02, rel=0.1)
-    assert pace.row_s == pytest.approx(0.1 / 50), "steps without prompts say nothing of prompts"
+    assert pace.prompt_token_s == pytest.approx(0.1 / 50), "steps without prompts say nothing of prompts"
 
 
 def test_steps_that_overlap_are_not_counted_twice() -> None:
-    pace = Pace()
-    pace.note(0.0, 1.0, num_prompt_rows=0, num_ends=0, waiting=False)
-    pace.note(0.1, 1.5, num_prompt_rows=0, num_ends=0, waiting=False)  # planned while the first was out
-    assert pace.steps_s == pytest.approx(0.95 + 0.5)
+    pace = Predictor(SchedulerConfig())
+    pace.note((), 0.0, 1.0, num_prompt_tokens=0, num_ends=0, waiting=False)
+    pace.note((), 0.1, 1.5, num_prompt_tokens=0, num_ends=0, waiting=False)  # planned while the first was out
+    assert pace._steps_s == pytest.approx(0.95 + 0.5)
 
 
 def busy(num_waiting: int = 4) -> Engine:

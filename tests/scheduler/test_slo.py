@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from tests.fakes.executor import FakeExecutor, FakeFaults
+
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
@@ -11,11 +13,12 @@ from quire.engine.inbox import AddRequest, ChangePolicy
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.request import Request, SamplingParams
 from quire.scheduler.policy import PolicyChange
+from quire.scheduler.predictor import Predictor
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import MIN_CHUNK, SloController
 from quire.sim.executor import SimExecutor
 from quire.sim.latency import Latency
-from quire.step import SeqPlan, StepPlan
+from quire.step import SeqPlan
 
 CONFIG = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=4096, max_model_len=8192)
 # 4 ms a step, 20 µs a row, 0.1 ms a sequence, 0.1 µs a key
@@ -25,9 +28,10 @@ MODEL = CostModel(4e-3, Curve((0.0, 1.0), (0.0, 2e-5)), per_seq_s=1e-4, per_deco
 class Engine:
     """Steps of ``decodes`` sequences, and a chunk as large as the budget leaves, in the modelled time × ``slower``."""
 
-    def __init__(self, controller: SloController, slower: float = 1.0) -> None:
-        self.controller, self.slower = controller, slower
-        self.now, self.step = 0.0, 0
+    def __init__(self, tpot_s: float, slower: float = 1.0) -> None:
+        self.predictor = Predictor(CONFIG, MODEL)
+        self.controller, self.slower = SloController(self.predictor, CONFIG, tpot_s), slower
+        self.now = 0.0
         self.budget, self.limit = CONFIG.max_num_batched_tokens, CONFIG.max_num_seqs
         self.sent: list[PolicyChange] = []
 
@@ -36,13 +40,14 @@ class Engine:
         rows = max(0, self.budget - decodes) if waiting else 0
         seqs = [SeqPlan(i, 0, context, 1) for i in range(decodes)]
         seqs += [SeqPlan(99, 0, 0, rows)] if rows > 1 else []
-        self.controller.submitted(StepPlan(self.step, seqs=tuple(seqs)), self.now)
         pairs, kv = (rows * (rows + 1) // 2, rows) if rows > 1 else (0, 0)
         step = StepFeatures(decodes + rows, len(seqs), len(seqs), decodes * (context + 1), kv, pairs)
         seconds = MODEL.seconds(step) * self.slower
+        self.predictor.note(
+            seqs, self.now, self.now + seconds, num_prompt_tokens=rows, num_ends=0, waiting=waiting
+        )
         self.now += seconds
-        self.step += 1
-        change = self.controller.applied(self.now)
+        change = self.controller.applied()
         if change is not None:
             self.sent.append(change)
             self.budget = change.max_num_batched_tokens or self.budget
@@ -51,7 +56,7 @@ class Engine:
 
 
 def test_the_mean_of_steps_with_prompts_and_decodes_holds() -> None:
-    engine = Engine(SloController(MODEL, CONFIG, 0.025))
+    engine = Engine(0.025)
     steps = [engine.run(16, waiting=True) for _ in range(200)]
     assert steps[0] > 0.08  # the default budget breaks it
     late = steps[50:]
@@ -60,21 +65,21 @@ def test_the_mean_of_steps_with_prompts_and_decodes_holds() -> None:
 
 
 def test_it_learns_that_the_machine_is_slower_than_the_model() -> None:
-    engine = Engine(SloController(MODEL, CONFIG, 0.05), slower=2.5)
+    engine = Engine(0.05, slower=2.5)
     late = [engine.run(16, waiting=True) for _ in range(300)][100:]
     assert 0.8 * 0.05 < sum(late) / len(late) <= 0.05
 
 
 def test_fewer_run_where_decodes_alone_are_too_slow() -> None:
-    engine = Engine(SloController(MODEL, CONFIG, 0.008))
+    engine = Engine(0.008)
     for _ in range(100):
         engine.run(64, waiting=False)
     assert 1 <= engine.limit < 40
-    assert engine.controller.decode_s(engine.limit) <= 0.008
+    assert engine.predictor.decode_s(engine.limit) <= 0.008
 
 
 def test_nobody_waits_where_nobody_decodes() -> None:
-    engine = Engine(SloController(MODEL, CONFIG, 0.02))
+    engine = Engine(0.02)
     for _ in range(20):
         engine.run(16, waiting=True)
     assert engine.budget < 2000
@@ -88,7 +93,7 @@ def test_whatever_comes_the_settings_stay_within_what_a_person_set() -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
-    engine = Engine(SloController(MODEL, CONFIG, rng.uniform(1e-4, 0.2)), slower=rng.uniform(0.05, 20))
+    engine = Engine(rng.uniform(1e-4, 0.2), slower=rng.uniform(0.05, 20))
     for _ in range(300):
         engine.run(rng.randrange(65), waiting=rng.random() < 0.5, context=rng.randrange(8000))
     for change in engine.sent:
@@ -98,18 +103,25 @@ def test_whatever_comes_the_settings_stay_within_what_a_person_set() -> None:
 
 
 def test_a_failed_step_teaches_nothing() -> None:
-    controller = SloController(MODEL, CONFIG, 0.02)
-    controller.submitted(StepPlan(0, seqs=(SeqPlan(0, 0, 10, 1),)), 0.0)
-    assert controller.applied(100.0, failed=True) is None
-    assert controller.decode_s(1) == MODEL.seconds(StepFeatures(1, 1, 1, 2048, 0, 0))
+    scheduler = Scheduler(CONFIG, CacheConfig(num_blocks=100), step_time=MODEL)
+    executor = FakeExecutor(CacheConfig(100), faults=FakeFaults(1.0))
+    core = EngineCore(scheduler, executor, VirtualClock())
+    core.controller = SloController(core.scheduler.predictor, CONFIG, 0.02)
+    core.put(AddRequest(Request("a", (1,) * 300, SamplingParams(max_tokens=4, seed=0), 0.0)))
+    core.begin()
+    core.clock.advance(100.0)  # type: ignore[attr-defined]
+    (event,) = core.finish()
+    assert event.error_kind == "step"
+    assert core.scheduler.predictor.decode_s(1) == MODEL.seconds(StepFeatures(1, 1, 1, 2048, 0, 0))
+    assert core.scheduler.predictor.step_s == 0.0
 
 
 def test_what_a_person_set_stays_until_it_is_released() -> None:
     """Through the core's inbox, where the controller's wishes and a person's meet."""
     clock, over = VirtualClock(), [0.0]
     executor = SimExecutor(Latency(MODEL), clock, lambda over_s: over.append(over_s))
-    scheduler = Scheduler(CONFIG, CacheConfig(num_blocks=4000))
-    core = EngineCore(scheduler, executor, clock, SloController(MODEL, CONFIG, 0.010))
+    scheduler = Scheduler(CONFIG, CacheConfig(num_blocks=4000), step_time=MODEL)
+    core = EngineCore(scheduler, executor, clock, SloController(scheduler.predictor, CONFIG, 0.010))
     for index in range(40):
         sampling = SamplingParams(max_tokens=400, ignore_eos=True, seed=index)
         core.put(AddRequest(Request(str(index), (1,) * 300, sampling, 0.0)))

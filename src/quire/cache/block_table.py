@@ -69,14 +69,9 @@ class BlockTable:
         """Tokens that the rows can hold."""
         return len(self.rows[0]) * self.block_size
 
-    @property
-    def unsent(self) -> bool:
-        """Whether the worker does not know all rows."""
-        return self.num_sent_rows < len(self.rows[0])
-
     def take_unsent(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         """Return ``block_start`` and ``new_block_ids`` of a `SeqPlan`, and count them as sent."""
-        if not self.unsent:
+        if self.num_sent_rows == len(self.rows[0]):
             return (), ()
         starts = tuple([max(self.num_sent_rows, first) for first in self.first_rows])
         ids = tuple([tuple(rows[start:]) for rows, start in zip(self.rows, starts, strict=True)])

@@ -136,10 +136,11 @@ class CacheManager:
 
         It is 0 while the worker does not know all rows.
         """
-        if table.unsent:
+        num_rows = len(table.rows[0])
+        if table.num_sent_rows < num_rows:
             return 0
-        row = min(table.num_rows, table.num_published + 1) if table.publishable else table.num_rows
-        at = row * self.block_size
+        at = min(num_rows, table.num_published + 1) if table.publishable else num_rows
+        at *= self.block_size
         return min(at, self.windows.next_slide(table.first_rows)) if self.windows.sliding else at
 
     def rollback(self, table: BlockTable, num_tokens: int) -> None:

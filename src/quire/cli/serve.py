@@ -75,7 +75,9 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     sock = bind(server_args.host, server_args.port)
     tracer = make_tracer(server_args.otlp_traces_endpoint, clock, __version__)
     jobs = jobs_of(job_settings(server_args), lambda: is_busy(frontend), time.time)
-    app = create_app(frontend, api, extension=jobs, tracer=tracer, forecast=forecast_of(config))
+    app = create_app(
+        frontend, api, extension=jobs, tracer=tracer, forecast=forecast_of(config, frontend.stats)
+    )
     admin = admin_listener(app, server_args)
     try:
         return run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from quire.api.forecast import TtftForecast
 from quire.args import ServerArgs
 from quire.config import EngineConfig, SloConfig
 from quire.errors import ConfigError
+from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import CostModel
 from quire.plan.hardware import this_machine
 from quire.plan.profile import load_profile
@@ -36,12 +38,9 @@ def with_slo(config: EngineConfig, args: ServerArgs) -> EngineConfig:
     return replace(config, slo=SloConfig(json.dumps(model.to_json()), slo.ttft_s, slo.tpot_s))
 
 
-def forecast_of(config: EngineConfig) -> TtftForecast | None:
-    """Return the predictor of the TTFT of requests to an engine of ``config``; None without ``--slo``."""
-    if config.slo is None:
-        return None
-    model = CostModel.from_json(json.loads(config.slo.cost_model))
-    return TtftForecast(model, config.scheduler, Slo(config.slo.ttft_s, config.slo.tpot_s))
+def forecast_of(config: EngineConfig, stats: Callable[[], EngineStats]) -> TtftForecast | None:
+    """Return the forecast of the TTFT of requests to an engine with these ``stats``; None without ``--slo``."""
+    return None if config.slo is None else TtftForecast(Slo(config.slo.ttft_s, config.slo.tpot_s), stats)
 
 
 def _measured(config: EngineConfig) -> CostModel:

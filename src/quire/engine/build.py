@@ -53,15 +53,15 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     chosen = _executor(config, executor, clock)
     if config.runner.step_log is not None:
         chosen = LoggedExecutor(chosen, Path(config.runner.step_log), clock)
-    scheduler = Scheduler(config.scheduler, config.cache, chains_steps=chosen.chains_steps)
-    return EngineCore(scheduler, chosen, clock, _controller(config))
-
-
-def _controller(config: EngineConfig) -> SloController | None:
     slo = config.slo
-    if slo is None or slo.tpot_s is None:
-        return None
-    return SloController(CostModel.from_json(json.loads(slo.cost_model)), config.scheduler, slo.tpot_s)
+    step_time = None if slo is None else CostModel.from_json(json.loads(slo.cost_model))
+    scheduler = Scheduler(
+        config.scheduler, config.cache, chains_steps=chosen.chains_steps, step_time=step_time
+    )
+    controller = None
+    if slo is not None and slo.tpot_s is not None:
+        controller = SloController(scheduler.predictor, config.scheduler, slo.tpot_s)
+    return EngineCore(scheduler, chosen, clock, controller)
 
 
 def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:

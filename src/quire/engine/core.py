@@ -81,8 +81,8 @@ class EngineCore:
         now = self.clock.now()
         events = self.scheduler.apply(result, now)
         self._rest = None  # the result may have made room for a step
-        if self.controller is not None and isinstance(out, StepPlan):
-            change = self.controller.applied(now, failed=result.error is not None)
+        if self.controller is not None and result.error is None:
+            change = self.controller.applied()
             if change is not None:
                 self._inbox.append(ControlPolicy(change))
         return events
@@ -192,8 +192,6 @@ class EngineCore:
                 self._out.append(StepResult(plan.step, error=_text(error)))
                 return
             self._out.append(plan)
-            if self.controller is not None:
-                self.controller.submitted(plan, self.clock.now())
 
     def _collect(self, out: StepPlan | StepResult) -> StepResult:
         if isinstance(out, StepResult):

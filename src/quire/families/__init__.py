@@ -46,14 +46,14 @@ _OTHER_PARTS = ("vision_config", "audio_config", "encoder", "text_config")
 def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
     """Return the `ModelSpec` of a ``config.json``; ``where`` is what errors call the file.
 
-    Raises `UnsupportedModelError` for an architecture or feature that Quire does not run, by name and with what is
-    supported, and `ModelLoadError` for a value that is missing or makes no sense, naming the key.
+    Raises `UnsupportedModelError` for an architecture or feature that Quire does not run, with its name and what
+    is supported, and `ModelLoadError` for a missing or wrong value, with its key.
     """
     f = Fields(config, where)
     names = f.items("architectures")
     if not names or not isinstance(names[0], str):
         raise ModelLoadError(
-            f"{where}: architectures is missing or no list of names, so the kind of model is unknown; "
+            f"{where}: architectures is missing or not a list of names, so the kind of model is unknown; "
             f"supported are {', '.join(SUPPORTED)}."
         )
     family = next((item for item in _FAMILIES if item.architecture == names[0]), None)
@@ -74,7 +74,7 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
 
 
 def quantization_of(config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:
-    """Return how the linears of a checkpoint are stored quantized; None: they are not, or the family's map says it."""
+    """Return how the linears of a checkpoint are quantized; None: they are not, or the family's weight map knows."""
     f = Fields(config, where)
     names = f.items("architectures")
     family = next((item for item in _FAMILIES if names and item.architecture == names[0]), None)

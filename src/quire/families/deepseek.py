@@ -70,7 +70,7 @@ def _moe_sizes(f: Fields) -> MoeSpec:
 def _assemble(f: Fields, family: str, moe: MoeSpec) -> ModelSpec:
     f.refuse("attention_bias", unless=(False,), why="no published DeepSeek model has it")
     f.refuse("moe_layer_freq", unless=(1,), why="no published DeepSeek model skips layers")
-    f.refuse("rms_norm_eps", unless=(1e-6,), why="the norms inside the attention use 1e-6 whatever it says")
+    f.refuse("rms_norm_eps", unless=(1e-6,), why="the norms inside the attention always use 1e-6")
     if moe.num_experts % moe.num_groups or moe.topk_groups > moe.num_groups:
         raise f.wrong("n_group", f"a divisor of n_routed_experts = {moe.num_experts}, at least topk_group")
     if moe.top_k > moe.num_experts * moe.topk_groups // moe.num_groups:
@@ -107,7 +107,7 @@ def _latent_attention(f: Fields) -> AttentionSpec:
 
 
 def weights(spec: ModelSpec) -> WeightMap:
-    """Layers from ``num_hidden_layers`` on are heads for multi-token prediction; the decoder does without."""
+    """Ignore layers from ``num_hidden_layers`` on: heads for multi-token prediction, which the decoder does not use."""
     extra = rf"model\.layers\.{spec.num_layers}\..*"
     return build_map(spec, _NAMES, expert_rules, ignore=(extra,))
 

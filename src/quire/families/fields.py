@@ -1,4 +1,4 @@
-"""`Fields`: typed reading of a ``config.json``, where every complaint names the key, its value and what is allowed."""
+"""`Fields`: typed reading of a ``config.json``, where every error names the key, its value and what is allowed."""
 
 from __future__ import annotations
 

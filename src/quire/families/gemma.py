@@ -28,7 +28,7 @@ def read_gemma3(f: Fields) -> ModelSpec:
     if f.has("rope_parameters"):
         full = rope_from_config(f, head_dim, default_theta=1e6, layer_type="full_attention")
         local = rope_from_config(f, head_dim, layer_type="sliding_attention")
-    else:  # rope_scaling speaks of the global layers alone
+    else:  # rope_scaling applies to the global layers only
         full = scaled_rope(f, scaling_fields(f), RopeSpec(f.number("rope_theta", 1e6), head_dim))
         local = RopeSpec(f.number("rope_local_base_freq", 1e4), head_dim)
     ropes = {"full_attention": full, "sliding_attention": local}
@@ -56,7 +56,7 @@ def _attention(
 
 def _assemble(f: Fields, family: str, attentions: list[AttentionSpec]) -> ModelSpec:
     f.refuse("use_bidirectional_attention", unless=(False,), why="decoders attend to the past only")
-    # Early Gemma files name the activation hidden_act = "gelu" and mean the tanh form, which the newer key states.
+    # Early Gemma files say hidden_act = "gelu" but mean the tanh form, which the newer key names.
     mlp = MlpSpec(f.integer("intermediate_size"), activation(f, "hidden_activation", "gelu_pytorch_tanh"))
     return assemble(
         f,

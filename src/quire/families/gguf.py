@@ -1,9 +1,8 @@
 """GGUF: llama.cpp's metadata → the ``config.json`` that the same model has on the hub, and llama.cpp's tensor names.
 
 Two conventions differ: files of architecture ``llama`` keep the rows of q and k in the pairwise order of llama.cpp's
-RoPE (put back by the loader), and Gemma's norm weights have their 1 added already.
-
-Types of GGUF tensors: bytes of a block, and how a quantized one is held. Source: llama.cpp, ``ggml-common.h``.
+RoPE (the loader restores them), and Gemma's norm weights already contain their 1. The table of tensor types follows
+llama.cpp, ``ggml-common.h``.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def spec_from_gguf(
     """Return the `ModelSpec` of a GGUF file.
 
     ``tensors``: anything by tensor name; ``floats``: the numbers of a small tensor or None; ``where``: the file, for
-    errors. Raises what `spec_from_config` raises.
+    errors. Raises the errors of `spec_from_config`.
     """
     config = config_from_gguf(metadata, tensors, floats, where)
     spec = spec_from_config(config, where)
@@ -72,7 +71,7 @@ def config_from_gguf(
     floats: Callable[[str], tuple[float, ...] | None],
     where: str,
 ) -> dict[str, Any]:
-    """Write the metadata in the words of ``config.json``."""
+    """Return the metadata under the keys of ``config.json``."""
     arch = Fields(metadata, where).text("general.architecture")
     if arch not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -97,7 +96,7 @@ def config_from_gguf(
         "num_attention_heads": heads,
         "num_key_value_heads": f.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        # Stored as float32: seven digits give back the decimal number that was meant.
+        # Stored as float32: rounding to seven digits restores the original decimal number.
         "rms_norm_eps": float(f"{f.number('attention.layer_norm_rms_epsilon'):.7g}"),
         "max_position_embeddings": f.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -122,9 +121,7 @@ def _rope(f: Fields, head_dim: int, floats: Callable[[str], tuple[float, ...] | 
     original = f.optional_integer("rope.scaling.original_context_length", minimum=1)
     kind = f.text("rope.scaling.type", "none")
     factors = floats("rope_freqs.weight")
-    if (
-        factors is not None
-    ):  # Llama 3.1 and later: the scaling of each frequency, worked out when it was converted
+    if factors is not None:  # Llama 3.1 and later: the scaling of each frequency, computed at conversion
         scaling: dict[str, Any] = {"factor": 1.0, "attention_factor": 1.0, "rope_type": "longrope"}
         config["rope_scaling"] = scaling | {"short_factor": factors, "long_factor": factors}
     elif floats("rope_factors_long.weight") is not None:
@@ -145,7 +142,7 @@ def _rope(f: Fields, head_dim: int, floats: Callable[[str], tuple[float, ...] | 
 
 
 def _gemma(f: Fields, arch: str, head_dim: int) -> dict[str, Any]:
-    # The 27B models scale the scores by hidden_size / heads; the metadata does not say so, llama.cpp knows it too.
+    # The 27B models scale the scores by hidden_size / heads; the metadata lacks that, llama.cpp special-cases it.
     is_27b = f.integer("block_count") == (46 if arch == "gemma2" else 62)
     per_head = f.integer("embedding_length") // f.integer("attention.head_count")
     return {
@@ -180,7 +177,7 @@ def _phi3_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Tak
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A row is whole blocks of ``block`` numbers in ``block_bytes`` bytes; ``held`` loses nothing."""
+    """A tensor type: blocks of ``block`` numbers in ``block_bytes`` bytes. The format ``held`` is lossless."""
 
     name: str
     block: int
@@ -188,7 +185,7 @@ class TensorType:
     held: WeightFormat = PLAIN
 
 
-# By the number that stands in the file.
+# By the type's number in the file.
 TENSOR_TYPES: Mapping[int, TensorType] = {
     0: TensorType("float32", 1, 4),
     1: TensorType("float16", 1, 2),
@@ -205,7 +202,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
 BLOCK_TYPES: Mapping[str, TensorType] = {
     each.name: each for each in TENSOR_TYPES.values() if each.held.quantized
 }
-# What a refusal calls the others.
+# Names of the other types, for error messages.
 OTHER_TYPES: Mapping[int, str] = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",

@@ -55,7 +55,7 @@ def read(f: Fields) -> ModelSpec:
 
 
 def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
-    """Two forms: ``[experts, in, out]`` in a plain type, or ``[experts, out, in]`` in MXFP4, as the hub has it.
+    """Return takes of two forms: ``[experts, in, out]`` in a plain type, or ``[experts, out, in]`` in MXFP4 (hub).
 
     Gate and up alternate along ``out``: 0, 2, … and 1, 3, …
     """

@@ -24,7 +24,7 @@ _POST_NORM_NAMES = {
 
 
 def read_llama(f: Fields) -> ModelSpec:
-    """Llama 2, 3, 3.1, 3.2, 3.3 (Touvron et al. 2023; Grattafiori et al. 2024) and all that took its architecture."""
+    """Llama 2, 3, 3.1, 3.2, 3.3 (Touvron et al. 2023; Grattafiori et al. 2024) and models of the same architecture."""
     bias = f.flag("attention_bias", False)
     layer = LayerSpec(
         attention(f, rope=rope_from_config(f, head_dim_of(f)), qkv_bias=bias, o_bias=bias),
@@ -76,7 +76,7 @@ def read_smollm3(f: Fields) -> ModelSpec:
     """SmolLM3: Llama in which every fourth layer has no position embedding (NoPE, arXiv:2501.18795)."""
     count = f.integer("num_hidden_layers")
     interval = f.integer("no_rope_layer_interval", 4)
-    has_rope = [bool(item) for item in f.integers("no_rope_layers")]  # 1 where the layer does rotate
+    has_rope = [bool(item) for item in f.integers("no_rope_layers")]  # 1 where the layer has RoPE
     has_rope = has_rope or [(i + 1) % interval != 0 for i in range(count)]
     if len(has_rope) != count:
         raise f.wrong("no_rope_layers", f"a list of num_hidden_layers = {count} entries")
@@ -114,7 +114,7 @@ def read_mistral(f: Fields) -> ModelSpec:
 
 
 def read_mixtral(f: Fields) -> ModelSpec:
-    """Mixtral 8x7B and 8x22B (arXiv:2401.04088): Mistral with two of eight experts a token."""
+    """Mixtral 8x7B and 8x22B (arXiv:2401.04088): Mistral with two of eight experts per token."""
     moe = MoeSpec(
         num_experts=f.integer("num_local_experts", 8),
         top_k=f.integer("num_experts_per_tok", 2),
@@ -162,7 +162,7 @@ def read_phi3(f: Fields) -> ModelSpec:
 
 
 def _longrope_by_its_old_name(f: Fields) -> Fields:
-    """The first releases wrote "yarn" or "su" into the type and the factors of LongRoPE beside it."""
+    """Return the fields with the type "longrope": the first releases wrote "yarn" or "su" beside its factors."""
     values = dict(f.values)
     for key in ("rope_scaling", "rope_parameters"):
         scaling = f.nested(key)
@@ -172,7 +172,7 @@ def _longrope_by_its_old_name(f: Fields) -> Fields:
 
 
 def fused_takes(spec: ModelSpec, index: int, qkv_name: str, gate_up_name: str) -> dict[str, tuple[Take, ...]]:
-    """Takes out of fused projections: the rows of one are q, k, v, those of the other gate, up."""
+    """Return takes from fused projections: the rows of one are q, k, v, those of the other gate, up."""
     layer, hidden = spec.layers[index], spec.hidden_size
     a, inter = layer.attention, layer.mlp.intermediate_size
     q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim

@@ -1,10 +1,10 @@
 """``quantization_config`` of a ``config.json`` → `Quantization`: how each quantized linear of the checkpoint is stored.
 
-Read strictly: every key is honoured, known to change no number (`_HARMLESS`), or refused by name. Torch-free.
+Read strictly: a key is honoured, known to change no number (`_HARMLESS`), or refused by name. Torch-free.
 
     compressed-tensors   pack-quantized (int4 or int8 in int32), int-quantized and float-quantized (W8A8), by target and
                          ignore list
-    fp8                  e4m3 with a scale a tensor or a block of 128 x 128 (DeepSeek-V3, Qwen3), dynamic activations
+    fp8                  e4m3 with a scale per tensor or block of 128 x 128 (DeepSeek-V3, Qwen3), dynamic activations
     awq                  AutoAWQ's "gemm" layout, 4 bits
     gptq                 AutoGPTQ's and GPTQModel's layout, 4 or 8 bits
 """
@@ -20,8 +20,8 @@ from quire.families.fields import Fields
 
 Encoding = Literal["packed", "int8", "awq", "gptq", "fp8", "fp8_inverse"]  # the last: weight_scale_inv
 METHODS = ("compressed-tensors", "awq", "gptq", "fp8")
-BLOCK = 128  # inputs and outputs of a block of fp8 numbers with one scale
-_HARMLESS = {  # how the weights were found, or hints for other engines' kernels
+BLOCK = 128  # inputs and outputs of a block of fp8 numbers that share a scale
+_HARMLESS = {  # how the weights were computed, or hints for the kernels of other engines
     "compressed-tensors": {"global_compression_ratio", "version", "quantization_status"},
     "awq": {"backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"},
     "gptq": {
@@ -31,7 +31,7 @@ _HARMLESS = {  # how the weights were found, or hints for other engines' kernels
         "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id", "disable_exllama", "mse",
         "backend", "act_group_aware", "lm_head", "desc_act",
     },
-    "fp8": {"scale_fmt"},  # what the scales may be; they are stored as numbers
+    "fp8": {"scale_fmt"},  # a restriction on the scales, which are stored as numbers
 }  # fmt: skip
 _WEIGHT_KEYS = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder", "block_structure",
                 "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}  # fmt: skip
@@ -39,18 +39,18 @@ _WEIGHT_KEYS = {"num_bits", "type", "symmetric", "strategy", "group_size", "dyna
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one linear is stored. ``group`` None: one scale an output feature; fp8: or a matrix."""
+    """How one linear is stored. ``group`` None: one scale per output feature or, for fp8, per matrix."""
 
     encoding: Encoding
     bits: int
     group: int | None
     symmetric: bool
-    zero_minus_one: bool = False  # GPTQ's first format stores zero points less 1
+    zero_minus_one: bool = False  # GPTQ's first format stores zero points minus 1
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The schemes of a checkpoint by target; the first that matches a module holds."""
+    """The schemes of a checkpoint by target; the first that matches a module applies."""
 
     targets: tuple[tuple[str, Scheme], ...]
     ignore: tuple[str, ...] = ()
@@ -69,11 +69,11 @@ def _matches(pattern: str, module: str) -> bool:
 
 
 def read_quantization(f: Fields, *, others: tuple[str, ...] = ()) -> Quantization | None:
-    """Return what ``quantization_config`` says; None where there is none, or its method is of ``others``.
+    """Return the quantization of ``quantization_config``; None where it is absent or its method is among ``others``.
 
     ``others``: methods that the family's own map of weights reads (MXFP4).
 
-    Raises `UnsupportedModelError` for a method or a value that Quire does not read, `ModelLoadError` for nonsense.
+    Raises `UnsupportedModelError` for a method or a value that Quire does not read, `ModelLoadError` for wrong values.
     """
     q = f.nested("quantization_config")
     if q is None:
@@ -120,7 +120,7 @@ def _awq(f: Fields) -> tuple[set[str], Quantization]:
     version = f.text("version", "gemm").lower()
     if version != "gemm":
         raise UnsupportedModelError(f"{f.where}: version = {version!r} is not supported; it must be 'gemm'.")
-    f.items("modules_to_not_convert")  # which modules are plain is seen in the checkpoint
+    f.items("modules_to_not_convert")  # the checkpoint itself shows which modules are plain
     known = {"bits", "group_size", "version", "zero_point", "modules_to_not_convert", *old}
     f.refuse("zero_point", unless=(True,), why="this layout has zero points")
     scheme = Scheme("awq", bits, _group(f, "group_size"), symmetric=False)
@@ -134,10 +134,10 @@ def _gptq(f: Fields) -> tuple[set[str], Quantization]:
         raise UnsupportedModelError(
             f"{f.where}: checkpoint_format = {form!r} is not supported; it must be 'gptq' or 'gptq_v2'."
         )
-    f.refuse("pack_dtype", unless=("int32",), why="eight 4-bit numbers a word are read")
+    f.refuse("pack_dtype", unless=("int32",), why="only eight 4-bit numbers per word are read")
     f.refuse("format", unless=(form,), why="it contradicts checkpoint_format")
-    f.refuse("is_marlin_format", unless=(False,), why="Marlin's order of weights is one of GPU kernels")
-    f.flag("desc_act", False)  # whether groups are consecutive is seen in g_idx, when the weights are read
+    f.refuse("is_marlin_format", unless=(False,), why="Marlin's order of weights belongs to GPU kernels")
+    f.flag("desc_act", False)  # g_idx shows, when the weights are read, whether groups are consecutive
     known = {"bits", "group_size", "sym", "checkpoint_format", "pack_dtype", "is_marlin_format", "format"}
     scheme = Scheme("gptq", bits, _group(f, "group_size"), f.flag("sym", True), zero_minus_one=form == "gptq")
     return known, Quantization((("Linear", scheme),))
@@ -145,12 +145,12 @@ def _gptq(f: Fields) -> tuple[set[str], Quantization]:
 
 def _fp8(f: Fields) -> tuple[set[str], Quantization]:
     f.refuse("fmt", unless=("e4m3",), why="float8_e4m3fn is read")
-    f.refuse("activation_scheme", unless=("dynamic",), why="activations are scaled as they come, by token")
+    f.refuse("activation_scheme", unless=("dynamic",), why="activations are scaled per token at run time")
     block = f.items("weight_block_size")
     if block and list(block) != [BLOCK, BLOCK]:
         raise f.wrong("weight_block_size", f"[{BLOCK}, {BLOCK}]")
     for key in ("modules_to_not_convert", "ignored_layers"):
-        f.items(key)  # which modules are plain is seen in the checkpoint
+        f.items(key)  # the checkpoint itself shows which modules are plain
     known = {"fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"}
     scheme = Scheme("fp8_inverse" if block else "fp8", 8, BLOCK if block else None, symmetric=True)
     return known, Quantization((("Linear", scheme),))
@@ -181,7 +181,7 @@ def _compressed_tensors(f: Fields) -> tuple[set[str], Quantization]:
                     "of a module, or 're:' and a pattern."
                 )
             targets.append((target, scheme))
-    # Names are more particular than the class of all linears.
+    # Names are more specific than the class of all linears.
     targets.sort(key=lambda each: each[0] == "Linear")
     ignore = tuple(str(item) for item in f.items("ignore"))
     known = {"config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config"}
@@ -221,7 +221,7 @@ def _group_scheme(f: Fields, top: str) -> Scheme:
 
 
 def _float_scheme(f: Fields, w: Fields) -> Scheme:
-    """8-bit floats with a scale a matrix, an output feature or a block."""
+    """Return the scheme of 8-bit floats with a scale per matrix, output feature or block."""
     _bits(w, "num_bits", (8,))
     strategy = w.text("strategy", "channel")
     blocks = strategy == "block"
@@ -234,11 +234,11 @@ def _float_scheme(f: Fields, w: Fields) -> Scheme:
 
 
 def _activations(f: Fields, kind: str = "int", strategies: tuple[str, ...] = ("token",)) -> None:
-    """Absent, or what the kernels do: 8 bits, a scale a token (and group), found as it runs."""
+    """Check that quantized activations are absent or as in the kernels: 8 bits, a scale per token at run time."""
     a = f.nested("input_activations")
     if a is None:
         return
-    why = "activations have 8 bits and a scale for each token, found as it runs"
+    why = "activations have 8 bits and a scale per token, computed at run time"
     _refuse_unknown(a, _WEIGHT_KEYS)
     a.refuse("num_bits", unless=(8,), why=why)
     a.refuse("type", unless=(kind,), why=why)

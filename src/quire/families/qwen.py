@@ -18,7 +18,7 @@ _MOE_NAMES = {
 
 
 def layer_kinds(f: Fields) -> tuple[str, ...]:
-    """``layer_types``; before them, layers from ``max_window_layers`` on slid where ``use_sliding_window``."""
+    """Return ``layer_types``; older files: layers from ``max_window_layers`` on slide if ``use_sliding_window``."""
     count = f.integer("num_hidden_layers")
     sliding = f.flag("use_sliding_window", False) and f.has("sliding_window")
     first = f.integer("max_window_layers", 28, minimum=0) if sliding else count

@@ -1,7 +1,7 @@
 """Rotary embeddings as configurations write them: ``rope_parameters`` (transformers 5) or ``rope_theta`` with
 ``rope_scaling`` (before), → `RopeSpec`.
 
-Factors that multiply cos and sin are computed here once, so that whoever makes the frequencies needs no formula:
+Factors that multiply cos and sin are computed here, so that code that makes the frequencies needs no formula:
 YaRN (Peng et al. 2023, arXiv:2309.00071, §3.4) and LongRoPE (Ding et al. 2024, arXiv:2402.13753).
 """
 
@@ -50,7 +50,7 @@ def scaling_fields(f: Fields, layer_type: str | None = None) -> Fields:
 def scaled_rope(f: Fields, scaling: Fields, plain: RopeSpec) -> RopeSpec:
     """Return ``plain`` with the kind and the parameters that ``scaling`` names."""
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    kind = {"su": "longrope"}.get(kind, kind)  # what Phi-3 called it first
+    kind = {"su": "longrope"}.get(kind, kind)  # Phi-3's first name for it
     if kind not in KINDS:
         raise UnsupportedModelError(
             f"{scaling.where}: RoPE of type {kind!r} is not supported; supported are {', '.join(KINDS)}."
@@ -81,7 +81,7 @@ def scaled_rope(f: Fields, scaling: Fields, plain: RopeSpec) -> RopeSpec:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """The temperature of YaRN: 0.1 · mscale · ln(factor) + 1, and 1 where nothing is stretched."""
+    """Return the temperature of YaRN: 0.1 · mscale · ln(factor) + 1, and 1 without stretching."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -1,4 +1,4 @@
-"""What the configurations of all decoders say in the same words: sizes, heads, windows, activations, ids."""
+"""Fields that the configurations of all decoders share: sizes, heads, windows, activations, ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def head_dim_of(f: Fields) -> int:
-    """``head_dim``, or hidden_size / num_attention_heads where the configuration has none."""
+    """Return ``head_dim``, or hidden_size / num_attention_heads where the configuration lacks it."""
     if f.has("head_dim"):
         return f.integer("head_dim")
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
@@ -43,7 +43,7 @@ def attention(
     sinks: bool = False,
     head_dim: int | None = None,
 ) -> AttentionSpec:
-    """Multi-head or grouped-query attention; ``scale`` defaults to head_dim ** −½."""
+    """Return multi-head or grouped-query attention; ``scale`` defaults to head_dim ** −½."""
     heads = f.integer("num_attention_heads")
     kv_heads = f.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -75,7 +75,7 @@ def activation(f: Fields, key: str = "hidden_act", default: str = "silu") -> Act
 
 
 def layer_types(f: Fields, default: Sequence[str]) -> tuple[str, ...]:
-    """``layer_types``, or ``default``: for every layer "full_attention" or "sliding_attention"."""
+    """Return ``layer_types``, or ``default``: "full_attention" or "sliding_attention" per layer."""
     count = f.integer("num_hidden_layers")
     found = f.items("layer_types") or list(default)
     if len(found) != count:
@@ -90,12 +90,12 @@ def layer_types(f: Fields, default: Sequence[str]) -> tuple[str, ...]:
 
 
 def window_of(f: Fields, kind: str) -> int | None:
-    """The window of a layer of that type: ``sliding_window`` for "sliding_attention", else None."""
+    """Return the window of a layer of that type: ``sliding_window`` for "sliding_attention", else None."""
     return f.integer("sliding_window") if kind == "sliding_attention" else None
 
 
 def uniform_window(f: Fields) -> int | None:
-    """``sliding_window`` where it holds for every layer (Mistral, Phi-3); absent or null means full attention."""
+    """Return ``sliding_window`` where it applies to every layer (Mistral, Phi-3); None means full attention."""
     return f.optional_integer("sliding_window", minimum=1)
 
 
@@ -104,13 +104,13 @@ def assemble(
 ) -> ModelSpec:
     """Put the layers and the fields that all families share into a `ModelSpec`.
 
-    ``tied``: what an absent ``tie_word_embeddings`` means in this family. ``more``: further fields of `ModelSpec`.
+    ``tied``: the family's default of ``tie_word_embeddings``. ``more``: further fields of `ModelSpec`.
     """
     bos = f.integers("bos_token_id")
     longest = f.integer("max_position_embeddings")
     rope = next((layer.attention.rope for layer in layers if layer.attention.rope is not None), None)
     if rope is not None and rope.kind in ("dynamic", "yarn"):
-        # For dynamic the key says where stretching begins; for YaRN some files (Qwen's) leave it at that length.
+        # For dynamic the key is the length where stretching begins; for YaRN some files (Qwen's) also give that length.
         longest = max(longest, int(rope.original_max_position * rope.factor))
     return ModelSpec(
         family=family,
@@ -129,7 +129,7 @@ def assemble(
 
 
 def dtype_of(f: Fields) -> str:
-    """``dtype`` (transformers 5) or ``torch_dtype``; bfloat16 where neither is given."""
+    """Return ``dtype`` (transformers 5) or ``torch_dtype``; bfloat16 where neither is given."""
     name = f.text("dtype", f.text("torch_dtype", "bfloat16")).removeprefix("torch.")
     if name not in DTYPES:
         key = "dtype" if f.has("dtype") else "torch_dtype"

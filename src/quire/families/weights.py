@@ -1,10 +1,8 @@
-"""`WeightMap`: where in a checkpoint each canonical weight is found, as data.
+"""`WeightMap`: where a checkpoint keeps each canonical weight, as data; `Family`: what each module here defines.
 
-A `Take` reads one tensor (or one for each expert, stacked) and cuts a part of it. Cuts along rows are views, so a
-fused ``qkv_proj`` costs no copy. Several takes for one weight are alternatives: checkpoints on the hub and those that
-transformers 5 writes name experts differently, and the first whose tensors are all there is read.
-
-`Family`: what one file of this package adds.
+A `Take` reads one tensor (or one per expert, stacked) and cuts a part of it. Cuts along rows are views, so a fused
+``qkv_proj`` costs no copy. Several takes for one weight are alternatives, since checkpoints on the hub and those of
+transformers 5 name experts differently: the first take whose tensors all exist is read.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class Take:
 
     Order: each tensor is checked against ``shape`` → stacked on a new first dimension when ``stacked`` → the last
     two dimensions swapped when ``transpose`` → ``[start:stop:step]`` of dimension ``dim``.
-    ``unpermute_heads``: rows come pairwise per head as llama.cpp stores them for its RoPE, and are put back.
+    ``unpermute_heads``: the rows of each head are stored in the pairwise order of llama.cpp's RoPE, and are restored.
     ``encoding`` "mxfp4": ``names`` are the blocks and the scales of one tensor of ``shape``; its rows may be cut.
     """
 
@@ -51,7 +49,7 @@ def stored_shapes(take: Take) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """Alternatives for every canonical weight, and what else a checkpoint may hold (regular expressions)."""
+    """Alternatives for every canonical weight, and names that a checkpoint may hold besides (regular expressions)."""
 
     sources: Mapping[str, tuple[Take, ...]]
     ignore: tuple[str, ...]
@@ -60,7 +58,7 @@ class WeightMap:
 # (spec, layer index, prefix of the layer's names in the checkpoint) -> takes by the canonical name after "layers.{i}."
 LayerRules = Callable[[ModelSpec, int, str], dict[str, tuple[Take, ...]]]
 
-# The names that Llama gave and most others kept, after "model.layers.{i}.".
+# Llama's names, which most other families kept, after "model.layers.{i}.".
 LLAMA_NAMES: Mapping[str, str] = {
     "attn_norm.weight": "input_layernorm.weight",
     "mlp_norm.weight": "post_attention_layernorm.weight",
@@ -94,7 +92,7 @@ TOP_NAMES: Mapping[str, str] = {
     "lm_head.weight": "lm_head.weight",
 }
 
-# Buffers that older versions of transformers saved; they are computed, never read.
+# Buffers that older versions of transformers saved; Quire computes them.
 COMPUTED = (r".*rotary_emb\.inv_freq", r".*rotary_emb\.(cos|sin)_cached", r".*\.masked_bias")
 
 
@@ -107,7 +105,7 @@ def build_map(
     top: Mapping[str, str] = TOP_NAMES,
     layer_prefix: str = "model.layers.{}.",
 ) -> WeightMap:
-    """Map every weight of ``spec``: by ``rules`` where they speak of it, else plainly by ``names``."""
+    """Map every weight of ``spec``: by ``rules`` where they name it, otherwise by ``names``."""
     shapes = weight_shapes(spec)
     special: dict[str, tuple[Take, ...]] = {}
     for index in range(spec.num_layers if rules else 0):
@@ -126,14 +124,14 @@ def build_map(
             stored = top[canonical]
         sources[canonical] = (Take((stored,), shape),)
     if spec.tie_word_embeddings:
-        ignore = (*ignore, top["lm_head.weight"].replace(".", r"\."))  # often saved although it is tied
+        ignore = (*ignore, top["lm_head.weight"].replace(".", r"\."))  # some tied checkpoints save it too
     return WeightMap(sources, (*COMPUTED, *ignore))
 
 
 def expert_takes(
     spec: ModelSpec, index: int, folder: str, names: tuple[str, str, str], fused: str
 ) -> dict[str, tuple[Take, ...]]:
-    """Takes for the experts of one layer: one tensor an expert (hub), or fused over experts (transformers 5).
+    """Return takes for the experts of one layer: one tensor per expert (hub), or fused over experts (transformers 5).
 
     ``folder``: "…mlp.experts." with ``names`` for (gate, up, down) after "{expert}."; ``fused``: the folder of
     ``gate_up_proj [experts, 2 · inter, hidden]`` (gate first) and ``down_proj [experts, hidden, inter]``.
@@ -157,7 +155,7 @@ def expert_takes(
 
 
 def expert_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
-    """`LayerRules` for experts under Llama's names for the three matrices, in the layers that have any."""
+    """`LayerRules` for experts with Llama's names of the three matrices, in the layers that have experts."""
     if spec.layers[index].mlp.moe is None:
         return {}
     folder = f"{prefix}mlp.experts."

@@ -8,6 +8,27 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  
 
 
 @dataclass(frozen=True, slots=True)
+class TtftStats:
+    """What the engine's predictor knows of the way to a first token."""
+
+    chunk_tokens: int = 1  # prompt tokens per step
+    step_s: float = 0.0  # of a step with a chunk, beside the chunk's tokens
+    token_s: float = 0.0  # per prompt token
+    ratio: float = 1.0  # seconds measured / predicted, of the last requests
+
+    def seconds(self, num_ahead: int, num_tokens: int, *, busy: bool) -> float:
+        """Return when a prompt of ``num_tokens`` behind ``num_ahead`` others' tokens has its first token.
+
+        Half of the step in flight, if the engine is ``busy``, then as many steps as all these tokens take.
+        """
+        todo = max(1, num_ahead + num_tokens)
+        seconds = -(-todo // self.chunk_tokens) * self.step_s + todo * self.token_s
+        if busy:
+            seconds += (self.step_s + min(self.chunk_tokens, max(1, num_ahead)) * self.token_s) / 2
+        return max(seconds * self.ratio, 1e-6)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of scheduler and cache. It crosses the process boundary, so it is plain numbers."""
 
@@ -20,6 +41,7 @@ class EngineStats:
     num_cached_blocks: int = 0  # in the prefix tree, used or idle
     num_idle_blocks: int = 0  # in the prefix tree and nowhere else: available on demand
     num_peak_blocks: int = 0  # held by sequences or steps at most, since the start
+    ttft: TtftStats = TtftStats()
     # Counters
     num_steps: int = 0
     num_requests: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.beam_steps import start_search
-from quire.scheduler.deadline import hopeless
+from quire.scheduler.deadline import hopeless, predict_ttft
 from quire.scheduler.outcome import finish_reason
 from quire.scheduler.queue import sort_key
 from quire.scheduler.sequence import RequestState, Sequence, SequenceState
@@ -29,6 +29,7 @@ def add_request(state: SchedulerState, request: Request, now: float) -> list[Tok
     if not group.sequences:
         return []
     state.requests[request.request_id] = group
+    predict_ttft(state, group)
     state.deadlines.add(request)
     if sampling.use_beam_search:
         start_search(state, group)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from quire.config import OrderKind
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.predictor import Backlog, first_token_s
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.predictor import Backlog
+from quire.scheduler.sequence import RequestState, Sequence
 from quire.scheduler.state import SchedulerState
 
 
@@ -65,9 +65,9 @@ def hopeless(state: SchedulerState, request: Request, now: float) -> tuple[str, 
     first_s = (
         now
         - request.arrival_s
-        + first_token_s(state.pace, _backlog(state, request), _num_rows(state, request))
+        + state.predictor.first_token_s(_backlog(state, request), _num_rows(state, request))
     )
-    last_s = first_s + (_least_output(request) - 1) * state.pace.step_s
+    last_s = first_s + (_least_output(request) - 1) * state.predictor.step_s
     for name, limit_s, expected_s in (
         ("first_token", deadline.first_token_s, first_s),
         ("total", deadline.total_s, last_s),
@@ -80,6 +80,18 @@ def hopeless(state: SchedulerState, request: Request, now: float) -> tuple[str, 
             )
             return text, expected_s - limit_s
     return None
+
+
+def predict_ttft(state: SchedulerState, group: RequestState) -> None:
+    """Note when the first token of a request that just came is predicted; the predictor learns from what comes."""
+    if state.predictor.step_time is None:
+        return
+    decoding = [seq for seq in state.running if seq.told_first]
+    ahead = [seq for seq in (*state.running, *state.waiting) if not seq.told_first and seq.group is not group]
+    stats = state.predictor.ttft_stats(len(decoding), state.config.max_num_batched_tokens)
+    num_ahead = sum(seq.num_prompt for seq in ahead)
+    num_prompt = len(group.request.prompt_token_ids)
+    group.predicted_s = stats.seconds(num_ahead, num_prompt, busy=bool(decoding or ahead))
 
 
 def _missed(seq: Sequence, now: float) -> str | None:

@@ -29,6 +29,7 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     if result.max_tokens is not None:
         shrink_budget(state, result.max_tokens)
     if result.error is not None:
+        state.predictor.note_failure(now)
         return _fail_step(state, record, result.error)
     results = result.seqs
     if [result.seq_id for result in results] != [plan.seq_id for plan in record.seqs]:
@@ -42,10 +43,11 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
         state.cache.references.close_step(record.step)
     Transfers(state).end(result.transfers_done)
     _apply_sequences(state, record, results, now, events)
-    state.pace.note(
+    state.predictor.note(
+        record.seqs,
         record.planned_s,
         now,
-        num_prompt_rows=record.num_prompt_tokens,
+        num_prompt_tokens=record.num_prompt_tokens,
         num_ends=state.counters.num_finished - num_finished,
         waiting=len(state.waiting) > 0,
     )
@@ -115,6 +117,7 @@ def _apply_one(
         seq.num_chunks += 1
         if seq.ttft_s is None:
             seq.ttft_s = now - seq.group.request.arrival_s
+            state.predictor.note_ttft(seq.group.predicted_s, seq.ttft_s)
         if is_late(seq):
             events.append(end_late(state, seq, "first_token"))
             return len(token_ids)

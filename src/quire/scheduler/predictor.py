@@ -1,72 +1,166 @@
-"""`Pace`: how fast the engine has been lately, and from that when a new request would have its first token.
+"""`Predictor`: how long steps take, and from that when a request would have its first token.
 
-Measured from the times that `plan` and `apply` are given, so a simulated run measures its simulated steps. Sums decay
-by a twentieth a step: the last twenty steps or so count.
+It learns from every step that is applied, by the times that `plan` and `apply` are given, so a simulated run learns
+from its simulated steps. Sums decay by a twentieth per step: the last twenty steps or so count. With a step-time model
+(``--slo``) it also says how long a step that never ran would take: the model's time, corrected by what steps like it
+really took.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_KEPT = 0.95  # of what was summed up, at each step
+from quire.config import SchedulerConfig
+from quire.metrics.engine_stats import TtftStats
+from quire.plan.cost_model import StepFeatures, StepTime, features
+from quire.step import SeqPlan, StepPlan
+
+_KEPT = 0.95  # share of the decaying sums that stays at each step
+_WEIGHT = 0.1  # of the newest step in the running means
 
 
 class Backlog(NamedTuple):
     """What a new request finds before it."""
 
-    num_rows: int  # of prompts that are to be computed first
+    num_tokens: int  # of prompts that are to be computed first
     num_ends: int  # sequences that have to end before it has a seat
 
 
 @dataclass(slots=True)
-class Pace:
-    """Decaying sums over the steps that were applied. Seconds unless named otherwise."""
+class _Mean:
+    """An exponential mean that begins at its first value."""
 
-    num_steps: float = 0.0
-    steps_s: float = 0.0
-    num_prompt_rows: float = 0.0  # of steps that computed rows of prompts
-    prompts_s: float = 0.0  # … and what these took, the decodes beside them included
-    num_ends: float = 0.0  # sequences that ended while others waited
-    waits_s: float = 0.0  # … and how long others waited
-    _applied_s: float = 0.0
+    value: float
+    seen: bool = False
+
+    def add(self, value: float) -> None:
+        self.value += (value - self.value) * (_WEIGHT if self.seen else 1.0)
+        self.seen = True
+
+
+class Predictor:
+    """One per scheduler. ``num_seqs`` and ``num_decodes`` are those of the last step."""
+
+    def __init__(self, config: SchedulerConfig, step_time: StepTime | None = None) -> None:
+        self.step_time = step_time
+        self.num_seqs = self.num_decodes = 0
+        self._applied_s = 0.0
+        self._num_steps = self._steps_s = 0.0
+        self._num_prompt_tokens = self._prompts_s = (
+            0.0  # of steps with prompt tokens, the decodes beside them included
+        )
+        self._num_ends = self._waits_s = (
+            0.0  # sequences that ended while others waited, and how long others waited
+        )
+        self._context = _Mean(config.max_model_len / 4)  # keys that a decode reads
+        self._chunk_keys = _Mean(config.max_model_len / 4)  # keys that a token of a chunk sees
+        self._decode_ratio = _Mean(1.0)  # seconds measured / modelled, steps of decodes alone
+        self._mixed_ratio = _Mean(1.0)
+        self._ttft_ratio = _Mean(1.0, seen=True)  # seconds measured / predicted
 
     def note(
-        self, planned_s: float, applied_s: float, *, num_prompt_rows: int, num_ends: int, waiting: bool
+        self,
+        seqs: Sequence[SeqPlan],
+        planned_s: float,
+        applied_s: float,
+        *,
+        num_prompt_tokens: int,
+        num_ends: int,
+        waiting: bool,
     ) -> None:
         """A step that was planned at ``planned_s`` was applied."""
-        took_s = max(0.0, applied_s - max(planned_s, self._applied_s))
+        took_s = max(0.0, applied_s - max(planned_s, self._applied_s))  # steps in flight wait for each other
         self._applied_s = applied_s
-        self.num_steps = self.num_steps * _KEPT + 1
-        self.steps_s = self.steps_s * _KEPT + took_s
-        if num_prompt_rows:
-            self.num_prompt_rows = self.num_prompt_rows * _KEPT + num_prompt_rows
-            self.prompts_s = self.prompts_s * _KEPT + took_s
+        self._num_steps = self._num_steps * _KEPT + 1
+        self._steps_s = self._steps_s * _KEPT + took_s
+        if num_prompt_tokens:
+            self._num_prompt_tokens = self._num_prompt_tokens * _KEPT + num_prompt_tokens
+            self._prompts_s = self._prompts_s * _KEPT + took_s
         if waiting:
-            self.num_ends = self.num_ends * _KEPT + num_ends
-            self.waits_s = self.waits_s * _KEPT + took_s
+            self._num_ends = self._num_ends * _KEPT + num_ends
+            self._waits_s = self._waits_s * _KEPT + took_s
+        if self.step_time is not None:
+            self.num_seqs = len(seqs)
+            self.num_decodes = sum(seq.num_known_tokens == 1 for seq in seqs)
+            self._correct(self.step_time, seqs, took_s)
+
+    def note_failure(self, applied_s: float) -> None:
+        """A step failed: its time says nothing of others."""
+        self._applied_s = applied_s
+
+    def note_ttft(self, predicted_s: float, measured_s: float) -> None:
+        """A first token came ``measured_s`` after its request, which was predicted to take ``predicted_s``."""
+        if predicted_s > 0.0:
+            ratio = measured_s / predicted_s * self._ttft_ratio.value
+            self._ttft_ratio.add(min(max(ratio, 0.05), 20.0))
 
     @property
     def step_s(self) -> float:
-        """Seconds a step takes; 0 before the first."""
-        return self.steps_s / self.num_steps if self.num_steps else 0.0
+        """Seconds per step; 0 before the first."""
+        return self._steps_s / self._num_steps if self._num_steps else 0.0
 
     @property
-    def row_s(self) -> float:
-        """Seconds a row of a prompt takes; 0 before the first."""
-        return self.prompts_s / self.num_prompt_rows if self.num_prompt_rows else 0.0
+    def prompt_token_s(self) -> float:
+        """Seconds per prompt token; 0 before the first."""
+        return self._prompts_s / self._num_prompt_tokens if self._num_prompt_tokens else 0.0
 
     @property
     def end_s(self) -> float:
         """Seconds from one end to the next while others wait; 0 where none was seen."""
-        return self.waits_s / self.num_ends if self.num_ends else 0.0
+        return self._waits_s / self._num_ends if self._num_ends else 0.0
 
+    def first_token_s(self, backlog: Backlog, num_tokens: int) -> float:
+        """Return in how many seconds a prompt with ``num_tokens`` to compute has its first token, at this pace.
 
-def first_token_s(pace: Pace, backlog: Backlog, num_rows: int) -> float:
-    """Return in how many seconds a prompt with ``num_rows`` rows to compute has its first token, as things go.
+        The prompts before it and its own are computed one after another; where all seats are taken, as many sequences
+        end first as it needs. Whichever takes longer decides, and a step is the least.
+        """
+        own_s = num_tokens * self.prompt_token_s
+        computed_s = backlog.num_tokens * self.prompt_token_s + own_s
+        return max(computed_s, backlog.num_ends * self.end_s + own_s, self.step_s)
 
-    The prompts before it and its own are computed one after another; where all seats are taken, as many sequences end
-    first as it needs. Whichever takes longer decides, and a step is the least.
-    """
-    own_s = num_rows * pace.row_s
-    return max(backlog.num_rows * pace.row_s + own_s, backlog.num_ends * pace.end_s + own_s, pace.step_s)
+    def decode_s(self, num_decodes: int) -> float:
+        """Return the seconds of a step of so many decodes; needs the model."""
+        assert self.step_time is not None
+        keys = round(num_decodes * self._context.value)
+        step = StepFeatures(num_decodes, num_decodes, num_decodes, keys, 0, 0)
+        return self.step_time.seconds(step) * self._decode_ratio.value
+
+    def mixed_s(self, num_decodes: int, num_tokens: int) -> float:
+        """Return the seconds of a step with a chunk of ``num_tokens`` beside the decodes; needs the model."""
+        assert self.step_time is not None
+        pairs = round(num_tokens * self._chunk_keys.value)
+        chunk_kv = round(self._chunk_keys.value) + num_tokens
+        keys = round(num_decodes * self._context.value)
+        step = StepFeatures(num_decodes + num_tokens, num_decodes + 1, num_decodes + 1, keys, chunk_kv, pairs)
+        return self.step_time.seconds(step) * self._mixed_ratio.value
+
+    def ttft_stats(self, num_decodes: int, budget: int) -> TtftStats:
+        """Return what a prediction of TTFT needs: ``budget`` tokens per step, beside so many decodes."""
+        chunk = max(1, budget - num_decodes)
+        if self.step_time is None:
+            return TtftStats(chunk, 0.0, self.prompt_token_s, self._ttft_ratio.value)
+        least_s, most_s = self.mixed_s(num_decodes, 1), self.mixed_s(num_decodes, chunk)
+        token_s = (most_s - least_s) / max(1, chunk - 1)
+        return TtftStats(chunk, max(0.0, least_s - token_s), token_s, self._ttft_ratio.value)
+
+    def _correct(self, step_time: StepTime, seqs: Sequence[SeqPlan], took_s: float) -> None:
+        step = features(StepPlan(0, seqs=tuple(seqs)), {seq.seq_id for seq in seqs})
+        modelled_s = step_time.seconds(step)
+        if modelled_s <= 0.0:
+            return
+        ratio = min(max(took_s / modelled_s, 0.1), 10.0)  # one page fault does not make a slower machine
+        num_chunk_tokens = sum(seq.num_scheduled_tokens for seq in seqs if seq.num_known_tokens != 1)
+        if num_chunk_tokens > 0:
+            self._chunk_keys.add(step.chunk_pairs / num_chunk_tokens)
+            self._mixed_ratio.add(ratio)
+            if not self._decode_ratio.seen:
+                self._decode_ratio.value = self._mixed_ratio.value
+        else:
+            self._decode_ratio.add(ratio)
+            if not self._mixed_ratio.seen:
+                self._mixed_ratio.value = self._decode_ratio.value
+        if self.num_decodes:
+            self._context.add(step.decode_kv_tokens / self.num_decodes)

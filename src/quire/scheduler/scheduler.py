@@ -18,6 +18,7 @@ from quire.cache.integrity import check_integrity
 from quire.cache.manager import CacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
+from quire.plan.cost_model import StepTime
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission import add_request
@@ -26,6 +27,7 @@ from quire.scheduler.deadline import expire
 from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
+from quire.scheduler.predictor import Predictor
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.state import Counters, SchedulerState
 from quire.scheduler.transfers import Transfers
@@ -58,12 +60,19 @@ class Scheduler:
         events: EventBuffer | None = None,
         *,
         chains_steps: bool = True,
+        step_time: StepTime | None = None,
     ) -> None:
-        """``chains_steps``: the executor's."""
+        """``chains_steps``: the executor's; ``step_time``: a model of its steps, for an `SloController`."""
+        self.predictor = Predictor(config, step_time)
         self.cache = CacheManager(cache_config, events)
         self.cache_events = events  # for a gateway to drain; None: off
         self._state = SchedulerState(
-            config, config, self.cache, AdapterSlots(config.max_loras), chains_steps=chains_steps
+            config,
+            config,
+            self.cache,
+            AdapterSlots(config.max_loras),
+            self.predictor,
+            chains_steps=chains_steps,
         )
         self.transfers = Transfers(self._state)
         self._num_peak_blocks = 0
@@ -187,6 +196,9 @@ class Scheduler:
             num_cached_blocks=prefix.num_blocks,
             num_idle_blocks=prefix.num_idle,
             num_peak_blocks=self._num_peak_blocks,
+            ttft=self.predictor.ttft_stats(
+                sum(seq.told_first for seq in state.running), state.config.max_num_batched_tokens
+            ),
             num_steps=state.next_step,
             num_evicted_blocks=prefix.num_evicted,
             step_tokens=tuple(state.step_tokens.counts),

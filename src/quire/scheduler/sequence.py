@@ -139,6 +139,7 @@ class RequestState:
         "cache_miss",
         "num_cached_tokens",
         "num_scored",
+        "predicted_s",
         "queued_s",
         "request",
         "sequences",
@@ -152,6 +153,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.cache_miss = ""  # see `cache_miss`
         self.queued_s = 0.0
+        self.predicted_s = 0.0  # arrival to first token, as predicted at its arrival; 0: not predicted
         # Prompt tokens whose log-probabilities were sent; a request with output has had them all.
         self.num_scored = len(request.prompt_token_ids) - 1 if any(request.output_token_ids) else 0
 

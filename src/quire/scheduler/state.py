@@ -12,7 +12,7 @@ from quire.metrics.engine_stats import STEP_TOKENS
 from quire.metrics.histogram import Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
-from quire.scheduler.predictor import Pace
+from quire.scheduler.predictor import Predictor
 from quire.scheduler.queue import Deadlines, Gate, WaitingQueue, sort_key
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
 from quire.step import AdapterMove, KvTransfer, SeqPlan
@@ -65,6 +65,7 @@ class SchedulerState:
     start_config: SchedulerConfig  # as the engine was built; `config` changes with the policy
     cache: CacheManager
     adapters: AdapterSlots
+    predictor: Predictor
     gate: Gate = field(default_factory=Gate)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Sequence] = field(default_factory=list)  # in order of admission
@@ -75,7 +76,6 @@ class SchedulerState:
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
     counters: Counters = field(default_factory=Counters)
     deadlines: Deadlines = field(default_factory=Deadlines)
-    pace: Pace = field(default_factory=Pace)
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
     # Beams selected since the last plan: (parent, what is forked from it); see `beam_steps`.
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)

@@ -20,7 +20,6 @@ from quire.gateway.routing import Router
 from quire.plan.cost_model import StepTime
 from quire.request import TokenEvent
 from quire.scheduler.scheduler import Sleep
-from quire.scheduler.slo import SloController
 from quire.sim.faults import Fault, check_faults
 from quire.sim.latency import Latency, Speculation, Swap
 from quire.sim.replica import Replica, Timeline
@@ -158,9 +157,8 @@ class Cluster:
             max_in_flight=config.max_in_flight,
             reports=self.router.needs_events,
             watch=self._watch,
-            controller=(
-                SloController(self._step_time, config.scheduler, config.tpot_s) if config.tpot_s else None
-            ),
+            tpot_s=config.tpot_s,
+            step_time=self._step_time if config.tpot_s else None,
         )
 
     def _send(self, request: WorkloadRequest, due_s: float | None = None) -> None:

@@ -17,6 +17,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
+from quire.plan.cost_model import StepTime
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
 from quire.sim.executor import SimExecutor
@@ -38,14 +39,17 @@ class Replica:
         max_in_flight: int = 1,
         reports: bool = False,
         watch: Callable[[Executor], Executor] | None = None,
-        controller: SloController | None = None,
+        tpot_s: float | None = None,
+        step_time: StepTime | None = None,
     ) -> None:
         """``reports``: it keeps cache events for a router; ``watch`` wraps the executor."""
         self.number = number
         self.executor = SimExecutor(latency, clock, on_submit, max_in_flight=max_in_flight)
         events = EventBuffer() if reports else None
         executor = watch(self.executor) if watch else self.executor
-        self.core = EngineCore(Scheduler(scheduler, cache, events), executor, clock, controller)
+        made = Scheduler(scheduler, cache, events, step_time=step_time)
+        controller = None if tpot_s is None else SloController(made.predictor, scheduler, tpot_s)
+        self.core = EngineCore(made, executor, clock, controller)
 
     @property
     def waits(self) -> bool:
