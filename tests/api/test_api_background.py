@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
+import httpx
 import openai
 import pytest
-from tests.api.fake_frontend import ANSWER
+from tests.api.asgi_client import app_with_jobs, error_of
+from tests.api.fake_frontend import ANSWER, FakeFrontend
 from tests.api.test_api_server import server
+
+from quire.api.app import create_app
+from quire.api.state import ApiSettings
 
 
 def connected(url: str) -> openai.OpenAI:
@@ -92,3 +98,47 @@ def test_input_items() -> None:
             client.responses.input_items.list("resp_x")
         with pytest.raises(openai.BadRequestError, match="limit"):
             client.responses.input_items.list(made.id, limit=101)
+
+
+def test_errors_and_headers_are_those_of_the_foreground() -> None:
+    async def go() -> None:
+        frontend = FakeFrontend(step_s=0.005)
+        app = app_with_jobs(frontend, lenient=True, max_body_bytes=1000, response_store_bytes=0)
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = {"input": "hi", "background": True}
+            wrong = await client.post("/v1/responses", json={**asked, "temperature": -1})
+            assert error_of(wrong, 400)["param"] == "temperature"
+            both = await client.post("/v1/responses", json={**asked, "stream": True})
+            assert error_of(both, 400)["param"] == "background"
+            error_of(await client.post("/v1/responses", json={**asked, "input": "x" * 1000}), 413)
+            malformed = await client.post(
+                "/v1/responses",
+                content=b'{"background": tru',
+                headers={"content-type": "application/json"},
+            )
+            assert error_of(malformed, 400)["code"] == "invalid_json"
+            named = {**asked, "colour": "red", "request_id": "mine"}
+            begun = await client.post("/v1/responses", json=named)
+            assert begun.status_code == 200
+            assert begun.headers["x-quire-ignored-fields"] == "colour"
+            assert begun.headers["x-request-id"] == "mine"
+            path = "/v1/responses/" + begun.json()["id"]
+            assert (await client.get(path)).json()["status"] in ("queued", "in_progress")
+            deleted = await client.delete(path)  # although nothing is stored
+            assert deleted.json()["deleted"] is True
+            error_of(await client.get(path), 404)
+            assert frontend.num_requests == 0
+
+    asyncio.run(go())
+
+
+def test_without_jobs_there_is_no_background() -> None:
+    app = create_app(FakeFrontend(), ApiSettings())  # type: ignore[arg-type]
+
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post("/v1/responses", json={"input": "hi", "background": True})
+
+    assert error_of(asyncio.run(go()), 400)["param"] == "background"

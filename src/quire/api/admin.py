@@ -159,21 +159,21 @@ class Admin:
         return json_response({"object": "prefix_cache.reset", **reply.values})
 
     async def requests(self, request: Request) -> Response:
-        """The requests at work, in order of arrival."""
+        """The running requests, in order of arrival."""
         return json_response({"object": "list", "data": self._state.running.describe(self._state.now())})
 
     async def cancel(self, request: Request) -> Response:
         """End every request of this id; their clients get an error.
 
         Raises:
-            NotFoundError: no request at work has this id.
+            NotFoundError: no running request has this id.
         """
         request_id = request.path_params["request_id"]
         found = self._state.running.named(request_id)
         if not found:
             raise NotFoundError(
-                f"No request at work has the id {clip(request_id)} (the id of its answer, or its x-request-id): it has "
-                "ended, or never was. GET /requests lists those at work.",
+                f"No running request has the id {clip(request_id)} (the id of its answer, or its x-request-id): it has "
+                "ended, or never existed. GET /requests lists those that run.",
                 param="request_id",
                 code="request_not_found",
             )

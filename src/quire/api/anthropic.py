@@ -118,16 +118,16 @@ class MessageAnswer(Answer):
         return b"event: error\ndata: " + refusal.body(ANTHROPIC_ROOT) + b"\n\n"
 
     def _note_end(self, chunk: OutputChunk) -> None:
+        reason, sequence = "end_turn", None
         if chunk.finish_reason is FinishReason.DEADLINE:
-            self._end = {"stop_reason": "deadline", "stop_sequence": None}
-            return
-        reason = "max_tokens" if chunk.finish_reason is FinishReason.LENGTH else "end_turn"
-        if isinstance(chunk.stop_reason, str):
-            self._end = {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop_reason}
-            return
-        if reason == "end_turn" and self._assembler.num_calls:
+            reason = "deadline"
+        elif isinstance(chunk.stop_reason, str):
+            reason, sequence = "stop_sequence", chunk.stop_reason
+        elif chunk.finish_reason is FinishReason.LENGTH:
+            reason = "max_tokens"
+        elif self._assembler.num_calls:
             reason = "tool_use"
-        self._end = {"stop_reason": reason, "stop_sequence": None}
+        self._end = {"stop_reason": reason, "stop_sequence": sequence}
 
     def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         head = self.head

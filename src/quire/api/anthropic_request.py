@@ -125,7 +125,7 @@ class Tool(Wire):
     """One of ``tools``."""
 
     type: Annotated[
-        Literal["custom"], Field(description="'custom': tools of Anthropic's servers are not here")
+        Literal["custom"], Field(description="'custom': tools of Anthropic's servers are not supported")
     ] = "custom"
     name: Text
     description: Text | None = None
@@ -278,7 +278,7 @@ def _user(turn: Turn, where: str, names: dict[str, str], ignored: list[str] | No
         result = parse(ToolResultBlock, block, prefix=place + ".", ignored=ignored)
         if result.tool_use_id not in names:
             raise RequestError(
-                f"{place}.tool_use_id = {clip(result.tool_use_id)} is the id of no tool_use block before it.",
+                f"{place}.tool_use_id = {clip(result.tool_use_id)} does not match any earlier tool_use block.",
                 param=place + ".tool_use_id",
             )
         messages.append(

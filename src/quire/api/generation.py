@@ -1,4 +1,4 @@
-"""`Generation`: one HTTP request at work, answered whole or as server-sent events."""
+"""`Generation`: one HTTP request while it runs, answered whole or as server-sent events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PromptStreams`: the prompts of one HTTP request at work, counted."""
+"""`PromptStreams`: the prompts of one HTTP request while they run, counted."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def _add_output(
     item = parse(OutputItem, raw, prefix=where + ".", ignored=ignored)
     if item.call_id not in names:
         raise RequestError(
-            f"{where}.call_id = {clip(item.call_id)} is the id of no function_call before it.",
+            f"{where}.call_id = {clip(item.call_id)} does not match any earlier function_call.",
             param=where + ".call_id",
         )
     text = text_of(item.output, where + ".output", _TEXT_PARTS, ignored)

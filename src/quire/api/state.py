@@ -1,4 +1,4 @@
-"""What the endpoints of one app share: the engine, settings, metrics, clocks, and the requests at work."""
+"""What the endpoints of one app share: the engine, settings, metrics, clocks, and the running requests."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Cancellable(Protocol):
 
 
 class RunningRequests:
-    """The requests at work in order of arrival, by the id of the answer and by ``x-request-id``."""
+    """The running requests in order of arrival, by the id of the answer and by ``x-request-id``."""
 
     def __init__(self) -> None:
         self._requests: dict[int, tuple[frozenset[str], Cancellable]] = {}

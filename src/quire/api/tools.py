@@ -59,7 +59,7 @@ def tool_use(
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise not_allowed(where, name, "1 to 128 letters, digits, '_', '-' or '.'")
         if name in names:
-            raise RequestError(f"{where} = {clip(name)} comes twice.", param=f"tools[{i}]")
+            raise RequestError(f"{where} = {clip(name)} is used twice.", param=f"tools[{i}]")
         names.append(name)
     return ToolUse(tuple(tools), _choice(choice, names), parallel is not False)
 
@@ -103,10 +103,9 @@ def _choice(choice: Any, names: list[str]) -> str:
         form = '{"type": "function", "function": {"name": …}}'
         raise not_allowed("tool_choice", choice, f"'none', 'auto', 'required' or {form}")
     if name not in names:
-        raise RequestError(
-            f"tool_choice names {clip(name)}, which is no tool of this request; tools: {', '.join(names) or 'none'}.",
-            param="tool_choice",
-        )
+        known = ", ".join(names) or "none"
+        message = f"tool_choice names {clip(name)}, which is not a tool of this request; tools: {known}."
+        raise RequestError(message, param="tool_choice")
     return "=" + name
 
 
@@ -135,7 +134,7 @@ class OutputPlan:
         if use.required:
             if form is not None:
                 raise RequestError(
-                    f"tool_choice requires a call, and {form.param} says another form: send one of them.",
+                    f"tool_choice requires a call, and {form.param} asks for another form: send one of them.",
                     param="tool_choice",
                 )
             part = required_calls(self.format, self.schemas, use.required, parallel=use.parallel)

@@ -44,7 +44,7 @@ def jobs_of(settings: JobSettings, is_busy: Callable[[], bool], unix_time: Calla
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
-        """Run batches, those of an earlier server first; what is on disk at the end is where the next one continues."""
+        """Run batches, beginning with those of an earlier server; the next server continues from the state on disk."""
         if runner is None:
             yield
             return

@@ -95,36 +95,34 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _check(raw: bytes, number: int, endpoint: str, seen: set[str]) -> LineError | None:
+    """Return the first error of a line, or None; ``seen`` are the custom ids of earlier lines."""
+
+    def wrong(code: str, problem: str, param: str | None = None) -> LineError:
+        return LineError(code, f"Line {number}{problem}", number, param)
+
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        return LineError("invalid_json_line", f"Line {number} is not JSON: {error}.", number)
+        return wrong("invalid_json_line", f" is not JSON: {error}.")
     if not isinstance(value, dict):
-        return LineError("invalid_json_line", f"Line {number} is not an object.", number)
-    custom_id = value.get("custom_id")
+        return wrong("invalid_json_line", " is not an object.")
+    custom_id, body = value.get("custom_id"), value.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        return LineError(
-            "missing_required_parameter", f"Line {number} has no custom_id.", number, "custom_id"
-        )
+        return wrong("missing_required_parameter", " has no custom_id.", "custom_id")
     if custom_id in seen:
-        return LineError("duplicate_custom_id", f"Line {number}: custom_id comes twice.", number, "custom_id")
+        return wrong("duplicate_custom_id", ": custom_id is used twice.", "custom_id")
     seen.add(custom_id)
-    for name, allowed in (("method", "POST"), ("url", endpoint)):
+    for name, allowed, code in (
+        ("method", "POST", "invalid_method"),
+        ("url", endpoint, "mismatched_endpoint"),
+    ):
         if value.get(name) != allowed:
-            text = f"Line {number}: {name} = {str(value.get(name))[:80]!r} must be {allowed!r}."
-            return LineError("mismatched_endpoint" if name == "url" else "invalid_method", text, number, name)
-    body = value.get("body")
+            return wrong(code, f": {name} = {str(value.get(name))[:80]!r} must be {allowed!r}.", name)
     if not isinstance(body, dict):
-        return LineError("missing_required_parameter", f"Line {number} has no body.", number, "body")
+        return wrong("missing_required_parameter", " has no body.", "body")
     for name, why in _REFUSED.items():
         if body.get(name):
-            return LineError(
-                "invalid_request", f"Line {number}: body.{name} is not allowed: {why}", number, "body." + name
-            )
-    unknown = value.keys() - {"custom_id", "method", "url", "body"}
-    if unknown:
-        name = min(unknown)
-        return LineError(
-            "unknown_parameter", f"Line {number}: unknown field {name[:80]!r}.", number, name[:80]
-        )
+            return wrong("invalid_request", f": body.{name} is not allowed: {why}", "body." + name)
+    for name in sorted(value.keys() - {"custom_id", "method", "url", "body"}):
+        return wrong("unknown_parameter", f": unknown field {name[:80]!r}.", name[:80])
     return None

@@ -106,7 +106,7 @@ class JobRoutes:
             return json_response(found)
         if self._runner.uses(found["id"]):
             raise RequestError(
-                f"{found['id']} is the input of a batch that is not over: cancel the batch first.",
+                f"{found['id']} is the input of a batch that has not ended: cancel the batch first.",
                 param="file_id",
                 code="file_in_use",
             )
@@ -147,7 +147,8 @@ class JobRoutes:
         runner = self._runner
         async with read_form(request.scope, request.receive, self._settings.max_file_bytes) as form:
             upload = form.get("file")
-            values = {name: item for name, item in form.items() if name != "file"}
+            texts = {name: item if isinstance(item, str) else "" for name, item in form.items()}
+            values: dict[str, Any] = {name: text for name, text in texts.items() if name != "file"}
             expires = _bracketed(values, "expires_after")
             for name in values:
                 if name != "purpose":
@@ -180,22 +181,17 @@ class JobRoutes:
         source = runner.files.get(asked.input_file_id)
         if source is None or source["purpose"] != "batch":
             raise RequestError(
-                f"input_file_id = {clip(asked.input_file_id)} is no file of the purpose 'batch' here.",
+                f"input_file_id = {clip(asked.input_file_id)} is not a file with the purpose 'batch' here.",
                 param="input_file_id",
             )
         kept = asked.output_expires_after
         after_s = None if kept is None else _expires_after(kept, "output_expires_after", ignored)
-        batch = runner.create(
-            {
-                "endpoint": asked.endpoint,
-                "input_file_id": asked.input_file_id,
-                "completion_window": asked.completion_window,
-                "expires_at": int(self._unix_time()) + seconds,
-                "metadata": asked.metadata,
-                "output_expires_after_s": after_s,
-            }
-        )
-        return json_response(_shown(batch))
+        values = {
+            **asked.model_dump(exclude={"output_expires_after"}),
+            "expires_at": int(self._unix_time()) + seconds,
+            "output_expires_after_s": after_s,
+        }
+        return json_response(_shown(runner.create(values)))
 
     def _ignored(self) -> list[str] | None:
         return [] if self._settings.lenient else None
@@ -204,18 +200,16 @@ class JobRoutes:
         file_id = request.path_params["file_id"]
         found = self._runner.files.get(file_id)
         if found is None:
-            raise NotFoundError(
-                f"There is no file {clip(file_id)} here.", param="file_id", code="file_not_found"
-            )
+            message = f"There is no file {clip(file_id)} here."
+            raise NotFoundError(message, param="file_id", code="file_not_found")
         return found
 
     def _batch(self, request: Request) -> dict[str, Any]:
         batch_id = request.path_params["batch_id"]
         found = self._runner.get(batch_id)
         if found is None:
-            raise NotFoundError(
-                f"There is no batch {clip(batch_id)} here.", param="batch_id", code="batch_not_found"
-            )
+            message = f"There is no batch {clip(batch_id)} here."
+            raise NotFoundError(message, param="batch_id", code="batch_not_found")
         return found
 
 
@@ -239,11 +233,7 @@ def _expires_after(given: dict[str, Any], name: str, ignored: list[str] | None) 
     asked = parse(ExpiresAfter, given, prefix=name + ".", ignored=ignored)
     low, high = _EXPIRES_S
     if asked.anchor != "created_at":
-        raise RequestError(
-            f"{name}.anchor = {clip(asked.anchor)} must be 'created_at'.", param=name + ".anchor"
-        )
+        raise not_allowed(name + ".anchor", asked.anchor, "'created_at'")
     if not low <= asked.seconds <= high:
-        raise RequestError(
-            f"{name}.seconds = {asked.seconds} must be in {low}…{high}.", param=name + ".seconds"
-        )
+        raise not_allowed(name + ".seconds", asked.seconds, f"an integer in {low}…{high}")
     return asked.seconds
