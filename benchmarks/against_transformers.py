@@ -1,4 +1,4 @@
-"""Quire beside `transformers` on the same checkpoint in the same run (issue "Quire serves", speed).
+"""Quire beside `transformers` on the same checkpoint in the same run.
 
     python benchmarks/against_transformers.py single --model /tmp/models/llama-1b
     python benchmarks/against_transformers.py batch  --model /tmp/models/llama-1b --requests 256
@@ -6,7 +6,7 @@
 single: one stream, greedy, `--prompt` tokens in and `--output` out; the two sides take turns, medians and ratio.
 batch:  `--requests` requests of `--prompt` tokens, output lengths uniform in 8…256, at most 32 running. Quire with the
         continuous and the static gate, and `transformers.generate` in left-padded batches of 32, each batch as
-        long as its longest; useful output tokens a second (tokens beyond a request's length do not count).
+        long as its longest; useful output tokens/s (tokens beyond a request's length do not count).
 Figures go to stdout as JSON and, with --append, as one line to a file.
 """
 

@@ -3,8 +3,8 @@
 python benchmarks/bench_clients.py --vllm PATH/TO/VENV/bin/python [--step-ms 20] [--rounds 3] [--case poisson]
 
 The server is Quire's own API, frontend, engine process and scheduler over the fake executor; a step takes the given
-time whatever is in it. Both clients run at once, so that whatever disturbs the machine disturbs both alike, and send
-the same kind of load (prompts of words, the same lengths): what differs is what the clients themselves add.
+time whatever is in it. Both clients run at once, so that other load on the machine disturbs both alike, and send
+the same kind of load (prompts of words, the same lengths): the difference is the clients' own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def their_command(python: str, url: str, num: int, flags: list[str], out: Path) 
 
 
 def together(vllm: str, server: LiveServer, case: str, home: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One round of both clients: their medians. Ours starts when theirs, which takes longer to start, sends."""
+    """Run one round of both clients; return their medians. Ours starts when theirs, which starts slower, sends."""
     num, our_flags, their_flags = CASES[case]
     ours, theirs = home / "ours.json", home / "theirs.json"
     before = server.metric("vllm:prompt_tokens_total")

@@ -1,9 +1,9 @@
-"""What a grammar costs in a step: the same requests with and without one, and the masks by themselves.
+"""The cost of a grammar in a step: the same requests with and without one, and the masks by themselves.
 
     python benchmarks/make_checkpoint.py llama-1b --out /tmp/models
     python benchmarks/grammar_masks.py /tmp/models/llama-1b --tokenizer ../shared/data/tokenizers/llama3
 
-32 requests decode together; a step is timed from the worker's side. Random weights choose any token that is allowed, so
+32 requests decode together; a step is timed from the worker's side. Random weights sample any allowed token, so
 the constrained answers are JSON of random words: long strings, numbers and punctuation.
 """
 
@@ -103,7 +103,9 @@ def main() -> None:
         statistics.mean(timed.applied) * args.requests * 1e3,
         statistics.median(timed.computed) * 1e3,
     )
-    print(f"masks, beside the model: {mask_ms:.2f} ms a step, {mask_ms / args.requests * 1e3:.0f} us a row")
+    print(
+        f"masks, beside the model: {mask_ms:.2f} ms per step, {mask_ms / args.requests * 1e3:.0f} us per row"
+    )
     print(f"in the step (waiting and writing): {apply_ms:.2f} ms, {apply_ms / bound / 10:.1f} % of it")
     print(f"constrained / free: {bound / free:.3f}")
     llm.close()

@@ -1,9 +1,9 @@
-"""Structured output on JSONSchemaBench (Geng et al. 2025): what compiles, what is kept out, what a model makes of it.
+"""Structured output on JSONSchemaBench (Geng et al. 2025): schemas, instances, and a model's answers.
 
     python benchmarks/jsonschemabench.py ../shared/data/conformance/jsonschemabench_maskbench.jsonl.gz [--write]
 
 1. Every schema goes through the API's own check (helper process, its limits). Refusals are grouped by their message.
-2. Every instance of the schemas that compiled is fed to the grammar, as compact JSON: the invalid ones have to be kept
+2. Every instance of the schemas that compiled is fed to the grammar, as compact JSON: the invalid ones must be kept
    out; those that are not are listed with the keywords of their schema. Each counts where `jsonschema` agrees on it.
 3. 400 sampled schemas are run on Quill. An answer counts as finished when it ends within 1,024 tokens, and each that is
    finished has to be valid for `jsonschema`.

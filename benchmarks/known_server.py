@@ -1,6 +1,6 @@
 """A server whose timing is known: python benchmarks/known_server.py LOG.jsonl [--step-ms 20] [--free]
 
-It speaks as much of OpenAI's completions API as load generators need, on a port of its own choice that it prints. A
+It implements as much of OpenAI's completions API as load generators need, on a free port that it prints. A
 request waits for the next step to begin, like in an engine with continuous batching, and gets its first token when that
 step is over; `--free`: its steps begin when it arrives. For each request it writes the first part of the URL's path
 (http://…/NAME/v1/completions, to tell clients apart), when the request was read, when its first token was written, and
@@ -20,7 +20,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n"
 
 
 class Steps:
-    """Ends of steps, one after the other for ever."""
+    """Yield the ends of steps, without end."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
@@ -33,7 +33,7 @@ class Steps:
 
 
 async def _until(when_s: float) -> None:
-    """A timer may be a millisecond late: no matter, what is noted is when a token was written."""
+    """Wait until a time. A timer may be a millisecond late; the log has the time at which a token was written."""
     await asyncio.sleep(max(0.0, when_s - time.monotonic()))
 
 
@@ -46,7 +46,7 @@ def _event(index: int, finish: str | None, chat: bool) -> bytes:
 
 
 class Server:
-    """Answers requests and notes when it did what."""
+    """Answers requests and logs their times."""
 
     def __init__(self, steps: Steps, free: bool, log: TextIO) -> None:
         self._steps, self._free, self._log = steps, free, log

@@ -1,12 +1,12 @@
-"""What LoRA adapters cost a batch: the base alone beside the same base with adapters, step by step in turn.
+"""The cost of LoRA adapters in a batch: the base model alone beside the same base with adapters, in alternating steps.
 
     python benchmarks/lora.py /tmp/models/llama-1b [--batch 32] [--adapters 8] [--rank 16] [--steps 40] [--no-tape]
     python benchmarks/lora.py /tmp/models/llama-1b --targets q_proj,v_proj
 
 Two engines of one model in this process, one without room for adapters. Both decode the same ``--batch`` requests; each
-step of one is followed by a step of the other, so that what else the machine does falls on both alike. In the second
+step of one is followed by a step of the other, so that other load on the machine falls on both alike. In the second
 the requests have ``--adapters`` random adapters of all linears (or ``--targets``), dealt out in turn; then none, which
-is what the room alone costs. Times are medians; a ratio is the sum of one side's step times over the other's.
+is the cost of the slots alone. Times are medians; a ratio is the sum of one side's step times over the other's.
 """
 
 from __future__ import annotations

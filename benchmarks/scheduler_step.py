@@ -1,6 +1,6 @@
-"""Seconds of scheduler + cache a step, plan and apply together, with many sequences decoding.
+"""Seconds of scheduler + cache per step, plan and apply together, with many sequences decoding.
 
-The bound (issue 2): median ≤ 1.0 ms at 256 running sequences, aim 0.5 ms. The executor is a stub whose cost is not
+The bound: median ≤ 1.0 ms at 256 running sequences, aim 0.5 ms. The executor is a stub whose cost is not
 counted: it answers each plan with ready-made results.
 
     python benchmarks/scheduler_step.py [--seqs 256] [--steps 400] [--windows full,1024] [--in-flight 1]

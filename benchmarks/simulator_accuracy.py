@@ -1,4 +1,4 @@
-"""How well the simulator foretells the live engine: measured step times, real traces, real HTTP.
+"""How well the simulator predicts the live engine: measured step times, real traces, real HTTP.
 
     python benchmarks/simulator_accuracy.py                     one cell: the one with the fewest rounds so far
     python benchmarks/simulator_accuracy.py --all --rounds 5    until every cell has 5 rounds (hours; resumable)
@@ -6,13 +6,13 @@
     python benchmarks/simulator_accuracy.py --render            write the tables into docs/simulator.md
 
 The engine has one thread, in the profile and live: API process and load generator need a CPU too, and a machine of two
-has none besides. With two threads of the engine they would take turns with it, as they do with a client on the same
-machine only. Nothing is pinned.
+has only one more. With two threads the engine would take turns with them, which happens in practice only where the
+client runs on the same machine. Nothing is pinned.
 
 A cell is a model, a trace and a load (0.5, 0.8 or 1.0 of the knee). One round of it is: the trace's first ``--limit``
 rows that fit against a fresh `quire serve`, between two profiles of the steps, and the simulation of the same requests
-with a fit to the points of both: the machine's speed drifts within minutes. What serving adds is measured once a model
-and round. The same requests are simulated once more with the step times that the live run logged itself
+with a fit to the points of both: the machine's speed drifts within minutes. What serving adds is measured once per
+model and round. The same requests are simulated once more with the step times that the live run logged itself
 (``--step-log``): without the drift, what is left is the error of the cost model's form and of the simulation.
 Lengths are the trace's; only time is stretched. The knee of (model, trace) is the simulator's, from the
 first profile: the smallest load with 95 % of the best goodput under
@@ -20,7 +20,7 @@ first profile: the smallest load with 95 % of the best goodput under
 20 minutes of azure_code on one thread. All results are appended to ``--results``; an invocation that is killed loses
 one cell.
 
-Gates (issue 6): median TTFT, TPOT and output tokens/s within max(8 %, 1.5 × floor), p99 within max(20 %, 2 × floor), KV
+Gates: median TTFT, TPOT and output tokens/s within max(8 %, 1.5 × floor), p99 within max(20 %, 2 × floor), KV
 peak within 2 %. The floor is the live runs' own spread: the largest distance of a round from the median of the rounds.
 """
 
@@ -121,7 +121,7 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
     """One round of one cell: profile if the round has none, live, simulated."""
     model, trace, load = cell.split("/")
     while (busy := busy_share()) > BUSY:
-        say(f"others keep {busy:.0%} of the CPUs busy, and what is measured now would mean little: waiting")
+        say(f"other processes keep {busy:.0%} of the CPUs busy, which would spoil the measurement: waiting")
         time.sleep(PAUSE_S)
     number = len(results.rounds(cell))
     # The first of a round is made here; then it is the one that was made behind the last live run.
@@ -218,7 +218,7 @@ def of_log(log: Path, profile: Path) -> Profile:
 
 
 def knee_of(args: argparse.Namespace, results: Results, key: str, setup: Setup, workload: Workload) -> float:
-    """Requests a second at the simulated knee; found once, then kept in the results."""
+    """Return the requests/s at the simulated knee; found once, then kept in the results."""
     if key not in results.data["knees"]:
         slo = Slo.parse(args.slo)
 

@@ -3,7 +3,7 @@
     python benchmarks/step_split.py /tmp/models/smol-135m [--batch 1] [--steps 200] [--temperature 0]
 
 Medians over the steps in which every sequence decodes. "small ops" are all kernels but linears and attention; "engine"
-is everything that is neither kernels nor sampling: plan, inputs, results, events. Issue 3 asks for engine + small ops +
+is everything that is neither kernels nor sampling: plan, inputs, results, events. The aim is engine + small ops +
 sampling of at most 1.0 ms at batch 1 of SmolLM2-135M. Ops are timed in replays of their own, after the others, since
 asking for the time of each call costs some.
 """

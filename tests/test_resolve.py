@@ -48,7 +48,7 @@ def test_float16_runs_as_bfloat16_on_a_cpu() -> None:
     assert resolve(EngineArgs(dtype="float32"), spec_of(), DEVICE).model.kv_dtype == "float32"
 
 
-def test_default_kv_is_half_of_what_the_weights_leave_or_what_can_be_used() -> None:
+def test_default_kv_is_half_of_the_rest_or_what_can_be_used() -> None:
     small = resolve(EngineArgs(), spec_of(), DEVICE)
     most = EngineArgs().max_num_seqs * blocks_for_sequence(spec_of(), 4096, 16, 2048)
     assert small.cache.num_blocks == most  # a tiny model cannot use half of the memory

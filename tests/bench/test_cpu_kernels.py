@@ -29,7 +29,7 @@ def test_the_probes_measure_what_this_cpu_has() -> None:
         native.probe_dot(1, "mmx", 1)
 
 
-def test_a_row_is_bytes_and_operations_over_time_and_its_share_of_the_slower_bound() -> None:
+def test_a_row_has_rates_and_the_share_of_the_slower_bound() -> None:
     job = kernel.Job("linear", "x", "avx512", 2_000_000, 8_000_000, "float", lambda: None)
     bounds = Bounds(read=1e9, dots={"vdpbf16ps": 2e9})  # 2 ms to read, 4 ms to multiply
     row = kernel.row_of(job, 0.008, bounds)
@@ -40,7 +40,7 @@ def test_a_row_is_bytes_and_operations_over_time_and_its_share_of_the_slower_bou
     assert kernel.row_of(job, 0.008, Bounds(1e9, {})).share is None
 
 
-def test_the_linear_jobs_are_the_bench_cases_and_count_the_weights() -> None:
+def test_linear_jobs_are_the_bench_cases_and_count_the_weights() -> None:
     isa = registry.backends("linear")[0]
     if isa not in registry.NATIVE_LEVELS:
         pytest.skip("no native kernels")

@@ -81,7 +81,7 @@ def test_the_grid_keeps_within_the_engine_s_limits() -> None:
     assert any(c.num_decodes and c.num_chunks for c in found)
 
 
-def test_each_step_is_what_its_case_says_and_the_fit_finds_the_times() -> None:
+def test_steps_follow_their_cases_and_the_fit_finds_the_times() -> None:
     config, clock = config_of(), VirtualClock()
     executor = Stopwatch(clock)
     profiler = StepProfiler(executor, config, clock, SamplingParams(max_tokens=None, seed=1), max_blocks=500)

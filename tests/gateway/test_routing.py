@@ -114,7 +114,7 @@ def test_a_lost_replica_gives_its_requests_back() -> None:
         assert router.route("x", chain(1, 5)) == 0
 
 
-def test_predicted_index_forgets_the_least_recently_used_end_first() -> None:
+def test_predicted_index_evicts_the_least_recently_used_end() -> None:
     index = PredictedIndex(4)
     index.sent(0, chain(1, 2, 3))
     index.sent(0, chain(7, 8))  # five blocks: the deepest of the older chain goes

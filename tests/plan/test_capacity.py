@@ -101,7 +101,7 @@ def test_the_line_has_only_flags_that_there_are() -> None:
     assert any("of them" in x for x in lacking)
 
 
-def test_search_prints_what_it_simulated_and_needs_a_load_and_an_slo() -> None:
+def test_search_prints_its_trials_and_needs_a_load_and_an_slo() -> None:
     arguments = [
         "plan",
         "llama-3.1-8b",

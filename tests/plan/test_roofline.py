@@ -80,7 +80,7 @@ def test_closed_loop_obeys_little() -> None:
     assert e.rate * (e.ttft_s + e.tpot_s * (load.osl - 1)) == pytest.approx(32, rel=1e-6)
 
 
-def test_beyond_the_knee_the_slo_breaks_and_beyond_the_device_the_queue_grows() -> None:
+def test_slo_breaks_beyond_the_knee_and_queue_beyond_the_device() -> None:
     r, load, slo = replica(efficiencies()["default"]), Load(1024, 256), Slo(0.3, 0.02)
     knee = r.knee(load, slo)
     assert r.open(replace(load, rate=0.99 * knee)).meets(slo)

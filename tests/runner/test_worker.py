@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from tests.kernels.checks import assert_same_bits
@@ -72,10 +70,6 @@ def test_logprobs_come_with_the_token() -> None:
         (NewSeq(2, 0, (1, -1), (), GREEDY, 0), f"0…{VOCAB - 1}"),
         (NewSeq(2, 0, (1, 2), (), GREEDY, 0, adapter_slot=3), "adapter slot 3"),
         (NewSeq(2, 0, (1, 2), (), GREEDY, 0, grammar="root ::= x"), "grammar"),
-        (
-            NewSeq(2, 0, (1, 2), (), dataclasses.replace(GREEDY, allowed_token_ids=(VOCAB,)), 0),
-            "allowed_token_ids",
-        ),
     ],
 )
 def test_a_sequence_that_cannot_run_fails_alone(wrong: NewSeq, said: str) -> None:

@@ -127,7 +127,7 @@ def check_latencies(workload: Workload, folder: Path) -> None:
         )
 
 
-def test_latencies_are_those_of_a_live_server_with_the_same_step_times(tmp_path: Path) -> None:
+def test_latencies_equal_a_live_server_with_the_same_step_times(tmp_path: Path) -> None:
     check_latencies(QUEUED, tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_latencies_below_the_knee(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_quill_on_a_real_trace(tmp_path: Path, shared_data: Path) -> None:
-    """Measured step times, a real trace, the live engine: the medians of issue 6 within their gates, three rounds."""
+    """Measured step times, a real trace, the live engine: the medians within their gates, three rounds."""
     need_quiet()
     results = tmp_path / "results.json"
     cell = ("--model", "quill", "--trace", "azure_conv", "--load", "0.8", "--limit", "100")

@@ -35,7 +35,7 @@ def results_of(
     return results
 
 
-def test_an_error_is_that_of_medians_and_the_floor_is_the_live_runs_spread(tmp_path: Path) -> None:
+def test_error_is_of_medians_and_floor_is_the_live_spread(tmp_path: Path) -> None:
     live = [{"tpot": 100.0}, {"tpot": 110.0}, {"tpot": 80.0}]
     rounds = results_of(tmp_path, live, [{"tpot": 112.0}, {"tpot": 130.0}, {"tpot": 90.0}]).rounds(CELL)
     middle, simulated, error, floor = accuracy.judge(rounds, "tpot_ms", "p50")

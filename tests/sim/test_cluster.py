@@ -94,7 +94,7 @@ def test_a_closed_loop_of_users_sends_when_the_answer_is_there() -> None:
     assert [r.arrival_s for r in everybody.records] == [0.0, 0.0]
 
 
-def test_a_limit_of_requests_holds_the_others_back_and_their_latency_counts_from_when_they_were_due() -> None:
+def test_latency_of_held_requests_counts_from_their_due_time() -> None:
     config = replace(CONFIG, concurrency=1)
     result = simulate(config, STEP, workload((0.01, 101, 3), (0.02, 1, 2), (0.5, 1, 1)))
     assert [r.arrival_s for r in result.records] == [0.01, 0.02, 0.5]

@@ -39,7 +39,7 @@ def test_tpot_holds_where_the_default_breaks_it(shared_data: Path, trace: str, r
     assert ours["goodput"] >= 0.95 * max(run(budget)["goodput"] for budget in (256, 512, 1024))
 
 
-def test_with_both_limits_the_largest_chunks_that_hold_tpot_are_what_ttft_can_have(shared_data: Path) -> None:
+def test_with_both_limits_chunks_are_the_largest_that_hold_tpot(shared_data: Path) -> None:
     """Why the controller does not act on TTFT: longer steps shorten it and give more goodput away than they gain, a
     lower running limit makes it longer; and where only TTFT is limited, a budget cannot be too large."""
     rows = read_trace(shared_data / "traces" / "azure_llm_2023_conv.csv.gz")

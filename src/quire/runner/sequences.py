@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quire.errors import RequestError, StepError
+from quire.errors import StepError
 from quire.lora.slots import LoraSlots
 from quire.runner.prompt_outputs import PromptState
 from quire.sampling.grammars import Grammars, GrammarState
@@ -104,11 +104,7 @@ class WorkerSeqs:
         seq.refusal = self._why_not(new)
         if seq.refusal is not None:
             return seq
-        try:
-            processors = LogitsProcessors(new, self._vocab_size)
-        except RequestError as error:
-            seq.refusal = str(error)
-            return seq
+        processors = LogitsProcessors(new, self._vocab_size)
         seq.processors = processors if processors else None
         seq.grammar = self._grammars.begin(new)
         seq.prompt = PromptState.of(new)

@@ -33,31 +33,19 @@ Propose = Callable[[WorkerSeq, npt.NDArray[np.int32], int], Sequence[int]]
 
 
 @dataclass(slots=True)
-class Shortage:
-    """Memory that a step lacked. ``max_tokens``: half of the fewest that were too many; None where all fitted."""
-
-    max_tokens: int | None = None
-    seq_ids: set[int] = field(default_factory=set)  # refused, and worth another try with fewer tokens
-
-
-@dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on its way. ``launches``: sequences that sample, and the pending result that has theirs in that order."""
+    """A step on its way."""
 
     plan: StepPlan
     start_s: float
-    launches: list[tuple[Sequence[WorkerSeq], PendingResult]]
-    prompts: dict[int, PromptOutput]
-    refused: dict[int, str]  # sequences of the plan that were not computed, with the reason
-    shortage: Shortage
-
-
-@dataclass(slots=True)
-class _Step:
-    """What `Worker.launch` gathers of the step that it launches."""
-
+    # Sequences that sample, and the pending result that has theirs in that order.
+    launches: list[tuple[Sequence[WorkerSeq], PendingResult]] = field(default_factory=list)
     prompts: dict[int, PromptOutput] = field(default_factory=dict)
-    shortage: Shortage = field(default_factory=Shortage)
+    refused: dict[int, str] = field(default_factory=dict)  # not computed, with the reason
+    # Where memory was too small: half of the fewest tokens that were too many, and which of ``refused`` may be tried
+    # again with fewer tokens.
+    max_tokens: int | None = None
+    retryable: set[int] = field(default_factory=set)
 
 
 class Worker:
@@ -112,24 +100,24 @@ class Worker:
             self._lora.load(slot, adapter)
         for new in plan.new_seqs:
             self.seqs.admit(new)
-        seqs = [self.seqs.find(each.seq_id) for each in plan.seqs]
-        step = _Step()
-        fine = [place for place, seq in enumerate(seqs) if seq is None or seq.refusal is None]
-        plans = [plan.seqs[place] for place in fine]
-        found = [
-            seq for place in fine if (seq := seqs[place]) is not None and seq.epoch == plan.seqs[place].epoch
-        ]
+        launched = Launched(plan, start_s)
+        named = [(each, self.seqs.find(each.seq_id)) for each in plan.seqs]
+        fine = [(each, seq) for each, seq in named if seq is None or seq.refusal is None]
+        plans = [each for each, _ in fine]
+        seqs = [seq for each, seq in fine if seq is not None and seq.epoch == each.epoch]
         try:
-            if len(found) < len(plans):
-                raise _unknown(plans, found)
-            launches = self._compute(plans, found, step)
+            if len(seqs) < len(plans):
+                raise _unknown(plans, seqs)
+            self._compute(plans, seqs, launched)
         except Exception as error:
             # Steps planned before this is known name these sequences too: they fail, and not those steps.
-            for seq in found:
+            for seq in seqs:
                 seq.refusal = f"a step before failed: {error}"
             raise
-        refused = {seq.seq_id: seq.refusal for seq in seqs if seq is not None and seq.refusal is not None}
-        return Launched(plan, start_s, launches, step.prompts, refused, step.shortage)
+        for _, named_seq in named:
+            if named_seq is not None and named_seq.refusal is not None:
+                launched.refused[named_seq.seq_id] = named_seq.refusal
+        return launched
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for the oldest step launched, and return its result."""
@@ -142,41 +130,37 @@ class Worker:
         results = tuple(self._result(seq, launched, samples.get(seq.seq_id)) for seq in plan.seqs)
         took_s = self._clock.now() - launched.start_s
         return StepResult(
-            plan.step,
-            results,
-            moves_done=len(plan.kv_moves),
-            device_s=took_s,
-            max_tokens=launched.shortage.max_tokens,
+            plan.step, results, len(plan.kv_moves), device_s=took_s, max_tokens=launched.max_tokens
         )
 
-    def _compute(
-        self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], step: _Step
-    ) -> list[tuple[Sequence[WorkerSeq], PendingResult]]:
-        """Compute the tokens of ``plans``: in one go, or where memory does not suffice in halves, in their order.
-
-        The scheduler is told how many tokens were too many. A sequence that does not fit alone is refused, and planned
-        again with fewer tokens if it had many.
-        """
+    def _compute(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched) -> None:
+        """Launch the tokens of ``plans``, whose sequences are ``seqs``."""
         if not plans:
-            return []
+            return
         for plan, seq in zip(plans, seqs, strict=True):
             if plan.forced_token_ids:
                 self._inputs.force(plan, seq)
             if plan.num_draft_tokens:
                 self.seqs.take_drafts(plan, seq)
         self.runner.kv.clear(self._inputs.update_tables(plans, seqs))
-        return self._compute_in_memory(plans, seqs, step)
+        self._compute_in_memory(plans, seqs, launched)
 
     def _compute_in_memory(
-        self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], step: _Step
-    ) -> list[tuple[Sequence[WorkerSeq], PendingResult]]:
+        self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched
+    ) -> None:
+        """Launch them in one go, or where memory does not suffice in halves, in their order.
+
+        The scheduler is told how many tokens were too many. A sequence that does not fit alone is refused, and planned
+        again with fewer tokens if it had many.
+        """
         try:
-            return [self._launch(plans, seqs, step)]
+            launched.launches.append(self._launch(plans, seqs, launched))
+            return
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(".")[0]
         self.runner.free_memory()
         num_tokens = sum(plan.num_scheduled_tokens for plan in plans)
-        step.shortage.max_tokens = num_tokens // 2
+        launched.max_tokens = num_tokens // 2
         _log.warning(
             "%d tokens are too many for the memory, steps have half of them from now on: %s",
             num_tokens,
@@ -185,25 +169,22 @@ class Worker:
         if len(plans) == 1:
             seqs[0].refusal = f"there is too little memory for its {num_tokens} rows: {reason}"
             if num_tokens > MIN_RETRY_TOKENS:
-                step.shortage.seq_ids.add(seqs[0].seq_id)
-            return []
+                launched.retryable.add(seqs[0].seq_id)
+            return
         half = len(plans) // 2
-        return [
-            *self._compute_in_memory(plans[:half], seqs[:half], step),
-            *self._compute_in_memory(plans[half:], seqs[half:], step),
-        ]
+        self._compute_in_memory(plans[:half], seqs[:half], launched)
+        self._compute_in_memory(plans[half:], seqs[half:], launched)
 
     def _launch(
-        self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], step: _Step
+        self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched
     ) -> tuple[Sequence[WorkerSeq], PendingResult]:
         """Launch one forward over ``plans``."""
         prepared = self._inputs.prepare(plans, seqs)
         spans = spans_of(plans, [seq.prompt for seq in seqs]) if any(seq.prompt for seq in seqs) else []
         if spans:
-            samples, hidden = self.runner.run_with_hidden(
-                prepared, np.concatenate([span.tokens for span in spans])
-            )
-            step.prompts.update(self.scorer.outputs(spans, hidden))
+            tokens = np.concatenate([span.tokens for span in spans])
+            samples, hidden = self.runner.run_with_hidden(prepared, tokens)
+            launched.prompts.update(self.scorer.outputs(spans, hidden))
             pending: PendingResult = lambda: samples  # noqa: E731
         else:
             pending = self.runner.launch(prepared)
@@ -214,10 +195,8 @@ class Worker:
         self, plan: SeqPlan, launched: Launched, sampled: tuple[WorkerSeq, SeqSample] | None
     ) -> SeqResult:
         if plan.seq_id in launched.refused:
-            again = plan.seq_id in launched.shortage.seq_ids
-            return SeqResult(
-                plan.seq_id, plan.epoch, (), error=launched.refused[plan.seq_id], out_of_memory=again
-            )
+            reason, again = launched.refused[plan.seq_id], plan.seq_id in launched.retryable
+            return SeqResult(plan.seq_id, plan.epoch, (), error=reason, out_of_memory=again)
         prompt = launched.prompts.get(plan.seq_id)
         error = (sampled[1].error if sampled else None) or (prompt.error if prompt is not None else None)
         if error is not None:
