@@ -20,7 +20,7 @@ MAX_CLASS_METHODS = 15
 # in lines and raises the row of its package by that, in the same commit.
 MAX_LINES: dict[str, int] = {
     "": 2_350,
-    "api": 5_180,
+    "api": 5_150,
     "bench": 2_450,
     "cache": 1_400,
     "cli": 1_500,
@@ -28,8 +28,8 @@ MAX_LINES: dict[str, int] = {
     "executor": 1_000,
     "families": 1_690,
     "gateway": 330,
-    "http": 945,
-    "jobs": 1_020,
+    "http": 940,
+    "jobs": 1_010,
     "kernels": 6_300,
     "layers": 820,
     "lora": 430,
