@@ -1,4 +1,4 @@
-"""What a step does row by row beside the model: adapters of LoRA, and draws with and without penalties and masks."""
+"""The work of a step beside the model, row by row: LoRA adapters, and sampling with and without penalties and masks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from benchmarks.gpu.timing import DEVICE, seconds
 from quire.kernels.lora import LowRank, add_lora, group_rows, stack_empty, write_slot
 from quire.request import SamplingParams
 from quire.runner.device_sampler import DeviceSampler
-from quire.runner.grammars import Grammars
+from quire.runner.sequences import WorkerSeqs
+from quire.sampling.grammars import Grammars
+from quire.sampling.sampler import columns_of
 from quire.step import NewSeq
 
 
@@ -41,8 +43,8 @@ def adapters(limits: dict[str, float], *, tiny: bool) -> list[Row]:
     return found
 
 
-def draws(limits: dict[str, float], *, tiny: bool) -> list[Row]:
-    """Draws of a whole step, the host's part of it included; none waits for what it drew."""
+def samples(limits: dict[str, float], *, tiny: bool) -> list[Row]:
+    """Sampling of a whole step, with the host's part of it; no step waits for its tokens."""
     count, vocab = (3, 1500) if tiny else (256, 128_256)
     plain = SamplingParams(temperature=0.8, seed=1, max_tokens=4)
     kinds = {
@@ -55,10 +57,14 @@ def draws(limits: dict[str, float], *, tiny: bool) -> list[Row]:
     logits = torch.randn(count, vocab, device=DEVICE)
     found = []
     for name, (params, passes) in kinds.items():
-        sampler = DeviceSampler(vocab, Grammars("", vocab, 1), DEVICE)
-        for i in range(count):
-            sampler.add(NewSeq(i, 0, tuple(range(100)), (), replace(params, seed=i), 0))
-        taken_s = seconds([lambda: sampler.draw(logits, range(count))])  # noqa: B023  called at once
+        grammars = Grammars("", vocab, 1)
+        sampler = DeviceSampler(vocab, grammars, DEVICE)
+        table = WorkerSeqs(vocab, count, 128, max_blocks=1, num_groups=1, grammars=grammars)
+        prompt = tuple(range(100))
+        seqs = [table.admit(NewSeq(i, 0, prompt, (), replace(params, seed=i), 0)) for i in range(count)]
+        indices = np.array([seq.row for seq in seqs])
+        columns = columns_of(table.columns, indices, table.num_tokens[indices] - 1)
+        taken_s = seconds([lambda: sampler.sample(logits, seqs, columns)])  # noqa: B023  called at once
         num_bytes = passes * logits.numel() * 4
         found.append(row(f"{count} x {vocab}, {name}", taken_s, num_bytes, 0, limits))
     return found

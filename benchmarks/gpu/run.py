@@ -21,7 +21,7 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PARTS = (  # in order of value; each within eight minutes on an H200 as planned, none measured yet
     "decode-attention", "w4a16", "norm", "end-to-end", "prefill-attention", "throughput", "invariant", "mixture",
-    "adapters", "draws",
+    "adapters", "sampling",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def part(name: str) -> Callable[..., list[dict[str, Any]]]:
         "invariant": engine.invariant,
         "mixture": engine.mixture,
         "adapters": rows.adapters,
-        "draws": rows.draws,
+        "sampling": rows.samples,
     }[name]
 
 

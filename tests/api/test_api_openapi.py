@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ from starlette.routing import Route
 from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
-from quire.api.openapi import BODIES
+from quire.api.openapi import BODIES as OWN_BODIES
 from quire.http.wire import Use, table_of
+from quire.jobs.extension import jobs_of
+from quire.jobs.routes import JobSettings
+
+BODIES = {**OWN_BODIES, **jobs_of(JobSettings(), lambda: False, time.time).bodies}
 
 
 @pytest.fixture(scope="module")

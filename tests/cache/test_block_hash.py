@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from quire.cache.block_hash import block_hash, extend_chain, page_hash, root_hash
+from quire.cache.block_hash import block_hash, extend_chain, group_block_hash, root_hash
 
 TOKENS = (1, 2, 3, 4)
 
@@ -21,7 +21,7 @@ def test_the_hash_is_the_same_for_ever() -> None:
         block_hash(root, TOKENS).hex() == "98321d8aa4a3db448ccfff005c143910a9b2ff176cba5fb62e5c185e9941d03b"
     )
     assert (
-        page_hash(block_hash(root, TOKENS), 1).hex()
+        group_block_hash(block_hash(root, TOKENS), 1).hex()
         == "185e97fe89437961e75ba199ba98c1bda3db4de063159867d124e5c10d90433b"
     )
 
@@ -65,7 +65,7 @@ def test_a_block_depends_on_all_before_it() -> None:
 
 def test_pages_of_groups_have_names_of_their_own() -> None:
     block = block_hash(root_hash("m", 4), TOKENS)
-    assert len({page_hash(block, 0), page_hash(block, 1), block}) == 3
+    assert len({group_block_hash(block, 0), group_block_hash(block, 1), block}) == 3
 
 
 def test_a_chain_grows_by_full_blocks_only() -> None:

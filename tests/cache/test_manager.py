@@ -74,7 +74,7 @@ def test_a_full_hit_within_the_step_that_computes_it_is_not_copied() -> None:
         assert not step.moves
 
 
-def test_a_full_hit_without_room_for_the_copy_computes_the_last_block_again() -> None:
+def test_a_full_hit_without_room_for_a_copy_computes_its_tail() -> None:
     bench = Bench(num_blocks=2)
     prompt = tuple(range(8))
     first, _ = bench.run(prompt)

@@ -131,7 +131,7 @@ def test_clear_forgets_everything() -> None:
     assert bench.cache.pool.num_free == 32
 
 
-def test_the_first_to_become_idle_comes_first_whatever_is_used_again_between() -> None:
+def test_the_first_idle_node_comes_first() -> None:
     rng = random.Random(8)
     queue, nodes = IdleQueue(), [Node(b"", None, b"", (0,), 0) for _ in range(40)]
     idle: dict[Node, None] = {}  # in order of becoming so
@@ -154,7 +154,7 @@ def test_the_first_to_become_idle_comes_first_whatever_is_used_again_between() -
             queue.add(node, num_nodes=len(nodes))
 
 
-def test_where_all_groups_slide_a_node_with_children_comes_when_the_last_of_them_went() -> None:
+def test_a_node_with_children_comes_after_the_last_of_them() -> None:
     queue, parent, child, other = IdleQueue(), *(Node(b"", None, b"", (0,), 0) for _ in range(3))
     parent.num_children = 1
     for node in (parent, child, other):

@@ -15,13 +15,13 @@ INFO = EngineInfo(64, 1, 1, "scripted", "exact", 0.0, 0)
 
 
 def token_of(request: Request, index: int, position: int) -> int:
-    """The token of a sample at an output position: a pure function, as in the real engine."""
+    """Return the token of a sample at an output position: a pure function, as in the real engine."""
     seed = request.sampling.seed or 0
     return 97 + (seed * 7 + index * 5 + position * position) % 26
 
 
 class ScriptedClient:
-    """Gives every request one token a `receive`, and dies after ``die_after`` of them."""
+    """Returns one token per request and `receive`, and dies after ``die_after`` of them."""
 
     def __init__(self, *, die_after: int | None = None, load_error: QuireError | None = None) -> None:
         self.sent: list[Message] = []
@@ -92,6 +92,6 @@ class ScriptedClient:
 
 
 def clients(*made: ScriptedClient) -> Callable[[], ScriptedClient]:
-    """A factory that hands these out in turn."""
+    """Return a factory that returns these one after the other."""
     waiting = list(made)
     return lambda: waiting.pop(0)

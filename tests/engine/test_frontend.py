@@ -39,7 +39,7 @@ def frontend_over(client: EngineClient) -> Frontend:
 def with_frontend(
     body: Callable[[Frontend, InProcessClient], Awaitable[None]], executor: str = FAKE, **settings: object
 ) -> None:
-    """Run ``body`` with a started frontend; everything must be free at the end."""
+    """Run ``body`` with a started frontend; all blocks must be free at the end."""
 
     async def main() -> None:
         client = InProcessClient(engine_config(**settings), WallClock(), executor=executor)
@@ -66,7 +66,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def tokens_of(prompt: str, sampling: SamplingParams, index: int = 0) -> list[int]:
-    """What the engine must draw, stop ids included."""
+    """Return the tokens that the engine must sample, including stop ids."""
     return fake_tokens(ids(prompt), sampling, index, sampling.max_tokens or 0, FakeModel(vocab_size=VOCAB))
 
 

@@ -1,4 +1,4 @@
-"""The helper process: bad grammars are refused in time, whatever they do to a compiler, and the next one is fine."""
+"""The helper process: bad grammars are rejected in time, whatever they do to a compiler, and the next one compiles."""
 
 from __future__ import annotations
 

@@ -75,10 +75,10 @@ def test_logprobs_and_stop_strings(llm: LLM) -> None:
     (answer,) = whole.outputs
     assert answer.logprobs is not None
     assert len(answer.logprobs) == len(answer.token_ids) == 6
-    drawn = [table[token] for table, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-    assert answer.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in drawn))
-    assert all(entry.rank == 1 for entry in drawn)
-    assert "".join(entry.decoded_token for entry in drawn) == answer.text
+    sampled = [table[token] for table, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    assert answer.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in sampled))
+    assert all(entry.rank == 1 for entry in sampled)
+    assert "".join(entry.decoded_token for entry in sampled) == answer.text
     stop = answer.text[4:6]
     (cut,) = llm.generate("Once upon a time", SamplingParams(max_tokens=6, temperature=0.0, stop=[stop]))
     assert cut.outputs[0].text == answer.text[: answer.text.index(stop)]
@@ -108,7 +108,7 @@ def test_embed(llm: LLM, pooling: Any) -> None:
         "The sea was calm. " * 12,
         "She",
         "The sea was calm. " * 12,
-    ]  # longer than a step, and the same again
+    ]  # longer than a step, and the same prompt again
     outputs = llm.embed(texts, pooling=pooling, use_tqdm=False)
     vectors = [o.outputs.embedding for o in outputs]
     assert vectors[0] == vectors[2] != vectors[1]
@@ -150,8 +150,8 @@ def test_score(llm: LLM) -> None:
 
 
 def test_best_of_and_beams(llm: LLM) -> None:
-    drawn = SamplingParams(max_tokens=6, seed=3, n=4, logprobs=0, ignore_eos=True)
-    (four,) = llm.generate("The sea", drawn)
+    params = SamplingParams(max_tokens=6, seed=3, n=4, logprobs=0, ignore_eos=True)
+    (four,) = llm.generate("The sea", params)
     means = {o.text: (o.cumulative_logprob or 0.0) / 6 for o in four.outputs}
     (best,) = llm.generate("The sea", SamplingParams(max_tokens=6, seed=3, n=2, best_of=4, ignore_eos=True))
     assert [o.text for o in best.outputs] == sorted(means, key=lambda text: -means[text])[:2]
@@ -160,7 +160,7 @@ def test_best_of_and_beams(llm: LLM) -> None:
     (found,) = llm.generate("The sea", beams)
     totals = [o.cumulative_logprob or 0.0 for o in found.outputs]
     assert totals == sorted(totals, reverse=True)
-    for output in found.outputs:  # what the engine says of the same tokens as a prompt
+    for output in found.outputs:  # the same tokens as a prompt
         prompt = [*found.prompt_token_ids, *output.token_ids]
         (scored,) = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1))
         assert scored.prompt_logprobs is not None
@@ -224,7 +224,7 @@ def test_leaving_a_stream_frees_the_engine(llm: LLM) -> None:
     assert not llm._client.core.has_work
 
 
-def test_seeds_are_drawn_from_the_seed_of_the_llm(llm: LLM) -> None:
+def test_requests_get_their_seeds_from_that_of_the_llm(llm: LLM) -> None:
     first = [o.seed for o in llm.generate(["a", "b"], SamplingParams(max_tokens=1))]
     assert len(set(first)) == 2
     (given,) = llm.generate("a", SamplingParams(max_tokens=1, seed=123))

@@ -1,4 +1,4 @@
-"""`LLM(device="interpret")`: a GPU's whole path but the GPU, on a little model with random weights."""
+"""`LLM(device="interpret")`: a GPU's whole path except for the GPU, on a small model with random weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def make(shared_data: Path, **settings: Any) -> LLM:
-    """Random weights, and sums that can hardly decide a token by their order: fp32."""
+    """Random weights in fp32, where the order of a sum hardly ever changes a token."""
     model = str(shared_data / "models" / "stories260K" / "hf")
     asked = {"num_kv_blocks": 64, "max_model_len": 128, "dtype": "float32", **settings}
     return LLM(model, load_format="random", seed=5, **asked)
@@ -37,7 +37,7 @@ def test_greedy_tokens_are_those_of_the_cpu(shared_data: Path) -> None:
 
 @pytest.mark.slow
 def test_preempted_cached_and_chunked_are_equal(shared_data: Path) -> None:
-    """In bf16, where another order of a sum would soon be another token."""
+    """In bf16, where another order of a sum would soon change a token."""
     bf16 = {"dtype": "bfloat16", "device": "interpret", "batch_invariant": True, "max_model_len": 48}
     with make(shared_data, **bf16) as roomy:
         alone = [tokens(roomy.generate([prompt], GREEDY, False))[0] for prompt in PROMPTS]

@@ -1,4 +1,4 @@
-"""`LLM(lora=…)`: adapters by name, loaded later, refused by field."""
+"""`LLM(lora=…)`: adapters by name, loaded later, rejected by field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_adapters_by_name(shared_data: Path, tmp_path: Path) -> None:
         (alone,) = llm.generate(prompts[:1], greedy, False, adapter="one")
         assert alone.outputs[0].token_ids == adapted.outputs[0].token_ids
         llm.adapters.load("two", two.path)
-        both = llm.generate(prompts, greedy, False, adapter=["one", "two"])  # one slot: in turns
+        both = llm.generate(prompts, greedy, False, adapter=["one", "two"])  # one slot: one after the other
         assert both[0].outputs[0].token_ids == alone.outputs[0].token_ids
         assert (
             "".join(c.text for c in llm.stream(prompts[0], greedy, adapter="two")) == both[1].outputs[0].text

@@ -1,4 +1,4 @@
-"""Token events to text: stop strings over token borders, exactly one end, nothing contradicted."""
+"""Token events to text: stop strings across tokens, exactly one end, nothing taken back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def feed(state: RequestOutputState, given: list[TokenEvent]) -> list[OutputChunk
 
 
 def grouped(rng: random.Random, given: list[TokenEvent]) -> list[TokenEvent]:
-    """The same tokens with several to an event."""
+    """The same tokens, several per event."""
     made: list[TokenEvent] = []
     for event in given:
         if made and rng.random() < 0.5:
@@ -124,7 +124,7 @@ def test_an_error_becomes_its_exception() -> None:
 
 
 def expected(text: str, stop: list[str], include: bool) -> tuple[str, int]:
-    """The oracle: what is shown of ``text``, and how many bytes (= tokens) it took."""
+    """The oracle: how much of ``text`` is shown, and how many bytes (= tokens) that takes."""
     ends = [(text.find(s) + len(s), -len(s), s) for s in stop if s in text]
     if not ends:
         return text, len(text.encode())

@@ -42,7 +42,7 @@ def expected(asked: Request) -> list[tuple[int, ...]]:
 
 
 class Collected:
-    """Tokens and terminal events of each sample."""
+    """Return tokens and terminal events of each sample."""
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -75,7 +75,7 @@ def client() -> Iterator[ProcessClient]:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended (a zombie has)."""
+    """Return whether a process has ended (a zombie has)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

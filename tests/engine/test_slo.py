@@ -1,4 +1,4 @@
-"""``--slo`` from the flag to the engine: what it is built of, that it reaches the child, that no token changes."""
+"""``--slo`` from the flag to the engine: what it builds, that it reaches the child, and that no token changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tokens_do_not_depend_on_the_controller(in_flight: int) -> None:
     engine.run()
     for one in asked:
         assert engine.tokens(one.request_id) == oracle(one)
-    assert len(settings) > 1  # it did something
+    assert len(settings) > 1  # the controller changed the setting
 
 
 def test_an_slo_reaches_the_child_and_builds_a_controller() -> None:
@@ -100,7 +100,7 @@ def test_wrong_flags_are_named(args: ServerArgs, settings: dict[str, object], ma
 
 def test_an_operators_limits_are_the_flags_limits() -> None:
     assert with_slo(engine_config(), ServerArgs()) == engine_config()
-    assert EngineArgs().max_num_batched_tokens == 2048  # what the controller starts from, and never exceeds
+    assert EngineArgs().max_num_batched_tokens == 2048  # where the controller starts; it never goes higher
 
 
 def test_a_sampled_roofline_agrees_with_it() -> None:

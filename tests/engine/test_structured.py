@@ -1,4 +1,6 @@
-"""Structured output through the whole engine: the form holds, and the tokens are those of the request alone."""
+"""Structured output through the whole engine: answers have the form, and their tokens equal those of the request run
+alone.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def test_the_form_holds(llm: LLM, kind: str, temperature: float) -> None:
 
 
 def test_tokens_in_a_batch_preempted_and_forked_are_those_alone(llm: LLM) -> None:
-    """In 24 blocks eight requests of three samples preempt one another; each is rebuilt from its output ids."""
+    """In 24 blocks, eight requests of three samples preempt one another; each is rebuilt from its output ids."""
     kinds = [*FORMS, None, "json", "grammar", "json"]
     sampling = [
         params(kind, seed=i, temperature=1.0, n=3, logprobs=2)
@@ -96,7 +98,7 @@ def test_tokens_in_a_batch_preempted_and_forked_are_those_alone(llm: LLM) -> Non
 
 
 def test_a_sequence_goes_on_after_a_restart(llm: LLM) -> None:
-    """What a new engine makes of (prompt ids, output ids, grammar) is the rest of the same answer."""
+    """A new engine continues the same answer from (prompt ids, output ids, grammar)."""
     sampling = params("json", temperature=1.0)
     (whole,) = llm.generate("A sailor: ", sampling, use_tqdm=False)
     ids = whole.outputs[0].token_ids
@@ -116,15 +118,15 @@ def test_log_probabilities_are_those_of_what_the_grammar_allows(llm: LLM) -> Non
     (output,) = llm.generate("It was ", params("choice", temperature=0.0, logprobs=5), use_tqdm=False)
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
-    drawn = [entry[token_id] for entry, token_id in zip(logprobs, output.outputs[0].token_ids, strict=True)]
-    assert any(one.logprob == 0.0 for one in drawn), "a token that is the only one allowed is certain"
-    assert all(one.rank == 1 for one in drawn)
+    sampled = [entry[token_id] for entry, token_id in zip(logprobs, output.outputs[0].token_ids, strict=True)]
+    assert any(one.logprob == 0.0 for one in sampled), "a token that is the only one allowed is certain"
+    assert all(one.rank == 1 for one in sampled)
     for entry in logprobs:
         assert sum(math.exp(one.logprob) for one in entry.values()) < 1.0001
 
 
 def test_a_limit_hit_in_a_step_fails_that_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(grammar_matcher.LIMITS, "step_max_items", 60)  # in this process, where the worker is
+    monkeypatch.setitem(grammar_matcher.LIMITS, "step_max_items", 60)  # the worker is in this process
     hard = StructuredOutputsParams(grammar='start: a\na: "x" | a a | a a a')
     free = SamplingParams(max_tokens=30, temperature=0.0)
     with LLM("quill", num_kv_blocks=64, max_model_len=256, threads=1) as small:

@@ -1,4 +1,4 @@
-"""An engine that dies: streams go on as if nothing had happened, or end with one error each."""
+"""An engine that dies: streams continue as if nothing had happened, or end with one error each."""
 
 from __future__ import annotations
 
@@ -177,11 +177,12 @@ def test_live_settings_survive_a_restart() -> None:
     before = {"max_queue": 7, "order": "priority", "max_num_seqs": 4}
     book.sent(
         ChangePolicy("0", PolicyChange(max_num_seqs=2, max_queue=9))
-    )  # not known yet whether it is taken
+    )  # not known yet whether it is accepted
     assert len(book.readmissions()) == 2
     book.answered([Reply("0", {**before, "max_num_seqs": 2}, before), Reply("1", before, error="no")])
     assert book.readmissions()[2:] == [PolicyChange(max_num_seqs=2)]
-    # Under --slo what a person pinned is set again, even at the value that it had; the rest is the controller's.
+    # With --slo, a setting that a person pinned is set again, even to an unchanged value; the controller sets the
+    # others.
     book.answered([Reply("2", {**before, "max_num_batched_tokens": 64}, pinned=("max_num_batched_tokens",))])
     assert book.readmissions()[2:] == [PolicyChange(max_num_batched_tokens=64)]
     book.answered([Reply("3", before, before, pinned=())])

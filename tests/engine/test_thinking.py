@@ -1,4 +1,4 @@
-"""Thinking budgets through the whole engine: kept to the token, and the tokens are those of the request alone."""
+"""Thinking budgets through the whole engine: exact to the token, with the tokens of the request run alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire import LLM, SamplingParams
 from quire.request import ThinkingBudget
 from quire.text.constraint import ThinkingLimit
 
-BEGIN, END = 300, 301  # any two ids serve; Quill draws neither by itself in these runs
+BEGIN, END = 300, 301  # any two ids will do; Quill samples neither in these runs
 
 
 def allowed_next(limit: ThinkingLimit, vocab_size: int = 12) -> set[int]:
@@ -22,7 +22,7 @@ def allowed_next(limit: ThinkingLimit, vocab_size: int = 12) -> set[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_limit_is_a_function_of_the_ids(seed: int) -> None:
-    """Rolled back or rebuilt, it forbids the same; the count of reasoning tokens never passes the budget."""
+    """Rolled back or rebuilt, it forbids the same ids; reasoning never exceeds the budget."""
     rng = random.Random(seed)
     budget = ThinkingBudget(rng.randint(0, 4), 1, 2, is_open=rng.random() < 0.5)
     limit, ids = ThinkingLimit(budget), list[int]()

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes and a few longer tokens, and model facts, for tests of the engine's outer parts."""
+"""A byte tokenizer and a toy model's facts, for tests of clients, frontend and supervisor."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def events(
     index: int = 0,
     end: FinishReason | None = FinishReason.LENGTH,
 ) -> list[TokenEvent]:
-    """One event a token; the last carries ``end``."""
+    """Return one event per token; the last carries ``end``."""
     tokens = ids(text) if isinstance(text, str) else tuple(text)
     made = [TokenEvent(request_id, index, (token,)) for token in tokens]
     if end is not None:
@@ -62,7 +62,7 @@ def events(
 
 
 def engine_config(**settings: object) -> EngineConfig:
-    """The configuration of a toy model; ``settings`` are fields of `EngineArgs`."""
+    """Return the configuration of a toy model; ``settings`` are fields of `EngineArgs`."""
     attention = AttentionSpec(1, 1, 8, 8, 8**-0.5, None)
     spec = ModelSpec(
         family="llama",

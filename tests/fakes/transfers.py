@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tests.fakes.kv import FakePages
 from tests.fakes.model import chain, start_state
 
-from quire.cache.block_hash import extend_chain, page_hash, root_hash
+from quire.cache.block_hash import extend_chain, group_block_hash, root_hash
 from quire.request import Request
 from quire.step import KvTransfer, TransferDone
 
@@ -56,7 +56,7 @@ class FakeTransfers:
         for row, block_hash in enumerate(hashes[:num_blocks]):
             for group in range(num_groups):
                 page = self._pages.due(states[row * size : (row + 1) * size], group)
-                self._remote[page_hash(block_hash, group)] = page
+                self._remote[group_block_hash(block_hash, group)] = page
 
     @property
     def num_open(self) -> int:

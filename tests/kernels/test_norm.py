@@ -23,6 +23,7 @@ from quire.kernels.pointwise import gated
 from quire.kernels.registry import Backend
 from quire.layers.mlp import Mlp
 from quire.layers.norm import RmsNorm
+from quire.layers.weights import Build
 from quire.weight_format import WeightFormat
 
 EPS = 1e-5
@@ -112,15 +113,15 @@ def test_a_block_of_quantized_linears_is_its_ops_one_by_one(backend: Backend) ->
     """Norm and activation of a model write int8 rows; the bits are those of plain rows quantized by the linears."""
     rng = generator()
     kernels, held = registry.choose(runner_config(backend)), WeightFormat("int8")
-    mlp = Mlp(
-        64, 96, "silu", torch.bfloat16, kernels, formats={f"{x}.weight": held for x in ("gate", "up", "down")}
-    )
+    formats = {f"{x}.weight": held for x in ("gate", "up", "down")}
+    build = Build(torch.bfloat16, kernels, EPS, formats=formats)
+    mlp = Mlp(64, 96, "silu", build)
     for name, shape in (("gate", (96, 64)), ("up", (96, 64)), ("down", (64, 96))):
         q = torch.randint(-127, 128, shape, generator=rng).to(torch.int8)
         weight = QuantizedWeight(held, q, torch.rand(shape[0], 1, generator=rng) * 0.01)
         place = mlp._down if name == "down" else mlp._gate_up
         write_rows(place.packed, 96 * (name == "up"), weight)
-    norm = RmsNorm(64, EPS, kernels, reader=mlp.reads)
+    norm = RmsNorm(64, build, reader=mlp.reads)
     norm.weight.copy_(torch.randn(64, generator=rng))
     x, residual = torch.randn(2, 9, 64, generator=rng).to(torch.bfloat16)
     rows, total = norm.enter(x, residual.clone())

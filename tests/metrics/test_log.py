@@ -1,4 +1,4 @@
-"""Log lines for people and for machines."""
+"""Log lines in both styles."""
 
 from __future__ import annotations
 

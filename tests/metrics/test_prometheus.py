@@ -34,7 +34,7 @@ def test_latencies_of_a_request_with_two_sequences() -> None:
     request.admitted(0.25, 3)
     request.chunk(0, 1, 10.5)
     request.chunk(0, 4, 10.9)  # four tokens in one chunk: gaps of 0.1 s
-    request.chunk(0, 0, 10.95)  # text without tokens counts nothing
+    request.chunk(0, 0, 10.95)  # text without tokens is not counted
     request.chunk(1, 1, 11.0)
     request.finish(0, "stop", 10.95, 2)
     histograms = metrics.histograms

@@ -54,7 +54,7 @@ def test_without_chunks_a_prompt_waits_until_it_fits_a_step() -> None:
     assert plans == [{0: 15}, {1: 15, 0: 1}]
 
 
-def test_without_chunks_a_preempted_sequence_that_outgrew_the_step_is_cut() -> None:
+def test_without_chunks_only_what_outgrew_the_step_is_cut() -> None:
     """It cannot be refused any more, so it must not be stuck."""
     scheduler = make_scheduler(
         num_blocks=11, max_num_batched_tokens=12, enable_chunked_prefill=False, caching=False

@@ -22,7 +22,7 @@ def test_the_next_token_is_planned_before_the_last_is_known() -> None:
     assert plans[4] is None, "all four tokens are on their way"
 
 
-def test_a_zombie_is_dropped_and_its_blocks_go_when_its_last_step_is_applied() -> None:
+def test_a_zombie_keeps_blocks_until_its_last_step_is_applied() -> None:
     scheduler = make_scheduler(caching=False)
     scheduler.add(request("a", 8, max_tokens=9, eos_token_ids=(2,)), 0.0)
     first, second = scheduler.plan(0.0), scheduler.plan(0.0)
@@ -84,7 +84,7 @@ def test_preempted_sequences_end_with_the_same_tokens(in_flight: int) -> None:
     assert engine.core.stats().num_preemptions >= 2
 
 
-def test_a_preempted_sequence_is_admitted_with_a_new_epoch_and_its_output() -> None:
+def test_readmission_has_a_new_epoch_and_the_output() -> None:
     scheduler = make_scheduler(num_blocks=7, caching=False)
     scheduler.add(request("a", 8, max_tokens=12), 0.0)
     scheduler.add(request("b", 8, max_tokens=12), 0.0)
@@ -100,7 +100,7 @@ def test_a_preempted_sequence_is_admitted_with_a_new_epoch_and_its_output() -> N
     assert admissions[2][2] > 0
 
 
-def test_a_failed_step_fails_its_sequences_and_withdraws_what_it_published() -> None:
+def test_a_failed_step_withdraws_what_it_published() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 8), 0.0)
     plan = scheduler.plan(0.0)
@@ -219,7 +219,7 @@ def test_the_first_in_rank_gets_room_though_one_behind_it_found_none() -> None:
     assert ends == ["r0", "r1", "r2"]
 
 
-def test_prompt_blocks_are_published_at_plan_and_generated_ones_at_apply() -> None:
+def test_prompts_are_published_at_plan_outputs_at_apply() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 7, max_tokens=9), 0.0)
     plan = scheduler.plan(0.0)

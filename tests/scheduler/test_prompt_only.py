@@ -70,9 +70,7 @@ def test_they_do_not_read_the_cache_and_publish() -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 12])
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_preemption_loses_no_entry_and_repeats_none_with_another_value(
-    max_tokens: int, in_flight: int
-) -> None:
+def test_preemption_loses_and_changes_no_prompt_logprob(max_tokens: int, in_flight: int) -> None:
     scheduler = make_scheduler(num_blocks=10, max_num_batched_tokens=5)
     engine = Engine(scheduler, in_flight=in_flight)
     asked = [request(f"r{i}", 14, prompt_logprobs=1, max_tokens=max_tokens) for i in range(4)]

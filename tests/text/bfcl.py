@@ -21,7 +21,7 @@ _JSON_TYPE = {"dict": "object", "float": "number", "tuple": "array", "any": None
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked, the tools, and the calls that answer it."""
+    """A question, the tools, and the calls that answer it."""
 
     name: str
     question: str
@@ -76,7 +76,7 @@ def _schema(schema: Any) -> Any:
 
 
 def _first(arguments: dict[str, list[Any]]) -> dict[str, Any]:
-    """The first acceptable value of each argument; "" means that it may be left out."""
+    """Return the first acceptable value of each argument; "" means that it may be left out."""
     chosen = {}
     for name, values in arguments.items():
         value = next((v for v in values if v != ""), "")
@@ -95,7 +95,7 @@ def template(path: Path) -> ChatTemplate:
 
 
 def rendered(template: ChatTemplate, case: Case) -> tuple[str, str] | None:
-    """(prompt, the template's own text of an answer with the calls); None where it does not render all of them."""
+    """Return (prompt, the template's text of an answer with the calls); None if it does not render all calls."""
     for as_text in (False, True):
         calls = [
             {
@@ -109,10 +109,10 @@ def rendered(template: ChatTemplate, case: Case) -> tuple[str, str] | None:
             prompts = [_render(template, case, [], add_generation_prompt=begin) for begin in (True, False)]
             whole = _render(template, case, calls)
             if len(calls) > 1 and whole == _render(template, case, calls[:1]):
-                return None  # the first one alone
+                return None  # only the first one
         except RequestError:
             continue
-        # Some templates begin an answer otherwise than they repeat one.
+        # Some templates begin an answer differently from how they repeat one.
         prompt = next((p for p in prompts if whole.startswith(p)), _common(prompts[1], whole))
         text = whole[len(prompt) :]
         if all(name in text for name, _ in case.calls):

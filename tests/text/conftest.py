@@ -33,7 +33,7 @@ def tokenizers_folder(shared_data: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def load(tokenizers_folder: Path) -> Load:
-    """Load by path inside the tokenizers folder; each file is read once a session."""
+    """Load by path inside the tokenizers folder; each file is read once per session."""
     return lru_cache(maxsize=None)(lambda name: load_tokenizer(tokenizers_folder / name))
 
 

@@ -1,4 +1,4 @@
-"""Required calls: whatever the grammar lets a model write is read back as calls of the tools, in every format."""
+"""Required calls: in every format, all text that the grammar allows parses as calls of the tools."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def vocabulary() -> Vocabulary:
 
 
 def write(vocabulary: Vocabulary, form: dict[str, Any], rng: random.Random) -> str:
-    """Draw an answer that the grammar allows, ending it as soon as it may."""
+    """Sample an answer that the grammar allows, and end it as soon as possible."""
     constraint = vocabulary.start(StructuredOutputsParams(structural_tag={"format": form}))
     ids: list[int] = []
     while len(ids) < 4000:

@@ -83,7 +83,7 @@ def test_the_unit_cases_of_huggingface_js(folder: Path) -> None:
 
 
 def test_equal_to_transformers(folder: Path) -> None:
-    """Every template on conversations of several shapes, against `render_jinja_template`, refusals included."""
+    """Every template on conversations of several shapes, against `render_jinja_template`, including refusals."""
     oracle = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     tool = {
         "type": "function",
@@ -118,7 +118,7 @@ def test_equal_to_transformers(folder: Path) -> None:
     for path in paths:
         source = path.read_text()
         if "strftime_now" in source:
-            continue  # transformers takes the wall clock
+            continue  # transformers reads the wall clock
         ours = template(source)
         for chat in chats:
             options = copy.deepcopy(chat)
@@ -132,7 +132,7 @@ def test_equal_to_transformers(folder: Path) -> None:
                 )
             except Exception as error:
                 if isinstance(error, TypeError) and "NoneType" in str(error):
-                    continue  # ours gives absent tools as undefined there
+                    continue  # with absent tools, ours renders again with them undefined
                 with pytest.raises(RequestError):
                     ours.render(messages, **named, variables={**tokens, **options})
                 num_refused += 1

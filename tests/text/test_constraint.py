@@ -1,4 +1,4 @@
-"""Constraints: what they forbid, and that advance and rollback meet again."""
+"""Constraints: what they forbid, and that rollback undoes advance."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_every_golden_text(name: str, load: Load, golden: list[dict[str, Any]]) 
 @given(data=st.data())
 def test_random_ids_in_random_pieces(name: str, load: Load, data: st.DataObject) -> None:
     tokenizer = load(name)
-    low = st.integers(0, 300)  # bytes and special tokens live here in most vocabularies
+    low = st.integers(0, 300)  # bytes and special tokens have such ids in most vocabularies
     ids = data.draw(st.lists(st.integers(-1, tokenizer.vocab_size + 2) | low, max_size=30))
     skip, continues = data.draw(st.sampled_from(OPTIONS))
     expected = tokenizer.decode(ids, skip, continues)

@@ -10,7 +10,7 @@ from tests.text.conftest import GOLDEN_FILES, Load
 
 CASES = [(name, path) for name, paths in GOLDEN_FILES.items() for path in paths]
 
-# This copy of Llama 2's tokenizer.json has its no-break spaces turned into spaces (vocabulary and merges), so that it
+# This copy of Llama 2's tokenizer.json has spaces in place of its no-break spaces (vocabulary and merges), so that it
 # is not readable by `tokenizers` at all and cannot encode U+00A0 as one token. The other two forms are intact.
 DAMAGED = "llama2"
 

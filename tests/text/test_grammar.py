@@ -1,4 +1,4 @@
-"""Grammars over every kind of vocabulary: what they allow is the form; state is a function of the output ids."""
+"""Grammars over every kind of vocabulary: they allow exactly the form; their state is a function of the output ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quire.text.grammar_matcher import (
 )
 
 SEED = 20261121
-EXTRA = 37  # rows of padding that a model's logits have beyond its vocabulary
+EXTRA = 37  # padding of a model's logits beyond its vocabulary
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -49,7 +49,7 @@ VOCABULARIES = [
 
 
 class Vocabulary:
-    """A tokenizer, an EOS id of it, and llguidance's form of both."""
+    """A tokenizer, one of its EOS ids, and llguidance's form of both."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -71,7 +71,7 @@ class Vocabulary:
         return np.flatnonzero(mask).tolist()
 
     def walk(self, constraint: GrammarConstraint, rng: random.Random, limit: int = 3000) -> list[int]:
-        """Draw allowed ids at random, short ones rather, until EOS."""
+        """Sample allowed ids at random, with a preference for short tokens, until EOS."""
         ids: list[int] = []
         while len(ids) < limit:
             token_id = rng.choice(self.allowed(constraint))
@@ -243,7 +243,7 @@ def test_a_schema_cannot_turn_the_compilers_checks_off(quill: Vocabulary) -> Non
 
 
 def test_state_is_a_function_of_the_output(quill: Vocabulary) -> None:
-    """Advance, roll back, build anew: the same masks, wherever the answer stands."""
+    """Advanced, rolled back or rebuilt: the same masks at every position of an answer."""
     rng = random.Random(SEED)
     params = StructuredOutputsParams(json=SCHEMA)
     for _ in range(5):

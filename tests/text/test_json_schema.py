@@ -1,4 +1,4 @@
-"""Written-out schemas: what their grammar allows, `jsonschema` finds valid; what is left is refused by name."""
+"""Rewritten schemas: all text of their grammar is valid for `jsonschema`; keywords that stay are rejected by name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ WRITTEN_OUT: list[dict[str, Any]] = [
 
 
 def grammar_of(schema: Any) -> str | None:
-    """As the helper does: as it is, else written out; None where both are refused."""
+    """As the helper does: the schema unchanged, else rewritten; None if both are rejected."""
     source = grammar_source(StructuredOutputsParams(json=json.dumps(schema), disable_any_whitespace=True))
     for write_out in (False, True):
         try:
@@ -68,7 +68,7 @@ def grammar_of(schema: Any) -> str | None:
 
 
 def walk(grammar: str, rng: random.Random) -> str | None:
-    """A random text of the grammar; strings and numbers end early. None when it does not end."""
+    """Return a random text of the grammar, with short strings and numbers; None if it does not end."""
     constraint = GrammarConstraint(compile_matcher(LLTOKENIZER, grammar), VOCAB)
     ids: list[int] = []
     while len(ids) < 400:
@@ -136,8 +136,8 @@ def test_the_opposite_of_everything_and_of_nothing() -> None:
         "properties": {"properties": {"type": "string"}}, "additionalProperties": False}  # fmt: skip
 
 
-# Groups in which an invalid instance is let in: annotations of the newer dialects, one character of ECMA's white space,
-# and a rule of draft 7 on `$id` beside `$ref`.
+# Groups in which an invalid instance is allowed: annotations of the newer dialects, one character of ECMA's white
+# space, and a rule of draft 7 on `$id` beside `$ref`.
 KNOWN = {
     "validation of string-encoded content based on media type",
     "validation of binary string-encoding",
@@ -148,7 +148,7 @@ KNOWN = {
 
 
 def test_the_official_suite_lets_nothing_invalid_in(shared_data: Path) -> None:
-    """JSON Schema Test Suite: of every schema that compiles, no instance that it calls invalid is accepted.
+    """JSON Schema Test Suite: for every schema that compiles, no invalid instance is accepted.
 
     Formats are left out: those of the compiler are patterns, which cannot know leap seconds or Punycode.
     """
@@ -173,7 +173,7 @@ def test_the_official_suite_lets_nothing_invalid_in(shared_data: Path) -> None:
 
 
 def suite_groups(suite: Any) -> list[dict[str, Any]]:
-    """Every test group with an object for a schema, wherever it lies in the packed file."""
+    """Return every test group whose schema is an object, at any depth of the packed file."""
     found: list[dict[str, Any]] = []
     if isinstance(suite, list):
         for item in suite:

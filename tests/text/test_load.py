@@ -1,4 +1,4 @@
-"""Loading: every form of file, what the configuration files add, and clear errors for what is missing or broken."""
+"""Loading: every form of file, what the configuration files add, and clear errors for missing or damaged files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_special_tokens_are_skipped_or_shown(load: Load) -> None:
 def test_added_tokens_of_the_config_replace_flags(load: Load) -> None:
     tokenizer = load("phi-3-mini")
     assert 2 not in tokenizer.special_token_ids  # "special": false in both files
-    assert tokenizer.encode("<|user|>\nHi<|end|>\n") == [32010, 6324, 32007]  # rstrip eats the line ends
+    assert tokenizer.encode("<|user|>\nHi<|end|>\n") == [32010, 6324, 32007]  # rstrip removes the line breaks
 
 
 def test_the_config_of_a_newer_model_over_the_same_vocabulary(

@@ -1,4 +1,4 @@
-"""What each format's text means: content, reasoning, calls; malformed text; every cut says the same."""
+"""What each format's text means: content, reasoning, calls, malformed text; however it is cut."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parse(name: str, pieces: list[str], **kwargs: Any) -> list[Delta]:
 
 
 def every_cut(name: str, text: str, **kwargs: Any) -> list[Delta]:
-    """What the text says, having checked that it says so however it is cut in two, and in single characters."""
+    """Return what the text means, after a check that every cut in two and single characters mean the same."""
     whole = parse(name, [text], **kwargs)
     assert parse(name, list(text), **kwargs) == whole
     for at in range(len(text) + 1):
@@ -61,7 +61,7 @@ def call(arguments: Any, name: str = "get", index: int = 0, call_id: str | None 
 
 
 def joined(deltas: list[Delta]) -> list[Delta]:
-    """Each call's first delta with its arguments."""
+    """Return each call's first delta with all its arguments."""
     result: list[Delta] = []
     for delta in deltas:
         if isinstance(delta, CallDelta) and delta.name is None:
@@ -205,7 +205,7 @@ def test_the_flag_knows_the_formats() -> None:
 
 
 def test_every_template_has_a_format(shared_data: Path) -> None:
-    """Detected, or plain: nothing is guessed for a template that shows neither calls nor reasoning."""
+    """A format is detected, or plain for a template that shows neither calls nor reasoning."""
     found: dict[str, list[str]] = {}
     for path in sorted((shared_data / "chat_templates").glob("*/*.jinja")):
         found.setdefault(detect_format(path.read_text()).name, []).append(path.stem)

@@ -14,7 +14,7 @@ from tests.text.bfcl import Call, Case, cases, contradicts_itself, rendered, tem
 from quire.text.output import CallDelta, Delta, OutputFormat, OutputParser, detect_format, prompt_opening
 
 SEED = 20261121
-# Templates that do not show the model's own calls, or show less than all of them, and why.
+# Templates that do not show the model's own calls, or only some of them, and why.
 NO_CALLS = {
     "HuggingFaceTB-SmolLM3-3B.jinja": "leaves the calls of earlier turns out",
     "Kimi-K2-Instruct.jinja": "needs a mutable sandbox, which transformers refuses too",
@@ -49,7 +49,7 @@ def parse(format: OutputFormat, case: Case, prompt: str, pieces: list[str]) -> l
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:
-    """Neighbours of one kind put together: what a client has in the end."""
+    """Merge neighbours of one kind: what a client has in the end."""
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None
@@ -66,7 +66,7 @@ def merged(deltas: list[Delta]) -> list[Delta]:
 
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_bfcl_calls_of_every_template(shared_data: Path, every: int) -> None:
-    """Whole, character by character, and at random cuts; figures are printed (-s)."""
+    """Parse whole, character by character, and at random cuts; prints figures (-s)."""
     rng = random.Random(SEED)
     chosen = [
         *itertools.islice(cases(shared_data, "simple_python"), 0, 400, every),
@@ -100,7 +100,7 @@ def test_bfcl_calls_of_every_template(shared_data: Path, every: int) -> None:
 
 @pytest.mark.parametrize("suite", ["simple_python", "parallel"])
 def test_every_cut_of_text_and_bytes(shared_data: Path, suite: str) -> None:
-    """One case a format, cut in two at every character and at every byte."""
+    """One case per format, cut in two at every character and at every byte."""
     case = next(c for c in cases(shared_data, suite) if 0 < len(c.calls) < 3)
     seen: set[str] = set()
     for path in sorted((shared_data / "chat_templates" / "llama.cpp").iterdir()):

@@ -1,4 +1,4 @@
-"""Stop strings: against a naive reference, for every cut of the text, with nothing leaked and nothing held too long."""
+"""Stop strings: against a naive reference, for every cut; no stop string leaks, no text is held back too long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STOPS = st.lists(st.text(alphabet="ab<|>é", min_size=1, max_size=5), min_size=1
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None, int]:
-    """What is shown in the end, the stop string, and the offset after it."""
+    """Return the text that is shown in the end, the stop string, and the offset after it."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -24,7 +24,7 @@ def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None, 
 
 
 def may_show(seen: str, stops: list[str]) -> str:
-    """All of ``seen`` but the longest tail that could still grow into a stop string."""
+    """Return ``seen`` without the longest tail that could still become a stop string."""
     holds = [n for n in range(len(seen) + 1) if any(stop.startswith(seen[len(seen) - n :]) for stop in stops)]
     return seen[: len(seen) - max(holds)]
 

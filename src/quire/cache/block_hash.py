@@ -39,8 +39,8 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return chain[0]
 
 
-def page_hash(block: bytes, group: int) -> bytes:
-    """Return the name of the page that holds a block's K and V of one cache group (for tiers and transfers)."""
+def group_block_hash(block: bytes, group: int) -> bytes:
+    """Return the name of a block's K and V of one cache group, for tiers and transfers."""
     return blake2b(block + _integer(group), digest_size=HASH_BYTES, person=_PAGE).digest()
 
 

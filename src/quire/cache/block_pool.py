@@ -1,6 +1,6 @@
-"""`BlockPool`: equal pages by id, a stack of free ones, and one reference count a block.
+"""`BlockPool`: block ids of equal size, a stack of free ones, and one reference count per block.
 
-Who may hold a reference: a sequence (its block table), the prefix cache (one), a step or a move in flight. A block
+A reference is held by a sequence (its block table), the prefix cache (one), a step or a transfer in flight. A block
 returns to the pool when the last reference goes.
 
     0 … untouched − 1      handed out before; the free ones are on the stack, last freed on top
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """A pool of ``num_blocks`` block ids. Taking and dropping are O(1) a block."""
+    """A pool of ``num_blocks`` block ids. Taking and dropping are O(1) per block."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0

@@ -2,7 +2,7 @@
 
 row              0     1     2     3     4
 group 0 (full)   7     3     9     5     –        capacity = 4 rows · block_size tokens
-group 1 (w)      –     –     4     8     –        first_rows[1] = 2: rows 0, 1 can be seen by no query any more
+group 1 (w)      –     –     4     8     –        first_rows[1] = 2: no query sees rows 0 and 1 any more
                  └─ published ─┘                  num_published = 3: these rows are in the prefix tree
                              └ sent from here     num_sent_rows: the worker has the rows below
 

@@ -1,7 +1,7 @@
 """Cache events: what a gateway needs to route a request to the replica that holds its prefix.
 
-The buffer is bounded and never blocks the engine: when nobody drains it the oldest events go, and the next drain
-starts with `EventsLost`, after which the reader asks for a snapshot (`PrefixCache.snapshot`) and starts afresh.
+The buffer is bounded and never blocks the engine: when it is not drained the oldest events are dropped, and the next
+drain starts with `EventsLost`, after which the reader asks for a snapshot (`PrefixCache.snapshot`) and starts afresh.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CacheEvent = BlockStored | BlockRemoved | EventsLost
 
 
 class EventBuffer:
-    """The last ``capacity`` events since the previous drain. A cache without one pays nothing."""
+    """The last ``capacity`` events since the previous drain. A cache without one does no work for it."""
 
     def __init__(self, capacity: int = 10_000) -> None:
         assert capacity > 0

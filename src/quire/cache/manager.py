@@ -24,7 +24,7 @@ from quire.config import CacheConfig
 
 
 class Admitted(NamedTuple):
-    """A sequence was let in: ``num_cached`` tokens need no computation, ``num_scheduled`` have their blocks."""
+    """A sequence was admitted: ``num_cached`` tokens need no computation, ``num_scheduled`` have their blocks."""
 
     num_cached: int
     num_scheduled: int
@@ -63,7 +63,7 @@ class CacheManager:
         """Give ``table`` its cached blocks and those of its first chunk, or return None and change nothing.
 
         The chunk ends at ``target`` or after ``budget`` tokens (``whole``: at ``target`` or not at all). Blocks for
-        all of ``token_ids`` must be available, so that whoever is let in is not thrown out at once.
+        all of ``token_ids`` must be available, so that an admitted sequence is not preempted at once.
         """
         step = self.references.planning.step
         hit = self.match(table, token_ids, step)
@@ -157,7 +157,7 @@ class CacheManager:
     def _admissible_end(
         self, hit: Hit, num_known: int, target: int, budget: int, *, whole: bool
     ) -> int | None:
-        """Return where the first chunk of a new sequence would end, or None where it cannot be let in now."""
+        """Return where the first chunk of a new sequence would end, or None where it cannot be admitted now."""
         todo = target - hit.num_tokens
         assert todo >= 0
         if whole and todo > budget:

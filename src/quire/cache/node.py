@@ -1,4 +1,4 @@
-"""`Node` of the prefix tree, and the queue of those that nobody uses."""
+"""`Node` of the prefix tree, and the queue of idle nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Node:
         self.parent_hash = parent_hash  # the root's hash where there is no parent
         self.num_children = 0  # nodes whose parent it is
         self.block_ids = block_ids  # per cache group, or NO_BLOCK
-        self.num_used = 0  # how many of block_ids somebody beside the tree refers to
+        self.num_used = 0  # how many of block_ids have a reference beside the tree's
         self.num_places = 0  # in the `IdleQueue`
         self.step = step  # the step that computes the block: in flight for a prompt block just published
         self.alive = True  # in the tree
@@ -57,9 +57,9 @@ class IdleQueue:
     """Nodes in the order in which they became idle (`num_used` 0): the least recently used first.
 
     A node that is used again keeps its place, which means nothing: of several places of a node the last one counts.
-    Whoever uses a node uses its ancestors, and gives them up after it, so with a cache group that keeps every row a
-    node comes before its parent, and the first that is idle is a leaf. Where all groups slide it may have children:
-    then it loses its place, until the last of them goes.
+    A sequence that uses a node uses its ancestors, and gives them up after it, so with a cache group that keeps every
+    row a node comes before its parent, and the first that is idle is a leaf. Where all groups slide it may have
+    children: then it loses its place, until the last of them goes.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class IdleQueue:
                 each.num_places = 1
 
     def lost_children(self, node: Node) -> None:
-        """The last child of an idle node went; if it lost its place before, nobody was idle for longer."""
+        """The last child of an idle node went; if it lost its place before, no other was idle for longer."""
         if node.num_places == 0:
             node.num_places = 1
             self._nodes.appendleft(node)

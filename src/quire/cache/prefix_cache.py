@@ -7,9 +7,9 @@ group forgets the blocks that no future query can see, so an inner node may have
     root ────────┤                                               group 1 (window)   –   –   4
                  └ node(0…15)'                                   a hit of 3 rows is possible, one of 2 is not
 
-Idle blocks (their only reference is the cache's) can always be had back: whoever holds a full-group block of a node
-holds those of all its ancestors, so idle nodes form whole subtrees and fall leaf by leaf, least recently used first;
-and an idle block of a sliding group can be taken out of its node at any time. Hence free + idle = available.
+Idle blocks (their only reference is the cache's) can always be had back: a sequence that holds a full-group block of
+a node holds those of all its ancestors, so idle nodes form whole subtrees and are evicted leaf by leaf, least recently
+used first; an idle block of a sliding group can be taken out of its node at any time. Hence free + idle = available.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PrefixCache:
             self.events.add(BlockStored(node.block_hash, node.parent_hash, node.token_ids, (group,)))
 
     def mark_used(self, block_id: int) -> None:
-        """Somebody took a reference to an idle block of the tree."""
+        """An idle block of the tree got another reference."""
         node = self.node_of[block_id]
         assert node is not None
         node.num_used += 1
@@ -182,7 +182,7 @@ class PrefixCache:
         self.num_blocks += 1
 
     def _evict_leaves(self, num_blocks: int) -> None:
-        """`evict` where no group slides: every node has all its blocks, and nobody uses a leaf's."""
+        """`evict` where no group slides: every node has all its blocks, and those of an idle leaf are unused."""
         nodes, node_of, pop = self.nodes, self.node_of, self._idle.pop
         block_ids: list[int] = []
         while len(block_ids) < num_blocks:

@@ -1,4 +1,4 @@
-"""`References`: who holds which block, and when it goes back. `Publisher`: what of it the prefix tree shows.
+"""`References`: which owner holds which block, and when it is freed. `Publisher`: which blocks the prefix tree has.
 
 a table holds its blocks        until it gives them up; if a step in flight uses it, until that step is applied
 a step holds                    both ends of its moves, and what tables gave up while it was in flight
@@ -6,7 +6,7 @@ a transfer holds                its blocks, from its start to its `TransferDone`
 the tree holds                  published blocks, until they are evicted or withdrawn
 
 Prompt blocks are published when they are planned: a sequence planned in the same step or later may read them, since
-K/V of every row of a step is stored before attention reads. Generated blocks are published when they are applied,
+K/V of every token of a step is stored before attention reads. Generated blocks are published when they are applied,
 loaded ones when their transfer ends.
 A reader of a block whose step is in flight notes that step in `BlockTable.reads`; if it fails, the reader starts again.
 """
@@ -169,7 +169,7 @@ class Publisher:
         if len(chain) < num_rows:
             extend_chain(chain, table.root, token_ids, self._block_size)
         if table.tip is not None and not table.tip.alive:
-            # Only whoever holds all blocks above may add below, or idle blocks could not be evicted.
+            # Only a holder of all blocks above may add below, or idle blocks could not be evicted.
             table.publishable = False
             return
         row = table.num_published
@@ -186,7 +186,7 @@ class Publisher:
     def withdraw(self, failed: Iterable[BlockTable], step: int) -> set[int]:
         """Take back what ``failed`` tables published in ``step`` and later; return the steps not to be trusted.
 
-        Whoever has one of them in its `BlockTable.reads` must start again.
+        A sequence with one of them in its `BlockTable.reads` must start again.
         """
         tables = set(failed)
         distrusted = {step}

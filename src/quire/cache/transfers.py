@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.cache.block_hash import page_hash
+from quire.cache.block_hash import group_block_hash
 from quire.cache.block_table import BlockTable
 from quire.cache.manager import CacheManager
 from quire.cache.node import NO_BLOCK, Node
@@ -37,7 +37,7 @@ def begin_load(
     cache.fill(own, hit, num_rows)
     references.transfers[transfer_id] = TransferBlocks([], own, tuple(token_ids))
     return tuple(
-        TransferBlock(group, own.rows[group][row], page_hash(own.chain[row], group))
+        TransferBlock(group, own.rows[group][row], group_block_hash(own.chain[row], group))
         for row in range(own.num_rows - num_rows, own.num_rows)
         for group in range(num_groups)
     )
@@ -59,7 +59,7 @@ def begin_store(
         path.append(node)
         node = node.parent
     blocks = tuple(
-        TransferBlock(group, each.block_ids[group], page_hash(each.block_hash, group))
+        TransferBlock(group, each.block_ids[group], group_block_hash(each.block_hash, group))
         for each in reversed(path[:num_blocks])
         for group in each.groups
     )

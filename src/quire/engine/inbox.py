@@ -67,8 +67,8 @@ class Reply:
     """The core's answer to a message with a ``call_id``, after it took effect. With ``error`` nothing has changed."""
 
     call_id: str
-    values: dict[str, Any]  # what is now
-    before: dict[str, Any] = field(default_factory=dict)  # what was, where something was changed
+    values: dict[str, Any]  # as they are now
+    before: dict[str, Any] = field(default_factory=dict)  # as they were, where something was changed
     error: str | None = None  # the text of a ConfigError
     param: str | None = None  # the setting at fault
     pinned: tuple[str, ...] | None = (
@@ -78,7 +78,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ControlPolicy:
-    """The SLO controller's wish, from inside the engine: what a person pinned stays."""
+    """A change that the SLO controller wants, from inside the engine: settings that a person pinned stay."""
 
     change: PolicyChange
 

@@ -21,8 +21,8 @@ NUM_TOKEN_IDS = 80
 _start_of = itemgetter(2)  # of a SeqPlan
 
 
-def drawn_token(sampling: Sampling, sample_index: int) -> int:
-    """Return the token that a sequence draws, always: none of its stop ids, so that it ends by length."""
+def sampled_token(sampling: Sampling, sample_index: int) -> int:
+    """Return the token that a sequence always samples: none of its stop ids, so that it ends by length."""
     barred = {*sampling.eos_token_ids, *sampling.stop_token_ids}
     token_id = FIRST_TOKEN_ID + ((sampling.seed or 0) + sample_index) % NUM_TOKEN_IDS
     while token_id in barred:
@@ -35,28 +35,28 @@ class Taken(NamedTuple):
 
     result: StepResult
     step: StepFeatures
-    num_decodes: int  # sequences that draw from one row
-    num_restored: int = 0  # rows that were computed before a preemption and are kept: not in ``step``
+    num_decodes: int  # sequences with one known token in the step
+    num_restored: int = 0  # tokens that were computed before a preemption and are kept: not in ``step``
 
 
 class StepLedger:
-    """What a worker has to remember in order to answer plans, but no ids: a sequence draws `drawn_token`, always."""
+    """What a worker has to remember to answer plans. A sequence always samples `sampled_token`, without drafts."""
 
     def __init__(self, *, restores: bool = False) -> None:
-        """``restores``: rows computed before a preemption are kept elsewhere and not computed again."""
+        """``restores``: tokens computed before a preemption are kept elsewhere and not computed again."""
         self._restores = restores
-        self._computed: dict[int, int] = {}  # with ``restores``: rows that a sequence has had computed
+        self._computed: dict[int, int] = {}  # with ``restores``: tokens that a sequence has had computed
         self._restorable: dict[int, int] = {}  # of those admitted again
-        # Per sequence: its known tokens at admission, the result of a step that draws, the one of a step that does not.
+        # Per sequence: its known tokens at admission, its result where a step samples, and where it does not.
         self._seqs: dict[int, tuple[int, SeqResult, SeqResult]] = {}
-        self._drawn: dict[int, SeqResult] = {}
+        self._sampled: dict[int, SeqResult] = {}
         self._chunking: set[int] = set()  # those whose known tokens are not all computed yet
 
     def take(self, plan: StepPlan) -> Taken:
         """Answer a plan."""
         for seq_id in plan.gone:
             self._seqs.pop(seq_id, None)
-            self._drawn.pop(seq_id, None)
+            self._sampled.pop(seq_id, None)
             self._chunking.discard(seq_id)
         for new in plan.new_seqs:
             self._admit(new)
@@ -64,43 +64,43 @@ class StepLedger:
             self._computed.update((seq[0], seq[2] + seq[3]) for seq in plan.seqs)
         if self._chunking:
             return self._mixed(plan)
-        # One row each, and each draws: most steps.
-        seqs, drawn = plan.seqs, self._drawn
+        # One token each, and each samples: most steps.
+        seqs, sampled = plan.seqs, self._sampled
         num = len(seqs)
-        results = tuple([drawn[seq[0]] for seq in seqs])
+        results = tuple([sampled[seq[0]] for seq in seqs])
         step = StepFeatures(num, num, num, sum(map(_start_of, seqs)) + num, 0, 0)
         return Taken(_result(plan, results), step, num)
 
     def _admit(self, new: NewSeq) -> None:
-        token_id = drawn_token(new.sampling, new.sample_index)
+        token_id = sampled_token(new.sampling, new.sample_index)
         num_known = len(new.prompt_token_ids) + len(new.output_token_ids)
-        drawn = SeqResult(new.seq_id, new.epoch, (token_id,))
-        self._seqs[new.seq_id] = (num_known, drawn, SeqResult(new.seq_id, new.epoch, ()))
-        self._drawn[new.seq_id] = drawn
+        sampled = SeqResult(new.seq_id, new.epoch, (token_id,))
+        self._seqs[new.seq_id] = (num_known, sampled, SeqResult(new.seq_id, new.epoch, ()))
+        self._sampled[new.seq_id] = sampled
         self._chunking.add(new.seq_id)
         if self._restores and new.epoch > 0:
             self._restorable[new.seq_id] = min(num_known - 1, self._computed.get(new.seq_id, 0))
 
     def _mixed(self, plan: StepPlan) -> Taken:
         """`take` where some sequences are still in their prompt: as if none were, then what these change."""
-        seqs, drawn, chunking = plan.seqs, self._drawn, self._chunking
-        results = [drawn[seq[0]] for seq in seqs]
-        num_rows = num_logits = num_decodes = num_seqs = len(seqs)
+        seqs, sampled, chunking = plan.seqs, self._sampled, self._chunking
+        results = [sampled[seq[0]] for seq in seqs]
+        num_tokens = num_logits = num_decodes = num_seqs = len(seqs)
         decode_kv = sum(map(_start_of, seqs)) + num_seqs
         chunk_kv = pairs = num_restored = 0
         left = len(chunking)  # to be found; a plan has the chunks first
         for index, (seq_id, _, start, count, *_) in enumerate(seqs):
             if seq_id not in chunking:
                 continue
-            known, _, undrawn = self._seqs[seq_id]
+            known, _, unsampled = self._seqs[seq_id]
             if count > 1:
-                num_rows += count - 1
+                num_tokens += count - 1
                 num_decodes -= 1
                 decode_kv -= start + 1
                 restored = min(count, max(0, self._restorable.get(seq_id, 0) - start))
                 if restored:
                     num_restored += restored
-                    num_rows -= restored
+                    num_tokens -= restored
                 if restored < count:
                     chunk_kv += start + count
                     pairs += chunk_pairs(start + restored, count - restored)
@@ -108,12 +108,12 @@ class StepLedger:
             if start + count >= known:
                 chunking.discard(seq_id)
             else:
-                results[index] = undrawn
+                results[index] = unsampled
                 num_logits -= 1
                 num_decodes -= count == 1
             if not left:
                 break
-        step = StepFeatures(num_rows, num_seqs, num_logits, decode_kv, chunk_kv, pairs)
+        step = StepFeatures(num_tokens, num_seqs, num_logits, decode_kv, chunk_kv, pairs)
         return Taken(_result(plan, tuple(results)), step, num_decodes, num_restored)
 
 

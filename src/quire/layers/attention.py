@@ -18,13 +18,12 @@ from quire.kernels.linear import HeadMatrices, head_linear, pack_heads
 from quire.kernels.lora import AdapterRows
 from quire.kernels.pointwise import copy_heads
 from quire.kernels.quantized_rows import QuantizedRows
-from quire.kernels.registry import KernelChoice
 from quire.kernels.rope import QkNorm, apply_rope, rope_store, store_kv
 from quire.kernels.workspace import empty
 from quire.layers.linear import Linear
 from quire.layers.norm import RmsNorm
 from quire.layers.step_batch import GroupBatch
-from quire.layers.weights import NO_FORMATS, Formats, WeightLoader, copy_into, prefixed
+from quire.layers.weights import Build, WeightLoader, copy_into, prefixed
 from quire.modelspec import AttentionSpec
 from quire.quant.stored import Weight
 from quire.weight_format import WeightFormat
@@ -35,39 +34,25 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class Attention:
     """MHA, GQA and MQA with every option of `AttentionSpec` but MLA (`LatentAttention`)."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        hidden_size: int,
-        eps: float,
-        dtype: torch.dtype,
-        kernels: KernelChoice,
-        *,
-        norm_plus_one: bool = False,
-        formats: Formats = NO_FORMATS,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, hidden_size: int, build: Build) -> None:
         self._spec = spec
-        q, k, v = (
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-            spec.num_kv_heads * spec.v_head_dim,
-        )
-        widths = {"q": q, "k": k, "v": v}
-        self._qkv = Linear(widths, hidden_size, dtype, kernels, bias=spec.qkv_bias, formats=formats)
+        q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        widths = {"q": q, "k": k, "v": spec.num_kv_heads * spec.v_head_dim}
+        self._qkv = Linear(widths, hidden_size, build, bias=spec.qkv_bias)
         out = spec.num_heads * spec.v_head_dim
-        self._o = Linear({"o": hidden_size}, out, dtype, kernels, bias=spec.o_bias, formats=formats)
+        self._o = Linear({"o": hidden_size}, out, build, bias=spec.o_bias)
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._norms: tuple[RmsNorm, RmsNorm] | None = None
         if spec.qk_norm != "none":
             sizes = (q, k) if spec.qk_norm == "full" else (spec.head_dim, spec.head_dim)
-            self._norms = tuple(RmsNorm(n, eps, kernels, plus_one=norm_plus_one) for n in sizes)  # type: ignore[assignment]
+            self._norms = tuple(RmsNorm(n, build, plus_one=build.norm_plus_one) for n in sizes)  # type: ignore[assignment]
         self._sinks = torch.zeros(spec.num_heads) if spec.sinks else None
         self._qk_norm: QkNorm | None = None
         if self._norms is not None:
             weights = self._norms[0].weight, self._norms[1].weight
-            self._qk_norm = QkNorm(*weights, eps, over_all=spec.qk_norm == "full")
-        self._rope_store = partial(rope_store, backend=kernels.backend("rope_store"))
-        self._attend = partial(attention, backend=kernels.backend("attention"))
+            self._qk_norm = QkNorm(*weights, build.eps, over_all=spec.qk_norm == "full")
+        self._rope_store = partial(rope_store, backend=build.backend("rope_store"))
+        self._attend = partial(attention, backend=build.backend("attention"))
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = {**self._qkv.weight_loaders(), **self._o.weight_loaders()}
@@ -113,20 +98,11 @@ class Attention:
 class LatentAttention:
     """MLA with or without a low-rank q."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        hidden_size: int,
-        eps: float,
-        dtype: torch.dtype,
-        kernels: KernelChoice,
-        *,
-        formats: Formats = NO_FORMATS,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, hidden_size: int, build: Build) -> None:
         assert spec.is_mla
         assert spec.rope is not None
         self._spec = spec
-        self._dtype = dtype
+        self._dtype = build.dtype
         self._device = torch.get_default_device()
         self._rope_dim = spec.head_dim - spec.qk_nope_head_dim
         assert spec.rope.dim == self._rope_dim
@@ -135,21 +111,21 @@ class LatentAttention:
         first = {"q": q_width, "kv_a": kv_width}
         if spec.q_lora_rank:
             first = {"q_a": spec.q_lora_rank, "kv_a": kv_width}
-            self._q_b = Linear({"q_b": q_width}, spec.q_lora_rank, dtype, kernels, formats=formats)
-            self._q_norm = RmsNorm(spec.q_lora_rank, eps, kernels)
+            self._q_b = Linear({"q_b": q_width}, spec.q_lora_rank, build)
+            self._q_norm = RmsNorm(spec.q_lora_rank, build)
         self._q_first = spec.q_lora_rank or q_width
-        self._down = Linear(first, hidden_size, dtype, kernels, bias=spec.qkv_bias, formats=formats)
-        self._kv_norm = RmsNorm(spec.kv_lora_rank, eps, kernels)
+        self._down = Linear(first, hidden_size, build, bias=spec.qkv_bias)
+        self._kv_norm = RmsNorm(spec.kv_lora_rank, build)
         out = spec.num_heads * spec.v_head_dim
-        self._o = Linear({"o": hidden_size}, out, dtype, kernels, bias=spec.o_bias, formats=formats)
+        self._o = Linear({"o": hidden_size}, out, build, bias=spec.o_bias)
         self._to_latent: HeadMatrices | None = None  # [num_heads, nope, lora]
         self._from_latent: HeadMatrices | None = None  # [num_heads, lora, v_head_dim]
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
-        self._pack_heads = partial(pack_heads, backend=kernels.backend("head_linear"))
-        self._copy = partial(copy_heads, backend=kernels.backend("copy_heads"))
-        self._rope = partial(apply_rope, backend=kernels.backend("apply_rope"))
-        self._store = partial(store_kv, backend=kernels.backend("store_kv"))
-        self._attend = partial(attention, backend=kernels.backend("attention"))
+        self._pack_heads = partial(pack_heads, backend=build.backend("head_linear"))
+        self._copy = partial(copy_heads, backend=build.backend("copy_heads"))
+        self._rope = partial(apply_rope, backend=build.backend("apply_rope"))
+        self._store = partial(store_kv, backend=build.backend("store_kv"))
+        self._attend = partial(attention, backend=build.backend("attention"))
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = {**self._down.weight_loaders(), **self._o.weight_loaders(), "kv_b.weight": self._load_kv_b}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from quire.kernels.linear import PackedLinear, pack_empty, read_rows
 from quire.kernels.pointwise import scale_rows, take_rows
-from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
-from quire.layers.weights import NO_FORMATS, Formats, WeightLoader, copy_into, matrix_backend, write_weight
-from quire.weight_format import PLAIN
+from quire.layers.weights import Build, WeightLoader, copy_into, write_weight
 
 
 class Embedding:
@@ -20,35 +19,24 @@ class Embedding:
     Tied embeddings are one matrix in the layout of the linear kernel; a quantized table is in that layout too.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        kernels: KernelChoice,
-        *,
-        tied: bool,
-        scale: float,
-        formats: Formats = NO_FORMATS,
-    ) -> None:
-        self._take_backend = kernels.backend("take_rows")
-        self._scale_backend = kernels.backend("scale_rows")
-        self._scale = torch.tensor(scale, dtype=dtype).item()  # rounded first, as in training
-        held = formats.get("embed.weight", PLAIN)
-        of_head = held if tied else formats.get("lm_head.weight", PLAIN)
+    def __init__(self, vocab_size: int, hidden_size: int, build: Build, *, tied: bool, scale: float) -> None:
+        self._take_backend = build.backend("take_rows")
+        self._scale_backend = build.backend("scale_rows")
+        self._scale = torch.tensor(scale, dtype=build.dtype).item()  # rounded first, as in training
+        held = build.held("embed.weight")
+        of_head = held if tied else build.held("lm_head.weight")
         self._head = Linear(
-            {"head": vocab_size}, hidden_size, dtype, kernels, formats={"head.weight": of_head}
+            {"head": vocab_size}, hidden_size, replace(build, formats={"head.weight": of_head})
         )
         self._table: torch.Tensor | None = None
         # Holds the rows where there is no table.
         self._packed: PackedLinear | None = self._head.packed if tied else None
         if not tied and held.quantized:
-            backend = matrix_backend(kernels, held)
             self._packed = pack_empty(
-                vocab_size, hidden_size, dtype, bias=False, backend=backend, format=held
-            )
+                vocab_size, hidden_size, build.dtype, bias=False, backend=build.matrix_backend(held), format=held
+            )  # fmt: skip
         elif not tied:
-            self._table = torch.empty(vocab_size, hidden_size, dtype=dtype)
+            self._table = torch.empty(vocab_size, hidden_size, dtype=build.dtype)
         self._tied = tied
 
     def weight_loaders(self) -> dict[str, WeightLoader]:

@@ -10,41 +10,33 @@ import torch
 
 from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty, write_bias
 from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
-from quire.kernels.registry import KernelChoice
 from quire.kernels.workspace import empty
-from quire.layers.weights import NO_FORMATS, Formats, WeightLoader, matrix_backend, write_weight
+from quire.layers.weights import Build, WeightLoader, write_weight
 from quire.weight_format import PLAIN, WeightFormat
 
 
 class Linear:
     """``parts``: name → output features, stacked in that order. Weights lie in the layout of the kernel.
 
-    ``formats``: "{part}.weight" → format of the quantized parts. Neighbours of one format are one matrix; where formats
+    A part "{part}.weight" may be quantized (`Build.formats`). Neighbours of one format are one matrix; where formats
     differ (GGUF's Q4_K_M holds v in another format than q and k), there are several, each for a range of columns.
     """
 
     def __init__(
-        self,
-        parts: Mapping[str, int],
-        in_features: int,
-        dtype: torch.dtype,
-        kernels: KernelChoice,
-        *,
-        bias: bool = False,
-        formats: Formats = NO_FORMATS,
+        self, parts: Mapping[str, int], in_features: int, build: Build, *, bias: bool = False
     ) -> None:
         self.parts = dict(parts)
         self._in_features = in_features
-        self._dtype = dtype
-        self._kernels = kernels
+        self._dtype = build.dtype
+        self._lora_backend = build.backend("lora")
         self.lora: LoraStack | None = None
         self.segments: list[PackedLinear] = []
         self._where: dict[str, tuple[PackedLinear, int]] = {}  # part → its matrix and first row there
-        for held, names in groupby(parts, lambda name: formats.get(f"{name}.weight", PLAIN)):
+        for held, names in groupby(parts, lambda name: build.held(f"{name}.weight")):
             of = list(names)
-            backend = matrix_backend(kernels, held)
+            backend = build.matrix_backend(held)
             rows = sum(parts[name] for name in of)
-            packed = pack_empty(rows, in_features, dtype, bias=bias, backend=backend, format=held)
+            packed = pack_empty(rows, in_features, build.dtype, bias=bias, backend=backend, format=held)
             start = 0
             for name in of:
                 self._where[name] = (packed, start)
@@ -67,9 +59,9 @@ class Linear:
 
     def add_slots(self, num_slots: int, max_rank: int) -> None:
         """Allocate slots for adapters beside the weights. To be called before `reads` is read."""
-        backend = self._kernels.backend("lora")
-        widths = tuple(self.parts.values())
-        self.lora = stack_empty(widths, self._in_features, num_slots, max_rank, self._dtype, backend=backend)
+        self.lora = stack_empty(
+            tuple(self.parts.values()), self._in_features, num_slots, max_rank, self._dtype, backend=self._lora_backend
+        )  # fmt: skip
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         """Return ``{part}.weight [features, in_features]`` and, with biases, ``{part}.bias [features]``."""

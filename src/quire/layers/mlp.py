@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,18 +12,8 @@ from quire.kernels.lora import AdapterRows
 from quire.kernels.moe import ExpertStack, experts, route
 from quire.kernels.pointwise import ActivationKind, add_gated_rows, add_rows, gated, gated_to_int8, widen_rows
 from quire.kernels.quantized_rows import QuantizedRows
-from quire.kernels.registry import KernelChoice
 from quire.layers.linear import Linear
-from quire.layers.weights import (
-    NO_FORMATS,
-    Formats,
-    WeightLoader,
-    copy_into,
-    matrix_backend,
-    prefixed,
-    under,
-    write_weight,
-)
+from quire.layers.weights import NO_FORMATS, Build, WeightLoader, copy_into, prefixed, write_weight
 from quire.modelspec import MlpSpec
 from quire.quant.stored import StoredMatrix, StoredStack, Weight
 from quire.weight_format import PLAIN, WeightFormat
@@ -32,24 +23,14 @@ class Mlp:
     """A dense block, or the shared expert of a mixture."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: ActivationKind,
-        dtype: torch.dtype,
-        kernels: KernelChoice,
-        *,
-        bias: bool = False,
-        formats: Formats = NO_FORMATS,
+        self, hidden_size: int, inter: int, activation: ActivationKind, build: Build, *, bias: bool = False
     ) -> None:
-        inter = intermediate_size
-        self._gate_up = Linear(
-            {"gate": inter, "up": inter}, hidden_size, dtype, kernels, bias=bias, formats=formats
-        )
-        self._down = Linear({"down": hidden_size}, inter, dtype, kernels, bias=bias, formats=formats)
+        """``inter``: the intermediate size."""
+        self._gate_up = Linear({"gate": inter, "up": inter}, hidden_size, build, bias=bias)
+        self._down = Linear({"down": hidden_size}, inter, build, bias=bias)
         self._activation = activation
-        self._gated_backend = kernels.backend("gated")
-        self._to_int8_backend = kernels.backend("gated_to_int8")
+        self._gated_backend = build.backend("gated")
+        self._to_int8_backend = build.backend("gated_to_int8")
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         return {**self._gate_up.weight_loaders(), **self._down.weight_loaders()}
@@ -74,28 +55,20 @@ class Mlp:
 class MoeBlock:
     """Every variant of `MoeSpec`. The router works in fp32: a wrong choice of experts is no small error."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        spec: MlpSpec,
-        dtype: torch.dtype,
-        kernels: KernelChoice,
-        *,
-        formats: Formats = NO_FORMATS,
-    ) -> None:
+    def __init__(self, hidden_size: int, spec: MlpSpec, build: Build) -> None:
         moe = spec.moe
         assert moe is not None
         self._moe = moe
         inter = moe.intermediate_size
-        self._router = Linear(
-            {"router": moe.num_experts}, hidden_size, torch.float32, kernels, bias=moe.router_bias
-        )
+        plain = replace(build, formats=NO_FORMATS)
+        wide = replace(plain, dtype=torch.float32)
+        self._router = Linear({"router": moe.num_experts}, hidden_size, wide, bias=moe.router_bias)
 
         def pack(name: str, out_features: int, in_features: int) -> list[PackedLinear]:
-            held = formats.get(f"{name}.weight", PLAIN)
-            backend = matrix_backend(kernels, held)
+            held = build.held(f"{name}.weight")
             return pack_many(
-                moe.num_experts, out_features, in_features, dtype, bias=moe.expert_bias, backend=backend, format=held
+                moe.num_experts, out_features, in_features, build.dtype, bias=moe.expert_bias,
+                backend=build.matrix_backend(held), format=held,
             )  # fmt: skip
 
         self._gate_up = pack("gate", 2 * inter, hidden_size)
@@ -103,19 +76,15 @@ class MoeBlock:
         self._correction = torch.zeros(moe.num_experts) if moe.correction_bias else None
         self._shared: Mlp | None = None
         if moe.shared_intermediate_size:
-            shared = under("shared.", formats)
-            self._shared = Mlp(
-                hidden_size, moe.shared_intermediate_size, spec.activation, dtype, kernels, formats=shared
-            )
-        self._shared_gate = (
-            Linear({"shared_gate": 1}, hidden_size, dtype, kernels) if moe.shared_gate else None
-        )
+            size = moe.shared_intermediate_size
+            self._shared = Mlp(hidden_size, size, spec.activation, build.under("shared."))
+        self._shared_gate = Linear({"shared_gate": 1}, hidden_size, plain) if moe.shared_gate else None
         self._stack = ExpertStack(self._gate_up, self._down, spec.activation)
-        self._route = partial(route, backend=kernels.backend("moe.route"))
-        self._experts = partial(experts, backend=kernels.backend("moe.experts"))
-        self._widen = partial(widen_rows, backend=kernels.backend("widen_rows"))
-        self._add = partial(add_rows, backend=kernels.backend("add_rows"))
-        self._add_gated = partial(add_gated_rows, backend=kernels.backend("add_gated_rows"))
+        self._route = partial(route, backend=build.backend("moe.route"))
+        self._experts = partial(experts, backend=build.backend("moe.experts"))
+        self._widen = partial(widen_rows, backend=build.backend("widen_rows"))
+        self._add = partial(add_rows, backend=build.backend("add_rows"))
+        self._add_gated = partial(add_gated_rows, backend=build.backend("add_gated_rows"))
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         inter = self._moe.intermediate_size

@@ -12,8 +12,7 @@ from quire.kernels.norm import (
     rms_norm_to_int8,
 )
 from quire.kernels.quantized_rows import QuantizedRows
-from quire.kernels.registry import KernelChoice
-from quire.layers.weights import WeightLoader, copy_into
+from quire.layers.weights import Build, WeightLoader, copy_into
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN, WeightFormat
 
@@ -25,21 +24,15 @@ class RmsNorm:
     """
 
     def __init__(
-        self,
-        size: int,
-        eps: float,
-        kernels: KernelChoice,
-        *,
-        plus_one: bool = False,
-        reader: WeightFormat = PLAIN,
+        self, size: int, build: Build, *, plus_one: bool = False, reader: WeightFormat = PLAIN
     ) -> None:
         self.weight = torch.zeros(size)
-        self.eps = eps
+        self.eps = build.eps
         self._plus_one = plus_one
-        self._norm_backend = kernels.backend("rms_norm")
-        self._add_backend = kernels.backend("add_rms_norm")
-        self._to_int8_backend = kernels.backend("add_rms_norm_to_int8")
-        self._to_fp8_backend = kernels.backend("add_rms_norm_to_fp8")
+        self._norm_backend = build.backend("rms_norm")
+        self._add_backend = build.backend("add_rms_norm")
+        self._to_int8_backend = build.backend("add_rms_norm_to_int8")
+        self._to_fp8_backend = build.backend("add_rms_norm_to_fp8")
         self._reader = reader
 
     def load(self, weight: Weight) -> None:

@@ -1,8 +1,9 @@
-"""How weights reach the layers: every module names the tensors it takes, with a weight loader for each."""
+"""What layers are built with, and how weights reach them: a module names its tensors, with a loader for each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -11,7 +12,7 @@ from quire.kernels.linear import PackedLinear, op_of, write_rows
 from quire.kernels.registry import Backend, KernelChoice
 from quire.quant.rtn import quantize
 from quire.quant.stored import StoredMatrix, StoredStack, Weight, row_ranges
-from quire.weight_format import WeightFormat
+from quire.weight_format import PLAIN, WeightFormat
 
 WeightLoader = Callable[[Weight], None]
 Formats = Mapping[str, WeightFormat]  # name of a quantized weight → how it is held
@@ -23,14 +24,33 @@ def prefixed(prefix: str, loaders: Mapping[str, WeightLoader]) -> dict[str, Weig
     return {prefix + name: loader for name, loader in loaders.items()}
 
 
-def under(prefix: str, formats: Formats) -> Formats:
-    """Return the formats of the names that start with ``prefix``, without it."""
-    return {name.removeprefix(prefix): held for name, held in formats.items() if name.startswith(prefix)}
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What the layers of a model are built with. ``formats`` has the names of weights within the layer."""
 
+    dtype: torch.dtype
+    kernels: KernelChoice
+    eps: float  # of norms
+    norm_plus_one: bool = False
+    formats: Formats = field(default_factory=dict)
 
-def matrix_backend(kernels: KernelChoice, held: WeightFormat) -> Backend:
-    """Return the backend that multiplies with matrices of format ``held``."""
-    return kernels.backend(op_of(held))
+    def under(self, prefix: str) -> Build:
+        """Return the same for the weights whose names start with ``prefix``, named without it."""
+        inner = {
+            name.removeprefix(prefix): held for name, held in self.formats.items() if name.startswith(prefix)
+        }
+        return replace(self, formats=inner)
+
+    def held(self, name: str) -> WeightFormat:
+        """Return the format of the weight ``name``."""
+        return self.formats.get(name, PLAIN)
+
+    def backend(self, op: str) -> Backend:
+        return self.kernels.backend(op)
+
+    def matrix_backend(self, held: WeightFormat) -> Backend:
+        """Return the backend that multiplies with matrices of format ``held``."""
+        return self.kernels.backend(op_of(held))
 
 
 def copy_into(target: torch.Tensor) -> WeightLoader:

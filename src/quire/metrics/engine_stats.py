@@ -1,4 +1,4 @@
-"""`EngineStats`: what the core says of itself. Gauges are of now, counters since the start; counts unless named."""
+"""`EngineStats`: the gauges (of now) and counters (since the start) of an engine; counts unless a unit is named."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EngineStats:
     num_failed: int = 0
     num_prompt_tokens: int = 0  # of sequences admitted for the first time
     num_cached_tokens: int = 0  # of these, how many came from the prefix tree
-    num_computed_tokens: int = 0  # rows computed, again after preemption too
+    num_computed_tokens: int = 0  # computed, again after a preemption too
     num_generated_tokens: int = 0
     num_chunks: int = 0  # prompt chunks that were not the last of their prompt
     num_preemptions: int = 0

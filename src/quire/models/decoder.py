@@ -25,7 +25,7 @@ from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
 from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
-from quire.layers.weights import NO_FORMATS, Formats, WeightLoader, prefixed, under
+from quire.layers.weights import NO_FORMATS, Build, Formats, WeightLoader, prefixed
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
@@ -51,20 +51,19 @@ class Decoder:
         self.dtype = dtype
         self._shapes = weight_shapes(spec)
         self._missing = set(self._shapes)
+        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats)
         self._embedding = Embedding(
             spec.vocab_size,
             spec.hidden_size,
-            dtype,
-            kernels,
+            build,
             tied=spec.tie_word_embeddings,
             scale=spec.embedding_scale,
-            formats=formats,
         )
         self._layers = [
-            DecoderLayer(layer, spec, dtype, kernels, under(f"layers.{index}.", formats), lora)
+            DecoderLayer(layer, spec, build.under(f"layers.{index}."), lora)
             for index, layer in enumerate(spec.layers)
         ]
-        self._norm = RmsNorm(spec.hidden_size, spec.norm_eps, kernels, plus_one=spec.norm_plus_one)
+        self._norm = RmsNorm(spec.hidden_size, build, plus_one=spec.norm_plus_one)
         self._groups = [kv_layout.group_of_layer(i)[0] for i in range(spec.num_layers)]
         self._ropes: dict[RopeSpec, RopeTable] = {}
         for layer in spec.layers:
@@ -147,38 +146,18 @@ class DecoderLayer:
     """Attention and MLP with their norms: pre (Llama), post (OLMo-2) or both (Gemma 2)."""
 
     def __init__(
-        self,
-        spec: LayerSpec,
-        model: ModelSpec,
-        dtype: torch.dtype,
-        kernels: KernelChoice,
-        formats: Formats = NO_FORMATS,
-        lora: LoraConfig | None = None,
+        self, spec: LayerSpec, model: ModelSpec, build: Build, lora: LoraConfig | None = None
     ) -> None:
         self.spec = spec
-        hidden, eps, plus_one = model.hidden_size, model.norm_eps, model.norm_plus_one
+        hidden, mlp = model.hidden_size, spec.mlp
         self._scale = model.residual_scale
-        self._attention: Attention | LatentAttention
-        attention = under("attn.", formats)
-        if spec.attention.is_mla:
-            self._attention = LatentAttention(spec.attention, hidden, eps, dtype, kernels, formats=attention)
-        else:
-            self._attention = Attention(
-                spec.attention, hidden, eps, dtype, kernels, norm_plus_one=plus_one, formats=attention
-            )
+        kind = LatentAttention if spec.attention.is_mla else Attention
+        self._attention: Attention | LatentAttention = kind(spec.attention, hidden, build.under("attn."))
         self._mlp: Mlp | MoeBlock
-        if spec.mlp.moe is None:
-            self._mlp = Mlp(
-                hidden,
-                spec.mlp.intermediate_size,
-                spec.mlp.activation,
-                dtype,
-                kernels,
-                bias=spec.mlp.bias,
-                formats=under("mlp.", formats),
-            )
+        if mlp.moe is None:
+            self._mlp = Mlp(hidden, mlp.intermediate_size, mlp.activation, build.under("mlp."), bias=mlp.bias)
         else:
-            self._mlp = MoeBlock(hidden, spec.mlp, dtype, kernels, formats=under("moe.", formats))
+            self._mlp = MoeBlock(hidden, mlp, build.under("moe."))
         if lora is not None:
             for linear in (*self._attention.linears(), *self._mlp.linears()):
                 linear.add_slots(lora.max_loras, lora.max_rank)
@@ -186,12 +165,12 @@ class DecoderLayer:
         names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
         readers = {"attn_norm": self._attention.reads, "mlp_norm": self._mlp.reads}
         self._norms = {
-            name: RmsNorm(hidden, eps, kernels, plus_one=plus_one, reader=readers.get(name, PLAIN))
+            name: RmsNorm(hidden, build, plus_one=build.norm_plus_one, reader=readers.get(name, PLAIN))
             for name in names
         }
-        self._take_rows = partial(take_rows, backend=kernels.backend("take_rows"))
-        self._add_rows = partial(add_rows, backend=kernels.backend("add_rows"))
-        self._scale_rows = partial(scale_rows, backend=kernels.backend("scale_rows"))
+        self._take_rows = partial(take_rows, backend=build.backend("take_rows"))
+        self._add_rows = partial(add_rows, backend=build.backend("add_rows"))
+        self._scale_rows = partial(scale_rows, backend=build.backend("scale_rows"))
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = prefixed("attn.", self._attention.weight_loaders())

@@ -1,1 +1,1 @@
-"""gate × order × budget: who may enter, who comes first, how many rows a step computes (DESIGN §4)."""
+"""gate × order × budget: which sequences enter, in what order, and how many tokens a step computes."""

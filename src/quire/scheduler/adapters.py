@@ -1,13 +1,13 @@
-"""`AdapterSlots`: which LoRA adapter lies in which slot of the workers, and who may enter while slots are short.
+"""`AdapterSlots`: which LoRA adapter is in which slot of the workers. `AdapterGate`: what may enter when slots run out.
 
 A slot is in use while a sequence runs with its adapter. What is not in use stays where it is until another adapter
 needs the room: the least recently used goes first. So a plan never names more adapters than there are slots.
 
 **Fairness.** A sequence whose adapter has no slot is passed over, and waits; others behind it may enter. So that it
 does not wait for ever behind newcomers of the adapters that are in, each adapter that waits for a slot closes one that
-is in use, the one loaded first, to requests behind it that have not begun. Its sequences end, and then it is free. Who
-takes it is loaded last, so adapters take turns, and everybody waits at most for the requests that ran when its turn
-came. Requests of the base model never wait for a slot (but behind more than 128 who do, see `planner`).
+is in use, the one loaded first, to requests behind it that have not begun. Its sequences end, and then it is free. The
+adapter that takes it is loaded last, so adapters take turns, and a request waits at most for those that ran when its
+turn came. Requests of the base model do not wait for a slot, except behind more than 128 that do (see `planner`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class AdapterSlots:
         self._users[key] = self._users.get(key, 0) + 1
 
     def leave(self, adapter: Adapter | None) -> None:
-        """A sequence runs no more."""
+        """A sequence stopped running."""
         if adapter is None:
             return
         key = adapter.key
@@ -77,12 +77,12 @@ class AdapterSlots:
         return moves
 
     def repeat(self, moves: Iterable[AdapterMove]) -> None:
-        """A step failed, and the workers may not have seen its moves: what still counts of them goes again."""
+        """A step failed, and the workers may not have seen its moves: those that still hold are sent again."""
         lost = [move for move in moves if self._slots.get(move.adapter.key) == move.slot]
         self._moves = [*lost, *self._moves]
 
     def check_integrity(self, running: Iterable[Adapter | None]) -> None:
-        """Raise AssertionError where the books disagree with who runs. For tests."""
+        """Raise AssertionError where the books disagree with the running sequences. For tests."""
         users: dict[str, int] = {}
         for adapter in running:
             if adapter is not None:
@@ -106,7 +106,7 @@ class AdapterSlots:
 
 
 class AdapterGate:
-    """Who may enter in one plan, asked in order of rank."""
+    """Which sequences may enter in one plan, asked in order of rank."""
 
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
@@ -114,7 +114,7 @@ class AdapterGate:
         self._closed: set[str] = set()  # adapters whose slots they wait for
 
     def lets_in(self, seq: Sequence) -> bool:
-        """Tell whether ``seq`` may enter before all who are asked about later."""
+        """Tell whether ``seq`` may enter before all that are asked about later."""
         adapter = seq.group.request.adapter
         if adapter is None:
             return True

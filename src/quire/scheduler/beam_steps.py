@@ -4,12 +4,12 @@ A beam that has given its continuations waits for the others of its depth; nothi
 is the number of its known tokens). The last of them to come selects:
 
     before      A: t t a   B: t t b   C: t t c          best continuations: a x, a y, c z
-    after       A: t t a x            (goes on in its place; x overrides what the worker drew: ``forced_token_ids``)
+    after       A: t t a x            (goes on in its place; x overrides what the worker sampled: ``forced_token_ids``)
                 C: t t c z            (the same)
                 B: t t a y            (parked, its blocks free; forked from A at the next plan, as in `fork`)
 
-A fork that finds no seat or no block waits like anybody else and computes its tokens again, mostly from the prefix
-tree.
+A fork that finds no seat or no block waits like any other sequence and computes its tokens again, mostly from the
+prefix tree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def start_search(state: SchedulerState, group: RequestState) -> None:
 def take_continuations(
     state: SchedulerState, seq: Sequence, end: int, logprobs: tuple[TokenLogprobs, ...] | None, now: float
 ) -> list[TokenEvent]:
-    """A step computed ``seq`` up to row ``end`` and drew: note what it found; the last of its depth selects."""
+    """A step computed ``seq`` up to token ``end`` and sampled: note what it found; the last of its depth selects."""
     group = seq.group
     beams = group.beams
     assert beams is not None
@@ -90,7 +90,7 @@ def fork_beams(state: SchedulerState) -> None:
 def park_idle(state: SchedulerState) -> bool:
     """Take the seats and blocks of beams that wait for others of their depth; False where there are none.
 
-    For when nothing else can go on: what they found is kept, and they compute their last rows again when selected.
+    For when nothing else can go on: what they found is kept, and they compute their last tokens again when selected.
     """
     idle = [seq for seq in state.running if seq.group.beams is not None and seq in seq.group.beams.found]
     for seq in idle:
@@ -130,7 +130,7 @@ def _become_fork(seq: Sequence, child: Child) -> None:
 
 
 def _go_on(state: SchedulerState, seq: Sequence, token_id: int) -> None:
-    """Add the selected token to a beam that keeps its place; it runs, with all its rows computed, or was parked."""
+    """Add the selected token to a beam that keeps its place; it runs, with all its tokens computed, or was parked."""
     num_known = len(seq.token_ids)
     seq.token_ids.append(token_id)
     if seq.state is SequenceState.PARKED:
@@ -138,7 +138,7 @@ def _go_on(state: SchedulerState, seq: Sequence, token_id: int) -> None:
         return
     assert seq.state is SequenceState.RUNNING
     assert seq.num_planned == num_known
-    seq.forced = (token_id,)  # its worker has drawn another one
+    seq.forced = (token_id,)  # its worker has sampled another one
 
 
 def _deliver(state: SchedulerState, group: RequestState, now: float) -> list[TokenEvent]:

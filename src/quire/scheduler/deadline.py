@@ -1,4 +1,4 @@
-"""Deadlines: whoever cannot meet them any more is refused at once, whoever missed them is ended (DESIGN §4).
+"""Deadlines: a request that cannot meet its own any more is rejected at once; a sequence that missed it is ended.
 
     add      hopeless as things go: refused, "hopeless" and when to come again
     plan     `expire`, first of all: a limit has passed → the sequence ends with `FinishReason.DEADLINE`
@@ -65,7 +65,7 @@ def hopeless(state: SchedulerState, request: Request, now: float) -> tuple[str, 
     first_s = (
         now
         - request.arrival_s
-        + state.predictor.first_token_s(_backlog(state, request), _num_rows(state, request))
+        + state.predictor.first_token_s(_backlog(state, request), _num_uncached(state, request))
     )
     last_s = first_s + (_least_output(request) - 1) * state.predictor.step_s
     for name, limit_s, expected_s in (
@@ -112,10 +112,10 @@ def _backlog(state: SchedulerState, request: Request) -> Backlog:
     ahead = [seq for seq in state.waiting if _is_ahead(state.config.order, seq, request)]
     known = state.counters.num_prompt_tokens
     uncached = 1.0 - state.counters.num_cached_tokens / known if known else 1.0
-    num_rows = sum(max(0, seq.num_total - seq.num_planned - 1) for seq in state.running)
-    num_rows += int(sum(seq.num_total for seq in ahead) * uncached)
+    num_tokens = sum(max(0, seq.num_total - seq.num_planned - 1) for seq in state.running)
+    num_tokens += int(sum(seq.num_total for seq in ahead) * uncached)
     num_free = state.config.max_num_seqs - len(state.running)
-    return Backlog(num_rows, max(0, len(ahead) + 1 - num_free))
+    return Backlog(num_tokens, max(0, len(ahead) + 1 - num_free))
 
 
 def _is_ahead(order: OrderKind, seq: Sequence, request: Request) -> bool:
@@ -127,8 +127,8 @@ def _is_ahead(order: OrderKind, seq: Sequence, request: Request) -> bool:
     return True
 
 
-def _num_rows(state: SchedulerState, request: Request) -> int:
-    """Rows of its own prompt, without those that the prefix tree has now."""
+def _num_uncached(state: SchedulerState, request: Request) -> int:
+    """Tokens of its own prompt, without those that the prefix tree has now."""
     table = state.new_table(request)
     return len(request.prompt_token_ids) - state.cache.match(table, request.prompt_token_ids).num_tokens
 

@@ -123,7 +123,7 @@ class Planner:
         return chosen
 
     def _find_room(self, seq: Sequence, end: int) -> bool:
-        """Give a running sequence blocks up to ``end``. Nobody takes a block that one before it in rank found not."""
+        """Give a running sequence blocks up to ``end``. Once this fails for one, no lower-ranked one gets a block."""
         preempted = seq.state is not SequenceState.RUNNING  # for another in this plan
         if preempted or self._barred(seq):
             return False
@@ -136,7 +136,7 @@ class Planner:
         return self._starved is not None and seq.key > self._starved
 
     def _plan_chunk(self, seq: Sequence) -> None:
-        """Plan the next rows of a running sequence that has many to compute."""
+        """Plan the next tokens of a running sequence that has many to compute."""
         cache = self._state.cache
         todo = seq.target - seq.num_planned
         whole = self._budget.must_be_whole(todo)
@@ -158,7 +158,7 @@ class Planner:
         self._emit(seq, end)
 
     def _admit(self) -> None:
-        """Let sequences in, in order, until seats, rows or blocks run out."""
+        """Let sequences in, in order, until seats, tokens or blocks run out."""
         state, config = self._state, self._state.config
         num_waiting = len(state.waiting)
         oldest_s = state.waiting.oldest_arrival_s() if num_waiting and config.gate == "dynamic" else 0.0
@@ -191,7 +191,7 @@ class Planner:
         if admitted.num_scheduled:
             self._emit(seq, admitted.num_cached + admitted.num_scheduled)
             return True
-        # A leader whose prompt, but its last token, is cached: its own last row comes before its siblings' blocks.
+        # A leader whose prompt, but its last token, is cached: its own last token comes before its siblings' blocks.
         state.cache.allocate(seq.table, seq.num_prompt)
         fork_siblings(state, seq)
         for member in state.running[state.running.index(seq) :]:
@@ -281,7 +281,7 @@ def _new_seq(seq: Sequence, adapter_slot: int) -> NewSeq:
 
 
 def _note_admission(state: SchedulerState, seq: Sequence, num_cached: int, now: float) -> None:
-    """Note of a request what its first admission says."""
+    """Note what the first admission of a request tells of it."""
     group = seq.group
     if group.admitted:
         return
@@ -306,7 +306,7 @@ def cache_miss(cache: CacheManager, seq: Sequence, num_cached: int) -> str:
 
 
 def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
-    """Return the first ``count`` of those who wait, in the order in which they may enter.
+    """Return the first ``count`` of the waiting sequences, in the order in which they may enter.
 
     With adapters there are more, since some may be passed over.
     """
@@ -340,7 +340,7 @@ def choose_drafts(state: SchedulerState, decodes: Iterable[Sequence], budget: Bu
 
 
 class Budget:
-    """Rows left in the step being planned."""
+    """Tokens left in the step being planned."""
 
     __slots__ = ("_limit", "_whole_prompts", "left")
 
@@ -353,7 +353,7 @@ class Budget:
         """Tell whether a chunk of ``num_tokens`` may not be cut.
 
         Without chunked prefill a prompt is computed in one step or waits. Only what can never fit a step is cut:
-        a sequence preempted after its output outgrew the budget, which cannot be refused any more.
+        a sequence preempted after its output outgrew the budget, which cannot be rejected any more.
         """
         return self._whole_prompts and num_tokens <= self._limit
 
@@ -361,8 +361,8 @@ class Budget:
 def fork_siblings(state: SchedulerState, leader: Sequence) -> None:
     """Fork every sibling of a running ``leader`` that is about to compute its last prompt token.
 
-    Full blocks are shared, a partial tail is copied by a move, and each computes the last prompt token itself. A
-    sibling that finds no seat or no block waits like anybody else; most of its prompt is in the prefix tree by then.
+    Full blocks are shared, a partial last block is copied by a move, and each computes the last prompt token itself. A
+    sibling that finds no seat or no block waits like any other; by then most of its prompt is in the prefix tree.
     """
     num_shared = leader.num_prompt - 1
     assert leader.num_planned == num_shared
@@ -380,8 +380,8 @@ def fork_siblings(state: SchedulerState, leader: Sequence) -> None:
 def make_room(state: SchedulerState, seq: Sequence, end: int) -> bool:
     """Give ``seq`` blocks up to token ``end``, preempting sequences that rank behind it; False: not in this step.
 
-    Blocks of a victim that is in flight come free when its step is applied, so nobody else is thrown out for what is
-    already on its way. The first in rank always gets room at last: it can preempt all others, and it was not admitted
+    Blocks of a victim that is in flight come free when its step is applied, so no other sequence is preempted while
+    enough are on their way. The first in rank gets room in the end: it can preempt all others, and it was not admitted
     unless it fits alone.
     """
     cache = state.cache

@@ -37,7 +37,7 @@ def change_policy(state: SchedulerState, change: PolicyChange) -> None:
     """Apply ``change``; ConfigError names what is not allowed, and nothing has changed then."""
     before, state.config = state.config, changed(state.config, change, state.start_config)
     if state.config.gate != before.gate:
-        state.gate = Gate()  # a batch that was being formed is nobody's any more
+        state.gate = Gate()  # the batch that was being formed is dropped
     if state.config.order != before.order:
         for seq in state.sequences.values():
             seq.key = sort_key(state.config.order, seq)

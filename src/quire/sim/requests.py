@@ -10,7 +10,7 @@ from operator import sub
 from quire.bench.summary import CANCELLED, ERROR, OK, RequestRecord
 from quire.cache.block_hash import extend_chain, root_hash
 from quire.config import CacheConfig
-from quire.executor.timed import drawn_token
+from quire.executor.timed import sampled_token
 from quire.request import Request, SamplingParams, TokenEvent
 from quire.workload.request import PromptMaker, Workload, WorkloadRequest
 
@@ -93,7 +93,7 @@ class Client:
 
     def resumed(self, sent: Sent) -> Request:
         """Return the request for another replica after its own died: with the tokens that the client already has."""
-        token_id = drawn_token(sent.request.sampling, 0)
+        token_id = sampled_token(sent.request.sampling, 0)
         return replace(sent.request, output_token_ids=((token_id,) * len(sent.token_times),))
 
     def ended(self, event: TokenEvent, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
