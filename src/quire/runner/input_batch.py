@@ -199,7 +199,8 @@ class InputBatch:
 def _check(plans: Sequence[SeqPlan], computed: IntArray, lengths: IntArray, known: IntArray) -> None:
     wrong = (lengths <= 0) | (lengths > known - computed)
     if wrong.any():
-        plan, count = plans[wrong.argmax()], known[wrong.argmax()]
+        first = int(wrong.argmax())
+        plan, count = plans[first], known[first]
         raise StepError(
             f"Sequence {plan.seq_id}: {plan.num_scheduled_tokens} tokens from {plan.num_computed_tokens} on are "
             f"planned, and {count} tokens are known."
