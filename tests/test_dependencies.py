@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools.house import INDIRECT, ROOT, declared, undeclared, unused
+from tools.house import INDIRECT, ROOT, declared, module_of, undeclared, unused
+
+from quire.cli.doctor import NEEDED, OPTIONAL, SERVING
 
 PYPROJECT = """
 [project]
@@ -25,6 +27,11 @@ def test_every_dependency_is_imported() -> None:
 
 def test_indirect_dependencies_are_declared() -> None:
     assert set(INDIRECT) <= declared(ROOT)["core"]
+
+
+def test_doctor_names_every_dependency() -> None:
+    named = {module_of(name) for name in (*NEEDED, *SERVING, *OPTIONAL)}
+    assert named == declared(ROOT)["core"]
 
 
 @pytest.fixture

@@ -36,8 +36,7 @@ CITED = re.compile(r"\b(DESIGN|STYLE)\b|\b[Ii]ssue #?\d+\b")
 QUOTATIONS = {"docs/quill.md", "src/quire/workload/request.py"}
 # Hits that remain in each folder; lower a number when you fix some, and delete it at zero.
 ALLOWED: dict[str, int] = {
-    "src/quire/cache": 14,
-    "src/quire/scheduler": 15,
+    "src/quire/cache": 1,
 }
 
 

@@ -19,9 +19,8 @@ ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
 class DeviceInfo:
     """The machine as found once, before `resolve`."""
 
-    kind: Literal[
-        "cpu", "cuda", "interpret"
-    ]  # interpret: a GPU's kernels in Triton's interpreter, on the CPU
+    # interpret: the kernels of a GPU in Triton's interpreter, on the CPU
+    kind: Literal["cpu", "cuda", "interpret"]
     name: str  # "AMD EPYC (2 cores)"
     num_cores: int  # physical cores this process may use
     memory_total_bytes: int

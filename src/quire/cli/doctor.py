@@ -11,12 +11,12 @@ from rich.table import Table
 from quire import __version__
 from quire.device import FP8_CAPABILITY, cpu_features, detect_device, find_gpu, gpu_problem, slow_kernels
 
-NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2")
+NEEDED = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2")
 SERVING = (
     "msgspec", "pyzmq", "starlette", "pydantic", "python-multipart", "uvicorn", "uvloop", "httptools",
     "prometheus-client", "typer", "rich",
 )  # fmt: skip
-OPTIONAL = {"gguf": "reading GGUF files"}
+OPTIONAL = {"llguidance": "structured outputs", "aiohttp": "quire bench serve, quire profile"}
 
 
 def packages() -> list[tuple[str, str, str]]:

@@ -49,9 +49,8 @@ class Profile:
     error: FitError | None = None  # None: the model was given, not fitted
     points: tuple[MeasuredStep, ...] = ()
     measured_at: str = ""  # UTC, ISO 8601
-    step_time: CostModel = field(
-        init=False, compare=False
-    )  # executor + host: what a step takes in the engine's loop
+    # Executor and host together: the seconds of a step in the engine's loop.
+    step_time: CostModel = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         host = self.host

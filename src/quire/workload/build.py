@@ -61,9 +61,8 @@ class Synthetic:
     """A workload from distributions. Lengths in tokens."""
 
     num_requests: int
-    prompt_lengths: Lengths = field(
-        default_factory=lambda: Fixed(512)
-    )  # for a later turn: the tokens that the user adds
+    # Of a later turn: the tokens that the user adds.
+    prompt_lengths: Lengths = field(default_factory=lambda: Fixed(512))
     output_lengths: Lengths = field(default_factory=lambda: Fixed(128))
     arrivals: Arrivals = field(default_factory=Arrivals)  # of first turns
     prefix_length: int = 0  # of a shared prefix before the prompt's own tokens

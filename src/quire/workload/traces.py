@@ -38,9 +38,8 @@ class Trace:
 
     name: str
     format: str  # azure, lengths, mooncake, rtp-llm or sharegpt
-    rows: tuple[
-        WorkloadRequest, ...
-    ]  # ``arrival_s`` as in the file, 0 where it gives none; ``index``: row number
+    # ``arrival_s`` as in the file, 0 where it has no times; ``index``: row number.
+    rows: tuple[WorkloadRequest, ...]
     refusals: tuple[tuple[int, str], ...]  # (row number, reason)
     timed: bool  # whether the file says when requests arrived
 
