@@ -20,11 +20,11 @@ MAX_CLASS_METHODS = 15
 # in lines and raises the row of its package by that, in the same commit.
 MAX_LINES: dict[str, int] = {
     "": 2_350,
-    "api": 5_150,
+    "api": 5_155,
     "bench": 2_450,
     "cache": 1_400,
     "cli": 1_500,
-    "engine": 3_870,
+    "engine": 3_875,
     "executor": 1_000,
     "families": 1_690,
     "gateway": 330,

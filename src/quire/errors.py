@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class QuireError(Exception):
@@ -73,3 +74,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def clip(value: Any, limit: int = 80) -> str:
+    """``repr`` cut to a length fit for an error message."""
+    try:
+        text = repr(value) if not isinstance(value, str) else repr(value[: limit + 1])
+    except ValueError:  # Python writes no int of more than 4,300 digits
+        text = "an integer of too many digits"
+    return text if len(text) <= limit else text[: limit - 1] + "…"

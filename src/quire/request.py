@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from quire.errors import RequestError
+from quire.errors import RequestError, clip
 from quire.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_N = 128
 SEED_MAX = 2**63 - 1
+TOKEN_ID_MAX = 2**31 - 1  # ids are int32 in the engine
 
 if TYPE_CHECKING:  # users may give lists, of which `SamplingParams` makes tuples
     Strings = Sequence[str]
@@ -166,7 +167,7 @@ _INTEGERS = {"n", "top_k", "min_tokens"}
 
 
 def _bad(param: str, value: Any, allowed: str) -> RequestError:
-    return RequestError(f"{param} = {value!r} is not allowed: it must be {allowed}.", param=param)
+    return RequestError(f"{param} = {clip(value)} is not allowed: it must be {allowed}.", param=param)
 
 
 def clip_ids(ids: Sequence[int]) -> Sequence[int | str]:
@@ -210,8 +211,8 @@ def _check(params: SamplingParams) -> None:
     budget = params.thinking_budget
     for name in ("num_tokens", "begin_id", "end_id") if budget is not None else ():
         value = getattr(budget, name)
-        if not _is_int(value) or value < 0:
-            raise _bad(f"thinking_budget.{name}", value, "an integer ≥ 0")
+        if not _is_int(value) or not 0 <= value <= SEED_MAX:
+            raise _bad(f"thinking_budget.{name}", value, f"an integer ≥ 0, at most {SEED_MAX}")
     if budget is not None and params.allowed_token_ids and budget.end_id not in params.allowed_token_ids:
         raise _bad(
             "allowed_token_ids",

@@ -62,6 +62,7 @@ def test_changed_settings_are_answered_with_the_old_values() -> None:
         ({"max_num_seqs": 2.5}, "max_num_seqs", "an integer"),
         ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens", "1…2048"),
         ({"max_queue": -1}, "max_queue", "1…"),
+        ({"max_queue": 2**64}, "max_queue", "9223372036854775807"),
         ({"max_queue": "5"}, "max_queue", "an integer"),
         ({"dynamic_max_wait_ms": -1}, "dynamic_max_wait_ms", "≥ 0"),
         ({"max_num_seq": 3}, "max_num_seq", "max_num_seqs"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.engine.scripted import ScriptedClient
 from tests.engine.toy import BOS, VOCAB, byte_tokenizer, engine_config, ids, model_info
+from tests.engine.wired import WiredClient
 from tests.fakes.engine import FAKE
 from tests.fakes.model import FakeModel, fake_tokens
 
@@ -410,3 +411,18 @@ def test_what_is_over_takes_no_memory() -> None:
         assert not state.sequences
 
     with_frontend(body)
+
+
+def test_request_that_cannot_be_sent_opens_no_stream() -> None:
+    async def main() -> None:
+        client = WiredClient(engine_config(), WallClock(), executor=FAKE)
+        frontend = frontend_over(Supervisor(client, lambda: client, WallClock()))
+        await frontend.start()
+        with pytest.raises(OverflowError):
+            await frontend.submit("a", GREEDY, priority=2**64)
+        assert [message.request.priority for message in client.lost] == [2**64]
+        assert frontend.num_requests == 0
+        await asyncio.wait_for(frontend.drain(30.0), 1)
+        await frontend.close()
+
+    asyncio.run(main())

@@ -16,7 +16,7 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.engine.inbox import AddRequest
 from quire.errors import RequestError
-from quire.request import FinishReason
+from quire.request import FinishReason, TokenEvent
 from quire.text import grammar_matcher
 
 SCHEMA = {
@@ -130,6 +130,14 @@ def test_a_limit_hit_in_a_step_fails_that_sequence_alone(monkeypatch: pytest.Mon
     hard = StructuredOutputsParams(grammar='start: a\na: "x" | a a | a a a')
     free = SamplingParams(max_tokens=30, temperature=0.0)
     with LLM("quill", num_kv_blocks=64, max_model_len=256, threads=1) as small:
+        receive, kinds = small._client.receive, set()
+
+        def watched(timeout_s: float | None = None) -> list[TokenEvent]:
+            events = receive(timeout_s)
+            kinds.update(event.error_kind for event in events if event.error_kind is not None)
+            return events
+
+        monkeypatch.setattr(small._client, "receive", watched)
         (alone,) = small.generate("The sea", free, use_tqdm=False)
         outputs = small.generate(
             ["The sea", "x", "The sea"],
@@ -139,6 +147,7 @@ def test_a_limit_hit_in_a_step_fails_that_sequence_alone(monkeypatch: pytest.Mon
     assert key(outputs[0]) == key(alone)
     assert outputs[1].outputs[0].finish_reason is FinishReason.ERROR
     assert "structured_outputs" in (outputs[1].outputs[0].error or ""), outputs[1]
+    assert kinds == {"request"}, "a 400: the client asked for the grammar"
     assert outputs[2].outputs[0].finish_reason is FinishReason.STOP
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from tests.engine.scripted import ScriptedClient, clients, token_of
 
 from quire.clock import VirtualClock
-from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
+from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Message, Reply
+from quire.engine.process import decode, encode
 from quire.engine.supervisor import InFlight, RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
@@ -187,3 +189,44 @@ def test_live_settings_survive_a_restart() -> None:
     assert book.readmissions()[2:] == [PolicyChange(max_num_batched_tokens=64)]
     book.answered([Reply("3", before, before, pinned=())])
     assert len(book.readmissions()) == 2
+
+
+class StrictClient(ScriptedClient):
+    """Refuses what cannot cross the wire, as `ProcessClient` does."""
+
+    def send(self, message: Message) -> None:
+        super().send(decode(encode(message)))
+
+
+def test_what_cannot_be_sent_is_not_recorded() -> None:
+    supervisor = Supervisor(StrictClient(die_after=2), clients(StrictClient()), VirtualClock(), NO_PAUSE)
+    supervisor.send(AddRequest(request("fine")))
+    with pytest.raises(OverflowError):
+        supervisor.send(AddRequest(replace(request("huge"), priority=2**64)))
+    assert len(supervisor._record) == 1
+    reader = Reader()
+    reader.read(supervisor, until=1)
+    assert supervisor.num_restarts == 1
+    assert reader.tokens["fine", 0] == undisturbed(request("fine"))[0]
+
+
+def test_bad_readmission_fails_alone() -> None:
+    """A request that arrives between two engines meets the wire only at the readmission."""
+    fresh = StrictClient()
+
+    def restart() -> ScriptedClient:
+        supervisor.send(AddRequest(replace(request("huge", n=2), priority=2**64)))
+        supervisor.send(AddRequest(request("late")))
+        return fresh
+
+    supervisor = Supervisor(StrictClient(die_after=0), restart, VirtualClock(), NO_PAUSE)
+    supervisor.send(AddRequest(request("early")))
+    reader = Reader()
+    reader.read(supervisor, until=4)
+    for index in range(2):
+        (end,) = reader.ends["huge", index]
+        assert (end.finish_reason, end.error_kind) == (FinishReason.ERROR, "internal")
+        assert "cannot be sent" in (end.error or "")
+    for name in ("early", "late"):
+        assert reader.tokens[name, 0] == undisturbed(request(name))[0]
+    assert len(supervisor._record) == 0

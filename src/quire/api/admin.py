@@ -19,10 +19,10 @@ from quire.api.health import Handler, Probes
 from quire.api.state import ApiState
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.inbox import ChangePolicy, Reply, ResetPrefixCache
-from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError
+from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, read_json
 from quire.http.edge import Edge, NoBrowsers, error_handlers
-from quire.http.wire import Boolean, Integer, Number, Text, Wire, clip, not_allowed, parse
+from quire.http.wire import Boolean, Int64, Integer, Number, Text, Wire, not_allowed, parse
 from quire.metrics.log import Log
 from quire.request import Adapter
 from quire.scheduler.policy import PolicyChange
@@ -36,9 +36,9 @@ class RuntimePatch(Wire):
 
     gate: Literal["static", "dynamic", "continuous"] | None = None
     order: Literal["fcfs", "priority", "shortest-first", "longest-prefix"] | None = None
-    max_num_seqs: Integer | None = None
-    max_num_batched_tokens: Integer | None = None
-    max_queue: Integer | None = None
+    max_num_seqs: Int64 | None = None
+    max_num_batched_tokens: Int64 | None = None
+    max_queue: Int64 | None = None
     dynamic_max_wait_ms: Number | None = None
     # Settings that return to the controller of --slo.
     release: list[Literal["max_num_seqs", "max_num_batched_tokens"]] | None = None

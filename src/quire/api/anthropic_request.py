@@ -9,8 +9,8 @@ from pydantic import Field, Strict
 from quire.api.conversation import Conversation, call_message, template_variables
 from quire.api.protocol import EFFORTS, SampledFields, Tools
 from quire.api.tools import Thinking, ToolUse, tool_use
-from quire.errors import RequestError
-from quire.http.wire import AnyObject, Boolean, JsonSchema, Text, Texts, TypedObject, Wire, clip, parse
+from quire.errors import RequestError, clip
+from quire.http.wire import INT64_MAX, AnyObject, Boolean, JsonSchema, Text, Texts, TypedObject, Wire, parse
 from quire.structured_outputs import StructuredOutputsParams
 
 # The blocks that a message of each role may hold.
@@ -95,7 +95,9 @@ class ThinkingSettings(Wire):
     """``thinking``."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int | None, Strict(), Field(description="an integer ≥ 1", ge=1)] = None
+    budget_tokens: Annotated[
+        int | None, Strict(), Field(description=f"an integer ≥ 1, at most {INT64_MAX}", ge=1, le=INT64_MAX)
+    ] = None
     display: Literal["summarized", "omitted"] | None = None
 
 

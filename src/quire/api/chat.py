@@ -17,7 +17,7 @@ from quire.api.protocol import ChatPrompt, ChatRequest, stream_options
 from quire.api.state import ApiState
 from quire.api.tools import OutputPlan, Thinking, chat_tools, tool_use
 from quire.engine.output import OutputChunk
-from quire.errors import RequestError
+from quire.errors import RequestError, clip
 from quire.http.wire import not_allowed, parse
 from quire.request import FinishReason, SamplingParams, TokenLogprobs
 
@@ -89,7 +89,8 @@ def _max_tokens(request: ChatRequest) -> int | None:
     new, old = request.max_completion_tokens, request.max_tokens
     if new is not None and old is not None and new != old:
         raise RequestError(
-            f"max_completion_tokens = {new} and max_tokens = {old} contradict each other: send one of them.",
+            f"max_completion_tokens = {clip(new)} and max_tokens = {clip(old)} contradict each other: "
+            "send one of them.",
             param="max_completion_tokens",
         )
     if new is not None and new < 1:
@@ -102,7 +103,7 @@ def _num_logprobs(request: ChatRequest) -> int | None:
         return request.top_logprobs or 0
     if request.top_logprobs:
         raise RequestError(
-            f"top_logprobs = {request.top_logprobs} is only allowed with logprobs = true.",
+            f"top_logprobs = {clip(request.top_logprobs)} is only allowed with logprobs = true.",
             param="top_logprobs",
         )
     return None

@@ -17,8 +17,8 @@ from quire.api.protocol import Message, SampledFields, ToolCall, text_of
 from quire.api.state import ApiState
 from quire.api.tools import OutputPlan, Thinking, ToolUse, output_plan, thinking_budget
 from quire.engine.prompts import RenderedChat
-from quire.errors import RequestError
-from quire.http.wire import clip, parse
+from quire.errors import RequestError, clip
+from quire.http.wire import parse
 from quire.request import SamplingParams
 
 # Arguments of the template that a client may not replace through chat_template_kwargs.

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from quire.api.protocol import GenerationFields
-from quire.errors import RequestError
-from quire.http.wire import AnyObject, Boolean, JsonSchema, Number, Text, Wire, clip, not_allowed, parse
-from quire.request import Deadline, SamplingParams
+from quire.errors import RequestError, clip
+from quire.http.wire import AnyObject, Boolean, JsonSchema, Number, Text, Wire, not_allowed, parse
+from quire.request import TOKEN_ID_MAX, Deadline, SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
 # Fields of `SamplingParams` that a request has too, with the same meaning.
@@ -89,7 +89,8 @@ def given_sampling(request: GenerationFields) -> dict[str, Any]:
     """
     if not request.use_beam_search and request.stream and (request.best_of or 0) > (request.n or 1):
         raise RequestError(
-            f"best_of = {request.best_of} is not allowed with stream = true: the best answers are known at the end.",
+            f"best_of = {clip(request.best_of)} is not allowed with stream = true: the best "
+            "answers are known at the end.",
             param="best_of",
         )
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
@@ -131,9 +132,10 @@ def sampling_params(
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     for key in bias:
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key.lstrip("0")) <= len(str(TOKEN_ID_MAX))):
             raise RequestError(
-                f"logit_bias has the key {clip(key)}: keys must be token ids (integers ≥ 0) as strings.",
+                f"logit_bias has the key {clip(key)}: keys must be token ids (integers in 0…{TOKEN_ID_MAX}) as "
+                "strings.",
                 param="logit_bias",
             )
     return {int(key): value for key, value in bias.items()}

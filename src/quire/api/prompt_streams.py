@@ -13,7 +13,7 @@ from quire.api.job import Job, Usage
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.engine.stream import RequestStream
-from quire.errors import RequestError
+from quire.errors import RequestError, clip
 from quire.metrics.prometheus import RequestMetrics
 from quire.metrics.trace import RequestPhases
 from quire.request import FinishReason
@@ -105,8 +105,8 @@ class PromptStreams:
             return prompt
         if asked != -1 and not 1 <= asked <= limit:
             raise RequestError(
-                f"truncate_prompt_tokens = {asked} is not allowed: it must be an integer in 1…{limit} (the context of "
-                "this model), or -1 for as many as the context holds.",
+                f"truncate_prompt_tokens = {clip(asked)} is not allowed: it must be an integer in 1…{limit} (the "
+                "context of this model), or -1 for as many as the context holds.",
                 param="truncate_prompt_tokens",
             )
         ids = await self._state.frontend.tokenize(prompt) if isinstance(prompt, str) else prompt

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from quire.errors import RequestError
+from quire.errors import RequestError, clip
 from quire.http.wire import (
+    INT64_MAX,
     AnyObject,
     Boolean,
+    Int64,
     Integer,
     Number,
     Text,
@@ -20,7 +22,6 @@ from quire.http.wire import (
     TokenIds,
     TypedObject,
     Wire,
-    clip,
     parse,
 )
 
@@ -46,7 +47,7 @@ class RequestFields(Wire):
     """Fields of every request to the engine. None: not given."""
 
     model: Text | None = None
-    priority: Integer = 0
+    priority: Int64 = 0
     cache_salt: Text = ""
     request_id: Text | None = None
 
@@ -141,7 +142,9 @@ class ChatRequest(GenerationFields, ChatPrompt):
     tool_choice: Any = None
     parallel_tool_calls: Boolean | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    thinking_token_budget: Annotated[int | None, Strict(), Field(description="an integer ≥ 0", ge=0)] = None
+    thinking_token_budget: Annotated[
+        int | None, Strict(), Field(description=f"an integer ≥ 0, at most {INT64_MAX}", ge=0, le=INT64_MAX)
+    ] = None
     include_reasoning: Boolean = True
     separate_reasoning: Boolean = True
     logprobs: Boolean = False

@@ -11,7 +11,7 @@ from quire.api.conversation import Conversation, arguments_of, call_message, tem
 from quire.api.params import schema_form
 from quire.api.protocol import EFFORTS, SampledFields, TextContent, Tools, text_of
 from quire.api.tools import Thinking, ToolUse, tool_use
-from quire.errors import RequestError
+from quire.errors import RequestError, clip
 from quire.http.wire import (
     AnyObject,
     Boolean,
@@ -21,7 +21,6 @@ from quire.http.wire import (
     Text,
     Texts,
     Wire,
-    clip,
     not_allowed,
     parse,
 )

@@ -18,9 +18,9 @@ from quire.api.response_answer import ResponseAnswer
 from quire.api.response_request import ResponsesRequest, add_input, conversation_of, form_of, input_items
 from quire.api.state import ApiState, Stored
 from quire.api.tools import OutputPlan
-from quire.errors import NotFoundError, RequestError
+from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of
-from quire.http.wire import clip, parse
+from quire.http.wire import parse
 from quire.request import SamplingParams
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -133,7 +133,7 @@ def _num_logprobs(request: ResponsesRequest) -> int | None:
         return request.top_logprobs or 0
     if request.top_logprobs:
         raise RequestError(
-            f"top_logprobs = {request.top_logprobs} is only allowed with include = [{_LOGPROBS!r}].",
+            f"top_logprobs = {clip(request.top_logprobs)} is only allowed with include = [{_LOGPROBS!r}].",
             param="top_logprobs",
         )
     return None

@@ -15,7 +15,7 @@ from quire.api.forecast import TtftForecast
 from quire.config import EngineConfig
 from quire.engine.frontend import Frontend
 from quire.engine.prepare import ModelInfo
-from quire.errors import NotFoundError
+from quire.errors import NotFoundError, clip
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.request import Adapter
@@ -84,7 +84,7 @@ class ApiState:
         if name not in names and name not in self.adapter_names:
             served = ", ".join(repr(n) for n in names)
             loaded = ", ".join(repr(n) for n in self.adapter_names)
-            text = f"The model {name!r} is not served here. Served: {served}."
+            text = f"The model {clip(name)} is not served here. Served: {served}."
             raise NotFoundError(
                 text + (f" Adapters: {loaded}." if loaded else ""), param="model", code="model_not_found"
             )

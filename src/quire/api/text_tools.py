@@ -9,8 +9,8 @@ from pydantic import Field
 from quire.api.chat import chat_conversation, chat_job
 from quire.api.protocol import ChatPrompt
 from quire.api.state import ApiState
-from quire.errors import RequestError
-from quire.http.wire import Boolean, Text, TokenIds, Wire, clip, parse
+from quire.errors import RequestError, clip
+from quire.http.wire import Boolean, Text, TokenIds, Wire, parse
 
 
 class TokenizeRequest(ChatPrompt):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.api.state import ApiState
-from quire.errors import RequestError
-from quire.http.wire import clip, not_allowed, rules_of, sift
+from quire.errors import RequestError, clip
+from quire.http.wire import not_allowed, rules_of, sift
 from quire.request import ThinkingBudget
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.output import OutputFormat, OutputParser, prompt_opening

@@ -146,8 +146,8 @@ class Frontend:
         self._check_open()  # tokenizing and checking the grammar may have taken a while
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
         stream = RequestStream(name, state, lambda: self.streams.abandon(request.request_id))
+        self._client.send(AddRequest(request))  # may fail, so the stream is open only after it
         self.streams.add(request.request_id, stream)
-        self._client.send(AddRequest(request))
         return stream
 
     async def chat_prompt(

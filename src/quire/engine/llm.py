@@ -271,10 +271,10 @@ class LLM:
             while waiting or running:
                 while waiting and len(running) < self._max_in_flight:
                     request = waiting.popleft()
+                    self._client.send(AddRequest(request))
                     running[request.request_id] = RequestOutputState(
                         request, self._tokenizer, self._client.send, continues=continues
                     )
-                    self._client.send(AddRequest(request))
                 for event in self._client.receive():
                     state = running.get(event.request_id)
                     chunk = None if state is None else state.feed(event)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.errors import RequestError
+from quire.errors import RequestError, clip
 from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
@@ -82,7 +82,7 @@ def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
             raise RequestError(
-                f"{param} holds the token id {token_id!r}: the model's ids are 0…{vocab_size - 1}.",
+                f"{param} holds the token id {clip(token_id)}: the model's ids are 0…{vocab_size - 1}.",
                 param=param,
             )
 

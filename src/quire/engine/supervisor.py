@@ -68,11 +68,11 @@ class Supervisor:
     def send(self, message: Message) -> None:
         """As `EngineClient.send`; a request that arrives between two engines goes to the next one."""
         with self._lock:
+            if self._dead is None and not self._between:
+                self._client.send(message)  # may fail: then the caller knows, and nothing was recorded
             self._record.sent(message)
             if self._dead is not None:
                 self._ended += self._record.fail_all(str(self._dead))
-            elif not self._between:
-                self._client.send(message)
 
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
         """As `EngineClient.receive`; blocks longer than ``timeout_s`` while an engine is being replaced."""
@@ -128,8 +128,7 @@ class Supervisor:
             except QuireError as failure:
                 reason = failure
                 continue
-            self._readmit(client)
-            return ended
+            return ended + self._readmit(client)
         return ended
 
     def _may_restart(self) -> bool:
@@ -155,12 +154,21 @@ class Supervisor:
         client.close()
         return None
 
-    def _readmit(self, client: EngineClient) -> None:
+    def _readmit(self, client: EngineClient) -> list[TokenEvent]:
+        """Send what is in flight to the new engine. A request that cannot be sent fails alone: return its events."""
+        failed: list[TokenEvent] = []
         with self._lock:
             for message in self._record.readmissions():
-                client.send(message)
+                try:
+                    client.send(message)
+                except Exception as error:  # recorded while there was no engine to send it to
+                    log.exception("readmission_failed")
+                    if isinstance(message, AddRequest):
+                        text = f"The request cannot be sent to the engine: {type(error).__name__}: {error}"
+                        failed += self._record.fail(message.request.request_id, text, "internal")
             self._between = False
         log.warning("engine_restarted", in_flight=len(self._record))
+        return failed
 
     def _give_up(self, reason: QuireError) -> list[TokenEvent]:
         text = (
@@ -243,13 +251,13 @@ class InFlight:
             tracked.num_deaths += 1
             if tracked.num_deaths >= max_deaths:
                 text = f"The engine died {tracked.num_deaths} times while this request ran: it is not tried again"
-                events += self._fail(request_id, text, "internal")
+                events += self.fail(request_id, text, "internal")
         return events
 
     def fail_all(self, error: str) -> list[TokenEvent]:
         """End all requests: return the terminal event of every open sample."""
         return [
-            event for request_id in list(self._requests) for event in self._fail(request_id, error, "dead")
+            event for request_id in list(self._requests) for event in self.fail(request_id, error, "dead")
         ]
 
     def readmissions(self) -> list[Message]:
@@ -273,7 +281,8 @@ class InFlight:
             if len(tracked.finished) == tracked.request.sampling.num_samples:
                 del self._requests[request_id]
 
-    def _fail(self, request_id: str, error: str, error_kind: str) -> list[TokenEvent]:
+    def fail(self, request_id: str, error: str, error_kind: str) -> list[TokenEvent]:
+        """End a request: return the terminal event of each sample that is open."""
         tracked = self._requests.pop(request_id)
         return [
             TokenEvent(

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.errors import RequestError
+from quire.errors import RequestError, clip
 from quire.http.refusals import HttpError, Refusal
-from quire.http.wire import clip, not_allowed
+from quire.http.wire import not_allowed
 
 Headers = Sequence[tuple[bytes, bytes]]
 JSON_TYPE = (b"content-type", b"application/json")
@@ -98,7 +98,7 @@ def page_of(request: Request, items: list[dict[str, Any]], *, default: int, most
     query = request.query_params
     order, after = query.get("order", "desc"), query.get("after")
     limit = query.get("limit", str(default))
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= most:
+    if not limit.isascii() or not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= most:
         raise not_allowed("limit", limit, f"an integer in 1…{most}")
     if order not in ("asc", "desc"):
         raise not_allowed("order", order, "'asc' or 'desc'")

@@ -17,11 +17,18 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from quire.errors import RequestError, nearest
+from quire.errors import RequestError, clip, nearest
+
+MAX_PARAM_CHARS = 200  # of an unknown field's name in an error
+# msgpack and the engine hold integers of 64 bits.
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 # What an error message says is allowed: the description of a field, or the values of its Literal.
 Number = Annotated[float, Strict(), Field(description="a number")]
 Integer = Annotated[int, Strict(), Field(description="an integer")]
+Int64 = Annotated[
+    int, Strict(), Field(description=f"an integer in {INT64_MIN}…{INT64_MAX}", ge=INT64_MIN, le=INT64_MAX)
+]
 Boolean = Annotated[bool, Strict(), Field(description="true or false")]
 Text = Annotated[str, Strict(), Field(description="a string")]
 Texts = Annotated[list[str], Field(description="a list of strings")]
@@ -136,12 +143,6 @@ def sections() -> Mapping[str, Any]:
     return tomllib.loads((files("quire.http") / "fields.toml").read_text())
 
 
-def clip(value: Any, limit: int = 80) -> str:
-    """``repr`` cut to a length fit for an error message."""
-    text = repr(value) if not isinstance(value, str) else repr(value[: limit + 1])
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
 def not_allowed(where: str, value: Any, allowed: str, code: str = "invalid_value") -> RequestError:
     """Return the error for a value that is wrong at ``where``; ``allowed`` completes "it must be"."""
     message = f"{where} = {clip(value)} is not allowed: it must be {allowed}."
@@ -152,7 +153,7 @@ def _unknown(name: str, table: Table, prefix: str) -> RequestError:
     return RequestError(
         f"Unknown field {clip(prefix + name)}{nearest(name, table)}. Remove it, or start the server with "
         "--lenient to have unknown fields ignored.",
-        param=prefix + name,
+        param=(prefix + name)[:MAX_PARAM_CHARS],
         code="unknown_parameter",
     )
 

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from quire.errors import NotFoundError, RequestError
+from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of, read_json
-from quire.http.wire import Metadata, Text, Wire, clip, not_allowed, parse
+from quire.http.wire import Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
 from quire.jobs.upload import read_form
 
@@ -225,7 +225,9 @@ def _bracketed(values: dict[str, Any], name: str) -> dict[str, Any] | None:
     taken: dict[str, Any] = {}
     for key in [k for k in values if k.startswith(name + "[") and k.endswith("]")]:
         text = values.pop(key)
-        taken[key[len(name) + 1 : -1]] = int(text) if text.isascii() and text.isdigit() else text
+        taken[key[len(name) + 1 : -1]] = (
+            int(text) if text.isascii() and text.isdigit() and len(text) < 19 else text
+        )
     return taken or None
 
 

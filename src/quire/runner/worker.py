@@ -200,7 +200,9 @@ class Worker:
         prompt = launched.prompts.get(plan.seq_id)
         error = (sampled[1].error if sampled else None) or (prompt.error if prompt is not None else None)
         if error is not None:
-            return SeqResult(plan.seq_id, plan.epoch, (), error=error)
+            grammar = sampled[0].grammar if sampled else None
+            of_request = grammar is not None and grammar.error == error
+            return SeqResult(plan.seq_id, plan.epoch, (), error=error, error_of_request=of_request)
         result = SeqResult(plan.seq_id, plan.epoch, ())
         if sampled:
             seq, sample = sampled

@@ -204,7 +204,8 @@ def _fail_sequences(
         if results[i].out_of_memory:
             state.preempt(seq)
         else:
-            events += _end_failed(state, seq, results[i].error)
+            kind = "request" if results[i].error_of_request else "step"
+            events += _end_failed(state, seq, results[i].error, kind)
     _restart_readers(state, distrusted)
     return events
 
@@ -228,11 +229,13 @@ def _fail_step(state: SchedulerState, record: StepRecord, error: str) -> list[To
     return events
 
 
-def _end_failed(state: SchedulerState, seq: Sequence, error: str | None) -> list[TokenEvent]:
+def _end_failed(
+    state: SchedulerState, seq: Sequence, error: str | None, kind: str = "step"
+) -> list[TokenEvent]:
     """End a sequence that a step failed; a failed beam takes its request along."""
     if seq.group.beams is not None:
-        return end_all(state, seq.group, FinishReason.ERROR, error=error, error_kind="step")
-    return [state.end(seq, FinishReason.ERROR, error=error, error_kind="step")]
+        return end_all(state, seq.group, FinishReason.ERROR, error=error, error_kind=kind)
+    return [state.end(seq, FinishReason.ERROR, error=error, error_kind=kind)]
 
 
 def _restart_readers(state: SchedulerState, distrusted: set[int]) -> None:
