@@ -43,7 +43,7 @@ def milliseconds(params: list[SamplingParams], logits: torch.Tensor, isa: str, r
         begin = time.perf_counter()
         columns = columns_of(table.columns, rows, table.num_tokens[rows] - 1)
         samples = verify(logits, table, seqs, columns, sampler, grammars)
-        table.expect(seqs)
+        table.expect(rows)
         table.settle(seqs, samples)
         times.append(time.perf_counter() - begin)
     return sorted(times[1:])[rounds // 2] * 1e3

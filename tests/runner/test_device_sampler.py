@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tests.kernels.triton.device import DEVICE, WARNINGS
@@ -72,7 +73,7 @@ class OnDevice:
     def sample(self, logits: torch.Tensor, seq_ids: Sequence[int]) -> PendingSamples:
         seqs = [seq for seq_id in seq_ids if (seq := self.table.find(seq_id)) is not None]
         _, pending = self.sampler.sample(logits.to(DEVICE), seqs, columns(self.table, seqs))
-        self.table.expect(seqs)
+        self.table.expect(np.array([seq.row for seq in seqs]))
         return pending
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from tests.runner.tiny import GREEDY, SEED
@@ -50,7 +51,7 @@ class Inputs:
     def append(self, seq_id: int, token_id: int) -> None:
         seq = self.seqs.find(seq_id)
         assert seq is not None
-        self.seqs.expect([seq])
+        self.seqs.expect(np.array([seq.row]))
         self.seqs.settle([seq], [SeqSample((token_id,))])
 
 

@@ -69,6 +69,6 @@ class Sampler:
         seqs = [self.seq(seq_id) for seq_id in seq_ids]
         samples = verify(logits, self.table, seqs, columns(self.table, seqs), self.ops, self.grammars)
         fine = [seq for seq, sample in zip(seqs, samples, strict=True) if sample.error is None]
-        self.table.expect(fine)
+        self.table.expect(np.array([seq.row for seq in fine], np.int64))
         self.table.settle(fine, [sample for sample in samples if sample.error is None])
         return samples

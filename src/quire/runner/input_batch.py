@@ -143,16 +143,15 @@ class InputBatch:
         Raises `StepError` where a plan does not fit what is known here.
         """
         table, num_seqs = self._seqs, len(plans)
-        rows = np.fromiter((seq.row for seq in seqs), np.int64, num_seqs)
-        computed = np.fromiter((plan.num_computed_tokens for plan in plans), np.int64, num_seqs)
-        lengths = np.fromiter((plan.num_scheduled_tokens for plan in plans), np.int64, num_seqs)
+        rows = np.array([seq.row for seq in seqs])
+        computed = np.array([plan.num_computed_tokens for plan in plans])
+        lengths = np.array([plan.num_scheduled_tokens for plan in plans])
         known = table.num_tokens[rows]
         _check(plans, computed, lengths, known)
         num_tokens = int(lengths.sum())
         sampling = np.flatnonzero((computed + lengths == known) & table.samples[rows])
         samplers = tuple(seqs[index] for index in sampling.tolist())
-        num_logits = 1 + np.fromiter((len(seq.draft_ids) for seq in samplers), np.int64, len(samplers))
-        total = int(num_logits.sum())
+        total = len(samplers) + sum([len(seq.draft_ids) for seq in samplers])
         to = self.buffers
         if num_tokens > to.max_tokens or max(num_seqs, total) > to.max_seqs:
             to = StepBuffers(num_tokens, max(num_seqs, total), *self._shape)
@@ -178,6 +177,7 @@ class InputBatch:
             block_table[:num_seqs, :width] = blocks[rows, :width]
         ends = cu_seqlens_q[1:][sampling]
         if total > len(samplers):  # the last 1 + num_drafts tokens of each
+            num_logits = 1 + np.array([len(seq.draft_ids) for seq in samplers])
             before = np.cumsum(num_logits)
             indices = np.repeat(ends - before, num_logits) + np.arange(total)
             logits_rows = np.repeat(rows[sampling], num_logits)
@@ -197,12 +197,13 @@ class InputBatch:
 
 
 def _check(plans: Sequence[SeqPlan], computed: IntArray, lengths: IntArray, known: IntArray) -> None:
-    wrong = np.flatnonzero((lengths <= 0) | (lengths > known - computed))
-    if wrong.size:
-        plan = plans[wrong[0]]
+    wrong = (lengths <= 0) | (lengths > known - computed)
+    if wrong.any():
+        first = int(wrong.argmax())
+        plan, count = plans[first], known[first]
         raise StepError(
             f"Sequence {plan.seq_id}: {plan.num_scheduled_tokens} tokens from {plan.num_computed_tokens} on are "
-            f"planned, and {known[wrong[0]]} tokens are known."
+            f"planned, and {count} tokens are known."
         )
 
 

@@ -150,27 +150,33 @@ class WorkerSeqs:
         if seq.grammar is not None:
             seq.grammar.rollback(num_tokens)
 
-    def expect(self, seqs: Sequence[WorkerSeq]) -> None:
-        """Count one more token of each of ``seqs``, which a step in flight samples; a GPU knows its id."""
-        rows = np.fromiter((seq.row for seq in seqs), np.int64, len(seqs))
-        rows = rows[self.num_tokens[rows] < self.max_tokens]  # beyond it the scheduler ends the sequence
-        self.token_ids[rows, self.num_tokens[rows]] = -rows - 1
-        self.num_tokens[rows] += 1
+    def expect(self, rows: Ints) -> None:
+        """Count one more token of the sequences in ``rows``, which a step in flight samples; a GPU knows its id."""
+        ends = self.num_tokens[rows]
+        if ends.max(initial=0) >= self.max_tokens:  # beyond it the scheduler ends the sequence
+            rows = rows[ends < self.max_tokens]
+            ends = self.num_tokens[rows]
+        self.token_ids[rows, ends] = -rows - 1
+        self.num_tokens[rows] = ends + 1
 
     def settle(self, seqs: Sequence[WorkerSeq], samples: Sequence[SeqSample]) -> None:
         """Put in what was sampled; a sequence that has gone, or come back since, is another object by now."""
         there = [
-            (seq.row, sample.token_ids[-1], len(sample.token_ids))
-            for seq, sample in zip(seqs, samples, strict=True)
-            if seq.row >= 0 and sample.error is None
+            pair for pair in zip(seqs, samples, strict=True) if pair[0].row >= 0 and pair[1].error is None
         ]
         if not there:
             return
-        rows, last_ids, counts = np.array(there, np.int64).T
-        places = self.num_settled[rows] + counts - 1  # the accepted drafts before them are in place
-        fits = places < self.num_tokens[rows]
-        self.token_ids[rows[fits], places[fits]] = last_ids[fits]
-        self.num_settled[rows] = np.minimum(places + 1, self.num_tokens[rows])
+        rows = np.array([seq.row for seq, _ in there], np.int64)
+        last_ids = np.array([sample.token_ids[-1] for _, sample in there], np.int64)
+        # The accepted drafts before the last token are in place.
+        places = self.num_settled[rows] + [len(sample.token_ids) - 1 for _, sample in there]
+        ends = self.num_tokens[rows]
+        fits = places < ends
+        if fits.all():
+            self.token_ids[rows, places] = last_ids
+        else:
+            self.token_ids[rows[fits], places[fits]] = last_ids[fits]
+        self.num_settled[rows] = np.minimum(places + 1, ends)
 
     def known_ids(self, seq: WorkerSeq) -> npt.NDArray[np.int32]:
         """The settled tokens of ``seq``, prompt and output: a view."""

@@ -188,7 +188,7 @@ class Worker:
             pending: PendingResult = lambda: samples  # noqa: E731
         else:
             pending = self.runner.launch(prepared)
-        self.seqs.expect(prepared.sampling)
+        self.seqs.expect(prepared.rows)
         return prepared.sampling, pending
 
     def _result(
