@@ -39,7 +39,7 @@ MAX_LINES: dict[str, int] = {
     "quant": 420,
     "runner": 2_200,
     "sampling": 680,
-    "scheduler": 2_520,
+    "scheduler": 2_515,
     "sim": 1_700,
     "text": 4_080,
     "workload": 810,

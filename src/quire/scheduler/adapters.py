@@ -32,11 +32,6 @@ class AdapterSlots:
         self._idle: OrderedDict[str, None] = OrderedDict()  # keys without users, least recently used first
         self._moves: list[AdapterMove] = []  # for the next plan
 
-    @property
-    def num_in_use(self) -> int:
-        """Different adapters of the running sequences."""
-        return len(self._users)
-
     def slot_of(self, adapter: Adapter | None) -> int:
         """Return the slot of a running sequence's adapter."""
         return 0 if adapter is None else self._slots[adapter.key]
