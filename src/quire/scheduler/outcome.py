@@ -14,7 +14,6 @@ from quire.scheduler.state import SchedulerState, StepRecord
 from quire.scheduler.transfers import Transfers
 from quire.step import SeqPlan, SeqResult, StepResult, TransferDone
 
-
 _seq_id = attrgetter("seq_id")
 _error = attrgetter("error")
 
