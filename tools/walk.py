@@ -55,7 +55,8 @@ def walk(tree: Path) -> dict[str, list[str]]:
     """Return process → the files below `src/quire` that the request crossed in it."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        (folder / "switch").write_bytes(b"\0")
+        switch = folder / "switch"
+        switch.write_bytes(b"\0")
         (folder / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
         with (folder / "log").open("wb") as log:
             server = start(tree, folder, log)
@@ -63,9 +64,12 @@ def walk(tree: Path) -> dict[str, list[str]]:
                 url = wait_for_url(server, folder / "log")
                 for _ in range(3):
                     ask(url)
-                (folder / "switch").write_bytes(b"\1")
-                ask(url)
-                (folder / "switch").write_bytes(b"\0")
+                # In place: to cut the file to nothing, even for a moment, would take the page from under the servers.
+                with switch.open("r+b", buffering=0) as byte:
+                    byte.write(b"\1")
+                    ask(url)
+                    byte.seek(0)
+                    byte.write(b"\0")
             finally:
                 server.terminate()
                 server.wait(TIMEOUT_S)

@@ -337,13 +337,25 @@ class Request:
         return self.pooling is not None or self.sampling.max_tokens == 0
 
 
+class SampleTiming(NamedTuple):
+    """How a sequence came to its tokens. Seconds; 0 for what has not happened yet."""
+
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache at first admission
+    num_preemptions: int = 0
+    queued_s: float = 0.0  # arrival to first admission
+    ttft_s: float = 0.0  # arrival to first token
+    num_steps: int = 0  # steps that gave the sequence something
+    num_chunks: int = (
+        0  # of these, steps that computed tokens of the prompt, or of a preempted sequence again
+    )
+    cache_miss: str = ""  # why no more of the prompt came from the prefix cache; empty: all of it did
+
+
 class TokenEvent(NamedTuple):
     """Progress of one sequence of a request. The last one of each sequence carries ``finish_reason``.
 
-    How the sequence came to its tokens (the fields from ``num_cached_tokens`` to ``ttft_s``, ``num_steps`` and those
-    behind it) is told with the first token after an admission and at the end; other events have the defaults.
-
-    One is made per sequence and step, so it is a named tuple (as in `quire.step`): six times cheaper to make.
+    One is made per sequence and step, so it is a small named tuple (as in `quire.step`): a frozen dataclass takes six
+    times as long to make.
     """
 
     request_id: str
@@ -355,17 +367,9 @@ class TokenEvent(NamedTuple):
     error: str | None = None  # with FinishReason.ERROR (a refusal too) and FinishReason.DEADLINE
     # "capacity", "hopeless" (both retryable), "never_fits", "step", "internal", "deadline".
     error_kind: str | None = None
-    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache at first admission
-    num_preemptions: int = 0
-    queued_s: float = 0.0  # arrival to first admission
-    ttft_s: float = 0.0  # arrival to first token; 0 before it
+    timing: SampleTiming | None = None  # with the first token after an admission, and at the end
     # Of the prompt's tokens prompt_start, prompt_start + 1 …; after a preemption or a restart they may come again.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_start: int = 0
     pooled: tuple[float, ...] | None = None  # with the terminal event of a `Pooling`
-    # Steps that gave the sequence something: as of its first token since its last admission (each event with tokens
-    # after that is one more), and at its end all of them.
-    num_steps: int = 0
-    num_chunks: int = 0  # of these, those that computed rows of the prompt, or of a preempted sequence again
-    cache_miss: str = ""  # why no more of the prompt came from the prefix cache; empty: all of it did
     retry_after_s: float = 0.0  # with error_kind "hopeless"

@@ -25,7 +25,16 @@ from quire.engine.prompts import Prompts, RenderedChat
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
-from quire.request import Adapter, Deadline, FinishReason, Pooling, SamplingParams, TokenEvent, TokenLogprobs
+from quire.request import (
+    Adapter,
+    Deadline,
+    FinishReason,
+    Pooling,
+    SampleTiming,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+)
 from quire.scheduler.scheduler import Scheduler
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import grammar_source
@@ -279,8 +288,7 @@ class FakeFrontend:
             logprobs,
             reason,
             END if reason is FinishReason.STOP else None,
-            num_cached_tokens=3,
-            queued_s=0.25,
+            timing=SampleTiming(num_cached_tokens=3, queued_s=0.25) if position == 0 or reason else None,
         )
 
 

@@ -21,7 +21,7 @@ from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSam
 from quire.engine.process import Boot, Events, ProcessClient, decode, encode
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError, RequestError
-from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from quire.request import FinishReason, Request, SampleTiming, SamplingParams, TokenEvent, TokenLogprobs
 from quire.scheduler.policy import PolicyChange
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def test_wire_keeps_every_field() -> None:
     ).resolve(seed=7, max_tokens=2, eos_token_ids=(9,), bad_words_token_ids=((1, 2),))
     asked = Request("r", (1, 2), sampling, 1.5, output_token_ids=((1,), ()), finished_samples=(1,))
     entry = TokenLogprobs(5, -0.25, 1, (5, 6), (-0.25, -2.0))
-    event = TokenEvent("r", 1, (5,), (entry,), FinishReason.STOP, 5, num_cached_tokens=3, ttft_s=0.5)
+    event = TokenEvent("r", 1, (5,), (entry,), FinishReason.STOP, 5, timing=SampleTiming(3, ttft_s=0.5))
     reply = Reply("7", {"order": "fcfs", "max_queue": 3}, {"order": "slo"}, "no", "order")
     change = ChangePolicy("7", PolicyChange(gate="static", dynamic_max_wait_s=0.5))
     for value in (AddRequest(asked), Events([event], [reply]), Boot(engine_config(), "info"), change):

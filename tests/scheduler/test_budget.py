@@ -65,7 +65,7 @@ def test_without_chunks_only_what_outgrew_the_step_is_cut() -> None:
     for _ in range(200):
         ends += [e for e in step(scheduler) if e.finish_reason is not None]
     assert [(e.request_id, e.finish_reason) for e in ends] == [("a", "length"), ("b", "length")]
-    assert ends[1].num_preemptions > 0
+    assert ends[1].timing.num_preemptions > 0
     assert scheduler.stats().num_chunks > 0
 
 

@@ -54,7 +54,8 @@ def test_the_last_in_rank_is_preempted() -> None:
     preempted = {}
     while scheduler.has_work:
         for event in step(scheduler):
-            preempted[event.request_id] = event.num_preemptions
+            if event.timing is not None:
+                preempted[event.request_id] = event.timing.num_preemptions
     assert preempted["high"] == 0
     assert preempted["low"] >= 1
 

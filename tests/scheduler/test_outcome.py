@@ -50,15 +50,18 @@ def test_events_tell_times_and_cached_tokens() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", range(20), arrival_s=1.0), 1.0)
     (first,) = step(scheduler, 3.0)
-    assert (first.queued_s, first.ttft_s, first.num_cached_tokens) == (2.0, 2.0, 0)
+    assert first.timing is not None
+    assert (first.timing.queued_s, first.timing.ttft_s, first.timing.num_cached_tokens) == (2.0, 2.0, 0)
     step(scheduler, 4.0)
     scheduler.add(request("b", range(18), arrival_s=5.0), 5.0)
     event = next(e for e in step(scheduler, 5.5) if e.request_id == "b")
-    assert (event.num_cached_tokens, event.queued_s) == (16, 0.5)
+    assert event.timing is not None
+    assert (event.timing.num_cached_tokens, event.timing.queued_s) == (16, 0.5)
     last = next(
         e for e in step(scheduler, 6.0) + step(scheduler, 7.0) if e.request_id == "a" and e.finish_reason
     )
-    assert last.ttft_s == 2.0
+    assert last.timing is not None
+    assert last.timing.ttft_s == 2.0
 
 
 def test_n_counts_its_cached_tokens_once() -> None:
@@ -66,7 +69,7 @@ def test_n_counts_its_cached_tokens_once() -> None:
     engine = Engine(make_scheduler(max_num_seqs=2))
     engine.put([request("a", 18, n=4)])
     engine.run()
-    assert {engine.end("a", i).num_cached_tokens for i in range(4)} == {0}
+    assert {engine.end("a", i).timing.num_cached_tokens for i in range(4)} == {0}
 
 
 def test_finish_ends_one_sample_and_frees_it() -> None:

@@ -58,14 +58,14 @@ def test_they_do_not_read_the_cache_and_publish() -> None:
     scored = request("scored", prompt, prompt_logprobs=0)
     engine.put([scored])
     engine.run()
-    assert engine.end("scored").num_cached_tokens == 0
+    assert engine.end("scored").timing.num_cached_tokens == 0
     assert scores(engine, scored) == expected_scores(scored)
     other = range(200, 217)
     engine.put([request("publishes", other, prompt_logprobs=0)])
     engine.run()
     engine.put([request("reads", other)])
     engine.run()
-    assert engine.end("reads").num_cached_tokens == 16
+    assert engine.end("reads").timing.num_cached_tokens == 16
 
 
 @pytest.mark.parametrize("max_tokens", [0, 12])
@@ -117,7 +117,7 @@ def test_pooling(kind: str) -> None:
         assert end.pooled == MODEL.pooled(chain(one.prompt_token_ids)[-1], pooling)
         assert end.finish_reason is FinishReason.STOP
         assert engine.tokens(one.request_id) == []
-    assert engine.end("p1").num_cached_tokens == (0 if kind == "mean" else 16)
+    assert engine.end("p1").timing.num_cached_tokens == (0 if kind == "mean" else 16)
 
 
 def test_after_a_restart_what_was_delivered_is_not_computed_again() -> None:

@@ -175,5 +175,5 @@ def test_tokens_are_those_of_the_oracle_after_a_load() -> None:
         engine.step()
         engine.executor.tick()
     assert engine.tokens("a") == oracle(one)
-    assert engine.end("a").num_cached_tokens == 8
+    assert engine.end("a").timing.num_cached_tokens == 8
     assert not engine.core.has_work

@@ -95,7 +95,7 @@ def test_a_step_gives_three_tokens() -> None:
     assert [len(event.token_ids) for event in engine.events["a", 0]] == [1, 3, 3, 3]
     assert engine.tokens("a") == oracle(one, model=MODEL)
     end = engine.end("a")
-    assert (end.finish_reason, end.num_steps, end.num_chunks) == (FinishReason.LENGTH, 4, 1)
+    assert (end.finish_reason, end.timing.num_steps, end.timing.num_chunks) == (FinishReason.LENGTH, 4, 1)
     assert engine.core.stats().num_generated_tokens == 10
 
 

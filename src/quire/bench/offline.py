@@ -45,8 +45,9 @@ class _Running:
         if event.error is not None or event.finish_reason is FinishReason.ERROR:
             self.error = event.error_kind or "error"
         if event.token_ids:
-            if self.timing.first_s is None:
-                self.queued_s, self.timing.num_cached_tokens = event.queued_s, event.num_cached_tokens
+            if self.timing.first_s is None and event.timing is not None:
+                self.queued_s = event.timing.queued_s
+                self.timing.num_cached_tokens = event.timing.num_cached_tokens
             self.timing.tokens(now_s, len(event.token_ids))
 
     def record(self, now_s: float) -> RequestRecord:

@@ -128,11 +128,11 @@ class _Sample:
 
     def note_step(self, event: TokenEvent) -> None:
         """Count a step. The core sends its own count with the first token after an admission and at the end."""
-        if event.finish_reason is not None or event.num_steps:
-            self.num_steps = max(self.num_steps, event.num_steps)
+        if event.timing is not None:
+            self.num_steps = max(self.num_steps, event.timing.num_steps)
+            self.num_chunks = max(self.num_chunks, event.timing.num_chunks)
         elif event.token_ids:
             self.num_steps += 1
-        self.num_chunks = max(self.num_chunks, event.num_chunks)
 
     @property
     def matched(self) -> str | None:
@@ -262,16 +262,17 @@ class RequestOutputState:
         return event.stop_token_id is not None and not self.request.sampling.include_stop_str_in_output
 
     def _note(self, event: TokenEvent) -> None:
+        index, timing = event.sample_index, event.timing
+        self._samples[index].note_step(event)
+        if timing is None:
+            return
         # A restarted engine counts from zero again, so a number never falls.
-        self._preemptions[event.sample_index] = max(
-            self._preemptions[event.sample_index], event.num_preemptions
-        )
-        self._samples[event.sample_index].note_step(event)
-        if event.sample_index == 0 and self._samples[0].num_tokens == 0:
-            self.cache_miss = event.cache_miss
-            self.num_cached_tokens = event.num_cached_tokens
-            self.queued_s = event.queued_s
-            self.ttft_s = event.ttft_s
+        self._preemptions[index] = max(self._preemptions[index], timing.num_preemptions)
+        if index == 0 and self._samples[0].num_tokens == 0:
+            self.cache_miss = timing.cache_miss
+            self.num_cached_tokens = timing.num_cached_tokens
+            self.queued_s = timing.queued_s
+            self.ttft_s = timing.ttft_s
 
     def _chunk(
         self,

@@ -31,7 +31,7 @@ Columns = NDArray[np.void]  # of `kernels.sampling.columns.COLUMNS`
 _SCRATCH_ELEMENTS = 1 << 22  # rows that need a copy of their logits are taken in slices of this many numbers
 
 ALL_FORBIDDEN = (
-    "no token may be drawn: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together "
+    "no token may be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together "
     "forbid every id; loosen one of them."
 )
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): the checkpoint or its dtype is at fault."

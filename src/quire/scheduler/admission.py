@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.request import FinishReason, Request, TokenEvent
+from quire.request import FinishReason, Request, SampleTiming, TokenEvent
 from quire.scheduler.beam_steps import start_search
 from quire.scheduler.deadline import hopeless, predict_ttft
 from quire.scheduler.outcome import finish_reason
@@ -62,7 +62,7 @@ def refused(
         finish_reason=FinishReason.ERROR,
         error=text,
         error_kind=kind,
-        queued_s=max(0.0, now - request.arrival_s),
+        timing=SampleTiming(queued_s=max(0.0, now - request.arrival_s)),
         retry_after_s=retry_after_s,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
+from operator import attrgetter
 
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.beam_steps import end_all, take_continuations
@@ -12,6 +13,9 @@ from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import SchedulerState, StepRecord
 from quire.scheduler.transfers import Transfers
 from quire.step import SeqPlan, SeqResult, StepResult, TransferDone
+
+_seq_id = attrgetter("seq_id")
+_error = attrgetter("error")
 
 
 def finish_reason(seq: Sequence, token_id: int) -> FinishReason | None:
@@ -32,12 +36,12 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
         state.predictor.note_failure(now)
         return _fail_step(state, record, result.error)
     results = result.seqs
-    if [result.seq_id for result in results] != [plan.seq_id for plan in record.seqs]:
+    if [*map(_seq_id, results)] != [*map(_seq_id, record.seqs)]:
         results = _in_order(record, results)
     num_finished = state.counters.num_finished
     events: list[TokenEvent] = []
-    failed = [i for i, result in enumerate(results) if result.error is not None]
-    if failed:
+    if [*map(_error, results)].count(None) < len(results):
+        failed = [i for i, result in enumerate(results) if result.error is not None]
         events = _fail_sequences(state, record, results, failed)
     else:
         state.cache.references.close_step(record.step)
@@ -125,10 +129,9 @@ def _apply_one(
     if reason is not None:
         stop_id = token_ids[-1] if reason is FinishReason.STOP else None
         events.append(state.end(seq, reason, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_id))
-    elif is_first:
-        events.append(_first_event(seq, token_ids, logprobs))
     else:
-        events.append(TokenEvent(seq.request_id, seq.sample_index, token_ids, logprobs))
+        timing = seq.timing() if is_first else None
+        events.append(TokenEvent(seq.request_id, seq.sample_index, token_ids, logprobs, timing=timing))
     if reason is None:
         state.find_next_event(seq)
     return len(token_ids)
@@ -142,26 +145,6 @@ def _append(seq: Sequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...],
         if reason is not None:
             return token_ids[:count], reason
     return token_ids, None
-
-
-def _first_event(
-    seq: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None
-) -> TokenEvent:
-    """Return the event of the first token since an admission, which tells how the sequence came to it."""
-    group = seq.group
-    return TokenEvent(
-        seq.request_id,
-        seq.sample_index,
-        token_ids,
-        logprobs,
-        num_cached_tokens=group.num_cached_tokens,
-        num_preemptions=seq.num_preemptions,
-        queued_s=group.queued_s,
-        ttft_s=seq.ttft_s or 0.0,
-        num_steps=seq.num_steps,
-        num_chunks=seq.num_chunks,
-        cache_miss=group.cache_miss,
-    )
 
 
 def _end_prompt(state: SchedulerState, seq: Sequence, pooled: tuple[float, ...] | None) -> TokenEvent:

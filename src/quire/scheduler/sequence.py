@@ -13,7 +13,7 @@ from __future__ import annotations
 from enum import Enum
 
 from quire.cache.block_table import BlockTable
-from quire.request import Request, Sampling
+from quire.request import Request, SampleTiming, Sampling
 from quire.scheduler.beam import BeamSearch
 
 SortKey = tuple[float, ...]
@@ -128,6 +128,19 @@ class Sequence:
     @property
     def output_token_ids(self) -> tuple[int, ...]:
         return tuple(self.token_ids[self.num_prompt :])
+
+    def timing(self) -> SampleTiming:
+        """Return what the events of its first token and of its end tell."""
+        group = self.group
+        return SampleTiming(
+            group.num_cached_tokens,
+            self.num_preemptions,
+            group.queued_s,
+            self.ttft_s or 0.0,
+            self.num_steps,
+            self.num_chunks,
+            group.cache_miss,
+        )
 
 
 class RequestState:

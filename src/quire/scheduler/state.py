@@ -211,14 +211,8 @@ class SchedulerState:
             stop_token_id,
             error,
             error_kind,
-            group.num_cached_tokens,
-            seq.num_preemptions,
-            group.queued_s,
-            seq.ttft_s or 0.0,
+            seq.timing(),
             pooled=pooled,
-            num_steps=seq.num_steps,
-            num_chunks=seq.num_chunks,
-            cache_miss=group.cache_miss,
         )
 
     def _promote(self, siblings: list[Sequence]) -> None:

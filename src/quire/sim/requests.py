@@ -99,7 +99,8 @@ class Client:
     def ended(self, event: TokenEvent, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
         """Record the end of a request; yield the turn that follows and the time at which it is due."""
         sent = self._take_out(event.request_id)
-        sent.num_cached_tokens = event.num_cached_tokens
+        if event.timing is not None:
+            sent.num_cached_tokens = event.timing.num_cached_tokens
         failed = event.error is not None
         yield from self._note(sent, ERROR if failed else OK, now, event.error_kind, event.error)
 
