@@ -19,32 +19,32 @@ MAX_CLASS_METHODS = 15
 # Lines of each package, the root modules under "". A number only shrinks: a change that adds a feature names its price
 # in lines and raises the row of its package by that, in the same commit.
 MAX_LINES: dict[str, int] = {
-    "": 2_350,
-    "api": 5_155,
-    "bench": 2_450,
-    "cache": 1_400,
-    "cli": 1_500,
-    "engine": 3_880,
-    "executor": 1_000,
-    "families": 1_690,
-    "gateway": 330,
-    "http": 940,
-    "jobs": 1_010,
-    "kernels": 6_300,
-    "layers": 820,
-    "lora": 430,
-    "metrics": 620,
-    "models": 1_590,
-    "plan": 1_930,
-    "quant": 420,
-    "runner": 2_200,
-    "sampling": 680,
-    "scheduler": 2_515,
-    "sim": 1_700,
-    "text": 4_080,
-    "workload": 810,
+    "": 2_320,
+    "api": 5_152,
+    "bench": 2_441,
+    "cache": 1_365,
+    "cli": 1_489,
+    "engine": 3_876,
+    "executor": 444,
+    "families": 1_686,
+    "gateway": 321,
+    "http": 938,
+    "jobs": 1_009,
+    "kernels": 6_297,
+    "layers": 808,
+    "lora": 427,
+    "metrics": 611,
+    "models": 1_583,
+    "plan": 1_926,
+    "quant": 407,
+    "runner": 2_143,
+    "sampling": 657,
+    "scheduler": 2_504,
+    "sim": 1_508,
+    "text": 4_070,
+    "workload": 801,
 }
-MAX_TOTAL_LINES = 47_600
+MAX_TOTAL_LINES = 44_783
 
 # Kernels and tables may be listed; each entry says why.
 LONG_FILES: dict[str, str] = {}
@@ -54,7 +54,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     "kernels/rope/triton.py:rope_store_heads": "the same",
 }
 LARGE_CLASSES: dict[str, str] = {}
-# Where an import inside a function is allowed : start-up cost, lazy names, optional dependencies.
+# Where an import inside a function is allowed: start-up cost, lazy names, optional dependencies.
 LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
     "cli/measure.py": "each command imports what it needs, so that --help is quick",
@@ -68,7 +68,7 @@ LATE_IMPORTS: dict[str, str] = {
 
 
 # Packages that no test of tests/quick.txt imports by name: they run below the engine or the API in those tests.
-TOUCHED_BY_OTHERS = {"layers", "executor", "http", "jobs"}
+TOUCHED_BY_OTHERS = {"api", "layers", "executor", "http", "jobs"}
 
 
 def name_of(path: Path) -> str:
@@ -130,7 +130,7 @@ def test_packages_stay_within_their_lines() -> None:
 
 
 def test_the_whole_package_stays_small() -> None:
-    assert sum(lines_per_package(ROOT).values()) < MAX_TOTAL_LINES
+    assert sum(lines_per_package(ROOT).values()) <= MAX_TOTAL_LINES
 
 
 @pytest.mark.parametrize("name", ["utils.py", "util.py", "common.py", "misc.py", "helpers.py"])

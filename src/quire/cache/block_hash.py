@@ -6,8 +6,9 @@
 
 H is BLAKE2b-256 over typed fields: each is written as a tag, its length and its bytes, so that no two different
 lists of fields ever give the same input. A hash names everything that K and V of a block depend on: what computes
-it (model, dtype, quantization, adapter content), who may share it (salt), and every token up to its end. A token id is
-four bytes: with 16 of them a block is one round of BLAKE2b's compression, with eight bytes each it would be two.
+it (model, dtype, quantization, adapter content), which requests may share it (salt), and every token up to its end. A
+token id is four bytes: with 16 of them a block is one round of BLAKE2b's compression, with eight bytes each it would be
+two.
 """
 
 from __future__ import annotations

@@ -14,13 +14,12 @@ as in transformers, so that its users get its answers (Graves 2012; the penalty 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceABC
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from quire.request import Sampling, TokenLogprobs
 
-if TYPE_CHECKING:
-    from quire.scheduler.sequence import Sequence
+Beam = TypeVar("Beam")  # what stands for a live beam: the scheduler's `Sequence`, hashable by identity
 
 
 class Path(NamedTuple):
@@ -41,20 +40,20 @@ class Hypothesis(NamedTuple):
     path: Path
 
 
-class Child(NamedTuple):
+class Child(NamedTuple, Generic[Beam]):
     """A continuation that lives on."""
 
-    parent: Sequence
+    parent: Beam
     path: Path
 
 
-class BeamSearch:
+class BeamSearch(Generic[Beam]):
     """The state of one request's search. ``stop_ids`` end a hypothesis, and so does its token ``max_outputs``."""
 
     def __init__(self, sampling: Sampling, stop_ids: frozenset[int], max_outputs: int) -> None:
         self.width = sampling.beam_width
-        self.paths: dict[Sequence, Path] = {}  # of the live beams, best first
-        self.found: dict[Sequence, TokenLogprobs] = {}  # what the live beams gave at this depth
+        self.paths: dict[Beam, Path] = {}  # of the live beams, best first
+        self.found: dict[Beam, TokenLogprobs] = {}  # what the live beams gave at this depth
         self.finished: list[Hypothesis] = []  # best first, at most `width`
         self._sampling = sampling
         self._stop_ids = stop_ids
@@ -65,11 +64,11 @@ class BeamSearch:
         """Whether every live beam has given its continuations."""
         return len(self.found) == len(self.paths)
 
-    def select(self) -> list[Child]:
+    def select(self) -> list[Child[Beam]]:
         """Go one token deeper; return the next beams, best first, or none where the search has ended."""
         paths = [(parent, path) for parent in self.paths for path in self._continuations(parent)]
         paths.sort(key=lambda item: -item[1].total)  # stable: ties by beam, then by rank
-        children: list[Child] = []
+        children: list[Child[Beam]] = []
         for place, (parent, path) in enumerate(paths[: self._sampling.num_top_logprobs]):
             length = len(path.logprobs)
             if path.logprobs[-1].token_id in self._stop_ids or length >= self._max_outputs:
@@ -82,7 +81,7 @@ class BeamSearch:
         self.found.clear()
         return [] if self._has_ended(children) else children
 
-    def _continuations(self, parent: Sequence) -> list[Path]:
+    def _continuations(self, parent: Beam) -> list[Path]:
         before, found = self.paths[parent], self.found[parent]
         count = self._sampling.logprobs or 0
         tops = found.top_token_ids[:count], found.top_logprobs[:count]
@@ -93,7 +92,7 @@ class BeamSearch:
             )
         ]
 
-    def _has_ended(self, children: SequenceABC[Child]) -> bool:
+    def _has_ended(self, children: Sequence[Child[Beam]]) -> bool:
         if not children:
             return True
         if len(self.finished) < self.width:

@@ -98,7 +98,7 @@ def park_idle(state: SchedulerState) -> bool:
     return bool(idle)
 
 
-def _replace_beams(state: SchedulerState, group: RequestState, children: list[Child]) -> None:
+def _replace_beams(state: SchedulerState, group: RequestState, children: list[Child[Sequence]]) -> None:
     beams = group.beams
     assert beams is not None
     firsts = {child.parent: child for child in reversed(children)}  # which goes on in its parent's place
@@ -106,7 +106,7 @@ def _replace_beams(state: SchedulerState, group: RequestState, children: list[Ch
         if seq not in firsts:
             state.park(seq)
     parked = iter([seq for seq in group.sequences if seq not in firsts])
-    places: list[tuple[Child, Sequence]] = []
+    places: list[tuple[Child[Sequence], Sequence]] = []
     for child in children:
         first = firsts[child.parent] is child
         places.append((child, child.parent if first else next(parked)))
@@ -120,7 +120,7 @@ def _replace_beams(state: SchedulerState, group: RequestState, children: list[Ch
     beams.paths = {seq: child.path for child, seq in places}
 
 
-def _become_fork(seq: Sequence, child: Child) -> None:
+def _become_fork(seq: Sequence, child: Child[Sequence]) -> None:
     """Take over the parent's tokens and one more. The parent's own next token is not there yet."""
     seq.token_ids = [*child.parent.token_ids, child.path.logprobs[-1].token_id]
     seq.num_planned = 0

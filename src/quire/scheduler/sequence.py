@@ -162,7 +162,7 @@ class RequestState:
         self.request = request
         self.sequences: list[Sequence] = []  # those not ended, by sample index
         self.admitted = False
-        self.beams: BeamSearch | None = None
+        self.beams: BeamSearch[Sequence] | None = None
         self.num_cached_tokens = 0
         self.cache_miss = ""  # see `cache_miss`
         self.queued_s = 0.0
