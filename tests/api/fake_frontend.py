@@ -18,10 +18,10 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.core import EngineCore
+from quire.engine.frontend import Prompts, RenderedChat
 from quire.engine.inbox import Call, Reply
 from quire.engine.output import RequestOutputState
 from quire.engine.prepare import ModelInfo, prepare_request
-from quire.engine.prompts import Prompts, RenderedChat
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats

@@ -13,7 +13,7 @@ import pytest
 from tests.engine.toy import byte_tokenizer
 
 from quire.engine import helper_pool
-from quire.engine.prompts import Prompts
+from quire.engine.frontend import Prompts
 from quire.errors import ModelLoadError, RequestError
 from quire.text import ChatTemplate, SpecialTokens
 from quire.text.chat_template import known_templates

@@ -7,8 +7,7 @@ import random
 from prometheus_client import Histogram as Reference
 from prometheus_client.registry import CollectorRegistry
 
-from quire.metrics.engine_stats import EngineStats
-from quire.metrics.histogram import Histogram
+from quire.metrics.engine_stats import EngineStats, Histogram
 from quire.metrics.prometheus import ServerMetrics
 from quire.workload.slo import Slo
 

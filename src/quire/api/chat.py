@@ -10,9 +10,8 @@ import msgspec
 
 from quire.api.conversation import Conversation, conversation_job, template_messages, template_variables
 from quire.api.job import Answer, ChoicesAnswer, Head, Job
-from quire.api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.api.params import given_sampling, sampling_params, structured_outputs
-from quire.api.parts import Assembler, Event, Kind, Part
+from quire.api.parts import Assembler, Event, Kind, Part, TokenNames, chat_logprobs, prompt_logprobs
 from quire.api.protocol import ChatPrompt, ChatRequest, stream_options
 from quire.api.state import ApiState
 from quire.api.tools import OutputPlan, Thinking, chat_tools, tool_use

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from quire.api.job import ChoicesAnswer, Job, common_fields, new_head
-from quire.api.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from quire.api.params import given_sampling, sampling_params, structured_outputs
+from quire.api.parts import CompletionLogprobs, TokenNames, prompt_logprobs
 from quire.api.protocol import CompletionRequest, stream_options
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk

@@ -16,7 +16,7 @@ from quire.api.job import Answer, Head, Job, common_fields, new_head
 from quire.api.protocol import Message, SampledFields, ToolCall, text_of
 from quire.api.state import ApiState
 from quire.api.tools import OutputPlan, Thinking, ToolUse, output_plan, thinking_budget
-from quire.engine.prompts import RenderedChat
+from quire.engine.frontend import RenderedChat
 from quire.errors import RequestError, clip
 from quire.http.wire import parse
 from quire.request import SamplingParams

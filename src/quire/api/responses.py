@@ -11,9 +11,8 @@ from starlette.responses import Response
 from quire.api.conversation import conversation_job
 from quire.api.generation import Generation
 from quire.api.job import Answer, Head, Job
-from quire.api.logprobs import TokenNames
 from quire.api.params import sampling_params
-from quire.api.parts import TextLogprobs
+from quire.api.parts import TextLogprobs, TokenNames
 from quire.api.response_answer import ResponseAnswer
 from quire.api.response_request import ResponsesRequest, add_input, conversation_of, form_of, input_items
 from quire.api.state import ApiState, Stored

@@ -6,6 +6,9 @@ A request's way down and up:
     submit       prompt ──> `prepare_request` ──> Request ──> client.send(AddRequest)
     stream       text <── `RequestOutputState` <── `OpenStreams` <── `EventPump` <── client.receive
 
+A template that is not on the list of known ones (`quire.text.chat_template`) is compiled and rendered in a helper
+process, so that one that never ends or fills the memory fails its own request and delays no other.
+
 The pump is a thread: it waits in `EngineClient.receive` and hands the events of each step to the event loop. Everything
 else happens in the loop's thread.
 """
@@ -15,23 +18,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple
 
 from quire.clock import Clock
+from quire.engine import helper_pool
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient
 from quire.engine.grammar_check import GrammarChecker
+from quire.engine.helper_pool import Answer, HelperPool
 from quire.engine.inbox import AddRequest, Call, Reply
 from quire.engine.output import RequestOutputState
 from quire.engine.prepare import SEED_BITS, ModelInfo, prepare_request
-from quire.engine.prompts import Prompts, RenderedChat
 from quire.engine.stream import Calls, EventPump, OpenStreams, RequestStream
-from quire.errors import CapacityError, EngineDeadError, QuireError
+from quire.errors import CapacityError, EngineDeadError, ModelLoadError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.request import Adapter, Deadline, Pooling, SamplingParams
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat_template import ChatTemplate, over_limit
 from quire.text.tokenizer import Tokenizer
 
 FrontendState = Literal["starting", "ready", "draining", "dead"]
@@ -266,3 +271,94 @@ class Frontend:
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(error)
+
+
+# Longer texts are tokenized on a thread: shorter ones take at most about 2 ms of the event loop's time.
+INLINE_CHARS = 8192
+
+
+class RenderedChat(NamedTuple):
+    """What a chat template makes of a conversation."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Prompts:
+    """The tokenizer and the chat template of one model. Safe to share between threads."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self._helpers = HelperPool("template", self._sources)
+
+    async def start(self) -> None:
+        """Start a helper if the template needs one, so that the first request does not wait for it.
+
+        Raises:
+            ModelLoadError: the template does not compile.
+        """
+        if self.chat_template.is_known:
+            return
+        greeting = await asyncio.to_thread(self._helpers.greeting)
+        if greeting is None:
+            raise ModelLoadError("The chat template takes too much time or memory to compile.")
+        if "error" in greeting:
+            raise ModelLoadError(greeting["error"])
+
+    def close(self) -> None:
+        """End the helpers."""
+        self._helpers.close()
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of ``text``; a long text is tokenized on a thread, so that streams keep flowing."""
+        if len(text) <= INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> RenderedChat:
+        """Return the prompt of a conversation; ``options`` as for `ChatTemplate.render`.
+
+        Raises:
+            RequestError: the template rejects the messages, fails on them, or needs too much time or memory.
+            CapacityError: too many conversations wait for a helper (retryable).
+        """
+        if self.chat_template.is_known:
+            text = self.chat_template.render(messages, **options)
+        else:
+            text = await asyncio.wrap_future(self._submit(messages, options))
+        return RenderedChat(text, await self.tokenize(text, add_special_tokens=add_special_tokens))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """As `chat`, but only the text, and blocking: for a thread other than the event loop's."""
+        if self.chat_template.is_known:
+            return self.chat_template.render(messages, **options)
+        return self._submit(messages, options).result()
+
+    def _sources(self) -> Answer:
+        special = self.chat_template.special
+        return {
+            "templates": self.chat_template.sources,
+            "roles": dict(special.roles),
+            "additional": list(special.additional),
+        }
+
+    def _submit(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> Future[str]:
+        now = self.chat_template.clock().isoformat()
+        try:
+            return self._helpers.submit({"messages": list(messages), "now": now, **options}, _text_of)
+        except RecursionError:
+            raise RequestError("messages or tools are nested too deeply.", param="messages") from None
+
+
+def _text_of(answer: Answer | None, late: bool) -> str:
+    if answer is None and late:
+        raise over_limit(f"it takes longer than {helper_pool.TASK_LIMIT_S:g} s")
+    if answer is None:
+        raise over_limit("it takes more memory or stack than is allowed")
+    if "error" in answer:
+        raise RequestError(answer["error"], param=answer["param"], code=answer["code"])
+    text: str = answer["text"]
+    return text

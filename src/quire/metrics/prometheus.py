@@ -18,8 +18,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from quire.metrics.engine_stats import STEP_TOKENS, EngineStats
-from quire.metrics.histogram import Histogram, cumulative
+from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram, cumulative
 from quire.metrics.trace import RequestPhases
 
 _TABLE: dict[str, Any] = tomllib.loads((files("quire.metrics") / "metrics.toml").read_text())

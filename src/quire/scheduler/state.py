@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from quire.cache.block_table import BlockTable
 from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
-from quire.metrics.engine_stats import STEP_TOKENS
-from quire.metrics.histogram import Histogram
+from quire.metrics.engine_stats import STEP_TOKENS, Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.predictor import Predictor

@@ -3,7 +3,7 @@
 A template comes with a download, so it is rendered in Jinja's immutable sandbox, which keeps it from Python's
 internals, and its output is capped. The sandbox does not keep it from looping for hours or building a terabyte of text.
 Templates that were read and found harmless are listed by hash in ``known_templates.txt``; a server renders any
-other template in a helper process, under limits of time and memory (`quire.engine.prompts`).
+other template in a helper process, under limits of time and memory (`quire.engine.frontend`).
 """
 
 from __future__ import annotations
