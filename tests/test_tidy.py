@@ -20,11 +20,11 @@ MAX_CLASS_METHODS = 15
 # in lines and raises the row of its package by that, in the same commit.
 MAX_LINES: dict[str, int] = {
     "": 2_320,
-    "api": 5_152,
+    "api": 5_142,
     "bench": 2_441,
     "cache": 1_365,
     "cli": 1_489,
-    "engine": 3_876,
+    "engine": 3_864,
     "executor": 444,
     "families": 1_686,
     "gateway": 321,
@@ -33,18 +33,18 @@ MAX_LINES: dict[str, int] = {
     "kernels": 6_297,
     "layers": 808,
     "lora": 427,
-    "metrics": 611,
+    "metrics": 610,
     "models": 1_583,
     "plan": 1_926,
     "quant": 407,
     "runner": 2_143,
     "sampling": 657,
-    "scheduler": 2_504,
+    "scheduler": 2_503,
     "sim": 1_508,
     "text": 4_070,
     "workload": 801,
 }
-MAX_TOTAL_LINES = 44_783
+MAX_TOTAL_LINES = 44_759
 
 # Kernels and tables may be listed; each entry says why.
 LONG_FILES: dict[str, str] = {}
