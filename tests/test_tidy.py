@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
-# Lines of each package, the root modules under "". A number only shrinks: a change that adds a feature names its price
-# in lines and raises the row of its package by that, in the same commit.
+# Lines of each package as the house stands without the features below, the root modules under "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
     "": 2_320,
     "api": 5_142,
@@ -44,7 +44,9 @@ MAX_LINES: dict[str, int] = {
     "text": 4_070,
     "workload": 801,
 }
-MAX_TOTAL_LINES = 44_759
+# The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in the
+# same commit. A number only shrinks once the feature is complete.
+FEATURE_LINES: dict[str, dict[str, int]] = {}
 
 # Kernels and tables may be listed; each entry says why.
 LONG_FILES: dict[str, str] = {}
@@ -123,14 +125,13 @@ def test_classes_are_small() -> None:
 
 
 def test_packages_stay_within_their_lines() -> None:
+    allowed = Counter(MAX_LINES)
+    for price in FEATURE_LINES.values():
+        allowed.update(price)
     counts = lines_per_package(ROOT)
-    over = {name: (n, MAX_LINES.get(name, 0)) for name, n in counts.items() if n > MAX_LINES.get(name, 0)}
-    assert not over, f"package: (lines, allowed in MAX_LINES): {over}"
-    assert not set(MAX_LINES) - set(counts), "a row of MAX_LINES has no package any more"
-
-
-def test_the_whole_package_stays_small() -> None:
-    assert sum(lines_per_package(ROOT).values()) <= MAX_TOTAL_LINES
+    over = {name: (n, allowed[name]) for name, n in counts.items() if n > allowed[name]}
+    assert not over, f"package: (lines, allowed by MAX_LINES and FEATURE_LINES): {over}"
+    assert not set(allowed) - set(counts), "a row has no package any more"
 
 
 @pytest.mark.parametrize("name", ["utils.py", "util.py", "common.py", "misc.py", "helpers.py"])
