@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 
 from quire.cache.events import BlockRemoved, BlockStored, CacheEvent, EventsLost
 
+TICKS_TO_LIVE = 8
+
 
 class Holders:
     """Block hash → the set of replicas that hold it, as bits."""
@@ -61,22 +63,29 @@ class PredictedIndex:
         assert capacity > 0
         self._capacity = capacity
         self.holders = Holders()
-        self._blocks: dict[int, OrderedDict[bytes, None]] = {}
+        self._blocks: dict[int, OrderedDict[bytes, int]] = {}  # hash → the tick at which it was last sent
+        self._tick = 0
 
     def sent(self, replica: int, chain: Sequence[bytes]) -> None:
         """A request with this chain went to ``replica``."""
-        blocks = self._blocks.setdefault(replica, OrderedDict())
-        for block_hash in reversed(
-            chain
-        ):  # the front is touched last, so that the end of a prefix is evicted first
+        blocks, tick = self._blocks.setdefault(replica, OrderedDict()), self._tick
+        for block_hash in reversed(chain):  # the front is touched last: the end of a prefix is evicted first
             if block_hash in blocks:
                 blocks.move_to_end(block_hash)
             else:
-                blocks[block_hash] = None
                 self.holders.add(block_hash, replica)
+            blocks[block_hash] = tick
         while len(blocks) > self._capacity:
             oldest, _ = blocks.popitem(last=False)
             self.holders.remove(oldest, replica)
+
+    def tick(self) -> None:
+        """Time has passed: forget what was not sent again within the last `TICKS_TO_LIVE` calls."""
+        self._tick += 1
+        for replica, blocks in self._blocks.items():
+            while blocks and next(iter(blocks.values())) < self._tick - TICKS_TO_LIVE:
+                oldest, _ = blocks.popitem(last=False)
+                self.holders.remove(oldest, replica)
 
     def forget(self, replica: int) -> None:
         """The replica lost its cache."""

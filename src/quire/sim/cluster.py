@@ -16,7 +16,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.inbox import AbortRequest, AddRequest
 from quire.errors import ConfigError
 from quire.executor.base import Executor
-from quire.gateway.routing import Router
+from quire.gateway.routing import Demand, Router
 from quire.plan.cost_model import StepTime
 from quire.request import TokenEvent
 from quire.scheduler.scheduler import Sleep
@@ -90,7 +90,7 @@ class Cluster:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._unplaced: list[Sent] = []  # requests that arrived while no replica was alive
-        self._hybrid = self.router.policy == "prefix-hybrid"
+        self._scores = self.router.scores
         self._cancels = any(r.cancel_after_tokens is not None for r in workload.requests)
 
     def run(self) -> None:
@@ -177,7 +177,8 @@ class Cluster:
     def place(self, sent: Sent) -> None:
         """Route a request and hand it to the replica, which takes it from its inbox at the next turn of its loop."""
         request_id = sent.request.request_id
-        sent.replica = self.router.route(request_id, sent.chain)
+        demand = Demand(sent.chain, len(sent.request.prompt_token_ids), sent.request.sampling.max_tokens or 0)
+        sent.replica = self.router.route(request_id, demand)
         if sent.replica is None:
             self._unplaced.append(sent)
             return
@@ -215,7 +216,7 @@ class Cluster:
         if not events:
             return
         now = self.clock.now()
-        sent, watched = self.client.sent, self._hybrid or self._cancels
+        sent, watched = self.client.sent, self._scores or self._cancels
         marks = {} if watched else self.client.marks
         for event in events:
             if event[4] is None and event[2] and (mark := marks.get(event[0])) is not None:
