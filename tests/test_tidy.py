@@ -44,8 +44,8 @@ MAX_LINES: dict[str, int] = {
     "text": 4_070,
     "workload": 801,
 }
-# The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in the
-# same commit. A number only shrinks once the feature is complete.
+# The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
+# the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {}
 
 # Kernels and tables may be listed; each entry says why.
