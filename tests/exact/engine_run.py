@@ -19,8 +19,7 @@ from quire.config import (
     OrderKind,
     SchedulerConfig,
 )
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AbortRequest, AddRequest
+from quire.engine.core import AbortRequest, AddRequest, EngineCore
 from quire.executor.base import Executor
 from quire.modelspec import ModelSpec
 from quire.request import FinishReason, TokenEvent
