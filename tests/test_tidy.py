@@ -17,7 +17,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
-# Lines of each package as the house stands without the features below, the root modules under "". A number only shrinks.
+# Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
     "": 2_320,
     "api": 5_142,
@@ -44,10 +44,10 @@ MAX_LINES: dict[str, int] = {
     "text": 4_070,
     "workload": 801,
 }
-# The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in the
-# same commit. A number only shrinks once the feature is complete.
+# The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
+# the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
-    "speculation": {"": 40, "runner": 50, "speculate": 145},
+    "speculation": {"": 40, "runner": 50, "speculate": 150},
 }
 
 # Kernels and tables may be listed; each entry says why.
