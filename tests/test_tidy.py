@@ -46,7 +46,9 @@ MAX_LINES: dict[str, int] = {
 }
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.
-FEATURE_LINES: dict[str, dict[str, int]] = {}
+FEATURE_LINES: dict[str, dict[str, int]] = {
+    "speculation": {"": 40, "runner": 50, "speculate": 150},
+}
 
 # Kernels and tables may be listed; each entry says why.
 LONG_FILES: dict[str, str] = {}
