@@ -16,8 +16,7 @@ from tests.parity.families import make
 from tests.parity.harness import VOCAB
 
 from quire.clock import VirtualClock
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.executor.local import LocalExecutor
 from quire.models.checkpoint import describe
 from quire.request import Request, SamplingParams

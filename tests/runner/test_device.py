@@ -17,8 +17,7 @@ from tests.runner.tiny import SPECS as ALL_SPECS
 
 from quire.clock import VirtualClock
 from quire.config import DeviceInfo, EngineConfig, LoraConfig
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs

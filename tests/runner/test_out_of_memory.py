@@ -12,8 +12,7 @@ from tests.runner.tiny import GREEDY, SPECS, engine_config, llama, weights
 
 from quire.clock import VirtualClock
 from quire.config import DeviceInfo, EngineConfig
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.executor.local import LocalExecutor
 from quire.request import FinishReason, Request, TokenEvent
 from quire.runner.model_runner import ModelRunner

@@ -11,8 +11,7 @@ from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.request import Request, SamplingParams, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.step import SeqResult, StepPlan, StepResult

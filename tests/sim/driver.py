@@ -14,10 +14,10 @@ from tests.sim.scenario import RequestMaker, Scenario, expected_output
 
 from quire.clock import VirtualClock
 from quire.config import GATES, ORDERS
-from quire.engine.core import EngineCore
-from quire.engine.inbox import (
+from quire.engine.core import (
     AbortRequest,
     AddRequest,
+    EngineCore,
     FinishSample,
     LoadKv,
     ResetPrefixCache,
