@@ -96,7 +96,7 @@ def test_hybrid_knows_what_is_on_its_way() -> None:
         router.started("a")
         router.started("b")
         other = (first + 2) % 3
-        assert router.report(other, [BlockStored(chain(1)[0], b"", (), (0,))])
+        assert router.prefixes.report(other, [BlockStored(chain(1)[0], b"", (), (0,))])
         assert router.route("c", Demand(chain(1, 2))) == other  # nothing is on its way, and the report counts
 
 

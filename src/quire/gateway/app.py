@@ -131,4 +131,4 @@ def _lifespan(state: GatewayState) -> Lifespan[Starlette]:
 async def _age(state: GatewayState) -> None:
     while True:
         await asyncio.sleep(state.config.routing.index_ttl_s / TICKS_TO_LIVE)
-        state.router.tick()
+        state.router.prefixes.tick()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.http.body import named_event
 from quire.http.refusals import ANTHROPIC_ROOT, Refusal
-from quire.http.sse import named_event
 
 MAX_FRAME_BYTES = 8 << 20
 

@@ -27,9 +27,8 @@ from hashlib import blake2b
 from random import Random
 from typing import Literal, get_args
 
-from quire.cache.events import BlockStored, CacheEvent
 from quire.errors import ConfigError, nearest
-from quire.gateway.prefix_index import PendingIndex, PredictedIndex, ReportedIndex
+from quire.gateway.prefix_index import KnownPrefixes
 from quire.gateway.ttft import TtftModel
 
 Policy = Literal[
@@ -89,7 +88,10 @@ class Router:
         self.policy = policy
         self.scores = policy in ("prefix-predicted", "prefix-reported", "prefix-hybrid")  # by cost
         self.needs_chains = self.scores or policy in ("session", "prefix-hash")  # else `route` needs no chain
-        self.needs_events = policy in ("prefix-reported", "prefix-hybrid")  # otherwise `report` has no effect
+        self.needs_events = policy in (
+            "prefix-reported",
+            "prefix-hybrid",
+        )  # otherwise `prefixes.report` has no effect
         self.ttft = TtftModel()
         self.loads: list[Load] = []
         self._ratio = max_load_ratio
@@ -97,9 +99,7 @@ class Router:
         self._alive: list[bool] = []
         self._turn = 0
         self._in_flight: dict[str, _InFlight] = {}
-        self._predicted = PredictedIndex(capacity)
-        self._reported = ReportedIndex()
-        self._pending = PendingIndex()
+        self.prefixes = KnownPrefixes(policy, capacity)
         for _ in range(num_replicas):
             self.add_replica()
 
@@ -119,8 +119,7 @@ class Router:
         lost = [request_id for request_id, f in self._in_flight.items() if f.replica == replica]
         for request_id in lost:
             self.finished(request_id)
-        self._predicted.forget(replica)
-        self._reported.forget(replica)
+        self.prefixes.forget(replica)
         self.ttft.forget(replica)
         return lost
 
@@ -133,7 +132,7 @@ class Router:
         alive = [r for r in (range(len(self._alive)) if among is None else among) if self._alive[r]]
         if not alive:
             return None
-        depths = self._depths(demand.chain) if self.scores else [0] * len(self.loads)
+        depths = self._depths(demand.chain)
         replica = self._choose(alive, demand, depths)
         self._turn = replica + 1
         load, uncached = self.loads[replica], _uncached(demand, depths[replica])
@@ -141,10 +140,7 @@ class Router:
         load.requests += 1
         load.tokens += demand.num_prompt_tokens + demand.num_output_tokens
         load.queued_tokens += uncached
-        if self.policy == "prefix-predicted":
-            self._predicted.sent(replica, demand.chain)
-        elif self.policy == "prefix-hybrid":
-            self._pending.sent(replica, demand.chain)
+        self.prefixes.sent(replica, demand.chain)
         return replica
 
     def started(self, request_id: str, ttft_s: float | None = None) -> None:
@@ -156,8 +152,7 @@ class Router:
         self.loads[in_flight.replica].queued_tokens -= in_flight.uncached
         if ttft_s is not None:
             self.ttft.observe(in_flight.replica, in_flight.ahead + in_flight.uncached, ttft_s)
-        if self.policy == "prefix-hybrid":
-            self._pending.arrived(in_flight.replica, in_flight.demand.chain)
+        self.prefixes.arrived(in_flight.replica, in_flight.demand.chain)
 
     def finished(self, request_id: str) -> None:
         """The request has ended, successfully or not."""
@@ -173,28 +168,16 @@ class Router:
         in_flight = self._in_flight[request_id]
         return self.ttft.predict(in_flight.replica, in_flight.ahead + in_flight.uncached)
 
-    def tick(self) -> None:
-        """Time has passed: an eighth of what the predicted index lets a block live (`prefix_index.TICKS_TO_LIVE`)."""
-        self._predicted.tick()
-
-    def report(self, replica: int, events: Iterable[CacheEvent]) -> bool:
-        """Apply a replica's cache events. False: some were lost; pass a snapshot to `replace_report`."""
-        return self._reported.apply(replica, events)
-
-    def replace_report(self, replica: int, snapshot: Iterable[BlockStored]) -> None:
-        """Replace what is known of a replica's cache by a snapshot."""
-        self._reported.replace(replica, snapshot)
-
     def explain(self, demand: Demand, among: Iterable[int]) -> dict[int, dict[str, float]]:
         """Return per replica of ``among`` what a choice would be made by, now."""
-        depths = self._depths(demand.chain) if self.scores else [0] * len(self.loads)
+        depths = self._depths(demand.chain)
         return {
             r: {
                 "requests": self.loads[r].requests,
                 "tokens": self.loads[r].tokens,
                 "queued_tokens": self.loads[r].queued_tokens,
                 "prefix": depths[r],
-                "ttft_ms": round(1e3 * self._ttft_s(r, _uncached(demand, depths[r])), 3),
+                "cost_ms": round(1e3 * self._cost_s(r, _uncached(demand, depths[r])), 3),
             }
             for r in among
         }
@@ -225,20 +208,13 @@ class Router:
         most = math.ceil(self._ratio * (total + 1) / len(alive))
         return [r for r in alive if self.loads[r].requests < most]
 
-    def _ttft_s(self, replica: int, uncached: int) -> float:
-        return self.ttft.predict(replica, self.loads[replica].queued_tokens + uncached)
-
     def _cost_s(self, replica: int, uncached: int) -> float:
-        return self._ttft_s(replica, uncached) + self.ttft.per_token_s(replica) * uncached
+        ttft_s = self.ttft.predict(replica, self.loads[replica].queued_tokens + uncached)
+        return ttft_s + self.ttft.per_token_s(replica) * uncached
 
     def _depths(self, chain: Sequence[bytes]) -> list[int]:
         num = len(self.loads)
-        if self.policy == "prefix-predicted":
-            return self._predicted.holders.depths(chain, num)
-        reported = self._reported.holders.depths(chain, num)
-        if self.policy == "prefix-reported":
-            return reported
-        return [max(pair) for pair in zip(reported, self._pending.holders.depths(chain, num), strict=True)]
+        return self.prefixes.depths(chain, num) if self.scores else [0] * num
 
     def _least_loaded(self, replicas: Sequence[int]) -> int:
         return min(replicas, key=lambda r: (self.loads[r].requests, self._in_turn(r)))

@@ -13,7 +13,7 @@ from functools import partial
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.inbox import AbortRequest, AddRequest
+from quire.engine.core import AbortRequest, AddRequest
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.gateway.routing import Demand, Router
@@ -255,5 +255,5 @@ class Cluster:
     def _report(self, replica: Replica) -> None:
         scheduler = replica.core.scheduler
         assert scheduler.cache_events is not None
-        if not self.router.report(replica.number, scheduler.cache_events.drain()):
-            self.router.replace_report(replica.number, scheduler.cache.prefix.snapshot())
+        if not self.router.prefixes.report(replica.number, scheduler.cache_events.drain()):
+            self.router.prefixes.replace_report(replica.number, scheduler.cache.prefix.snapshot())
