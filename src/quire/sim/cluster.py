@@ -45,6 +45,7 @@ class ClusterConfig:
     request_s: float = 0.0  # from the client to the core and back; all of it is spent on the way in
     per_prompt_token_s: float = 0.0  # the same, per prompt token
     seed: int = 0
+    retries: int = 0  # times that a rejected request is sent again, each after the time that it was told
     # Requests at once; for a workload without arrival times, users of a closed loop.
     concurrency: int | None = None
 
@@ -163,11 +164,20 @@ class Cluster:
 
     def _send(self, request: WorkloadRequest, due_s: float | None = None) -> None:
         """Send a request that is due now, or that was held back since ``due_s`` and may go now."""
-        config, now = self.config, self.clock.now()
+        now = self.clock.now()
         if due_s is None and self.client.full:
             self.client.held.append((request, now))
             return
-        sent = self.client.send(request, now, due_s)
+        self._post(self.client.send(request, now, due_s))
+
+    def _send_again(self, sent: Sent) -> None:
+        again = self.client.send(sent.source, self.clock.now(), sent.due_s)
+        again.num_retries = sent.num_retries + 1
+        self._post(again)
+
+    def _post(self, sent: Sent) -> None:
+        """Put a request on its way to the router."""
+        config, now, request = self.config, self.clock.now(), sent.source
         way_s = config.request_s + config.per_prompt_token_s * request.num_prompt_tokens
         if way_s:
             self.at(now + way_s, lambda: self.place(sent))
@@ -229,6 +239,10 @@ class Cluster:
                 request.token_times += [now] * len(event[2])
             if event[4] is not None:
                 self.router.finished(event.request_id)
+                if event.retry_after_s and request.num_retries < self.config.retries:
+                    self.client.take_out(event.request_id)
+                    self.at(now + event.retry_after_s, partial(self._send_again, request))
+                    continue
                 self._follow(self.client.ended(event, now))
             elif watched:
                 self._look(request, now)
