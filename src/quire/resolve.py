@@ -17,6 +17,7 @@ from quire.config import (
     ModelConfig,
     RunnerConfig,
     SchedulerConfig,
+    SpeculateConfig,
 )
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
@@ -28,6 +29,8 @@ from quire.weight_format import WeightFormat
 from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
 
 DEFAULT_LORA_RANK = 16
+MAX_DRAFTS = 32  # per sequence and step
+AUTO_DRAFTS = 8
 KV_SHARE = 0.5  # default share of the available memory that the weights leave
 UNITS = {
     "": 1,
@@ -113,7 +116,28 @@ def resolve(
         runner=_runner(args, device),
         device=device,
         lora=lora,
+        speculate=_speculate(args, device),
     )
+
+
+def _speculate(args: EngineArgs, device: DeviceInfo) -> SpeculateConfig | None:
+    if args.speculate is None:
+        return None
+    if device.kind != "cpu":
+        raise ConfigError(
+            f"speculate = {args.speculate!r} is for a CPU, and the model runs on {device.name}: leave it out"
+        )
+    return SpeculateConfig("ngram")
+
+
+def spec_tokens(args: EngineArgs) -> int:
+    """Return the most drafts per sequence and step; 0: without speculation."""
+    text = str(args.spec_tokens)
+    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_DRAFTS):
+        raise ConfigError(f"spec_tokens = {args.spec_tokens!r} must be 'auto' or a number in 1…{MAX_DRAFTS}")
+    if args.speculate is None:
+        return 0
+    return AUTO_DRAFTS if text == "auto" else int(text)
 
 
 def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
@@ -237,6 +261,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         enable_chunked_prefill=args.enable_chunked_prefill,
         dynamic_max_wait_s=args.dynamic_max_wait_ms / 1e3,
         max_loras=max_loras,
+        max_num_drafts=spec_tokens(args),
     )
 
 

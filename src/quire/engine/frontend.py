@@ -26,9 +26,8 @@ from quire.engine import helper_pool
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient
-from quire.engine.grammar_check import GrammarChecker
-from quire.engine.helper_pool import Answer, HelperPool
-from quire.engine.inbox import AddRequest, Call, Reply
+from quire.engine.core import AddRequest, Call, Reply
+from quire.engine.helper_pool import Answer, GrammarChecker, HelperPool
 from quire.engine.output import RequestOutputState
 from quire.engine.prepare import SEED_BITS, ModelInfo, prepare_request
 from quire.engine.stream import Calls, EventPump, OpenStreams, RequestStream
