@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from quire.config import OrderKind
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.overload import place_s
+from quire.scheduler.overload import KEPT_SLACK, place_s
 from quire.scheduler.predictor import Backlog
 from quire.scheduler.sequence import RequestState, Sequence
 from quire.scheduler.state import SchedulerState
@@ -62,9 +62,10 @@ def too_late(
 ) -> tuple[str, str, float] | None:
     """Return (error kind, text, seconds until it could) where ``request`` would miss a limit, as things go.
 
-    An idle engine, and one that has not measured a step, tries everything. ``kept``: it comes when it was told to, so no place is held from it.
+    An idle engine, and one that has not measured a step, tries everything. ``kept``: the request comes when it was told
+    to, so no place is held against it.
     """
-    limits = [*_limits(state, request)]
+    limits = [*_limits(state, request, kept)]
     if not limits or not state.predictor.step_s or not (state.running or state.waiting):
         return None
     elapsed_s, num_own = now - request.arrival_s, _num_uncached(state, request)
@@ -111,7 +112,7 @@ def _missed(seq: Sequence, now: float) -> str | None:
     return None
 
 
-def _limits(state: SchedulerState, request: Request) -> Iterator[tuple[str, str, float]]:
+def _limits(state: SchedulerState, request: Request, kept: bool) -> Iterator[tuple[str, str, float]]:
     """Yield (name, error kind, seconds from arrival) of each limit."""
     if request.deadline is not None:
         for name, limit_s in (
@@ -121,7 +122,7 @@ def _limits(state: SchedulerState, request: Request) -> Iterator[tuple[str, str,
             if limit_s is not None:
                 yield f"deadline_ms.{name}", "hopeless", limit_s
     if state.config.max_ttft_s is not None:
-        yield "max_ttft_ms", "capacity", state.config.max_ttft_s
+        yield "max_ttft_ms", "capacity", state.config.max_ttft_s * (1.0 + KEPT_SLACK * kept)
 
 
 def _first_s(

@@ -15,7 +15,7 @@ from quire.request import Request
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 
-MARGIN = 1.05  # of the time told: the pace varies
+MARGIN = 1.1  # of the time told: the pace varies
 KEPT_SLACK = 1 / 8  # of the queue's limits: a request that comes when it was told to is let in beyond them
 ASSUMED_STEP_S = 0.05  # until a step was measured
 

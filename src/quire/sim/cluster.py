@@ -162,22 +162,14 @@ class Cluster:
             step_time=self._step_time if config.tpot_s else None,
         )
 
-    def _send(self, request: WorkloadRequest, due_s: float | None = None) -> None:
-        """Send a request that is due now, or that was held back since ``due_s`` and may go now."""
-        now = self.clock.now()
+    def _send(self, request: WorkloadRequest, due_s: float | None = None, num_retries: int = 0) -> None:
+        """Send a request that is due now, or that was held back or rejected since ``due_s`` and may go now."""
+        config, now = self.config, self.clock.now()
         if due_s is None and self.client.full:
             self.client.held.append((request, now))
             return
-        self._post(self.client.send(request, now, due_s))
-
-    def _send_again(self, sent: Sent) -> None:
-        again = self.client.send(sent.source, self.clock.now(), sent.due_s)
-        again.num_retries = sent.num_retries + 1
-        self._post(again)
-
-    def _post(self, sent: Sent) -> None:
-        """Put a request on its way to the router."""
-        config, now, request = self.config, self.clock.now(), sent.source
+        sent = self.client.send(request, now, due_s)
+        sent.num_retries = num_retries
         way_s = config.request_s + config.per_prompt_token_s * request.num_prompt_tokens
         if way_s:
             self.at(now + way_s, lambda: self.place(sent))
@@ -241,7 +233,8 @@ class Cluster:
                 self.router.finished(event.request_id)
                 if event.retry_after_s and request.num_retries < self.config.retries:
                     self.client.take_out(event.request_id)
-                    self.at(now + event.retry_after_s, partial(self._send_again, request))
+                    again = partial(self._send, request.source, request.due_s, request.num_retries + 1)
+                    self.at(now + event.retry_after_s, again)
                     continue
                 self._follow(self.client.ended(event, now))
             elif watched:
