@@ -17,7 +17,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
-# Lines of each package as the house stands without the features below, the root modules under "". A number only shrinks.
+# Lines of each package as the house stands without the features below, the root modules under "". A number only
+# shrinks.
 MAX_LINES: dict[str, int] = {
     "": 2_320,
     "api": 5_142,
@@ -30,22 +31,22 @@ MAX_LINES: dict[str, int] = {
     "gateway": 321,
     "http": 938,
     "jobs": 1_009,
-    "kernels": 6_297,
-    "layers": 808,
+    "kernels": 5_851,
+    "layers": 777,
     "lora": 427,
     "metrics": 610,
-    "models": 1_583,
+    "models": 1_575,
     "plan": 1_926,
-    "quant": 407,
-    "runner": 2_143,
-    "sampling": 657,
+    "quant": 406,
+    "runner": 2_131,
+    "sampling": 643,
     "scheduler": 2_503,
     "sim": 1_508,
     "text": 4_070,
     "workload": 801,
 }
-# The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in the
-# same commit. A number only shrinks once the feature is complete.
+# The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
+# the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {}
 
 # Kernels and tables may be listed; each entry says why.
