@@ -19,10 +19,10 @@ MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
 # Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
-    "": 2_320,
+    "": 2_273,
     "api": 5_107,
-    "bench": 2_441,
-    "cache": 1_365,
+    "bench": 2_440,
+    "cache": 1_199,
     "cli": 1_489,
     "engine": 3_786,
     "executor": 444,
@@ -35,14 +35,14 @@ MAX_LINES: dict[str, int] = {
     "lora": 427,
     "metrics": 610,
     "models": 1_583,
-    "plan": 1_926,
+    "plan": 1_821,
     "quant": 407,
     "runner": 2_143,
     "sampling": 657,
-    "scheduler": 2_503,
+    "scheduler": 2_442,
     "sim": 1_508,
     "text": 4_070,
-    "workload": 801,
+    "workload": 772,
 }
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.

@@ -32,17 +32,8 @@ DEFAULT_LORA_RANK = 16
 MAX_DRAFTS = 32  # per sequence and step
 AUTO_DRAFTS = 8
 KV_SHARE = 0.5  # default share of the available memory that the weights leave
-UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(text: str | int, *, name: str = "kv_memory") -> int:
@@ -81,7 +72,9 @@ def resolve(
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
-    weights = spec.weight_bytes(dtype, plan.formats) + _slot_bytes(lora, spec, dtype)
+    weights = spec.weight_bytes(dtype, plan.formats)
+    if lora is not None:
+        weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights)
     layout = spec.kv_layout(max_model_len)
@@ -157,10 +150,6 @@ def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
             f"max_lora_rank = {max_rank} is less than the rank {highest} of an adapter of lora: raise it"
         )
     return LoraConfig(max_loras, max_rank, adapters)
-
-
-def _slot_bytes(lora: LoraConfig | None, spec: ModelSpec, dtype: str) -> int:
-    return 0 if lora is None else lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
 
 
 def _dtype(asked: str, spec: ModelSpec) -> str:
@@ -301,11 +290,10 @@ def blocks_for_sequence(spec: ModelSpec, length: int, block_size: int, chunk: in
 def _blocks_in_memory(
     args: EngineArgs, spec: ModelSpec, device: DeviceInfo, kv_dtype: str, max_len: int, weights: int
 ) -> int:
-    available = device.memory_available_bytes
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
     else:
-        available -= step_bytes(args, spec)
+        available = device.memory_available_bytes - step_bytes(args, spec)
     page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from tests.exact.models import MAX_MODEL_LEN
 from tests.exact.traffic import STEP_S, Job
+from tests.fakes.integrity import check_integrity
 from tests.kernels.checks import runner_config
 
 from quire.clock import VirtualClock
@@ -233,7 +234,7 @@ class EngineRun:
             while aborts and aborts[-1][0] <= now_s:
                 self._core.put(AbortRequest(aborts.pop()[1]))
             self._take(self._core.step())
-            self._scheduler.check_integrity()
+            check_integrity(self._scheduler)
             self._clock.advance(STEP_S)
         stats = self._core.stats()
         self.tally.num_cached_tokens += stats.num_cached_tokens

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.fakes.integrity import check_integrity
 from tests.kernels.triton.device import DEVICE, WARNINGS
 from tests.lora.peft_files import make_adapters
 from tests.runner.tiny import GREEDY, SEED, VOCAB, engine_config, llama, weights
@@ -64,7 +65,7 @@ def generate(
             assert event.finish_reason is not FinishReason.ERROR, event.error
             tokens[event.request_id].extend(event.token_ids)
             running -= event.finish_reason is not None
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
     core.executor.close()
     return tokens
 
