@@ -10,8 +10,8 @@ from measure import main, replay_steps
 from workloads import MAX_CONTEXT, Item
 
 from quire import LLM, SamplingParams
-from quire.engine.inbox import AddRequest
-from quire.engine.prepare import prepare_request
+from quire.engine.core import AddRequest
+from quire.engine.prompts import prepare_request
 
 
 class QuireEngine:

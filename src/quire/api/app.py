@@ -14,12 +14,11 @@ from quire.api.anthropic import count_tokens, messages_job
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
-from quire.api.forecast import TtftForecast
 from quire.api.health import Models, Probes
 from quire.api.openapi import Description
 from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, responses_job
-from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests
+from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.http.edge import Edge, Extension, error_handlers, id_source
@@ -57,7 +56,13 @@ def create_app(
         forecast=forecast,
     )
     extension = extension or Extension()
-    routes = [*_routes(state), *extension.routes]
+    own = _routes(state)
+    if extension.around is not None:
+        root, around = extension.around
+        for route in own:
+            if route.path == root or route.path.startswith(root + "/"):
+                route.app = around(route.app)
+    routes = [*own, *extension.routes]
     description = Description(routes, extension.bodies, settings.version)
     routes.append(Route("/openapi.json", description.show, methods=["GET"]))
     app = Starlette(
@@ -65,7 +70,6 @@ def create_app(
         middleware=[
             *_cors(settings.cors_origins),
             Middleware(Edge, api_keys=settings.api_keys, new_id=state.new_id),
-            *extension.middleware,
         ],
         exception_handlers=error_handlers(lambda status: metrics.response("other", status)),
         lifespan=extension.lifespan,
