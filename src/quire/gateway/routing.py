@@ -189,18 +189,18 @@ class Router:
             case "round-robin":
                 return min(alive, key=self._in_turn)
             case "least-tokens":
-                return self._fewest_tokens(alive)
+                return self._least(alive, by_tokens=True)
             case "power-of-two":
-                return self._fewest_tokens(self._random.sample(alive, min(2, len(alive))))
+                return self._least(self._random.sample(alive, min(2, len(alive))), by_tokens=True)
             case "session" | "prefix-hash":
                 key = (self.policy == "session" and demand.key) or b"".join(demand.chain[:1])
                 within = self._within(alive) if key else []
-                return max(within, key=lambda r: _rendezvous(key, r)) if within else self._least_loaded(alive)
+                return max(within, key=lambda r: _rendezvous(key, r)) if within else self._least(alive)
         if self.policy == "least-loaded" or not demand.chain:
-            return self._least_loaded(alive)
+            return self._least(alive)
         costs = {r: self._cost_s(r, _uncached(demand, depths[r])) for r in self._within(alive)}
         lowest = min(costs.values())  # not empty: at least one replica is at or below the mean
-        return self._least_loaded([r for r, cost in costs.items() if cost <= lowest])
+        return self._least([r for r, cost in costs.items() if cost <= lowest])
 
     def _within(self, alive: list[int]) -> list[int]:
         """Return the replicas whose load stays within the bound with one request more."""
@@ -216,11 +216,12 @@ class Router:
         num = len(self.loads)
         return self.prefixes.depths(chain, num) if self.scores else [0] * num
 
-    def _least_loaded(self, replicas: Sequence[int]) -> int:
-        return min(replicas, key=lambda r: (self.loads[r].requests, self._in_turn(r)))
-
-    def _fewest_tokens(self, replicas: Sequence[int]) -> int:
-        return min(replicas, key=lambda r: (self.loads[r].tokens, self.loads[r].requests, self._in_turn(r)))
+    def _least(self, replicas: Sequence[int], *, by_tokens: bool = False) -> int:
+        loads = self.loads
+        return min(
+            replicas,
+            key=lambda r: (loads[r].tokens if by_tokens else 0, loads[r].requests, self._in_turn(r)),
+        )
 
     def _in_turn(self, replica: int) -> int:
         """Return how many places after the next replica in turn ``replica`` comes."""

@@ -45,6 +45,7 @@ class ClusterConfig:
     request_s: float = 0.0  # from the client to the core and back; all of it is spent on the way in
     per_prompt_token_s: float = 0.0  # the same, per prompt token
     seed: int = 0
+    retries: int = 0  # times that a rejected request is sent again, each after the time that it was told
     # Requests at once; for a workload without arrival times, users of a closed loop.
     concurrency: int | None = None
 
@@ -161,13 +162,14 @@ class Cluster:
             step_time=self._step_time if config.tpot_s else None,
         )
 
-    def _send(self, request: WorkloadRequest, due_s: float | None = None) -> None:
-        """Send a request that is due now, or that was held back since ``due_s`` and may go now."""
+    def _send(self, request: WorkloadRequest, due_s: float | None = None, num_retries: int = 0) -> None:
+        """Send a request that is due now, or that was held back or rejected since ``due_s`` and may go now."""
         config, now = self.config, self.clock.now()
         if due_s is None and self.client.full:
             self.client.held.append((request, now))
             return
         sent = self.client.send(request, now, due_s)
+        sent.num_retries = num_retries
         way_s = config.request_s + config.per_prompt_token_s * request.num_prompt_tokens
         if way_s:
             self.at(now + way_s, lambda: self.place(sent))
@@ -230,6 +232,11 @@ class Cluster:
                 request.token_times += [now] * len(event[2])
             if event[4] is not None:
                 self.router.finished(event.request_id)
+                if event.retry_after_s and request.num_retries < self.config.retries:
+                    self.client.take_out(event.request_id)
+                    again = partial(self._send, request.source, request.due_s, request.num_retries + 1)
+                    self.at(now + event.retry_after_s, again)
+                    continue
                 self._follow(self.client.ended(event, now))
             elif watched:
                 self._look(request, now)
