@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import time
 from typing import Any
@@ -19,6 +21,11 @@ def serve(settings: dict[str, Any]) -> int:
     """Run the server until a signal; return the exit status."""
     begin = time.monotonic()
     engine_args, server_args = pick(EngineArgs, settings), pick(ServerArgs, settings)
+    num_replicas = server_args.data_parallel_size or server_args.replicas
+    if num_replicas > 1:
+        from quire.cli.replicas import serve_replicas
+
+        return serve_replicas(settings, server_args, num_replicas)
     process = EngineProcess()
     try:
         return _serve(engine_args, server_args, process, begin)
@@ -69,6 +76,8 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
             file=sys.stderr,
             flush=True,
         )
+        if server_args.gateway is not None:
+            heartbeat_of(server_args, api, frontend, url).start()
 
     weights = weights_report(config.model)
     note = slow_kernels(config.device, config.runner.kernels)
@@ -108,6 +117,31 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
             "cache_dtype": config.model.kv_dtype,
         },
     )
+
+
+def heartbeat_of(args: ServerArgs, api: Any, frontend: Any, url: str) -> Any:
+    """Return what registers this server at ``args.gateway``; a server that drains is taken off there."""
+    from quire.http.heartbeat import Heartbeat
+
+    def describe() -> dict[str, Any] | None:
+        if frontend.state != "ready":
+            return None
+        adapters = () if frontend.adapters is None else tuple(frontend.adapters.adapters)
+        return {
+            "name": f"{socket.gethostname()}:{url.rpartition(':')[2]}",
+            "url": url,
+            "models": [*frontend.model.names, *adapters],
+            "api_key": args.api_key,
+            "about": {
+                "pid": os.getpid(),
+                "version": __version__,
+                "fingerprint": api.system_fingerprint,
+                "max_model_len": frontend.model.max_model_len,
+                "kv_tokens": frontend.info.num_kv_tokens,
+            },
+        }
+
+    return Heartbeat(args.gateway or "", args.gateway_key, describe)
 
 
 def job_settings(args: ServerArgs) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -14,9 +13,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from quire.gateway.admin import admin_app
-from quire.gateway.discovery import Discovery
-from quire.gateway.health import Poller
-from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.proxy import Proxy
 from quire.gateway.state import GatewayState
 from quire.http.body import json_response
@@ -113,22 +109,9 @@ def _lifespan(state: GatewayState) -> Lifespan[Starlette]:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
         state.start()
-        poller = Poller(state)
-        discovery = Discovery(state, poller)
-        discovery.start()
-        ageing = asyncio.create_task(_age(state))
         try:
             yield
         finally:
-            ageing.cancel()
-            await discovery.close()
-            await poller.close()
             await state.close()
 
     return lifespan
-
-
-async def _age(state: GatewayState) -> None:
-    while True:
-        await asyncio.sleep(state.config.routing.index_ttl_s / TICKS_TO_LIVE)
-        state.router.prefixes.tick()
