@@ -47,7 +47,7 @@ MAX_LINES: dict[str, int] = {
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
-    "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
+    "gateway": {"": 6, "cli": 250, "gateway": 2_700, "http": 115, "sim": 6},
     "overload": {"": 6, "bench": 1, "scheduler": 210, "sim": 16},
     "speculation": {"": 40, "runner": 50, "speculate": 150},
 }

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from quire.gateway.admin import admin_app
 from quire.gateway.proxy import Proxy
 from quire.gateway.state import GatewayState
+from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
 from quire.http.edge import Edge, error_handlers, id_source
 
@@ -40,10 +41,16 @@ def create_gateway(state: GatewayState) -> ASGIApp:
         "/v1/models": probes.models,
         "/v1/models/{model_id:path}": probes.model,
     }
+    stored = StoredProxy(state)
+    of_response = {"": ["GET", "DELETE"], "/input_items": ["GET"], "/cancel": ["POST"]}
     app = Starlette(
         routes=[
             *(Route(path, Proxy(state, path), methods=["POST"]) for path in POST_PATHS),
             *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
+            *(
+                Route(f"/v1/responses/{{response_id}}{end}", stored, methods=methods)
+                for end, methods in of_response.items()
+            ),
         ],
         middleware=[Middleware(Edge, api_keys=state.config.server.api_keys, new_id=id_source())],
         exception_handlers=error_handlers(

@@ -14,7 +14,7 @@ from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Fleet
 from quire.gateway.health import Poller
 from quire.gateway.metrics import GatewayMetrics
-from quire.gateway.placing import Placed, Placing
+from quire.gateway.placing import Owners, Placed, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.retries import RetryBudget
 from quire.gateway.routing import Router
@@ -36,6 +36,7 @@ class GatewayState:
     poller: Poller
     discovery: Discovery
     budget: RetryBudget
+    owners: Owners
     metrics: GatewayMetrics
     now: Callable[[], float]  # monotonic seconds
     random: Random
@@ -108,6 +109,7 @@ def make_state(config: GatewayConfig, now: Callable[[], float], seed: int) -> Ga
         routing.policy, seed=seed, max_load_ratio=routing.max_load_ratio, capacity=routing.index_pieces
     )
     fleet = Fleet(router, config.health, random)
+    owners = Owners()
     poller = Poller(fleet, random, now)
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
     return GatewayState(
@@ -115,10 +117,11 @@ def make_state(config: GatewayConfig, now: Callable[[], float], seed: int) -> Ga
         router=router,
         fleet=fleet,
         catalog=Catalog(config.models, config.server.default_model, lambda: fleet.models, random),
-        placing=Placing(fleet, router, routing.piece_bytes, now),
+        placing=Placing(fleet, router, owners, routing.piece_bytes, now),
         poller=poller,
         discovery=Discovery(fleet, poller, config.backends, now),
         budget=budget,
+        owners=owners,
         metrics=GatewayMetrics(fleet, budget),
         now=now,
         random=random,

@@ -14,8 +14,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-_UVICORN: dict[str, Any] = {
-    "http": "httptools",
+from quire.http.head_limit import LimitedProtocol
+
+UVICORN: dict[str, Any] = {
+    "http": LimitedProtocol,
     "ws": "none",
     "log_config": None,
     "access_log": False,
@@ -33,7 +35,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                **_UVICORN,
+                **UVICORN,
                 lifespan="on",
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
@@ -79,7 +81,7 @@ async def served_beside(side: SideApp | None) -> AsyncGenerator[None, None]:
     if side is None:
         yield
         return
-    server = _SideServer(uvicorn.Config(side.app, **_UVICORN, lifespan="off", timeout_graceful_shutdown=1))
+    server = _SideServer(uvicorn.Config(side.app, **UVICORN, lifespan="off", timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve([side.sock]))
     try:
         yield

@@ -19,8 +19,13 @@ class Heartbeat:
     """Posts to ``/admin/backends`` of a gateway. ``describe`` returns the body at each beat; None: take it off."""
 
     def __init__(
-        self, gateway: str, key: str | None, describe: Callable[[], Mapping[str, Any] | None]
+        self,
+        gateway: str,
+        key: str | None,
+        describe: Callable[[], Mapping[str, Any] | None],
+        interval_s: float = INTERVAL_S,
     ) -> None:
+        self._interval_s = interval_s
         self._url = f"{gateway.rstrip('/')}/admin/backends"
         self._headers = {"authorization": f"Bearer {key}"} if key is not None else {}
         self._describe = describe
@@ -30,6 +35,11 @@ class Heartbeat:
     def start(self) -> None:
         """Beat in the running loop until it ends."""
         self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=INTERVAL_S)
@@ -43,7 +53,7 @@ class Heartbeat:
                 elif name:
                     await self._send(session.delete(f"{self._url}/{name}"))
                     name = ""
-                await asyncio.sleep(INTERVAL_S)
+                await asyncio.sleep(self._interval_s)
 
     async def _send(self, call: Any) -> None:
         """Log what is new: a failure, its end, or another failure."""
