@@ -44,7 +44,7 @@ class OutputChunk:
     # The stop token id, the stop string, or the deadline's name; None for EOS.
     stop_reason: int | str | None = None
     error: str | None = None  # with FinishReason.ERROR and FinishReason.DEADLINE
-    # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline".
+    # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline", "slow_reader".
     error_kind: str | None = None
     retry_after_s: float = 0.0  # with "hopeless"
 
@@ -279,6 +279,13 @@ class RequestOutputState:
         )
 
 
+def _num_logprobs(entry: TokenLogprobs) -> int:
+    return 1 + len(entry.top_token_ids)
+
+
+MAX_UNREAD_BYTES = 16 * 2**20  # of chunks that a stream's reader has not taken, about
+
+
 class RequestStream:
     """What `Frontend.submit` returns. Iterate over it once, or `collect` it; leaving it early aborts the request.
 
@@ -288,7 +295,8 @@ class RequestStream:
 
     Exactly one chunk of each of the n samples carries a ``finish_reason``; after the last of them the iteration ends.
     An engine error is a chunk with `FinishReason.ERROR`, not an exception.
-    Leaving early means break, an exception, cancellation or `aclose`. Belongs to the event loop's thread.
+    Leaving early means break, an exception, cancellation or `aclose`. A reader that falls `MAX_UNREAD_BYTES` behind is
+    cut off: the request ends with an error of the kind "slow_reader". Belongs to the event loop's thread.
     """
 
     def __init__(self, request_id: str, state: RequestOutputState, abandon: Callable[[], None]) -> None:
@@ -302,6 +310,7 @@ class RequestStream:
         self.output = state  # only this class changes it
         self._abandon = abandon
         self._chunks: deque[OutputChunk] = deque()
+        self._unread_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
 
     async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
@@ -330,6 +339,7 @@ class RequestStream:
 
     def _take(self) -> list[OutputChunk]:
         """Return the waiting chunks. If the reader fell behind, the chunks of each sample are merged into one."""
+        self._unread_bytes = 0
         if len(self._chunks) == 1:
             return [self._chunks.popleft()]
         samples: dict[int, list[OutputChunk]] = {}
@@ -358,6 +368,12 @@ class RequestStream:
 
     def feed(self, event: TokenEvent) -> None:
         """Turn an event into text and wake the reader (called by `OpenStreams`)."""
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            log.warning("slow_reader", request_id=self.request_id, unread_mib=self._unread_bytes >> 20)
+            text = "The answer was not read fast enough: too much of it waits to be sent."
+            self._push(self.output.end(FinishReason.ERROR, text, "slow_reader"))
+            self._abandon()
+            return
         try:
             chunk = self.output.feed(event)
         except Exception as error:  # an error in one request's text must not end the other streams
@@ -366,6 +382,7 @@ class RequestStream:
             self._abandon()
             return
         if chunk is not None:
+            self._unread_bytes += 512 + len(chunk.text) + 64 * sum(map(_num_logprobs, chunk.logprobs or ()))
             self._push([chunk])
 
     def fail(self, error: str, error_kind: str) -> None:
