@@ -8,6 +8,7 @@ published is withdrawn, the others go on.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from quire.clock import Clock
 from quire.engine.inbox import (
@@ -35,6 +36,8 @@ from quire.scheduler.scheduler import Scheduler, Sleep, Step, Wait
 from quire.scheduler.slo import SloController
 from quire.step import StepPlan, StepResult
 
+SLOW_START_S = 20.0  # that reading an adapter or building a grammar may add to a step
+
 
 class EngineCore:
     """Scheduler + executor + clock. `put` may be called from any thread, the rest from the one that steps."""
@@ -51,6 +54,8 @@ class EngineCore:
         self.executor = executor
         self.clock = clock
         self.controller = controller
+        # Told (now, seconds that the steps out may take, step) before the loop may block; see `engine.heartbeat`.
+        self.on_tick: Callable[[float, float, int], None] | None = None
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
         self.replies: list[Reply] = []  # to calls; the caller of `step` takes them out
         self._inbox: deque[Message | ControlPolicy] = deque()  # append and popleft are atomic
@@ -76,8 +81,9 @@ class EngineCore:
 
     def finish(self) -> list[TokenEvent]:
         """The second half: wait for the oldest step out and apply its result. The simulator comes in between."""
-        out = self._out.popleft()
-        result = self._collect(out)
+        self._tick()
+        result = self._collect(self._out[0])
+        self._out.popleft()
         now = self.clock.now()
         events = self.scheduler.apply(result, now)
         self._rest = None  # the result may have made room for a step
@@ -107,6 +113,18 @@ class EngineCore:
     def num_out(self) -> int:
         """Steps submitted and not applied."""
         return len(self._out)
+
+    def describe_out(self) -> str:
+        """Return the plans that are out, in words, a line per sequence. May be called from any thread."""
+        lines = []
+        for out in tuple(self._out):
+            if isinstance(out, StepPlan):
+                lines.append(
+                    f"step {out.step}: {len(out.seqs)} sequences, {len(out.new_seqs)} of them new, "
+                    f"{len(out.kv_moves)} block copies, {len(out.adapter_moves)} adapters to load"
+                )
+                lines += [f"  {self.scheduler.describe_sequence(seq)}" for seq in out.seqs]
+        return "".join(line + "\n" for line in lines) or "no step is out\n"
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
@@ -186,12 +204,21 @@ class EngineCore:
                 self._rest = action
                 return
             plan = action.plan
+            self._out.append(plan)
+            if self.executor.max_in_flight > 1:  # else it is computed when it is collected
+                self._tick()
             try:
                 self.executor.submit(plan)
             except Exception as error:  # whatever it is, the step failed and the engine goes on
-                self._out.append(StepResult(plan.step, error=_text(error)))
+                self._out[-1] = StepResult(plan.step, error=_text(error))
                 return
-            self._out.append(plan)
+
+    def _tick(self) -> None:
+        """Say what the loop is about to wait for."""
+        if self.on_tick is not None:
+            expected_s = self.scheduler.expected_s()
+            expected_s += SLOW_START_S * sum(map(_starts_slowly, self._out))
+            self.on_tick(self.clock.now(), expected_s, self._out[0].step)
 
     def _collect(self, out: StepPlan | StepResult) -> StepResult:
         if isinstance(out, StepResult):
@@ -200,6 +227,13 @@ class EngineCore:
             return self.executor.collect()
         except Exception as error:
             return StepResult(out.step, error=_text(error))
+
+
+def _starts_slowly(out: StepPlan | StepResult) -> bool:
+    """Whether a step reads an adapter, or waits for a new grammar."""
+    return isinstance(out, StepPlan) and (
+        bool(out.adapter_moves) or any(new.grammar is not None for new in out.new_seqs)
+    )
 
 
 def _text(error: Exception) -> str:

@@ -25,7 +25,7 @@ from quire.clock import Clock
 from quire.engine import helper_pool
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
-from quire.engine.client import EngineClient
+from quire.engine.client import LOADING, EngineClient, EngineHealth
 from quire.engine.grammar_check import GrammarChecker
 from quire.engine.helper_pool import Answer, HelperPool
 from quire.engine.inbox import AddRequest, Call, Reply
@@ -152,7 +152,7 @@ class Frontend:
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
         stream = RequestStream(name, state, lambda: self.streams.abandon(request.request_id))
         self._client.send(AddRequest(request))  # may fail, so the stream is open only after it
-        self.streams.add(request.request_id, stream)
+        self.streams.add(request.request_id, stream, self._clock.now())
         return stream
 
     async def chat_prompt(
@@ -194,6 +194,12 @@ class Frontend:
     def stats(self) -> EngineStats:
         """Return the engine's latest statistics."""
         return self._client.stats()
+
+    def health(self) -> EngineHealth:
+        """Return what the engine does now."""
+        if self.state == "dead":
+            return EngineHealth("dead", str(self.failure))
+        return EngineHealth("loading", LOADING) if self.info is None else self._client.health()
 
     @property
     def num_requests(self) -> int:

@@ -24,6 +24,7 @@ from quire.metrics.log import Log
 from quire.request import Adapter, FinishReason, TokenEvent
 
 log = Log("frontend")
+DEADLINE_GRACE_S = 0.1  # for the engine, which knows best when a deadline has passed
 
 
 class RequestStream:
@@ -47,6 +48,7 @@ class RequestStream:
         assert seed is not None
         self.seed = seed  # the request's own, or the one chosen for it
         self.output = state  # only this class changes it
+        self.timers: list[asyncio.TimerHandle] = []  # of its deadline; cancelled at its end
         self._abandon = abandon
         self._chunks: deque[OutputChunk] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -138,9 +140,32 @@ class OpenStreams:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, request_id: str, stream: RequestStream) -> None:
+    def add(self, request_id: str, stream: RequestStream, now_s: float) -> None:
+        """Take a stream in. Its deadline is kept here too, for an engine that is late itself, or hangs."""
         self._open[request_id] = stream
         self._idle.clear()
+        request = stream.output.request
+        if request.deadline is None:
+            return
+        loop, begin_s = asyncio.get_running_loop(), request.arrival_s - now_s + DEADLINE_GRACE_S
+        for name, limit_s in (
+            ("first_token", request.deadline.first_token_s),
+            ("total", request.deadline.total_s),
+        ):
+            if limit_s is not None:
+                stream.timers.append(
+                    loop.call_later(max(0.0, begin_s + limit_s), self._expire, request_id, name)
+                )
+
+    def _expire(self, request_id: str, name: str) -> None:
+        """End what has missed a limit, if the engine has not done so."""
+        stream = self._open.get(request_id)
+        if stream is None:
+            return
+        for event in stream.output.missed(name):
+            stream.feed(event)
+        if stream.output.finished:
+            self.abandon(request_id)
 
     def abandon(self, request_id: str) -> None:
         """Forget a stream that has no reader any more, and abort its request in the engine."""
@@ -185,7 +210,10 @@ class OpenStreams:
         self._idle.set()
 
     def _forget(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
+        stream = self._open.pop(request_id, None)
+        if stream is not None:
+            for timer in stream.timers:
+                timer.cancel()
         self._left.set()
         if not self._open:
             self._idle.set()

@@ -31,7 +31,7 @@ from quire.scheduler.predictor import Predictor
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.state import Counters, SchedulerState
 from quire.scheduler.transfers import Transfers
-from quire.step import StepPlan, StepResult
+from quire.step import SeqPlan, StepPlan, StepResult
 
 
 class Step(NamedTuple):
@@ -157,6 +157,21 @@ class Scheduler:
     def change_policy(self, change: PolicyChange) -> None:
         """Change settings from the next plan on; ConfigError where a value is not allowed."""
         change_policy(self._state, change)
+
+    def expected_s(self) -> float:
+        """Return how many seconds the steps in flight may well take; see `Predictor.expected_s`."""
+        expected_s = self.predictor.expected_s
+        return sum(expected_s(record.num_prompt_tokens) for record in self._state.in_flight)
+
+    def describe_sequence(self, plan: SeqPlan) -> str:
+        """Return in words what ``plan`` computes, and of which request."""
+        seq = self._state.sequences.get(plan.seq_id)
+        of = "ended" if seq is None else f"request {seq.request_id} sample {seq.sample_index}"
+        first = plan.num_computed_tokens
+        return (
+            f"sequence {plan.seq_id} epoch {plan.epoch} ({of}): tokens {first}…"
+            f"{first + plan.num_scheduled_tokens - 1}, {plan.num_draft_tokens} of them drafts"
+        )
 
     @property
     def has_work(self) -> bool:

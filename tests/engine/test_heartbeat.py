@@ -1,0 +1,117 @@
+"""Ticks of the engine's loop: what a late one means, and what makes none late."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.engine.toy import engine_config
+from tests.fakes.engine import build
+from tests.scheduler.harness import request
+
+from quire.clock import VirtualClock
+from quire.config import CacheConfig, SchedulerConfig
+from quire.engine.core import SLOW_START_S, EngineCore
+from quire.engine.heartbeat import HangWatch, Heartbeat
+from quire.engine.inbox import AddRequest
+from quire.scheduler.predictor import FIRST_STEP_S, Predictor
+from quire.scheduler.scheduler import Scheduler
+from quire.step import SeqPlan
+
+
+class Watched:
+    """A watch on a virtual clock that looks every 0.1 s, unless it sleeps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.page = Heartbeat(folder / "page")
+        self.watch = HangWatch(Heartbeat(folder / "page"), 100.0)
+        self.now_s = 100.0
+
+    def pass_time(self, seconds: float, *, beats: bool = False) -> None:
+        for _ in range(round(seconds * 10)):
+            self.now_s += 0.1
+            if beats:
+                self.page.beat(self.now_s, 0.05, 7)
+            self.pulse = self.watch.look(self.now_s)
+
+
+def test_a_step_is_hung_after_twice_its_time_and_a_second(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.page.beat(100.0, 3.0, 9)
+    watched.pass_time(6.9)
+    assert not watched.pulse.is_hung
+    watched.pass_time(0.2)
+    assert watched.pulse.is_hung
+    assert watched.pulse.step == 9
+    assert watched.pulse.overdue_s == pytest.approx(4.1)
+    watched.pass_time(0.1, beats=True)
+    assert not watched.pulse.is_hung
+    assert watched.pulse.age_s == pytest.approx(0.0)
+
+
+def test_an_engine_that_loads_never_hangs(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.pass_time(1000.0)
+    assert watched.pulse.is_loading
+    assert not watched.pulse.is_hung
+
+
+def test_time_that_the_watch_slept_through_does_not_count(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.pass_time(1.0, beats=True)
+    watched.now_s += 8 * 3600  # a laptop that slept, with all of its processes
+    assert not watched.watch.look(watched.now_s).is_hung
+    watched.pass_time(0.5)
+    assert not watched.pulse.is_hung
+    watched.pass_time(0.5)
+    assert watched.pulse.is_hung, "the engine did not come back with it"
+
+
+def test_the_age_counts_from_the_tick_and_not_from_the_look(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.pass_time(1.0, beats=True)
+    watched.page.beat(watched.now_s + 0.1, 0.0, 8)
+    watched.now_s += 0.4
+    assert watched.watch.look(watched.now_s).age_s == pytest.approx(0.3)
+
+
+def test_the_loop_ticks_before_each_step() -> None:
+    config = engine_config()
+    core = EngineCore(Scheduler(config.scheduler, config.cache), build(config, ""), VirtualClock())
+    ticks: list[tuple[float, float, int]] = []
+    core.on_tick = lambda *tick: ticks.append(tick)
+    core.put(AddRequest(request("a", prompt=range(40), max_tokens=5)))
+    while core.has_work:
+        core.step()
+    assert [step for _, _, step in ticks] == list(range(5))
+    assert ticks[0][1] == FIRST_STEP_S
+    assert core.describe_out() == "no step is out\n"
+
+
+def test_the_dump_names_the_requests_of_the_step() -> None:
+    config = engine_config()
+    core = EngineCore(Scheduler(config.scheduler, config.cache), build(config, ""), VirtualClock())
+    core.put(AddRequest(request("slow", prompt=range(40), max_tokens=5)))
+    core.begin()
+    assert "step 0: 1 sequences, 1 of them new" in core.describe_out()
+    assert "(request slow sample 0): tokens 0…39" in core.describe_out()
+
+
+def test_prompts_and_slow_starts_lengthen_the_prediction() -> None:
+    predictor = Predictor(SchedulerConfig())
+    assert predictor.expected_s(1) == FIRST_STEP_S
+    decode, chunk = SeqPlan(0, 0, 10, 1), SeqPlan(1, 0, 0, 100)
+    for step in range(50):
+        predictor.note([decode], step, step + 0.1, num_prompt_tokens=0, num_ends=0, waiting=False)
+    assert predictor.expected_s(0) == pytest.approx(0.1)
+    predictor.note([decode, chunk], 100.0, 102.0, num_prompt_tokens=100, num_ends=0, waiting=False)
+    assert predictor.expected_s(1000) > 1000 * 0.02
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(64))
+    scheduler.predictor = predictor
+    core = EngineCore(scheduler, build(engine_config(), ""), VirtualClock())
+    ticks: list[float] = []
+    core.on_tick = lambda now, expected_s, step: ticks.append(expected_s)
+    core.put(AddRequest(replace(request("g", prompt=4, max_tokens=1), grammar='{"grammars": []}')))
+    core.step()
+    assert ticks[0] > SLOW_START_S
