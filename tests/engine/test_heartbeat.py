@@ -11,13 +11,12 @@ from tests.fakes.engine import build
 from tests.scheduler.harness import request
 
 from quire.clock import VirtualClock
-from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.core import SLOW_START_S, EngineCore
-from quire.engine.heartbeat import HangWatch, Heartbeat
-from quire.engine.inbox import AddRequest
+from quire.config import SchedulerConfig
+from quire.engine.core import AddRequest, EngineCore
+from quire.engine.heartbeat import SLOW_START_S, HangWatch, Heartbeat, Ticker
 from quire.scheduler.predictor import FIRST_STEP_S, Predictor
-from quire.scheduler.scheduler import Scheduler
-from quire.step import SeqPlan
+from quire.scheduler.scheduler import Scheduler, describe
+from quire.step import SeqPlan, StepPlan
 
 
 class Watched:
@@ -76,29 +75,47 @@ def test_the_age_counts_from_the_tick_and_not_from_the_look(tmp_path: Path) -> N
     assert watched.watch.look(watched.now_s).age_s == pytest.approx(0.3)
 
 
-def test_the_loop_ticks_before_each_step() -> None:
+class Noted(Heartbeat):
+    """Keeps every tick."""
+
+    def beat(self, now_s: float, predicted_s: float, step: int) -> None:
+        self.ticks = [*getattr(self, "ticks", []), (predicted_s, step)]
+
+
+def ticking(core: EngineCore, folder: Path) -> Noted:
+    page = Noted(folder / "page")
+    core.on_tick = Ticker(page, core.scheduler, core.clock)
+    return page
+
+
+def toy_core() -> EngineCore:
     config = engine_config()
-    core = EngineCore(Scheduler(config.scheduler, config.cache), build(config, ""), VirtualClock())
-    ticks: list[tuple[float, float, int]] = []
-    core.on_tick = lambda *tick: ticks.append(tick)
+    return EngineCore(Scheduler(config.scheduler, config.cache), build(config, ""), VirtualClock())
+
+
+def test_the_loop_ticks_before_each_step(tmp_path: Path) -> None:
+    core = toy_core()
+    page = ticking(core, tmp_path)
     core.put(AddRequest(request("a", prompt=range(40), max_tokens=5)))
     while core.has_work:
         core.step()
-    assert [step for _, _, step in ticks] == list(range(5))
-    assert ticks[0][1] == FIRST_STEP_S
-    assert core.describe_out() == "no step is out\n"
+    assert [step for _, step in page.ticks] == list(range(5))
+    assert page.ticks[0][0] == FIRST_STEP_S
+    assert page.ticks[1][0] < FIRST_STEP_S
 
 
 def test_the_dump_names_the_requests_of_the_step() -> None:
-    config = engine_config()
-    core = EngineCore(Scheduler(config.scheduler, config.cache), build(config, ""), VirtualClock())
+    core = toy_core()
     core.put(AddRequest(request("slow", prompt=range(40), max_tokens=5)))
     core.begin()
-    assert "step 0: 1 sequences, 1 of them new" in core.describe_out()
-    assert "(request slow sample 0): tokens 0…39" in core.describe_out()
+    (plan,) = core.out
+    assert isinstance(plan, StepPlan)
+    text = describe(core.scheduler, plan)
+    assert "step 0: 1 sequences, 1 of them new" in text
+    assert "(request slow sample 0): tokens 0…39" in text
 
 
-def test_prompts_and_slow_starts_lengthen_the_prediction() -> None:
+def test_prompts_lengthen_the_prediction() -> None:
     predictor = Predictor(SchedulerConfig())
     assert predictor.expected_s(1) == FIRST_STEP_S
     decode, chunk = SeqPlan(0, 0, 10, 1), SeqPlan(1, 0, 0, 100)
@@ -107,11 +124,14 @@ def test_prompts_and_slow_starts_lengthen_the_prediction() -> None:
     assert predictor.expected_s(0) == pytest.approx(0.1)
     predictor.note([decode, chunk], 100.0, 102.0, num_prompt_tokens=100, num_ends=0, waiting=False)
     assert predictor.expected_s(1000) > 1000 * 0.02
-    scheduler = Scheduler(SchedulerConfig(), CacheConfig(64))
-    scheduler.predictor = predictor
-    core = EngineCore(scheduler, build(engine_config(), ""), VirtualClock())
-    ticks: list[float] = []
-    core.on_tick = lambda now, expected_s, step: ticks.append(expected_s)
-    core.put(AddRequest(replace(request("g", prompt=4, max_tokens=1), grammar='{"grammars": []}')))
-    core.step()
-    assert ticks[0] > SLOW_START_S
+
+
+def test_a_grammar_or_an_adapter_lengthens_the_prediction(tmp_path: Path) -> None:
+    core = toy_core()
+    page = ticking(core, tmp_path)
+    core.put(AddRequest(request("plain", prompt=range(4), max_tokens=2)))
+    core.put(AddRequest(replace(request("g", prompt=range(4), max_tokens=3), grammar='{"grammars": []}')))
+    while core.has_work:
+        core.step()
+    assert page.ticks[0][0] > SLOW_START_S + FIRST_STEP_S - 1.0
+    assert page.ticks[1][0] < 1.0

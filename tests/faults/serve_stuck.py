@@ -1,4 +1,4 @@
-"""A supervised server over the fake executor whose first engine gets stuck: ``python -m tests.faults.serve_stuck SECONDS``.
+"""A supervised server whose first engine gets stuck: ``python -m tests.faults.serve_stuck SECONDS``.
 
 The stuck step holds the GIL nearly all the time, as a loop of native calls would.
 """

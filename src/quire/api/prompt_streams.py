@@ -8,9 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from quire.api.forecast import Ticket
 from quire.api.job import Job, Usage
-from quire.api.state import ApiState
+from quire.api.state import ApiState, Ticket
 from quire.engine.output import OutputChunk
 from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.conversation import conversation_job
-from quire.api.generation import Generation
+from quire.api.endpoint import Generation
 from quire.api.job import Answer, Head, Job
 from quire.api.params import sampling_params
 from quire.api.parts import TextLogprobs, TokenNames

@@ -27,12 +27,14 @@ from setproctitle import setproctitle
 from quire.clock import Clock, WallClock
 from quire.engine.build import build_core, describe, preload
 from quire.engine.core import EngineCore
-from quire.engine.heartbeat import IDLE_TICK_S, Heartbeat
+from quire.engine.heartbeat import IDLE_TICK_S, Heartbeat, Ticker
 from quire.engine.process import Boot, Events, Failure, decode, encode
 from quire.engine.spawn import HEARTBEAT, PLANS, STACKS, wake_at_parents_end
 from quire.errors import QuireError
 from quire.metrics.log import Log, configure
 from quire.scheduler.scheduler import Sleep
+from quire.scheduler.scheduler import describe as describe_plan
+from quire.step import StepPlan
 
 STATS_INTERVAL_S = 0.5
 log = Log("engine")
@@ -71,10 +73,10 @@ def main(argv: list[str]) -> None:
         start_s = clock.now()
         core = build_core(boot.config, executor, clock)
         dump.core = core
-        core.on_tick = heartbeat.beat
-        heartbeat.beat(clock.now(), IDLE_TICK_S, 0)
+        core.on_tick = ticker = Ticker(heartbeat, core.scheduler, clock)
+        ticker.idle(clock.now())
         outbox.send_multipart(encode(describe(boot.config, executor, clock.now() - start_s)))
-        serve(core, inbox, outbox, clock, heartbeat)
+        serve(core, inbox, outbox, clock, ticker)
     except Exception as error:
         if log.debugging or not isinstance(error, QuireError):
             traceback.print_exc()
@@ -89,13 +91,13 @@ def serve(
     inbox: zmq.Socket[bytes],
     outbox: zmq.Socket[bytes],
     clock: Clock,
-    heartbeat: Heartbeat,
+    ticker: Ticker,
 ) -> None:
     """The loop: drain the inbox, step, send the step's events as one message."""
     stats_s = clock.now()
     outbox.send_multipart(encode(core.stats()))
     while True:
-        _wait(core, inbox, clock, heartbeat)
+        _wait(core, inbox, clock, ticker)
         for message in _drain(inbox):
             core.put(message)
         events = core.step()
@@ -110,14 +112,14 @@ def serve(
             stats_s = now_s
 
 
-def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock, heartbeat: Heartbeat) -> None:
+def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock, ticker: Ticker) -> None:
     """Wait until there is something to do, with a tick every `IDLE_TICK_S`; do not wait while there is work."""
     rest = core.rest
     if rest is None:
         return
     until_s = rest.until_s if isinstance(rest, Sleep) else math.inf
     while (now_s := clock.now()) < until_s:
-        heartbeat.beat(now_s, IDLE_TICK_S, 0)
+        ticker.idle(now_s)
         if inbox.poll(math.ceil(min(IDLE_TICK_S, until_s - now_s) * 1e3)):
             return
 
@@ -137,13 +139,18 @@ class _Dump:
     def __init__(self, directory: str) -> None:
         self.core: EngineCore | None = None
         self._plans = Path(directory, PLANS)
-        self._stacks = Path(directory, STACKS).open("w")  # open for as long as the process lives
+        # Open for as long as the process lives.
+        self._stacks = Path(directory, STACKS).open("w")  # noqa: SIM115
         # In C: needs neither the GIL nor a thread that runs.
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
 
     def write_plans(self) -> None:
         if self.core is not None:
-            self._plans.write_text(self.core.describe_out())
+            core = self.core
+            plans = [
+                describe_plan(core.scheduler, out) for out in tuple(core.out) if isinstance(out, StepPlan)
+            ]
+            self._plans.write_text("\n".join(plans) or "no step is out")
 
 
 def _follow_parent(life_fd: int, directory: str, dump: _Dump) -> None:

@@ -1,42 +1,29 @@
-"""`EngineCore`: the one loop. Drain the inbox; keep `max_in_flight` plans out; apply one result.
+"""`EngineCore`: the one loop. Drain the inbox; keep `max_in_flight` plans out; apply one result. And its messages.
 
 The same loop serves with a real executor and a wall clock, and simulates with a cost model and a virtual one. An
 exception of the executor is a failed step, never a lost request: its sequences end with error events, what it
 published is withdrawn, the others go on.
+
+The messages of the inbox are frozen and fit for msgpack; they are taken in at step boundaries.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from quire.clock import Clock
-from quire.engine.inbox import (
-    AbortRequest,
-    AddRequest,
-    ChangePolicy,
-    ControlPolicy,
-    Drain,
-    FinishSample,
-    LoadKv,
-    Message,
-    Reply,
-    ResetPrefixCache,
-    Shutdown,
-    StoreKv,
-    TransfersDone,
-)
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
-from quire.request import TokenEvent
+from quire.request import Request, TokenEvent
 from quire.scheduler.admission import refused
 from quire.scheduler.policy import PolicyChange, settings
 from quire.scheduler.scheduler import Scheduler, Sleep, Step, Wait
 from quire.scheduler.slo import SloController
-from quire.step import StepPlan, StepResult
-
-SLOW_START_S = 20.0  # that reading an adapter or building a grammar may add to a step
+from quire.step import StepPlan, StepResult, TransferDone
 
 
 class EngineCore:
@@ -54,12 +41,12 @@ class EngineCore:
         self.executor = executor
         self.clock = clock
         self.controller = controller
-        # Told (now, seconds that the steps out may take, step) before the loop may block; see `engine.heartbeat`.
-        self.on_tick: Callable[[float, float, int], None] | None = None
+        # Called with the steps out before the loop may block; see `engine.heartbeat`.
+        self.on_tick: Callable[[Sequence[StepPlan | StepResult]], None] | None = None
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
         self.replies: list[Reply] = []  # to calls; the caller of `step` takes them out
         self._inbox: deque[Message | ControlPolicy] = deque()  # append and popleft are atomic
-        self._out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
+        self.out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
         self._draining = False
         self._rest: Sleep | Wait | None = Wait()
 
@@ -70,7 +57,7 @@ class EngineCore:
     def step(self) -> list[TokenEvent]:
         """Take in messages, submit what can be computed, apply one result. Blocks while a result is computed."""
         events = self.begin()
-        return events + self.finish() if self._out else events
+        return events + self.finish() if self.out else events
 
     def begin(self) -> list[TokenEvent]:
         """The first half of `step`, which never blocks: take in messages, submit what can be computed."""
@@ -81,9 +68,10 @@ class EngineCore:
 
     def finish(self) -> list[TokenEvent]:
         """The second half: wait for the oldest step out and apply its result. The simulator comes in between."""
-        self._tick()
-        result = self._collect(self._out[0])
-        self._out.popleft()
+        if self.on_tick is not None:
+            self.on_tick(self.out)
+        result = self._collect(self.out[0])
+        self.out.popleft()
         now = self.clock.now()
         events = self.scheduler.apply(result, now)
         self._rest = None  # the result may have made room for a step
@@ -95,36 +83,24 @@ class EngineCore:
 
     def fail_in_flight(self, error: str) -> list[TokenEvent]:
         """The executor lost all that it was given: fail the steps and the transfers that are out."""
-        self._out.clear()
+        self.out.clear()
         self._rest = None
         return self.scheduler.fail_in_flight(error, self.clock.now())
 
     @property
     def has_work(self) -> bool:
         """Whether a message, a step, a transfer or a sequence has not come to its end."""
-        return bool(self._inbox or self._out) or self.scheduler.has_work
+        return bool(self._inbox or self.out) or self.scheduler.has_work
 
     @property
     def rest(self) -> Sleep | Wait | None:
         """What the loop may do before the next `step`; None: call it at once. A message always ends the rest."""
-        return None if self._inbox or self._out else self._rest
+        return None if self._inbox or self.out else self._rest
 
     @property
     def num_out(self) -> int:
         """Steps submitted and not applied."""
-        return len(self._out)
-
-    def describe_out(self) -> str:
-        """Return the plans that are out, in words, a line per sequence. May be called from any thread."""
-        lines = []
-        for out in tuple(self._out):
-            if isinstance(out, StepPlan):
-                lines.append(
-                    f"step {out.step}: {len(out.seqs)} sequences, {len(out.new_seqs)} of them new, "
-                    f"{len(out.kv_moves)} block copies, {len(out.adapter_moves)} adapters to load"
-                )
-                lines += [f"  {self.scheduler.describe_sequence(seq)}" for seq in out.seqs]
-        return "".join(line + "\n" for line in lines) or "no step is out\n"
+        return len(self.out)
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
@@ -196,29 +172,24 @@ class EngineCore:
 
         A plan that was not accepted fails in its turn; nothing is planned on top of it before that.
         """
-        while len(self._out) < self.executor.max_in_flight:
-            if self._out and isinstance(self._out[-1], StepResult):
+        while len(self.out) < self.executor.max_in_flight:
+            if self.out and isinstance(self.out[-1], StepResult):
                 return
             action = self.scheduler.next_action(self.clock.now())
             if not isinstance(action, Step):
                 self._rest = action
                 return
             plan = action.plan
-            self._out.append(plan)
-            if self.executor.max_in_flight > 1:  # else it is computed when it is collected
-                self._tick()
+            self.out.append(plan)
+            if (
+                self.on_tick is not None and self.executor.max_in_flight > 1
+            ):  # else it is computed when collected
+                self.on_tick(self.out)
             try:
                 self.executor.submit(plan)
             except Exception as error:  # whatever it is, the step failed and the engine goes on
-                self._out[-1] = StepResult(plan.step, error=_text(error))
+                self.out[-1] = StepResult(plan.step, error=_text(error))
                 return
-
-    def _tick(self) -> None:
-        """Say what the loop is about to wait for."""
-        if self.on_tick is not None:
-            expected_s = self.scheduler.expected_s()
-            expected_s += SLOW_START_S * sum(map(_starts_slowly, self._out))
-            self.on_tick(self.clock.now(), expected_s, self._out[0].step)
 
     def _collect(self, out: StepPlan | StepResult) -> StepResult:
         if isinstance(out, StepResult):
@@ -229,12 +200,120 @@ class EngineCore:
             return StepResult(out.step, error=_text(error))
 
 
-def _starts_slowly(out: StepPlan | StepResult) -> bool:
-    """Whether a step reads an adapter, or waits for a new grammar."""
-    return isinstance(out, StepPlan) and (
-        bool(out.adapter_moves) or any(new.grammar is not None for new in out.new_seqs)
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """Queue a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """The client went away: end every sample of the request."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSample:
+    """A stop string was completed by output token ``num_output_tokens``; the tokens beyond are dropped."""
+
+    request_id: str
+    sample_index: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no more requests; those here go on to their end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End everything now, with abort events."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePolicy:
+    """A `PolicyChange` that is answered with a `Reply`: the settings before and after. An empty one just reads them.
+
+    Settings of an SLO's controller are pinned by it, until they are in ``release``.
+    """
+
+    call_id: str
+    change: PolicyChange
+    release: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget every cached prefix; answered with a `Reply`."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The core's answer to a message with a ``call_id``, after it took effect. With ``error`` nothing has changed."""
+
+    call_id: str
+    values: dict[str, Any]  # as they are now
+    before: dict[str, Any] = field(default_factory=dict)  # as they were, where something was changed
+    error: str | None = None  # the text of a ConfigError
+    param: str | None = None  # the setting at fault
+    pinned: tuple[str, ...] | None = (
+        None  # of the controller's settings, those that a person set; None: no controller
     )
 
 
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+@dataclass(frozen=True, slots=True)
+class ControlPolicy:
+    """A change that the SLO controller wants, from inside the engine: settings that a person pinned stay."""
+
+    change: PolicyChange
+
+
+@dataclass(frozen=True, slots=True)
+class LoadKv:
+    """Let a waiting request wait for up to the first ``num_blocks`` blocks of its prompt, which ``remote`` has."""
+
+    request_id: str
+    remote: str
+    num_blocks: int
+    handle: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKv:
+    """Copy the cached block ``block_hash``, and up to ``num_blocks`` − 1 before it, to ``remote``."""
+
+    block_hash: bytes
+    remote: str
+    num_blocks: int = 1
+    handle: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TransfersDone:
+    """Transfers ended while no step was out to tell it."""
+
+    ended: tuple[TransferDone, ...]
+
+
+Call = ChangePolicy | ResetPrefixCache
+Message = (
+    AddRequest
+    | AbortRequest
+    | FinishSample
+    | PolicyChange
+    | Call
+    | LoadKv
+    | StoreKv
+    | TransfersDone
+    | Drain
+    | Shutdown
+)

@@ -25,10 +25,9 @@ from quire.clock import Clock
 from quire.engine import helper_pool
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
-from quire.engine.client import LOADING, EngineClient, EngineHealth
-from quire.engine.grammar_check import GrammarChecker
-from quire.engine.helper_pool import Answer, HelperPool
-from quire.engine.inbox import AddRequest, Call, Reply
+from quire.engine.client import EngineClient
+from quire.engine.core import AddRequest, Call, Reply
+from quire.engine.helper_pool import Answer, GrammarChecker, HelperPool
 from quire.engine.output import RequestOutputState
 from quire.engine.prepare import SEED_BITS, ModelInfo, prepare_request
 from quire.engine.stream import Calls, EventPump, OpenStreams, RequestStream
@@ -65,6 +64,7 @@ class Frontend:
         self.info: EngineInfo | None = None  # set when ready
         self.failure: QuireError | None = None  # why the state is "dead"
         self._client = client
+        self.health = client.health  # what the engine does now
         self._clock = clock
         self._new_seed = new_seed
         self.prompts = Prompts(tokenizer, chat_template)
@@ -194,12 +194,6 @@ class Frontend:
     def stats(self) -> EngineStats:
         """Return the engine's latest statistics."""
         return self._client.stats()
-
-    def health(self) -> EngineHealth:
-        """Return what the engine does now."""
-        if self.state == "dead":
-            return EngineHealth("dead", str(self.failure))
-        return EngineHealth("loading", LOADING) if self.info is None else self._client.health()
 
     @property
     def num_requests(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, Message, Reply
+from quire.engine.core import AbortRequest, AddRequest, FinishSample, Message, Reply
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.policy import PolicyChange
 from quire.scheduler.slo import CONTROLLED
@@ -80,11 +80,6 @@ class InFlight:
     def suspects(self, num_deaths: int) -> list[str]:
         """Return the requests that were in flight in so many deaths."""
         return [name for name, tracked in self._requests.items() if tracked.num_deaths >= num_deaths]
-
-    def clear(self, request_id: str) -> None:
-        """Forget the deaths of a request: it did not kill an engine that it had to itself."""
-        if request_id in self._requests:
-            self._requests[request_id].num_deaths = 0
 
     def open_samples(self, request_id: str) -> set[int]:
         """Return the samples of a request that have not ended; none of one that is over."""

@@ -11,7 +11,6 @@ for its first tokens, before the next such request and before all others. One th
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,8 +19,10 @@ from dataclasses import dataclass, replace
 from quire.clock import Clock
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient, EngineHealth
+from quire.engine.core import Message, Reply
+from quire.engine.heartbeat import HangGuard
 from quire.engine.in_flight import InFlight
-from quire.engine.inbox import AbortRequest, AddRequest, Message, Reply
+from quire.engine.quarantine import Quarantine, send_again
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
@@ -41,11 +42,6 @@ class RestartPolicy:
     suspect_deaths: int = 2  # a request that was in flight in this many deaths has to run alone first
     # An engine that is so far beyond the predicted end of its step is killed; 0: never.
     hang_timeout_s: float = 10.0
-
-
-_LOOK_S = 0.25  # between two looks at an engine that sends nothing
-_TRIAL_STEPS = 4  # with tokens, in which a suspect has to prove itself
-KILLED_ALONE = "The engine died again while this request ran alone, after it had died with it before: it is not tried again."
 
 
 class Supervisor:
@@ -70,7 +66,7 @@ class Supervisor:
         self._between = False  # one engine is dead and the next is not ready: messages are only recorded
         self._reason: QuireError | None = None  # why the last engine died
         self._retry_at_s = 0.0  # end of the pause before a restart
-        self._is_hung = False
+        self._guard = HangGuard(self._policy.hang_timeout_s)
         self._dead: EngineDeadError | None = None
         self.num_restarts = 0
 
@@ -99,7 +95,7 @@ class Supervisor:
             if self._dead is not None:
                 raise self._dead
         try:
-            events = self._receive(self._client, timeout_s)
+            events = self._guard.receive(self._client, timeout_s)
         except EngineDeadError as error:
             if self._closed.is_set():
                 return []
@@ -143,25 +139,6 @@ class Supervisor:
             client = self._client
         client.close()
 
-    def _receive(self, client: EngineClient, timeout_s: float | None) -> list[TokenEvent]:
-        """Receive for a moment, and look whether the engine hangs; EngineDeadError where it did for too long."""
-        events = client.receive(_LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S))
-        health = client.health()
-        if health.status != "hung":
-            if self._is_hung:
-                log.warning("engine_goes_on")
-            self._is_hung = False
-            return events
-        if not self._is_hung:
-            self._is_hung = True
-            log.error("engine_hangs", reason=health.reason, in_flight=len(self._record))
-            log.error("engine_dump", file=_keep(client.dump()))
-        limit_s = self._policy.hang_timeout_s
-        if limit_s and health.overdue_s >= limit_s and not events:
-            self._is_hung = False
-            raise EngineDeadError(f"The engine hung and was killed: {health.reason}.")
-        return events
-
     def _replace(self, error: EngineDeadError) -> list[TokenEvent]:
         """Start engines until one is ready; return the terminal events that the death caused."""
         with self._lock:
@@ -180,50 +157,13 @@ class Supervisor:
                 break
             try:
                 client.wait_ready()
-                self._try_suspects(client, events)
+                quarantine = Quarantine(client, self._record, self._lock, self._guard, self._closed.is_set)
+                quarantine.run(self._policy.suspect_deaths, events)
             except QuireError as failure:
                 self._reason = failure
                 continue
             return events + self._readmit(client)
         return events
-
-    def _try_suspects(self, client: EngineClient, events: list[TokenEvent]) -> None:
-        """Let each suspect run alone; add what is to be delivered to ``events``. EngineDeadError where one kills it."""
-        with self._lock:
-            suspects = self._record.suspects(self._policy.suspect_deaths)
-            for message in self._record.settings():
-                client.send(message)
-        for request_id in suspects:
-            log.warning("suspect_runs_alone", request_id=request_id)
-            try:
-                self._run_alone(client, request_id, events)
-            except EngineDeadError:
-                with self._lock:
-                    if self._record.open_samples(request_id):
-                        events += self._record.fail(request_id, KILLED_ALONE, "internal")
-                raise
-            with self._lock:
-                self._record.clear(request_id)
-
-    def _run_alone(self, client: EngineClient, request_id: str, events: list[TokenEvent]) -> None:
-        """Run a request for its first tokens, and take it out again."""
-        with self._lock:
-            if not self._record.open_samples(request_id):  # its client left meanwhile
-                return
-            events += self._send_again(client, self._record.readmission(request_id))
-        num_steps = 0
-        while num_steps < _TRIAL_STEPS and self._record.open_samples(request_id):
-            if self._closed.is_set():
-                return
-            received = self._receive(client, None)
-            with self._lock:
-                self._record.received(received)
-            events += received
-            num_steps += bool(received)
-        client.send(AbortRequest(request_id))
-        still = self._record.open_samples(request_id)
-        while still and not self._closed.is_set():  # what comes until then is computed again, with the others
-            still -= {e.sample_index for e in self._receive(client, None) if e.finish_reason is not None}
 
     def _may_restart(self) -> bool:
         now_s = self._clock.now()
@@ -256,21 +196,10 @@ class Supervisor:
         failed: list[TokenEvent] = []
         with self._lock:
             for message in self._record.readmissions():
-                failed += self._send_again(client, message)
+                failed += send_again(client, message, self._record)
             self._between = False
         log.warning("engine_restarted", in_flight=len(self._record))
         return failed
-
-    def _send_again(self, client: EngineClient, message: Message) -> list[TokenEvent]:
-        """Send what was perhaps recorded while there was no engine to send it to."""
-        try:
-            client.send(message)
-        except Exception as error:
-            log.exception("readmission_failed")
-            if isinstance(message, AddRequest):
-                text = f"The request cannot be sent to the engine: {type(error).__name__}: {error}"
-                return self._record.fail(message.request.request_id, text, "internal")
-        return []
 
     def _give_up(self, reason: QuireError | None) -> list[TokenEvent]:
         text = (
@@ -280,15 +209,3 @@ class Supervisor:
         with self._lock:
             self._dead = EngineDeadError(text)
             return self._record.fail_all(text)
-
-
-def _keep(dump: str) -> str:
-    """Write what a hung engine said to a file that stays; return its path, or why there is none."""
-    if not dump:
-        return "none: the process is stopped, or does not answer signals"
-    try:
-        with tempfile.NamedTemporaryFile("w", prefix="quire-hang-", suffix=".txt", delete=False) as file:
-            file.write(dump)
-    except OSError as error:
-        return f"none: {error}"
-    return file.name

@@ -1,4 +1,4 @@
-"""Reading a request's body under limits, and writing JSON answers, directly on ASGI."""
+"""Reading a request's body under limits, and writing answers (JSON, server-sent events), directly on ASGI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from quire.http.wire import not_allowed
 
 Headers = Sequence[tuple[bytes, bytes]]
 JSON_TYPE = (b"content-type", b"application/json")
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx must not hold the stream back
+)
+STREAM_DONE = b"data: [DONE]\n\n"  # the end of OpenAI's streams
 
+_encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
@@ -152,3 +159,14 @@ def _check_media_type(scope: Scope) -> None:
 def _too_large(size: str, max_bytes: int, flag: str) -> HttpError:
     message = f"The body has {size} bytes; at most {max_bytes} are allowed ({flag})."
     return HttpError(Refusal(413, message, code="body_too_large"))
+
+
+def named_event(kind: str, values: dict[str, Any]) -> bytes:
+    """Return an event whose name is also the ``type`` of its JSON."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **values}))
+
+
+def first_data(stream: bytes) -> Any:
+    """Return the JSON of the first event in ``stream``."""
+    data = next(line for line in stream.split(b"\n") if line.startswith(b"data: "))
+    return msgspec.json.decode(data.removeprefix(b"data: "))

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
-from quire.cache.integrity import check_integrity
 from quire.cache.manager import CacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
@@ -28,10 +27,9 @@ from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
 from quire.scheduler.predictor import Predictor
-from quire.scheduler.sequence import SequenceState
 from quire.scheduler.state import Counters, SchedulerState
 from quire.scheduler.transfers import Transfers
-from quire.step import SeqPlan, StepPlan, StepResult
+from quire.step import StepPlan, StepResult
 
 
 class Step(NamedTuple):
@@ -133,7 +131,8 @@ class Scheduler:
         """Return the next step, or None where nothing can be computed now."""
         before = self._state.counters.num_computed_tokens
         plan = Planner(self._state, now).plan()
-        if plan is None and not self._state.in_flight and park_idle(self._state):
+        stuck = plan is None and self._state.running and not self._state.in_flight
+        if stuck and park_idle(self._state):
             plan = Planner(self._state, now).plan()
         if plan is not None:
             self._state.step_tokens.observe(self._state.counters.num_computed_tokens - before)
@@ -163,41 +162,11 @@ class Scheduler:
         expected_s = self.predictor.expected_s
         return sum(expected_s(record.num_prompt_tokens) for record in self._state.in_flight)
 
-    def describe_sequence(self, plan: SeqPlan) -> str:
-        """Return in words what ``plan`` computes, and of which request."""
-        seq = self._state.sequences.get(plan.seq_id)
-        of = "ended" if seq is None else f"request {seq.request_id} sample {seq.sample_index}"
-        first = plan.num_computed_tokens
-        return (
-            f"sequence {plan.seq_id} epoch {plan.epoch} ({of}): tokens {first}…"
-            f"{first + plan.num_scheduled_tokens - 1}, {plan.num_draft_tokens} of them drafts"
-        )
-
     @property
     def has_work(self) -> bool:
         """Whether any sequence has not ended, or any step or transfer is in flight."""
         state = self._state
         return bool(state.sequences or state.in_flight or self.cache.references.transfers)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the cache's books disagree. For tests: it looks at every block."""
-        state = self._state
-        check_integrity(self.cache, [seq.table for seq in state.sequences.values()])
-        state.adapters.check_integrity(seq.group.request.adapter for seq in state.running)
-        assert len(state.running) + len(state.waiting) <= len(state.sequences)
-        loading = [seq for seq in state.sequences.values() if seq.state is SequenceState.LOADING_KV]
-        assert set(loading) == set(state.loading.values())
-        assert set(state.loading) <= set(self.cache.references.transfers)
-        for seq in state.sequences.values():
-            if (
-                seq.next_event_at
-            ):  # else a token would be planned without a block, or a full block not published
-                assert seq.state is SequenceState.RUNNING
-                assert seq.told_first
-                assert seq.next_event_at <= seq.max_planned
-                assert seq.num_planned >= seq.next_event_at or seq.next_event_at <= self.cache.next_event_at(
-                    seq.table
-                )
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
@@ -219,3 +188,18 @@ class Scheduler:
             step_tokens=tuple(state.step_tokens.counts),
             **{name: getattr(state.counters, name) for name in Counters.__slots__},
         )
+
+
+def describe(scheduler: Scheduler, plan: StepPlan) -> str:
+    """Return in words what ``plan``, which is in flight, computes: a line, and one for each sequence."""
+    lines = [
+        f"step {plan.step}: {len(plan.seqs)} sequences, {len(plan.new_seqs)} of them new, "
+        f"{len(plan.kv_moves)} block copies, {len(plan.adapter_moves)} adapters to load"
+    ]
+    for each in plan.seqs:
+        seq = scheduler._state.sequences.get(each.seq_id)
+        of = "ended" if seq is None else f"request {seq.request_id} sample {seq.sample_index}"
+        first, end = each.num_computed_tokens, each.num_computed_tokens + each.num_scheduled_tokens
+        drafts = f", {each.num_draft_tokens} of them drafts" if each.num_draft_tokens else ""
+        lines.append(f"  sequence {each.seq_id} epoch {each.epoch} ({of}): tokens {first}…{end - 1}{drafts}")
+    return "\n".join(lines)
