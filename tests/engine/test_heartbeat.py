@@ -120,10 +120,22 @@ def test_prompts_lengthen_the_prediction() -> None:
     assert predictor.expected_s(1) == FIRST_STEP_S
     decode, chunk = SeqPlan(0, 0, 10, 1), SeqPlan(1, 0, 0, 100)
     for step in range(50):
-        predictor.note([decode], step, step + 0.1, num_prompt_tokens=0, num_ends=0, waiting=False)
+        predictor.note([decode], step, step + 0.1, num_prompt_tokens=0)
     assert predictor.expected_s(0) == pytest.approx(0.1)
-    predictor.note([decode, chunk], 100.0, 102.0, num_prompt_tokens=100, num_ends=0, waiting=False)
+    predictor.note([decode, chunk], 100.0, 102.0, num_prompt_tokens=100)
     assert predictor.expected_s(1000) > 1000 * 0.02
+
+
+def test_one_hang_does_not_make_the_next_one_harder_to_see() -> None:
+    predictor = Predictor(SchedulerConfig())
+    decode = SeqPlan(0, 0, 10, 1)
+    for step in range(50):
+        predictor.note([decode], step, step + 0.1, num_prompt_tokens=0)
+    predictor.note([decode], 50.0, 350.0, num_prompt_tokens=0)
+    assert predictor.expected_s(0) < 0.2
+    for step in range(50):  # but a machine that is slower from now on is learned
+        predictor.note([decode], 400.0 + 9 * step, 408.0 + 9 * step, num_prompt_tokens=0)
+    assert predictor.expected_s(0) > 2.0
 
 
 def test_a_grammar_or_an_adapter_lengthens_the_prediction(tmp_path: Path) -> None:
