@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import Literal
 
 from quire.args import EngineArgs
 from quire.config import (
@@ -45,6 +46,18 @@ UNITS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCheckpoint:
+    """A draft model on disk (`quire.engine.draft_model`). ``quantize``: as `EngineArgs.quantize`."""
+
+    name: str  # as the user gave it
+    path: str
+    spec: ModelSpec
+    formats: Mapping[str, WeightFormat]
+    load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
+    quantize: str | None = None
+
+
 def parse_bytes(text: str | int, *, name: str = "kv_memory") -> int:
     """Return bytes from ``4GiB``, ``512MB``, ``1.5 GiB`` or a plain number.
 
@@ -69,11 +82,12 @@ def resolve(
     tokenizer: str = "",
     stored: Mapping[str, WeightFormat] | None = None,
     adapters: Sequence[Adapter] = (),
+    draft: DraftCheckpoint | None = None,
 ) -> EngineConfig:
     """Choose every setting that ``args`` leave open. ``path`` and ``tokenizer``: where the two were found.
 
     ``stored``: the formats for the matrices that the checkpoint has quantized (`Checkpoint.formats`).
-    ``adapters``: those loaded from the start (`EngineArgs.lora`).
+    ``adapters``: those loaded from the start (`EngineArgs.lora`). ``draft``: the draft model.
 
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
@@ -83,7 +97,10 @@ def resolve(
     lora = _lora(args, tuple(adapters))
     weights = spec.weight_bytes(dtype, plan.formats) + _slot_bytes(lora, spec, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
-    max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights)
+    drafts = _draft(args, spec, draft, dtype)
+    if drafts is not None:
+        weights += drafts.spec.weight_bytes(dtype, drafts.formats)
+    max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights, drafts)
     layout = spec.kv_layout(max_model_len)
     scope = (
         f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{sorted(plan.formats.items(), key=itemgetter(0))!r}"
@@ -116,18 +133,49 @@ def resolve(
         runner=_runner(args, device),
         device=device,
         lora=lora,
-        speculate=_speculate(args, device),
+        speculate=_speculate(
+            args,
+            device,
+            None
+            if drafts is None
+            else replace(drafts, max_model_len=min(max_model_len, drafts.max_model_len)),
+        ),
     )
 
 
-def _speculate(args: EngineArgs, device: DeviceInfo) -> SpeculateConfig | None:
-    if args.speculate is None:
+def _draft(
+    args: EngineArgs, spec: ModelSpec, draft: DraftCheckpoint | None, dtype: str
+) -> ModelConfig | None:
+    """Return the draft model as it is held."""
+    if draft is None:
+        return None
+    if all(group.window is not None for group in spec.kv_layout(spec.max_position_embeddings).groups):
+        raise ConfigError(
+            f"draft_model = {draft.name!r} needs a layer with full attention in the model, whose blocks keep all tokens"
+        )
+    plan = plan_weights(draft.spec, draft.formats, draft.quantize, None)
+    return ModelConfig(
+        draft.path,
+        draft.name,
+        draft.spec,
+        dtype,
+        kv_dtype=dtype,
+        max_model_len=draft.spec.max_position_embeddings,
+        load_format=draft.load_format,
+        seed=args.seed,
+        formats=plan.formats,
+        remarks=plan.remarks,
+    )
+
+
+def _speculate(args: EngineArgs, device: DeviceInfo, draft: ModelConfig | None) -> SpeculateConfig | None:
+    if args.speculate is None and draft is None:
         return None
     if device.kind != "cpu":
         raise ConfigError(
-            f"speculate = {args.speculate!r} is for a CPU, and the model runs on {device.name}: leave it out"
+            f"speculate = {args.speculate or 'draft'!r} is for a CPU, and the model runs on {device.name}: leave it out"
         )
-    return SpeculateConfig("ngram")
+    return SpeculateConfig("ngram" if draft is None else "draft", draft)
 
 
 def spec_tokens(args: EngineArgs) -> int:
@@ -135,7 +183,7 @@ def spec_tokens(args: EngineArgs) -> int:
     text = str(args.spec_tokens)
     if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_DRAFTS):
         raise ConfigError(f"spec_tokens = {args.spec_tokens!r} must be 'auto' or a number in 1…{MAX_DRAFTS}")
-    if args.speculate is None:
+    if args.speculate is None and args.draft_model is None:
         return 0
     return AUTO_DRAFTS if text == "auto" else int(text)
 
@@ -264,7 +312,12 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
 
 
 def _lengths(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, kv_dtype: str, weights: int
+    args: EngineArgs,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    kv_dtype: str,
+    weights: int,
+    drafts: ModelConfig | None,
 ) -> tuple[int, int]:
     """Return (max_model_len, num_blocks) so that at least one sequence of max_model_len fits."""
     asked_len = args.max_model_len
@@ -273,7 +326,9 @@ def _lengths(
             f"max_model_len = {asked_len} is more than the model's {spec.max_position_embeddings} positions"
         )
     wanted = asked_len or spec.max_position_embeddings
-    num_blocks = args.num_kv_blocks or _blocks_in_memory(args, spec, device, kv_dtype, wanted, weights)
+    num_blocks = args.num_kv_blocks or _blocks_in_memory(
+        args, spec, device, kv_dtype, wanted, weights, drafts
+    )
     while wanted > 1:
         need = blocks_for_sequence(spec, wanted, args.block_size, args.max_num_batched_tokens)
         if need <= num_blocks:
@@ -299,7 +354,13 @@ def blocks_for_sequence(spec: ModelSpec, length: int, block_size: int, chunk: in
 
 
 def _blocks_in_memory(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, kv_dtype: str, max_len: int, weights: int
+    args: EngineArgs,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    kv_dtype: str,
+    max_len: int,
+    weights: int,
+    drafts: ModelConfig | None,
 ) -> int:
     available = device.memory_available_bytes
     if device.kind == "cuda":
@@ -307,6 +368,8 @@ def _blocks_in_memory(
     else:
         available -= step_bytes(args, spec)
     page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
+    if drafts is not None:
+        page += drafts.spec.draft_layout().block_bytes(args.block_size, drafts.kv_dtype)
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
         if weights + budget > available:

@@ -231,15 +231,15 @@ class Planner:
         assert end + num_drafts <= table.capacity
         self._register(seq)
         samples = end >= len(seq.token_ids)
+        next_drafts = 0
+        if samples and state.config.max_num_drafts:
+            next_drafts = room_for_drafts(state, seq, end, num_drafts)
         state.counters.num_chunks += not samples
         state.counters.num_computed_tokens += end + num_drafts - start
         seq.num_planned = end + num_drafts
         table.last_step = self._step
         if start < seq.num_prompt:
             state.cache.publisher.publish(table, seq.token_ids, min(end, seq.num_prompt), planned=True)
-        next_drafts = 0
-        if samples and state.config.max_num_drafts:
-            next_drafts = min(state.config.max_num_drafts, max(0, seq.max_planned - end - 1))
         block_start, new_block_ids = table.take_unsent()
         if new_block_ids and seq.told_first:
             state.find_next_event(seq)
@@ -337,6 +337,19 @@ def choose_drafts(state: SchedulerState, decodes: Iterable[Sequence], budget: Bu
             chosen[seq] = num_drafts
             budget.left -= num_drafts
     return chosen
+
+
+def room_for_drafts(state: SchedulerState, seq: Sequence, end: int, num_drafts: int) -> int:
+    """Return how many drafts the worker may propose once it has verified ``num_drafts`` behind token ``end``.
+
+    There are blocks for them: a draft model writes K and V there before they are verified. Blocks are taken ahead while
+    every running sequence would find one in the next step.
+    """
+    num_next = min(state.config.max_num_drafts, max(0, seq.max_planned - end - 1))
+    start, table, cache = end + num_drafts, seq.table, state.cache
+    if cache.references.num_available > len(state.running) * cache.windows.num_groups:
+        cache.allocate(table, start + num_next)
+    return min(num_next, table.capacity - start)
 
 
 class Budget:
