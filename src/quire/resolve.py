@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
-from typing import Literal
 
 from quire.args import EngineArgs
 from quire.config import (
@@ -18,44 +17,21 @@ from quire.config import (
     ModelConfig,
     RunnerConfig,
     SchedulerConfig,
-    SpeculateConfig,
 )
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
 from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, row_bytes
+from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
 from quire.plan.split import Split
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
 from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
 
 DEFAULT_LORA_RANK = 16
-MAX_DRAFTS = 32  # per sequence and step
-AUTO_DRAFTS = 8
 KV_SHARE = 0.5  # default share of the available memory that the weights leave
-UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCheckpoint:
-    """A draft model on disk (`quire.engine.draft_model`). ``quantize``: as `EngineArgs.quantize`."""
-
-    name: str  # as the user gave it
-    path: str
-    spec: ModelSpec
-    formats: Mapping[str, WeightFormat]
-    load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
-    quantize: str | None = None
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(text: str | int, *, name: str = "kv_memory") -> int:
@@ -95,9 +71,11 @@ def resolve(
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
-    weights = spec.weight_bytes(dtype, plan.formats) + _slot_bytes(lora, spec, dtype)
+    weights = spec.weight_bytes(dtype, plan.formats)
+    if lora is not None:
+        weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
-    drafts = _draft(args, spec, draft, dtype)
+    drafts = draft_config(args, spec, draft, dtype)
     if drafts is not None:
         weights += drafts.spec.weight_bytes(dtype, drafts.formats)
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights, drafts)
@@ -133,59 +111,8 @@ def resolve(
         runner=_runner(args, device),
         device=device,
         lora=lora,
-        speculate=_speculate(
-            args,
-            device,
-            None
-            if drafts is None
-            else replace(drafts, max_model_len=min(max_model_len, drafts.max_model_len)),
-        ),
+        speculate=speculate_config(args, device, drafts, max_model_len),
     )
-
-
-def _draft(
-    args: EngineArgs, spec: ModelSpec, draft: DraftCheckpoint | None, dtype: str
-) -> ModelConfig | None:
-    """Return the draft model as it is held."""
-    if draft is None:
-        return None
-    if all(group.window is not None for group in spec.kv_layout(spec.max_position_embeddings).groups):
-        raise ConfigError(
-            f"draft_model = {draft.name!r} needs a layer with full attention in the model, whose blocks keep all tokens"
-        )
-    plan = plan_weights(draft.spec, draft.formats, draft.quantize, None)
-    return ModelConfig(
-        draft.path,
-        draft.name,
-        draft.spec,
-        dtype,
-        kv_dtype=dtype,
-        max_model_len=draft.spec.max_position_embeddings,
-        load_format=draft.load_format,
-        seed=args.seed,
-        formats=plan.formats,
-        remarks=plan.remarks,
-    )
-
-
-def _speculate(args: EngineArgs, device: DeviceInfo, draft: ModelConfig | None) -> SpeculateConfig | None:
-    if args.speculate is None and draft is None:
-        return None
-    if device.kind != "cpu":
-        raise ConfigError(
-            f"speculate = {args.speculate or 'draft'!r} is for a CPU, and the model runs on {device.name}: leave it out"
-        )
-    return SpeculateConfig("ngram" if draft is None else "draft", draft)
-
-
-def spec_tokens(args: EngineArgs) -> int:
-    """Return the most drafts per sequence and step; 0: without speculation."""
-    text = str(args.spec_tokens)
-    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_DRAFTS):
-        raise ConfigError(f"spec_tokens = {args.spec_tokens!r} must be 'auto' or a number in 1…{MAX_DRAFTS}")
-    if args.speculate is None and args.draft_model is None:
-        return 0
-    return AUTO_DRAFTS if text == "auto" else int(text)
 
 
 def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
@@ -205,10 +132,6 @@ def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
             f"max_lora_rank = {max_rank} is less than the rank {highest} of an adapter of lora: raise it"
         )
     return LoraConfig(max_loras, max_rank, adapters)
-
-
-def _slot_bytes(lora: LoraConfig | None, spec: ModelSpec, dtype: str) -> int:
-    return 0 if lora is None else lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
 
 
 def _dtype(asked: str, spec: ModelSpec) -> str:
@@ -304,6 +227,8 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_queue=args.max_queue,
+        max_queue_tokens=args.max_queue_tokens,
+        max_ttft_s=None if args.max_ttft_ms is None else args.max_ttft_ms / 1e3,
         enable_chunked_prefill=args.enable_chunked_prefill,
         dynamic_max_wait_s=args.dynamic_max_wait_ms / 1e3,
         max_loras=max_loras,
@@ -362,11 +287,10 @@ def _blocks_in_memory(
     weights: int,
     drafts: ModelConfig | None,
 ) -> int:
-    available = device.memory_available_bytes
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
     else:
-        available -= step_bytes(args, spec)
+        available = device.memory_available_bytes - step_bytes(args, spec)
     page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
     if drafts is not None:
         page += drafts.spec.draft_layout().block_bytes(args.block_size, drafts.kv_dtype)

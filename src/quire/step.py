@@ -148,9 +148,8 @@ class SeqResult(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     pooled: tuple[float, ...] | None = None  # with the prompt's last token
     error: str | None = None  # this sequence failed; the others of the step did not
-    error_of_request: bool = (
-        False  # with error: the request asked for what cannot be done, as a grammar too complex
-    )
+    # With error: the request asked for what cannot be done, as a grammar too complex.
+    error_of_request: bool = False
     out_of_memory: bool = False  # with error: a smaller chunk might fit, so the sequence is computed again
 
 

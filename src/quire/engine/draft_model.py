@@ -6,7 +6,7 @@ from quire.args import EngineArgs
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
 from quire.models.hub import locate
-from quire.resolve import DraftCheckpoint
+from quire.plan.speculation import DraftCheckpoint
 from quire.text.tokenizer import Tokenizer
 
 SELF = "self:"  # the model's own weights in another format

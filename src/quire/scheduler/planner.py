@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
 from quire.scheduler.adapters import AdapterGate
 from quire.scheduler.beam_steps import fork_beams
+from quire.scheduler.drafts import choose_drafts, room_for_drafts
 from quire.scheduler.sequence import Sequence, SequenceState, SortKey
 from quire.scheduler.state import SchedulerState, StepRecord
 from quire.step import NewSeq, SeqPlan, StepPlan
@@ -44,7 +43,8 @@ class Planner:
         self._budget.left -= len(decodes)
         drafts: dict[Sequence, int] = {}
         if state.config.max_num_drafts and self._starved is None:
-            drafts = choose_drafts(state, decodes, self._budget)
+            drafts = choose_drafts(state, decodes, self._budget.left)
+            self._budget.left -= sum(drafts.values())
         for seq in sorted(prefills, key=lambda s: s.key):
             if self._budget.left == 0:
                 break
@@ -318,38 +318,6 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     match = state.cache.match
     nearest.sort(key=lambda seq: -match(seq.table, seq.token_ids).num_tokens)  # stable: ties by arrival
     return nearest[:count]
-
-
-def choose_drafts(state: SchedulerState, decodes: Iterable[Sequence], budget: Budget) -> dict[Sequence, int]:
-    """Return how many drafts each decode verifies: as many as its worker holds and tokens and free blocks allow.
-
-    No sequence is preempted for a draft.
-    """
-    chosen: dict[Sequence, int] = {}
-    for seq in decodes:
-        start, table = seq.num_planned + 1, seq.table
-        num_drafts = min(seq.num_drafts, budget.left, seq.max_planned - start)
-        if num_drafts <= 0 or seq.state is not SequenceState.RUNNING:
-            continue
-        if not state.cache.allocate(table, start + num_drafts):
-            num_drafts = min(num_drafts, table.capacity - start)
-        if num_drafts > 0:
-            chosen[seq] = num_drafts
-            budget.left -= num_drafts
-    return chosen
-
-
-def room_for_drafts(state: SchedulerState, seq: Sequence, end: int, num_drafts: int) -> int:
-    """Return how many drafts the worker may propose once it has verified ``num_drafts`` behind token ``end``.
-
-    There are blocks for them: a draft model writes K and V there before they are verified. Blocks are taken ahead while
-    every running sequence would find one in the next step.
-    """
-    num_next = min(state.config.max_num_drafts, max(0, seq.max_planned - end - 1))
-    start, table, cache = end + num_drafts, seq.table, state.cache
-    if cache.references.num_available > len(state.running) * cache.windows.num_groups:
-        cache.allocate(table, start + num_next)
-    return min(num_next, table.capacity - start)
 
 
 class Budget:
