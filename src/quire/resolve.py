@@ -80,10 +80,6 @@ def resolve(
         weights += drafts.spec.weight_bytes(dtype, drafts.formats)
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights, drafts)
     layout = spec.kv_layout(max_model_len)
-    scope = (
-        f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{sorted(plan.formats.items(), key=itemgetter(0))!r}"
-    )
-    model_key = hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()
     return EngineConfig(
         model=ModelConfig(
             path=path,
@@ -105,7 +101,7 @@ def resolve(
             block_size=args.block_size,
             windows=tuple(group.window for group in layout.groups),
             enable_prefix_caching=args.enable_prefix_caching,
-            model_key=model_key,
+            model_key=_model_key(args, path, spec, dtype, kv_dtype, plan),
         ),
         scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
         runner=_runner(args, device),
@@ -113,6 +109,14 @@ def resolve(
         lora=lora,
         speculate=speculate_config(args, device, drafts, max_model_len),
     )
+
+
+def _model_key(
+    args: EngineArgs, path: str, spec: ModelSpec, dtype: str, kv_dtype: str, plan: WeightPlan
+) -> str:
+    formats = sorted(plan.formats.items(), key=itemgetter(0))
+    scope = f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{formats!r}"
+    return hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()
 
 
 def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
