@@ -30,15 +30,15 @@ MAX_LINES: dict[str, int] = {
     "gateway": 321,
     "http": 928,
     "jobs": 991,
-    "kernels": 6_297,
-    "layers": 808,
+    "kernels": 5_851,
+    "layers": 777,
     "lora": 427,
     "metrics": 610,
-    "models": 1_583,
+    "models": 1_575,
     "plan": 1_821,
-    "quant": 407,
-    "runner": 2_143,
-    "sampling": 657,
+    "quant": 406,
+    "runner": 2_129,
+    "sampling": 643,
     "scheduler": 2_442,
     "sim": 1_508,
     "text": 4_070,
@@ -48,6 +48,8 @@ MAX_LINES: dict[str, int] = {
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
     "keys, limits, ledger": {"cli": 180, "gateway": 870, "http": 275},
+    "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
+    "overload": {"": 6, "bench": 1, "scheduler": 210, "sim": 16},
     "speculation": {"": 40, "runner": 50, "speculate": 150},
 }
 
