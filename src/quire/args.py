@@ -54,6 +54,7 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     dynamic_max_wait_ms: float = 50.0
     speculate: str | None = None
+    draft_model: str | None = None
     spec_tokens: str | int = "auto"
     device: Literal["auto", "cpu", "cuda", "interpret"] = "auto"
     batch_invariant: bool = False
