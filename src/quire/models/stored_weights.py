@@ -18,6 +18,7 @@ from quire.quant.gguf_blocks import decode_rows
 from quire.quant.stored import AWQ_ORDER, StoredMatrix, StoredStack, exchange, regroup, unpack
 from quire.weight_format import WeightFormat
 
+Tensors = Mapping[str, torch.Tensor]  # by part
 _TORCH = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -106,12 +107,7 @@ def _open_parts(
 
 
 def _word_rows(
-    scheme: Scheme,
-    tensors: Mapping[str, torch.Tensor],
-    held: WeightFormat,
-    low: int,
-    high: int,
-    in_features: int,
+    scheme: Scheme, tensors: Tensors, held: WeightFormat, low: int, high: int, in_features: int
 ) -> QuantizedWeight:
     """Decode the outputs ``low … high − 1``, multiples of 8, of a matrix in int32 words."""
     bits, per_word = scheme.bits, 32 // scheme.bits
@@ -136,7 +132,7 @@ def _word_rows(
 
 
 def _int8_rows(
-    tensors: Mapping[str, torch.Tensor], held: WeightFormat, low: int, high: int, in_features: int
+    tensors: Tensors, held: WeightFormat, low: int, high: int, in_features: int
 ) -> QuantizedWeight:
     q, scale = tensors["q"][low:high], tensors["scale"][low:high].float()
     offset = -scale * tensors["zero"][low:high].float() if "zero" in tensors else None
@@ -144,12 +140,7 @@ def _int8_rows(
 
 
 def _fp8_rows(
-    scheme: Scheme,
-    tensors: Mapping[str, torch.Tensor],
-    held: WeightFormat,
-    low: int,
-    high: int,
-    in_features: int,
+    scheme: Scheme, tensors: Tensors, held: WeightFormat, low: int, high: int, in_features: int
 ) -> QuantizedWeight:
     """Each row gets the scale of its block, or of the whole matrix."""
     scale = tensors["scale"].float()
