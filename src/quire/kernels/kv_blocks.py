@@ -160,16 +160,9 @@ def _gather(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def view_layer(
-    storage: Tensor,
-    slot: int,
-    *,
-    num_kv_heads: int,
-    block_size: int,
-    head_dim: int,
-    v_head_dim: int,
-    v_in_k: bool = False,
-    layout: Layout = "rows",
-) -> KvView:
+    storage: Tensor, slot: int, *, num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int,
+    v_in_k: bool = False, layout: Layout = "rows",
+) -> KvView:  # fmt: skip
     """Return the view of layer slot ``slot`` over ``storage [num_blocks, block_elements]``."""
     assert layout == "rows" or can_tile(storage.dtype, block_size, head_dim, v_in_k=v_in_k)
     piece = block_size * (head_dim if v_in_k else head_dim + v_head_dim)
