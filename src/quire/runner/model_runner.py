@@ -137,12 +137,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: PreparedStep) -> list[SeqSample]:
         """Compute the step; return what `PreparedStep.sampling` got."""
+        return self._sample(step, self.compute(step))
+
+    def compute(self, step: PreparedStep) -> torch.Tensor:
+        """Compute the step; return its logits: fp32 ``[num_logits, vocab_size]``."""
         if self.tape is not None and step.buffers is self._taped:
             step.buffers.set_num_seqs(step.num_seqs)
-            logits = self.tape.run(step.num_tokens, step.num_logits)
-        else:
-            logits = self._logits(step.batch)
-        return self._sample(step, logits)
+            return self.tape.run(step.num_tokens, step.num_logits)
+        return self._logits(step.batch)
 
     @torch.inference_mode()
     def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], Tensor]:
