@@ -19,7 +19,7 @@ MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
 # Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
-    "": 2_273,
+    "": 2_262,
     "api": 5_107,
     "bench": 2_440,
     "cache": 1_199,
@@ -36,7 +36,7 @@ MAX_LINES: dict[str, int] = {
     "metrics": 610,
     "models": 1_546,
     "plan": 1_821,
-    "quant": 406,
+    "quant": 404,
     "runner": 2_073,
     "sampling": 627,
     "scheduler": 2_442,

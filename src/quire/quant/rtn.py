@@ -24,7 +24,7 @@ from quire.kernels.linear.reference import scaled_to_fp8
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import NATIVE_LEVELS, Backend, native, op
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import address
+from quire.kernels.workspace import address, rows_of, unit_stride
 from quire.weight_format import WeightFormat
 
 # The largest weight of a group becomes −divisor: beyond 8 it is cut off, below it not all levels are used.
@@ -147,16 +147,13 @@ def _sum(products: Tensor) -> Tensor:
 def round_to_nearest_native(isa: str, weight: Tensor, held: WeightFormat) -> QuantizedWeight:
     if weight.dtype not in (torch.bfloat16, torch.float32):
         weight = weight.float()
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
-    num_rows, in_features = weight.shape
+    weight, (num_rows, in_features) = unit_stride(weight), weight.shape
     q = torch.empty(num_rows, in_features, dtype=torch.int8)
     groups = num_groups(in_features, held.group)
     scale = torch.empty(num_rows, 1 if held.two_level else groups)
     multiplier = torch.empty(num_rows, groups, dtype=torch.uint8) if held.two_level else None
     native.quantize_weights(
         num_native_threads(), isa, BITS[held.kind], held.group or in_features, weight.dtype == torch.bfloat16,
-        weight.data_ptr(), weight.stride(0), num_rows, in_features, q.data_ptr(), scale.data_ptr(),
-        address(multiplier),
+        *rows_of(weight), num_rows, in_features, q.data_ptr(), scale.data_ptr(), address(multiplier),
     )  # fmt: skip
     return QuantizedWeight(held, q, scale, multiplier=multiplier)
