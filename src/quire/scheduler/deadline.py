@@ -41,11 +41,7 @@ def end_late(state: SchedulerState, seq: Sequence, missed: str) -> TokenEvent:
     """End a sequence that missed the limit named ``missed``."""
     deadline = seq.group.request.deadline
     assert deadline is not None
-    limit_s = deadline.first_token_s if missed == "first_token" else deadline.total_s
-    assert limit_s is not None
-    num_output = len(seq.token_ids) - seq.num_prompt
-    text = f"deadline_ms.{missed} = {limit_s * 1e3:g} has passed"
-    text += " before the first token." if missed == "first_token" else f" after {num_output} output tokens."
+    text = deadline.missed(missed, len(seq.token_ids) - seq.num_prompt)
     return state.end(seq, FinishReason.DEADLINE, error=text, error_kind="deadline")
 
 
