@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from tests.engine.toy import byte_tokenizer, ids
 
-from quire.engine.output import OutputChunk, RequestOutputState, RequestStream, merge
+from quire.engine.output import OutputChunk, RequestOutputState, merge
+from quire.engine.stream import RequestStream
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 
 TOKENIZER = byte_tokenizer()
@@ -51,7 +52,7 @@ def test_waiting_chunks_come_as_one_for_each_sample(pause_every: int) -> None:
 
 
 def test_a_stream_that_is_not_read_holds_a_bounded_amount(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.output.MAX_UNREAD_BYTES", 20_000)
+    monkeypatch.setattr("quire.engine.stream.MAX_UNREAD_BYTES", 20_000)
     request = Request("r", tuple(ids("prompt")), SamplingParams(max_tokens=10_000, seed=1), arrival_s=0.0)
     abandoned: list[str] = []
 

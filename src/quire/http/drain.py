@@ -36,7 +36,7 @@ class DrainingServer(uvicorn.Server):
         app: ASGIApp,
         drain: Callable[[], Awaitable[None]],
         *,
-        on_cut: Callable[[str], None],
+        on_cut: Callable[[str], None] = lambda reason: None,
         patience: Patience | None = None,
     ) -> None:
         """``on_cut``: as of `ConnectionWatch`, which looks after the connections with ``patience``."""
