@@ -24,7 +24,7 @@ MAX_LINES: dict[str, int] = {
     "bench": 2_440,
     "cache": 1_199,
     "cli": 1_489,
-    "engine": 3_786,
+    "engine": 3_738,
     "executor": 444,
     "families": 1_686,
     "gateway": 321,
@@ -41,7 +41,7 @@ MAX_LINES: dict[str, int] = {
     "sampling": 657,
     "scheduler": 2_442,
     "sim": 1_508,
-    "text": 4_070,
+    "text": 4_022,
     "workload": 772,
 }
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in

@@ -21,9 +21,9 @@ from quire.errors import RequestError, clip
 from quire.http.wire import not_allowed, rules_of, sift
 from quire.request import SamplingParams, ThinkingBudget
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.output import OutputFormat, OutputParser, prompt_opening
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
-from quire.text.output.formats import without_tools
+from quire.text.output.formats import OutputFormat, prompt_opening, without_tools
+from quire.text.output.parser import OutputParser
 
 # Arguments of the template that a client may not replace through chat_template_kwargs.
 _RESERVED = (

@@ -22,7 +22,7 @@ from quire.engine.output import OutputChunk
 from quire.http.body import STREAM_DONE
 from quire.http.refusals import Refusal
 from quire.request import TokenLogprobs
-from quire.text.output import CallDelta, ContentDelta, Delta
+from quire.text.output.formats import CallDelta, ContentDelta, Delta
 from quire.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode

@@ -19,7 +19,7 @@ from quire.metrics.engine_stats import EngineStats
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.request import Adapter
-from quire.text.output import FORMATS, OutputFormat, detect_format
+from quire.text.output.formats import FORMATS, OutputFormat, detect_format
 from quire.workload.slo import Slo
 
 

@@ -59,14 +59,13 @@ class ProcessClient:
         self._dead: EngineDeadError | None = None
         self._stats = EngineStats()
         self._replies: list[Reply] = []
-        self._send(Boot(config, log_level, log_format))
+        self.send(Boot(config, log_level, log_format))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def wait_ready(self) -> EngineInfo:
-        """As `EngineClient.wait_ready`."""
         value = self._next(None)
         if isinstance(value, Failure):
             raise _load_error(value)
@@ -75,12 +74,12 @@ class ProcessClient:
         assert isinstance(value, EngineInfo)
         return value
 
-    def send(self, message: Message) -> None:
-        """As `EngineClient.send`."""
-        self._send(message)
+    def send(self, message: Message | Boot) -> None:
+        with self._sending:
+            if not self._closed:
+                self._inbox.send_multipart(encode(message))
 
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
-        """As `EngineClient.receive`."""
         while True:
             value = self._next(timeout_s)
             if isinstance(value, Events):
@@ -96,16 +95,13 @@ class ProcessClient:
                 return []
 
     def replies(self) -> list[Reply]:
-        """As `EngineClient.replies`."""
         replies, self._replies = self._replies, []
         return replies
 
     def stats(self) -> EngineStats:
-        """As `EngineClient.stats`."""
         return self._stats
 
     def close(self) -> None:
-        """As `EngineClient.close`."""
         with self._sending:
             if self._closed:
                 return
@@ -116,11 +112,6 @@ class ProcessClient:
             self._process.close()
             self._wake.close()
             self._woken.close()
-
-    def _send(self, value: Any) -> None:
-        with self._sending:
-            if not self._closed:
-                self._inbox.send_multipart(encode(value))
 
     def _next(self, timeout_s: float | None) -> Any:
         """Return the next value from the child; None after the timeout, once closed, or if the child is dead."""

@@ -100,7 +100,6 @@ class Supervisor:
         return replies
 
     def stats(self) -> EngineStats:
-        """As `EngineClient.stats`."""
         return self._client.stats()
 
     def close(self) -> None:
