@@ -68,9 +68,9 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
             plan,
             _echoed(request, sampling),
             store,
-            streamed=request.stream or request.background,
-            input_items=items,
-            logprobs=TextLogprobs(names, plan, tokenizer, skip_special_tokens=sampling.skip_special_tokens),
+            request.stream or request.background,
+            items,
+            TextLogprobs(names, plan, tokenizer, skip_special_tokens=sampling.skip_special_tokens),
         )
 
     background = request.background
