@@ -20,7 +20,7 @@ MAX_CLASS_METHODS = 15
 # Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
     "": 2_273,
-    "api": 5_072,
+    "api": 5_059,
     "bench": 2_440,
     "cache": 1_199,
     "cli": 1_489,

@@ -44,9 +44,9 @@ class ResponseAnswer(Answer):
     plan: InitVar[OutputPlan | None]
     _echoed: dict[str, Any]
     _store: Callable[[dict[str, Any]], None]
-    streamed: bool
     input_items: list[dict[str, Any]]
     _logprobs: TextLogprobs
+    streamed: bool = False
 
     def __post_init__(self, plan: OutputPlan | None) -> None:
         self._assembler = Assembler(plan, lambda: "call_" + self._state.new_id()[:24])

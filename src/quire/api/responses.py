@@ -68,9 +68,9 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
             plan,
             _echoed(request, sampling),
             store,
-            request.stream or request.background,
             items,
             TextLogprobs(names, plan, tokenizer, skip_special_tokens=sampling.skip_special_tokens),
+            streamed=request.stream or request.background,
         )
 
     background = request.background
