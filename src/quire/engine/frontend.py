@@ -39,6 +39,7 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 FrontendState = Literal["starting", "ready", "draining", "dead"]
+DEADLINE_GRACE_S = 0.1  # for the engine, which knows best when a deadline has passed
 log = Log("frontend")
 
 
@@ -64,6 +65,7 @@ class Frontend:
         self.info: EngineInfo | None = None  # set when ready
         self.failure: QuireError | None = None  # why the state is "dead"
         self._client = client
+        self.health = client.health  # what the engine does now
         self._clock = clock
         self._new_seed = new_seed
         self.prompts = Prompts(tokenizer, chat_template)
@@ -151,7 +153,7 @@ class Frontend:
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
         stream = RequestStream(name, state, lambda: self.streams.abandon(request.request_id))
         self._client.send(AddRequest(request))  # may fail, so the stream is open only after it
-        self.streams.add(request.request_id, stream)
+        self.streams.add(request.request_id, stream, self._clock.now())
         return stream
 
     def stats(self) -> EngineStats:
@@ -249,9 +251,29 @@ class OpenStreams:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, request_id: str, stream: RequestStream) -> None:
+    def add(self, request_id: str, stream: RequestStream, now_s: float) -> None:
+        """Take a stream in. Its deadline is kept here too, for an engine that is late itself, or hangs."""
         self._open[request_id] = stream
         self._idle.clear()
+        request = stream.output.request
+        if request.deadline is None:
+            return
+        loop, begin_s = asyncio.get_running_loop(), request.arrival_s - now_s + DEADLINE_GRACE_S
+        limits = ("first_token", request.deadline.first_token_s), ("total", request.deadline.total_s)
+        for name, limit_s in limits:
+            if limit_s is not None:
+                delay_s = max(0.0, begin_s + limit_s)
+                stream.timers.append(loop.call_later(delay_s, self._expire, request_id, name))
+
+    def _expire(self, request_id: str, name: str) -> None:
+        """End what has missed a limit, if the engine has not done so."""
+        stream = self._open.get(request_id)
+        if stream is None:
+            return
+        for event in stream.output.missed(name):
+            stream.feed(event)
+        if stream.output.finished:
+            self.abandon(request_id)
 
     def abandon(self, request_id: str) -> None:
         """Forget a stream that has no reader any more, and abort its request in the engine."""
@@ -296,7 +318,9 @@ class OpenStreams:
         self._idle.set()
 
     def _forget(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
+        stream = self._open.pop(request_id, None)
+        for timer in () if stream is None else stream.timers:
+            timer.cancel()
         self._left.set()
         if not self._open:
             self._idle.set()

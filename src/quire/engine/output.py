@@ -222,6 +222,22 @@ class RequestOutputState:
                 chunks.append(chunk)
         return chunks
 
+    def missed(self, name: str) -> list[TokenEvent]:
+        """Return the terminal events of the open samples that have missed the limit ``name`` of the deadline."""
+        deadline = self.request.deadline
+        assert deadline is not None
+        return [
+            TokenEvent(
+                self.request.request_id,
+                index,
+                finish_reason=FinishReason.DEADLINE,
+                error=deadline.missed(name, sample.num_tokens),
+                error_kind="deadline",
+            )
+            for index, sample in enumerate(self._samples)
+            if not sample.finished and not (name == "first_token" and sample.num_tokens)
+        ]
+
     @property
     def _eos(self) -> Sequence[int]:
         return self.request.sampling.eos_token_ids
@@ -300,6 +316,7 @@ class RequestStream:
         assert seed is not None
         self.seed = seed  # the request's own, or the one chosen for it
         self.output = state  # only this class changes it
+        self.timers: list[asyncio.TimerHandle] = []  # of its deadline; cancelled at its end
         self._abandon = abandon
         self._chunks: deque[OutputChunk] = deque()
         self._waiter: asyncio.Future[None] | None = None

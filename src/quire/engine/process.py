@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+import time
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -20,8 +21,10 @@ import zmq
 from quire import errors
 from quire.config import EngineConfig
 from quire.engine.build import EngineInfo
+from quire.engine.client import LOADING, EngineHealth
 from quire.engine.core import Message, Reply
-from quire.engine.spawn import EngineProcess
+from quire.engine.heartbeat import HangWatch, Heartbeat
+from quire.engine.spawn import HEARTBEAT, EngineProcess
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import LogStyle
@@ -59,6 +62,8 @@ class ProcessClient:
         self._dead: EngineDeadError | None = None
         self._stats = EngineStats()
         self._replies: list[Reply] = []
+        self._heartbeat = Heartbeat(self._process.directory / HEARTBEAT)
+        self._watch = HangWatch(self._heartbeat, time.monotonic())
         self.send(Boot(config, log_level, log_format))
 
     @property
@@ -101,7 +106,25 @@ class ProcessClient:
     def stats(self) -> EngineStats:
         return self._stats
 
+    def health(self) -> EngineHealth:
+        if self._dead is not None or self._closed:
+            return EngineHealth("dead", str(self._dead or "the engine was closed"))
+        pulse = self._watch.look(time.monotonic())
+        if pulse.is_loading:
+            return EngineHealth("loading", LOADING)
+        if not pulse.is_hung:
+            return EngineHealth(overdue_s=pulse.overdue_s)
+        reason = (
+            f"step {pulse.step} was expected to take {pulse.predicted_s:.3g} s, and the engine (process {self.pid}, "
+            f"state {self._process.state()}) has given no sign of life for {pulse.age_s:.3g} s"
+        )
+        return EngineHealth("hung", reason, pulse.overdue_s)
+
+    def dump(self) -> str:
+        return self._process.dump()
+
     def close(self) -> None:
+        grace_s = 0.0 if self.health().status == "hung" else 5.0
         with self._sending:
             if self._closed:
                 return
@@ -109,7 +132,7 @@ class ProcessClient:
         self._wake.send(b"x")
         with self._receiving, self._sending:
             self._context.destroy(linger=0)
-            self._process.close()
+            self._process.close(grace_s)
             self._wake.close()
             self._woken.close()
 
