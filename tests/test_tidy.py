@@ -20,16 +20,16 @@ MAX_CLASS_METHODS = 15
 # Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
     "": 2_262,
-    "api": 5_107,
+    "api": 5_059,
     "bench": 2_440,
     "cache": 1_199,
     "cli": 1_489,
-    "engine": 3_786,
+    "engine": 3_732,
     "executor": 444,
     "families": 1_612,
     "gateway": 321,
     "http": 928,
-    "jobs": 991,
+    "jobs": 978,
     "kernels": 5_747,
     "layers": 773,
     "lora": 427,
@@ -41,7 +41,7 @@ MAX_LINES: dict[str, int] = {
     "sampling": 627,
     "scheduler": 2_442,
     "sim": 1_508,
-    "text": 4_070,
+    "text": 3_937,
     "workload": 772,
 }
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
