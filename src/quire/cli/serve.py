@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Any
 
+from setproctitle import setproctitle
+
 from quire import __version__
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.flags import pick
@@ -20,6 +22,7 @@ WORTH_SAYING = ("linears", "output matrix", "embedding table")
 def serve(settings: dict[str, Any]) -> int:
     """Run the server until a signal; return the exit status."""
     begin = time.monotonic()
+    setproctitle("quire: api")
     engine_args, server_args = pick(EngineArgs, settings), pick(ServerArgs, settings)
     num_replicas = server_args.data_parallel_size or server_args.replicas
     if num_replicas > 1:
@@ -56,26 +59,24 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     from quire.engine.build import EngineInfo
     from quire.engine.frontend import Frontend
     from quire.http.listen import bind
-    from quire.jobs.extension import jobs_of
+    from quire.jobs.routes import jobs_of
 
-    names = tuple(name.strip() for name in (server_args.served_model_name or "").split(",") if name.strip())
+    names = _list(server_args.served_model_name)
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
     clock = WallClock()
     client = Supervisor(
         first,
         lambda: ProcessClient(config, **child_log),
         clock,
-        RestartPolicy(max_restarts=server_args.max_restarts),
+        RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s),
     )
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     api = api_settings(server_args, config, __version__)
 
     def announce(url: str, info: EngineInfo) -> None:
-        print(
-            start_up_report(url, info, text.model.names[0], time.monotonic() - begin, note, weights),
-            file=sys.stderr,
-            flush=True,
-        )
+        seconds = time.monotonic() - begin
+        report = start_up_report(url, info, text.model.names[0], seconds, note, weights)
+        print(report, file=sys.stderr, flush=True)
         if server_args.gateway is not None:
             heartbeat_of(server_args, api, frontend, url).start()
 
