@@ -57,7 +57,7 @@ def create_gateway(state: GatewayState) -> ASGIApp:
                 Edge,
                 api_keys=state.config.server.api_keys,
                 new_id=state.new_id,
-                key_file=KeyFile(Path(key_file)) if key_file is not None else None,
+                key_file=KeyFile(Path(key_file), state.now) if key_file is not None else None,
             )
         ],
         exception_handlers=error_handlers(

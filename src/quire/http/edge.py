@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -89,7 +88,7 @@ class Edge:
         matches = [hmac.compare_digest(one, key) for one in given for key in self._keys]
         if any(matches):
             return None
-        table = self._key_file.table(time.monotonic()) if self._key_file is not None else None
+        table = self._key_file.table() if self._key_file is not None else None
         found = next((key for one in given if table and (key := table.find(one)) is not None), None)
         if found is None:
             text = (
