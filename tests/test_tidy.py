@@ -20,16 +20,16 @@ MAX_CLASS_METHODS = 15
 # Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
     "": 2_262,
-    "api": 5_107,
+    "api": 5_059,
     "bench": 2_440,
     "cache": 1_199,
     "cli": 1_489,
-    "engine": 3_786,
+    "engine": 3_732,
     "executor": 436,
     "families": 1_592,
     "gateway": 321,
     "http": 928,
-    "jobs": 991,
+    "jobs": 978,
     "kernels": 5_710,
     "layers": 762,
     "lora": 427,
@@ -41,16 +41,16 @@ MAX_LINES: dict[str, int] = {
     "sampling": 627,
     "scheduler": 2_442,
     "sim": 1_508,
-    "text": 4_070,
+    "text": 3_937,
     "workload": 772,
 }
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
-    "keys, limits, ledger": {"cli": 180, "gateway": 870, "http": 275},
+    "keys, limits, ledger": {"cli": 180, "gateway": 1_170, "http": 310},
     "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
+    "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 213, "sim": 16},
     "hangs": {"": 12, "api": 14, "cli": 3, "engine": 512, "scheduler": 34},
-    "overload": {"": 6, "bench": 1, "scheduler": 210, "sim": 16},
     "speculation": {
         "": 60,
         "engine": 70,
