@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -17,7 +18,8 @@ from quire.gateway.proxy import Proxy
 from quire.gateway.state import GatewayState
 from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
-from quire.http.edge import Edge, error_handlers, id_source
+from quire.http.edge import Edge, error_handlers
+from quire.http.keys import KeyFile
 
 # What a replica of Quire serves, and what other servers with OpenAI's API have beside it.
 POST_PATHS = (
@@ -43,6 +45,7 @@ def create_gateway(state: GatewayState) -> ASGIApp:
     }
     stored = StoredProxy(state)
     of_response = {"": ["GET", "DELETE"], "/input_items": ["GET"], "/cancel": ["POST"]}
+    key_file = state.config.server.key_file
     app = Starlette(
         routes=[
             *(Route(path, Proxy(state, path), methods=["POST"]) for path in POST_PATHS),
@@ -52,7 +55,14 @@ def create_gateway(state: GatewayState) -> ASGIApp:
                 for end, methods in of_response.items()
             ),
         ],
-        middleware=[Middleware(Edge, api_keys=state.config.server.api_keys, new_id=id_source())],
+        middleware=[
+            Middleware(
+                Edge,
+                api_keys=state.config.server.api_keys,
+                new_id=state.new_id,
+                key_file=KeyFile(Path(key_file), state.now) if key_file is not None else None,
+            )
+        ],
         exception_handlers=error_handlers(
             lambda status: state.metrics.requests.update([("other", str(status), "refused")])
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from quire.gateway.catalog import Catalog
@@ -18,7 +18,9 @@ from quire.gateway.placing import Owners, Placed, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.retries import RetryBudget
 from quire.gateway.routing import Router
+from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
+from quire.http.edge import id_source
 from quire.metrics.log import Log
 
 log = Log("gateway")
@@ -40,19 +42,27 @@ class GatewayState:
     metrics: GatewayMetrics
     now: Callable[[], float]  # monotonic seconds
     random: Random
+    new_id: Callable[[], str] = field(default_factory=id_source)
     is_draining: bool = False
     num_open: int = 0
     _upstream: Upstream | None = None
     _ageing: asyncio.Task[None] | None = None
+    _tenants: Tenants | None = None
 
     @property
     def upstream(self) -> Upstream:
         assert self._upstream is not None, "the gateway has not been started"
         return self._upstream
 
+    @property
+    def tenants(self) -> Tenants:
+        assert self._tenants is not None, "the gateway has not been started"
+        return self._tenants
+
     def start(self) -> None:
-        """Open the client side and look for backends; called in the loop that serves."""
+        """Open the client side and the books, and look for backends; called in the loop that serves."""
         self._upstream = Upstream(self.config.timeouts.connect_s)
+        self._tenants = Tenants(self.config)
         self.poller.start(self._upstream)
         self.discovery.start()
         self._ageing = asyncio.create_task(self._age())
@@ -62,6 +72,7 @@ class GatewayState:
         self._ageing.cancel()
         await self.discovery.close()
         await self.poller.close()
+        await self.tenants.close()
         await self.upstream.close()
 
     async def _age(self) -> None:
@@ -78,16 +89,18 @@ class GatewayState:
             self.fleet.set_ready(backend, False, str(error), self.now())
         log.debug("attempt_failed", backend=backend.name, kind=error.kind, error=str(error))
 
-    def settle(self, exchange: Exchange) -> None:
+    async def settle(self, exchange: Exchange) -> None:
         """A request has ended: count it, learn from its usage, and log it."""
         now, usage, backend = self.now(), exchange.usage, exchange.backend
         self.metrics.ended(exchange, now)
+        await self.tenants.settle(exchange, now)
         if exchange.asked is not None and exchange.target is not None and usage.prompt_tokens is not None:
             self.placing.learn(exchange.asked, exchange.target.model, usage.prompt_tokens)
         if self.config.server.access_log:
             log.info(
                 "request",
                 request_id=exchange.request_id,
+                key=exchange.key or None,
                 path=exchange.path,
                 status=exchange.status,
                 outcome=exchange.outcome,
