@@ -48,12 +48,10 @@ class Predictor:
         self.num_seqs = self.num_decodes = 0
         self._applied_s = 0.0
         self._num_steps = self._steps_s = 0.0
-        self._num_prompt_tokens = self._prompts_s = (
-            0.0  # of steps with prompt tokens, the decodes beside them included
-        )
-        self._num_ends = self._waits_s = (
-            0.0  # sequences that ended while others waited, and how long others waited
-        )
+        # Of steps with prompt tokens, the decodes beside them included.
+        self._num_prompt_tokens = self._prompts_s = 0.0
+        # Sequences that ended while others waited, and how long others waited.
+        self._num_ends = self._waits_s = 0.0
         self._context = _Mean(config.max_model_len / 4)  # keys that a decode reads
         self._chunk_keys = _Mean(config.max_model_len / 4)  # keys that a token of a chunk sees
         self._decode_ratio = _Mean(1.0)  # seconds measured / modelled, steps of decodes alone
