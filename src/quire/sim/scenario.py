@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -110,12 +110,11 @@ def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, given: M
     bench = make_args(ServeBenchArgs, parts[ServeBenchArgs], origin=scenario.name)
     slo = Slo.parse(bench.slo) if bench.slo else None
     try:
-        setup = set_up(args, {k: v for k, v in settings.items() if k in SIMULATED}, bench.seed)
+        setup = set_up(args, bench, {k: v for k, v in settings.items() if k in SIMULATED})
     except ConfigError as error:
         return {"error": str(error)}
     workload = make_workload(bench)
-    config = replace(setup.config, concurrency=bench.concurrency)
-    return summary_of(simulate(config, setup.step_time, workload), slo, workload)
+    return summary_of(simulate(setup.config, setup.step_time, workload), slo, workload)
 
 
 def value_of(summary: Summary, key: str) -> float | None:
