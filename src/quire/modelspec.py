@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, prod
 from types import MappingProxyType
@@ -45,7 +45,7 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions (gpt-oss: False)
-    attention_factor: float | None = None  # multiplies cos and sin; None: the formula of the kind
+    attention_factor: float = 1.0  # multiplies cos and sin
     mscale: float = 0.0  # yarn (DeepSeek); 0: not given
     mscale_all_dim: float = 0.0
     short_factor: tuple[float, ...] = ()  # longrope, dim/2 values
@@ -205,6 +205,12 @@ class ModelSpec:
             groups += [KvGroup(tuple(layers[begin:end]), window) for begin, end in pairwise(ends)]
         num_kv_heads = max(layer.attention.num_kv_heads for layer in self.layers)
         return KvLayout(tuple(groups), per_page, next(iter(elements)), num_kv_heads)
+
+    def draft_layout(self) -> KvLayout:
+        """Return the layout of this model's cache as a draft: one group that keeps every block."""
+        layout = self.kv_layout(self.max_position_embeddings)
+        layers = tuple(range(self.num_layers))
+        return replace(layout, groups=(KvGroup(layers, None),), layers_per_block=len(layers))
 
     def kv_bytes_per_token(self, group: KvGroup, dtype: str = "bfloat16") -> int:
         """Bytes of K and V of one token in the layers of ``group`` (without padding)."""

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quire.api.job import Job, Usage
-from quire.api.prompt_streams import PromptStreams
+from quire.api.job import Job, PromptStreams, Usage
 from quire.api.state import ApiState
-from quire.engine.output import OutputChunk, choose_best, merge
+from quire.engine.output import OutputChunk, merge
+from quire.engine.results import choose_best
 from quire.errors import QuireError, RequestError
 from quire.http.body import STREAM_HEADERS, Disconnected, Headers, read_json, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY

@@ -46,7 +46,7 @@ async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dic
             if name != "messages" and getattr(request, name) is not None:
                 raise RequestError(f"{name} is only allowed with messages.", param=name)
         special = request.add_special_tokens is not False
-        ids = await state.frontend.tokenize(request.prompt, add_special_tokens=special)
+        ids = await state.frontend.prompts.tokenize(request.prompt, add_special_tokens=special)
     else:
         special = request.add_special_tokens is True
         _, ids = await chat_conversation(request, ignored).prompt(state, add_special_tokens=special)

@@ -85,7 +85,7 @@ def simulate(*, settings: dict[str, Any]) -> None:
         from quire.sim.scenario import run_scenario
 
         raise typer.Exit(run_scenario(args.scenario, settings))
-    from quire.sim.report import run
+    from quire.cli.simulate import run
 
     flags = pick(ServeBenchArgs, {k: v for k, v in settings.items() if k not in LIVE})
     engine = {k: v for k, v in settings.items() if k in _names(EngineArgs) and k not in ("seed", "model")}

@@ -9,17 +9,34 @@ The methods are synchronous. The offline API calls `receive` in its own loop, th
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.build import EngineInfo, build_core, describe
-from quire.engine.core import EngineCore, Message, Reply
-from quire.errors import EngineDeadError
+from quire.engine.core import Call, EngineCore, Message, Reply
+from quire.errors import CapacityError, ConfigError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
 from quire.scheduler.scheduler import Sleep, Wait
+
+LOADING = "the model is being loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """What an engine does now, for probes. Only "ready" means that a new request would be computed at once."""
+
+    status: Literal["ready", "loading", "restarting", "hung", "unsound", "dead"] = "ready"
+    reason: str | None = None  # one line, unless it is ready
+    overdue_s: float = 0.0  # how far the running step is beyond its predicted end
+    num_restarts: int = 0
+    retry_in_s: float = 0.0  # what is left of the pause before the next restart
 
 
 class EngineClient(Protocol):
@@ -52,6 +69,17 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the engine's latest statistics, at most about a second old. Does not block."""
+        ...
+
+    def health(self) -> EngineHealth:
+        """Return what the engine does now. Does not block."""
+        ...
+
+    def dump(self) -> str:
+        """Return the plans that are out and the stacks of the engine's threads, as far as it can still write them.
+
+        Blocks for up to half a second. Empty where the engine is in this process, or cannot write.
+        """
         ...
 
     def close(self) -> None:
@@ -89,7 +117,6 @@ class InProcessClient:
         return describe(self._config, self._executor, self._clock.now() - start_s)
 
     def send(self, message: Message) -> None:
-        """As `EngineClient.send`."""
         with self._lock:
             if self._core is None:
                 self._early.append(message)
@@ -114,17 +141,71 @@ class InProcessClient:
             raise EngineDeadError(f"The engine stopped: {type(error).__name__}: {error}") from error
 
     def replies(self) -> list[Reply]:
-        """As `EngineClient.replies`."""
         replies, self.core.replies = self.core.replies, []
         return replies
 
     def stats(self) -> EngineStats:
-        """As `EngineClient.stats`."""
         return EngineStats() if self._core is None else self._core.stats()
 
+    def health(self) -> EngineHealth:
+        """As `EngineClient.health`; it cannot hang without its caller."""
+        return EngineHealth() if self._core is not None else EngineHealth("loading", LOADING)
+
+    def dump(self) -> str:
+        """As `EngineClient.dump`."""
+        return ""
+
     def close(self) -> None:
-        """As `EngineClient.close`."""
         self._closed = True
         self._arrived.set()
         if self._core is not None:
             self._core.executor.close()
+
+
+# An engine replies between two steps; one that died never does.
+TIMEOUT_S = 30.0
+
+
+class Calls:
+    """Sends calls to the core and hands out the replies. ``send``: as in `EngineClient`. Belongs to one event loop."""
+
+    def __init__(self, send: Callable[[Message], None], *, timeout_s: float = TIMEOUT_S) -> None:
+        self._send = send
+        self._timeout_s = timeout_s
+        self._waiting: dict[str, asyncio.Future[Reply]] = {}
+        self._ids = itertools.count()
+
+    async def ask(self, make: Callable[[str], Call]) -> Reply:
+        """Send the call that ``make`` builds with an id, and wait for its reply.
+
+        Raises:
+            ConfigError: the core rejected the call; `param` names the setting, and nothing has changed.
+            CapacityError: no answer in time: the engine is being restarted, or one step takes very long (503).
+        """
+        call_id = str(next(self._ids))
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = future
+        try:
+            self._send(make(call_id))
+            reply = await asyncio.wait_for(future, self._timeout_s)
+        except TimeoutError:
+            text = f"The engine did not answer within {self._timeout_s:g} s; whether the call took effect is not known."
+            raise CapacityError(text, retryable=True) from None
+        finally:
+            del self._waiting[call_id]
+        if reply.error is not None:
+            raise ConfigError(reply.error, param=reply.param)
+        return reply
+
+    def answered(self, replies: list[Reply]) -> None:
+        """Hand out replies. A reply whose caller has given up is dropped."""
+        for reply in replies:
+            future = self._waiting.get(reply.call_id)
+            if future is not None and not future.done():
+                future.set_result(reply)
+
+    def fail(self, error: QuireError) -> None:
+        """Fail every waiting call: the engine is dead."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)

@@ -2,7 +2,7 @@
 
 A request's way down and up:
 
-    chat_prompt  messages ──> text ──> token ids                (`Prompts`)
+    prompts      messages ──> text ──> token ids
     submit       prompt ──> `prepare_request` ──> Request ──> client.send(AddRequest)
     stream       text <── `RequestOutputState` <── `OpenStreams` <── `EventPump` <── client.receive
 
@@ -16,29 +16,30 @@ else happens in the loop's thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, Literal, NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from quire.clock import Clock
-from quire.engine import helper_pool
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
-from quire.engine.client import EngineClient
-from quire.engine.core import AddRequest, Call, Reply
-from quire.engine.helper_pool import Answer, GrammarChecker, HelperPool
-from quire.engine.output import RequestOutputState
-from quire.engine.prepare import SEED_BITS, ModelInfo, prepare_request
-from quire.engine.stream import Calls, EventPump, OpenStreams, RequestStream
-from quire.errors import CapacityError, EngineDeadError, ModelLoadError, QuireError, RequestError
+from quire.engine.client import Calls, EngineClient
+from quire.engine.core import AbortRequest, AddRequest, Call, Message, Reply
+from quire.engine.helper_pool import GrammarChecker
+from quire.engine.output import RequestOutputState, RequestStream
+from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, prepare_request
+from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Adapter, Deadline, Pooling, SamplingParams
-from quire.text.chat_template import ChatTemplate, over_limit
+from quire.request import Adapter, Deadline, Pooling, SamplingParams, TokenEvent
+from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 FrontendState = Literal["starting", "ready", "draining", "dead"]
+DEADLINE_GRACE_S = 0.1  # for the engine, which knows best when a deadline has passed
 log = Log("frontend")
 
 
@@ -64,6 +65,7 @@ class Frontend:
         self.info: EngineInfo | None = None  # set when ready
         self.failure: QuireError | None = None  # why the state is "dead"
         self._client = client
+        self.health = client.health  # what the engine does now
         self._clock = clock
         self._new_seed = new_seed
         self.prompts = Prompts(tokenizer, chat_template)
@@ -151,44 +153,8 @@ class Frontend:
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
         stream = RequestStream(name, state, lambda: self.streams.abandon(request.request_id))
         self._client.send(AddRequest(request))  # may fail, so the stream is open only after it
-        self.streams.add(request.request_id, stream)
+        self.streams.add(request.request_id, stream, self._clock.now())
         return stream
-
-    async def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
-        **variables: Any,
-    ) -> RenderedChat:
-        """Return text and token ids of a conversation. The template writes BOS itself, so tokenizing adds none.
-
-        ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are
-        further variables for the template (`enable_thinking` …).
-
-        Raises:
-            RequestError: the model has no chat template, or the template rejects the messages or fails on them.
-            CapacityError: too many conversations wait for a helper process (retryable: 503).
-        """
-        return await self.prompts.chat(
-            messages,
-            add_special_tokens=add_special_tokens,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=(
-                not continue_final_message if add_generation_prompt is None else add_generation_prompt
-            ),
-            continue_final_message=continue_final_message,
-            variables=variables,
-        )
-
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``, as `Prompts.tokenize`."""
-        return await self.prompts.tokenize(text, add_special_tokens=add_special_tokens)
 
     def stats(self) -> EngineStats:
         """Return the engine's latest statistics."""
@@ -272,92 +238,143 @@ class Frontend:
             self._ready.set_exception(error)
 
 
-# Longer texts are tokenized on a thread: shorter ones take at most about 2 ms of the event loop's time.
-INLINE_CHARS = 8192
+class OpenStreams:
+    """The streams in flight: from `add` until every sample has its terminal chunk. Belongs to one event loop."""
 
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._open: dict[str, RequestStream] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._left = asyncio.Event()  # set when a stream ends
 
-class RenderedChat(NamedTuple):
-    """What a chat template makes of a conversation."""
+    def __len__(self) -> int:
+        return len(self._open)
 
-    text: str
-    token_ids: list[int]
-
-
-class Prompts:
-    """The tokenizer and the chat template of one model. Safe to share between threads."""
-
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
-        self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self._helpers = HelperPool("template", self._sources)
-
-    async def start(self) -> None:
-        """Start a helper if the template needs one, so that the first request does not wait for it.
-
-        Raises:
-            ModelLoadError: the template does not compile.
-        """
-        if self.chat_template.is_known:
+    def add(self, request_id: str, stream: RequestStream, now_s: float) -> None:
+        """Take a stream in. Its deadline is kept here too, for an engine that is late itself, or hangs."""
+        self._open[request_id] = stream
+        self._idle.clear()
+        request = stream.output.request
+        if request.deadline is None:
             return
-        greeting = await asyncio.to_thread(self._helpers.greeting)
-        if greeting is None:
-            raise ModelLoadError("The chat template takes too much time or memory to compile.")
-        if "error" in greeting:
-            raise ModelLoadError(greeting["error"])
+        loop, begin_s = asyncio.get_running_loop(), request.arrival_s - now_s + DEADLINE_GRACE_S
+        limits = ("first_token", request.deadline.first_token_s), ("total", request.deadline.total_s)
+        for name, limit_s in limits:
+            if limit_s is not None:
+                delay_s = max(0.0, begin_s + limit_s)
+                stream.timers.append(loop.call_later(delay_s, self._expire, request_id, name))
 
-    def close(self) -> None:
-        """End the helpers."""
-        self._helpers.close()
+    def _expire(self, request_id: str, name: str) -> None:
+        """End what has missed a limit, if the engine has not done so."""
+        stream = self._open.get(request_id)
+        if stream is None:
+            return
+        for event in stream.output.missed(name):
+            stream.feed(event)
+        if stream.output.finished:
+            self.abandon(request_id)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``; a long text is tokenized on a thread, so that streams keep flowing."""
-        if len(text) <= INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    def abandon(self, request_id: str) -> None:
+        """Forget a stream that has no reader any more, and abort its request in the engine."""
+        self._forget(request_id)
+        self._send(AbortRequest(request_id))
 
-    async def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
-    ) -> RenderedChat:
-        """Return the prompt of a conversation; ``options`` as for `ChatTemplate.render`.
+    def dispatch(self, events: list[TokenEvent]) -> None:
+        """Hand the events of a step to their streams."""
+        for event in events:
+            stream = self._open.get(event.request_id)
+            if stream is None:  # aborted, or ended by a stop string before the core knew
+                continue
+            stream.feed(event)
+            if stream.output.finished:
+                self._forget(event.request_id)
 
-        Raises:
-            RequestError: the template rejects the messages, fails on them, or needs too much time or memory.
-            CapacityError: too many conversations wait for a helper (retryable).
-        """
-        if self.chat_template.is_known:
-            text = self.chat_template.render(messages, **options)
-        else:
-            text = await asyncio.wrap_future(self._submit(messages, options))
-        return RenderedChat(text, await self.tokenize(text, add_special_tokens=add_special_tokens))
+    async def end(self, grace_s: float) -> None:
+        """Wait up to ``grace_s`` seconds for the streams to end by themselves, then abort the rest."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        for stream in list(self._open.values()):
+            await stream.abort()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """As `chat`, but only the text, and blocking: for a thread other than the event loop's."""
-        if self.chat_template.is_known:
-            return self.chat_template.render(messages, **options)
-        return self._submit(messages, options).result()
+    async def wait_for_adapter(self, adapter: Adapter, timeout_s: float) -> int:
+        """Wait until no stream uses ``adapter``; return how many still do after ``timeout_s`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._num_using(adapter):
+                    self._left.clear()
+                    await self._left.wait()
+        return self._num_using(adapter)
 
-    def _sources(self) -> Answer:
-        special = self.chat_template.special
-        return {
-            "templates": self.chat_template.sources,
-            "roles": dict(special.roles),
-            "additional": list(special.additional),
-        }
+    def _num_using(self, adapter: Adapter) -> int:
+        return sum(stream.adapter == adapter for stream in self._open.values())
 
-    def _submit(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> Future[str]:
-        now = self.chat_template.clock().isoformat()
+    def fail(self, error: str) -> None:
+        """End every stream: the engine is dead."""
+        for stream in list(self._open.values()):
+            stream.fail(error, "dead")
+        self._open.clear()
+        self._left.set()
+        self._idle.set()
+
+    def _forget(self, request_id: str) -> None:
+        stream = self._open.pop(request_id, None)
+        for timer in () if stream is None else stream.timers:
+            timer.cancel()
+        self._left.set()
+        if not self._open:
+            self._idle.set()
+
+
+@dataclass(eq=False)
+class EventPump:
+    """A thread that receives from the engine and calls back in the event loop's thread.
+
+    ``on_ready`` is called once, ``on_events`` for each step that has events, ``on_replies`` when calls were answered,
+    and ``on_death`` at most once, but not after `stop`.
+    """
+
+    client: EngineClient
+    loop: asyncio.AbstractEventLoop
+    on_ready: Callable[[EngineInfo], None]
+    on_events: Callable[[list[TokenEvent]], None]
+    on_replies: Callable[[list[Reply]], None]
+    on_death: Callable[[QuireError], None]
+
+    def __post_init__(self) -> None:
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="quire-events", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Close the client, which wakes the thread, and wait for the thread to end."""
+        self._stopping = True
+        await asyncio.to_thread(self.client.close)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
         try:
-            return self._helpers.submit({"messages": list(messages), "now": now, **options}, _text_of)
-        except RecursionError:
-            raise RequestError("messages or tools are nested too deeply.", param="messages") from None
+            self._post(self.on_ready, self.client.wait_ready())
+            while not self._stopping:
+                events = self.client.receive()
+                if events:
+                    self._post(self.on_events, events)
+                if replies := self.client.replies():
+                    self._post(self.on_replies, replies)
+        except QuireError as error:
+            self._die(error)
+        except Exception as error:  # a bug, but the streams have to end
+            log.exception("pump_failed")
+            self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
 
+    def _die(self, error: QuireError) -> None:
+        if not self._stopping:
+            self._post(self.on_death, error)
 
-def _text_of(answer: Answer | None, late: bool) -> str:
-    if answer is None and late:
-        raise over_limit(f"it takes longer than {helper_pool.TASK_LIMIT_S:g} s")
-    if answer is None:
-        raise over_limit("it takes more memory or stack than is allowed")
-    if "error" in answer:
-        raise RequestError(answer["error"], param=answer["param"], code=answer["code"])
-    text: str = answer["text"]
-    return text
+    def _post(self, call: Callable[..., None], argument: object) -> None:
+        # If the loop was closed meanwhile, there is nothing left to call.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(call, argument)

@@ -24,6 +24,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from setproctitle import setproctitle
+
 from quire.errors import ModelLoadError, RequestError
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import build_grammar
@@ -38,6 +40,7 @@ CPU_LIMIT_S = 0.5
 
 def main(kind: str, lines: TextIO, answers: TextIO) -> None:
     """Answer tasks until the parent closes the pipe."""
+    setproctitle("quire: helper")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     head = json.loads(lines.readline())
     greeting, perform = (_grammars if kind == "grammar" else _templates)(head)

@@ -40,9 +40,13 @@ async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:
         HttpError: 413 beyond ``max_bytes``, 415 for another media type.
         RequestError: not JSON.
     """
+    return decode(await read_bytes(scope, receive, max_bytes, "--max-body-mib"))
+
+
+async def read_bytes(scope: Scope, receive: Receive, max_bytes: int, flag: str) -> bytes:
+    """Return a body of JSON, undecoded. Raises what `body_pieces` does, and `HttpError` 415."""
     _check_media_type(scope)
-    pieces = [piece async for piece in body_pieces(scope, receive, max_bytes, "--max-body-mib")]
-    return decode(b"".join(pieces))
+    return b"".join([piece async for piece in body_pieces(scope, receive, max_bytes, flag)])
 
 
 async def body_pieces(

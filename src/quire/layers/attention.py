@@ -11,8 +11,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from quire.kernels.attention import AttentionShape, attention
+from quire.kernels.attention import attention
+from quire.kernels.attention.batch import AttentionShape
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.linear import HeadMatrices, head_linear, pack_heads
 from quire.kernels.lora import AdapterRows
@@ -28,7 +30,7 @@ from quire.modelspec import AttentionSpec
 from quire.quant.stored import Weight
 from quire.weight_format import WeightFormat
 
-CosSin = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[Tensor, Tensor]
 
 
 class Attention:
@@ -51,8 +53,7 @@ class Attention:
         if self._norms is not None:
             weights = self._norms[0].weight, self._norms[1].weight
             self._qk_norm = QkNorm(*weights, build.eps, over_all=spec.qk_norm == "full")
-        self._rope_store = partial(rope_store, backend=build.backend("rope_store"))
-        self._attend = partial(attention, backend=build.backend("attention"))
+        self._rope_store, self._attend = build.of(rope_store), build.of(attention)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = {**self._qkv.weight_loaders(), **self._o.weight_loaders()}
@@ -72,25 +73,16 @@ class Attention:
         return self._qkv, self._o
 
     def __call__(
-        self,
-        x: torch.Tensor | QuantizedRows,
-        cos_sin: CosSin | None,
-        group: GroupBatch,
-        kv: KvView,
+        self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView,
         adapters: AdapterRows | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:  # fmt: skip
         """``x [num_tokens, hidden_size]`` → the same shape. ``cos_sin`` is None on layers without RoPE."""
         spec = self._spec
+        interleaved = spec.rope is not None and spec.rope.interleaved
         q = self._rope_store(
-            self._qkv(x, adapters),
-            spec.num_heads,
-            cos_sin,
-            self._qk_norm,
-            kv,
-            group.slot_blocks,
-            group.slot_offsets,
-            interleaved=spec.rope is not None and spec.rope.interleaved,
-        )
+            self._qkv(x, adapters), spec.num_heads, cos_sin, self._qk_norm, kv, group.slot_blocks, group.slot_offsets,
+            interleaved,
+        )  # fmt: skip
         out = self._attend(q, kv, group.ragged, self._shape, self._sinks)
         return self._o(out.reshape(x.shape[0], -1), adapters)
 
@@ -122,10 +114,8 @@ class LatentAttention:
         self._from_latent: HeadMatrices | None = None  # [num_heads, lora, v_head_dim]
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._pack_heads = partial(pack_heads, backend=build.backend("head_linear"))
-        self._copy = partial(copy_heads, backend=build.backend("copy_heads"))
-        self._rope = partial(apply_rope, backend=build.backend("apply_rope"))
-        self._store = partial(store_kv, backend=build.backend("store_kv"))
-        self._attend = partial(attention, backend=build.backend("attention"))
+        self._copy, self._rope = build.of(copy_heads), build.of(apply_rope)
+        self._store, self._attend = build.of(store_kv), build.of(attention)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = {**self._down.weight_loaders(), **self._o.weight_loaders(), "kv_b.weight": self._load_kv_b}
@@ -137,7 +127,7 @@ class LatentAttention:
 
     def _load_kv_b(self, weight: Weight) -> None:
         """``[num_heads · (nope + v_head_dim), lora]`` → the two matrices of each head."""
-        assert isinstance(weight, torch.Tensor)  # `weight_plan` never quantizes it
+        assert isinstance(weight, Tensor)  # `weight_plan` never quantizes it
         spec, dtype = self._spec, self._dtype
         heads = torch.unflatten(weight, 0, (spec.num_heads, -1))
         device = self._device
@@ -155,13 +145,9 @@ class LatentAttention:
         return (self._down, self._o) if self._q_b is None else (self._down, self._q_b, self._o)
 
     def __call__(
-        self,
-        x: torch.Tensor | QuantizedRows,
-        cos_sin: CosSin | None,
-        group: GroupBatch,
-        kv: KvView,
+        self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView,
         adapters: AdapterRows | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:  # fmt: skip
         """``x [num_tokens, hidden_size]`` → the same shape."""
         spec, num_tokens = self._spec, x.shape[0]
         assert cos_sin is not None
@@ -181,7 +167,7 @@ class LatentAttention:
         both = empty(num_tokens, heads + 1, rope_dim, dtype=dtype, device=q.device)
         self._copy(q[..., nope:], both[:, :heads])
         self._copy(k_rope, both[:, heads:])
-        both = self._rope(both, *cos_sin, interleaved=spec.rope.interleaved)
+        both = self._rope(both, *cos_sin, spec.rope.interleaved)
         key = empty(num_tokens, 1, lora + rope_dim, dtype=dtype, device=q.device)
         self._copy(latent.unsqueeze(1), key[..., :lora])
         self._copy(both[:, heads:], key[..., lora:])

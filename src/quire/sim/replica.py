@@ -44,6 +44,7 @@ class ClusterConfig:
     request_s: float = 0.0  # from the client to the core and back; all of it is spent on the way in
     per_prompt_token_s: float = 0.0  # the same, per prompt token
     seed: int = 0
+    retries: int = 0  # times that a rejected request is sent again, each after the time that it was told
     # Requests at once; for a workload without arrival times, users of a closed loop.
     concurrency: int | None = None
 

@@ -1,81 +1,20 @@
-"""`quire simulate`: a workload through simulated engines, with the tables, files and report of `quire bench serve`."""
+"""The summary and plots of a simulation, and a page with a measured and a simulated sweep."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.bench.figures import Series, chart
-from quire.bench.page import Section, console, html_page, show
-from quire.bench.runs import Measured, Outcome, make_workload
+from quire.bench.page import Section, html_page
 from quire.bench.summary import summarize
 from quire.errors import ConfigError
 from quire.sim.replica import Point
-from quire.sim.run import Simulated, simulate
-from quire.sim.setup import Setup, set_up
+from quire.sim.run import Simulated
 from quire.workload.request import Workload
 from quire.workload.slo import Slo
-
-
-def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) -> int:
-    """Run the command; return the exit status: 1 where no request completed.
-
-    ``settings``: the engine's settings that were given by flag or in the file of ``--config``.
-
-    Raises:
-        ConfigError: a flag is wrong.
-    """
-    setup = set_up(args, flags, settings)
-    flags = replace(flags, max_model_len=setup.config.scheduler.max_model_len)
-    workload = make_workload(flags)
-    slo = Slo.parse(flags.slo) if flags.slo else None
-    if args.beside and not (flags.sweep and flags.html):
-        raise ConfigError("--beside draws a measured sweep next to this one: it needs --sweep and --html")
-    facts = _facts(setup, workload, flags.seed, slo)
-    measured = read_sweep(args.beside) if args.beside else []
-    page = (lambda points: both_sweeps(measured, points)) if measured else None
-    return Measured("quire simulate", flags, partial(_simulated, setup, slo), facts, page).run(workload)
-
-
-def _simulated(setup: Setup, slo: Slo | None, workload: Workload, what: str) -> Outcome:
-    start_s = time.process_time()
-    result = simulate(setup.config, setup.step_time, workload)
-    cpu_s = time.process_time() - start_s
-    summary = summary_of(result, slo, workload)
-    console().print(
-        f"{workload.source}: {result.num_steps:,} steps planned by the scheduler, {result.end_s:.1f} s simulated "
-        f"in {cpu_s:.2f} s of one core ({result.end_s / max(cpu_s, 1e-9):.0f} × real time); goodput "
-        f"{show(summary['goodput_per_s'])}/s",
-        highlight=False,
-    )
-    steps = summary["simulation"]
-    busy = ", ".join(f"{r['busy_s'] / max(steps['end_s'], 1e-9):.0%}" for r in steps["replicas"])
-    return Outcome(
-        summary,
-        result.records,
-        partial(timeline_charts, result.points),
-        f"KV peak {steps['kv_peak']:.1%}; busy {busy}",
-    )
-
-
-def _facts(setup: Setup, workload: Workload, seed: int, slo: Slo | None) -> dict[str, Any]:
-    config = setup.config
-    return {
-        **setup.facts,
-        "workload": workload.source,
-        "replicas": f"{config.num_replicas}, {config.routing}",
-        "engine": f"{config.scheduler.gate}, {config.scheduler.order}, {config.scheduler.max_num_seqs} sequences "
-        f"and {config.scheduler.max_num_batched_tokens} tokens a step, {config.cache.num_blocks} blocks of "
-        f"{config.cache.block_size} tokens, prefix cache {'on' if config.cache.enable_prefix_caching else 'off'}",
-        "seed": seed,
-        "slo": str(slo) if slo else "none",
-    }
 
 
 def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[str, Any]:
