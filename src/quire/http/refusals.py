@@ -30,6 +30,7 @@ _CHUNK_ERRORS = {
     "never_fits": (400, "context_length_exceeded"),
     "request": (400, "invalid_value"),
     "dead": (503, "engine_dead"),
+    "slow_reader": (408, "slow_reader"),
     "step": (500, "engine_error"),
 }
 
