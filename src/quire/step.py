@@ -151,6 +151,7 @@ class SeqResult(NamedTuple):
     # With error: the request asked for what cannot be done, as a grammar too complex.
     error_of_request: bool = False
     out_of_memory: bool = False  # with error: a smaller chunk might fit, so the sequence is computed again
+    not_finite: bool = False  # with error: NaN or infinite logits, so the sequence is computed once more
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,13 +182,24 @@ def _fail_sequences(
         seq = record.sequences[i]
         if seq.epoch != record.seqs[i].epoch:
             continue
-        if results[i].out_of_memory:
+        if results[i].not_finite:
+            state.cache.forget(seq.table)  # it may be its keys and values that are not finite
+        if results[i].out_of_memory or (results[i].not_finite and _may_recompute(state, seq)):
             state.preempt(seq)
         else:
             kind = "request" if results[i].error_of_request else "step"
             events += _end_failed(state, seq, results[i].error, kind)
     _restart_readers(state, distrusted)
     return events
+
+
+def _may_recompute(state: SchedulerState, seq: Sequence) -> bool:
+    """Count logits that are not finite: at each position they may be a fault of the hardware once."""
+    again = seq.not_finite_at != len(seq.token_ids)
+    seq.not_finite_at = len(seq.token_ids)
+    state.counters.num_not_finite += again
+    state.counters.num_not_finite_failed += not again
+    return again
 
 
 def _fail_step(state: SchedulerState, record: StepRecord, error: str) -> list[TokenEvent]:
