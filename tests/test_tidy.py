@@ -49,7 +49,7 @@ MAX_LINES: dict[str, int] = {
 FEATURE_LINES: dict[str, dict[str, int]] = {
     "keys, limits, ledger": {"cli": 180, "gateway": 870, "http": 275},
     "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
-    "hangs": {"": 12, "api": 14, "cli": 3, "engine": 512, "scheduler": 34},
+    "hangs": {"": 14, "api": 14, "cli": 3, "engine": 512, "metrics": 2, "runner": 12, "sampling": 12, "scheduler": 66},
     "overload": {"": 6, "bench": 1, "scheduler": 210, "sim": 16},
     "speculation": {
         "": 60,

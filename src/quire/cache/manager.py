@@ -114,14 +114,6 @@ class CacheManager:
         target.publishable = source.publishable
         return True
 
-    def forget(self, table: BlockTable) -> None:
-        """Take the prefix of ``table`` out of the tree, with all below it: its content is not to be trusted."""
-        nodes, node = [], table.tip
-        while node is not None:
-            nodes.append(node)
-            node = node.parent
-        self.prefix.withdraw(nodes)
-
     def slide(self, table: BlockTable, position: int) -> None:
         """Give up the rows of sliding groups that no query at ``position`` or later can see."""
         first_rows = self.windows.first_rows(position)

@@ -216,9 +216,11 @@ class Worker:
         if error is not None:
             grammar = sampled[0].grammar if sampled else None
             of_request = grammar is not None and grammar.error == error
-            not_finite = error in (NOT_FINITE, PROMPT_NOT_FINITE)
+            recompute = error in (NOT_FINITE, PROMPT_NOT_FINITE) or (
+                grammar is not None and grammar.is_bystander
+            )
             return SeqResult(
-                plan.seq_id, plan.epoch, (), error=error, error_of_request=of_request, not_finite=not_finite
+                plan.seq_id, plan.epoch, (), error=error, error_of_request=of_request, recompute=recompute
             )
         result = SeqResult(plan.seq_id, plan.epoch, ())
         if sampled:

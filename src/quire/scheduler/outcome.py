@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceABC
 from operator import attrgetter
 
+from quire.cache.block_table import Node
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.beam_steps import end_all, take_continuations
 from quire.scheduler.deadline import end_late, is_late
@@ -182,9 +183,9 @@ def _fail_sequences(
         seq = record.sequences[i]
         if seq.epoch != record.seqs[i].epoch:
             continue
-        if results[i].not_finite:
-            state.cache.forget(seq.table)  # it may be its keys and values that are not finite
-        if results[i].out_of_memory or (results[i].not_finite and _may_recompute(state, seq)):
+        if results[i].recompute:
+            state.cache.prefix.withdraw(_path(seq.table.tip))  # its keys and values may be what is not finite
+        if results[i].out_of_memory or (results[i].recompute and _may_recompute(state, seq)):
             state.preempt(seq)
         else:
             kind = "request" if results[i].error_of_request else "step"
@@ -193,12 +194,21 @@ def _fail_sequences(
     return events
 
 
+def _path(node: Node | None) -> list[Node]:
+    """Return ``node`` and all above it in the prefix tree."""
+    path = []
+    while node is not None:
+        path.append(node)
+        node = node.parent
+    return path
+
+
 def _may_recompute(state: SchedulerState, seq: Sequence) -> bool:
-    """Count logits that are not finite: at each position they may be a fault of the hardware once."""
-    again = seq.not_finite_at != len(seq.token_ids)
-    seq.not_finite_at = len(seq.token_ids)
-    state.counters.num_not_finite += again
-    state.counters.num_not_finite_failed += not again
+    """Count a fault that may pass, as NaN logits from bad memory; at each token of a sequence one is forgiven."""
+    again = seq.recomputed_at != len(seq.token_ids)
+    seq.recomputed_at = len(seq.token_ids)
+    state.counters.num_recomputed += again
+    state.counters.num_recompute_failed += not again
     return again
 
 

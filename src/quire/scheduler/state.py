@@ -55,8 +55,8 @@ class Counters:
     num_loaded_blocks: int = 0
     num_stored_blocks: int = 0
     num_failed_transfers: int = 0
-    num_not_finite: int = 0
-    num_not_finite_failed: int = 0
+    num_recomputed: int = 0
+    num_recompute_failed: int = 0
 
 
 @dataclass(slots=True)
