@@ -52,7 +52,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     from quire.engine.build import EngineInfo
     from quire.engine.frontend import Frontend
     from quire.http.listen import bind
-    from quire.jobs.extension import jobs_of
+    from quire.jobs.routes import jobs_of
 
     names = tuple(name.strip() for name in (server_args.served_model_name or "").split(",") if name.strip())
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
