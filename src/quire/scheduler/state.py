@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from quire.cache.block_table import BlockTable
 from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
-from quire.metrics.engine_stats import STEP_TOKENS, Histogram
+from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.predictor import Predictor
@@ -76,7 +76,7 @@ class SchedulerState:
     in_flight: deque[StepRecord] = field(default_factory=deque)
     gone: list[int] = field(default_factory=list)  # sequences that the worker drops with the next plan
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
-    counters: Counters = field(default_factory=Counters)
+    counters: EngineStats = field(default_factory=EngineStats)  # its gauges are not kept here
     deadlines: Deadlines = field(default_factory=Deadlines)
     promises: Promises = field(default_factory=Promises)
     # When seats come free, as of a step; see `overload`.
