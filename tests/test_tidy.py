@@ -49,7 +49,16 @@ MAX_LINES: dict[str, int] = {
 FEATURE_LINES: dict[str, dict[str, int]] = {
     "keys, limits, ledger": {"cli": 180, "gateway": 1_170, "http": 310},
     "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
-    "hangs": {"": 14, "api": 14, "cli": 3, "engine": 512, "metrics": 2, "runner": 12, "sampling": 12, "scheduler": 66},
+    "hangs": {
+        "": 14,
+        "api": 14,
+        "cli": 3,
+        "engine": 512,
+        "metrics": 2,
+        "runner": 12,
+        "sampling": 12,
+        "scheduler": 66,
+    },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 213, "sim": 16},
     "speculation": {
         "": 60,

@@ -33,33 +33,6 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class Counters:
-    """The counters of `EngineStats`, while they count."""
-
-    num_requests: int = 0
-    num_refused: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
-    num_expired: int = 0
-    num_failed: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_chunks: int = 0
-    num_preemptions: int = 0
-    num_forks: int = 0
-    num_zombie_results: int = 0
-    num_failed_steps: int = 0
-    num_restarted_readers: int = 0
-    num_loaded_blocks: int = 0
-    num_stored_blocks: int = 0
-    num_failed_transfers: int = 0
-    num_recomputed: int = 0
-    num_recompute_failed: int = 0
-
-
-@dataclass(slots=True)
 class SchedulerState:
     """Shared by the parts of one scheduler; private to this package."""
 
