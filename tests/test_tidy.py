@@ -47,10 +47,10 @@ MAX_LINES: dict[str, int] = {
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
-    "keys, limits, ledger": {"cli": 180, "gateway": 870, "http": 275},
+    "keys, limits, ledger": {"cli": 180, "gateway": 1_170, "http": 310},
     "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
+    "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 213, "sim": 16},
     "hangs": {"": 12, "api": 14, "cli": 3, "engine": 512, "scheduler": 34},
-    "overload": {"": 6, "bench": 1, "scheduler": 210, "sim": 16},
     "speculation": {
         "": 60,
         "engine": 70,

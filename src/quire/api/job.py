@@ -12,7 +12,8 @@ import msgspec
 
 from quire.api.protocol import RequestFields, SampledFields, deadline_of
 from quire.api.state import ApiState, Ticket
-from quire.engine.output import OutputChunk, RequestStream
+from quire.engine.output import OutputChunk
+from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip
 from quire.http.refusals import Refusal
 from quire.metrics.prometheus import RequestMetrics

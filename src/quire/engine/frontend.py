@@ -29,8 +29,9 @@ from quire.engine.build import EngineInfo
 from quire.engine.client import Calls, EngineClient
 from quire.engine.core import AbortRequest, AddRequest, Call, Message, Reply
 from quire.engine.helper_pool import GrammarChecker
-from quire.engine.output import RequestOutputState, RequestStream
+from quire.engine.output import RequestOutputState
 from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, prepare_request
+from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from quire.config import OrderKind
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.overload import KEPT_SLACK, place_s
+from quire.scheduler.overload import TTFT_SLACK, place_s
 from quire.scheduler.predictor import Backlog
 from quire.scheduler.sequence import RequestState, Sequence
 from quire.scheduler.state import SchedulerState
@@ -118,7 +118,7 @@ def _limits(state: SchedulerState, request: Request, kept: bool) -> Iterator[tup
             if limit_s is not None:
                 yield f"deadline_ms.{name}", "hopeless", limit_s
     if state.config.max_ttft_s is not None:
-        yield "max_ttft_ms", "capacity", state.config.max_ttft_s * (1.0 + KEPT_SLACK * kept)
+        yield "max_ttft_ms", "capacity", state.config.max_ttft_s * (1.0 + TTFT_SLACK * kept)
 
 
 def _first_s(
