@@ -28,7 +28,7 @@ MAX_LINES: dict[str, int] = {
     "executor": 444,
     "families": 1_612,
     "gateway": 321,
-    "http": 918,
+    "http": 919,
     "jobs": 978,
     "kernels": 5_747,
     "layers": 773,
