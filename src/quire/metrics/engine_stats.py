@@ -66,9 +66,9 @@ class TtftStats:
         return max(seconds * self.ratio, 1e-6)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
-    """A snapshot of scheduler and cache. It crosses the process boundary, so it is plain numbers."""
+    """A snapshot of scheduler and cache: the scheduler's counters, and gauges. It crosses the process boundary."""
 
     # Gauges
     num_running: int = 0
