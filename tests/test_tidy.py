@@ -49,7 +49,7 @@ MAX_LINES: dict[str, int] = {
 FEATURE_LINES: dict[str, dict[str, int]] = {
     "keys, limits, ledger": {"cli": 180, "gateway": 870, "http": 275},
     "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
-    "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 213, "sim": 16},
+    "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
     "hangs": {"": 12, "api": 14, "cli": 3, "engine": 512, "scheduler": 34},
     "speculation": {
         "": 60,
