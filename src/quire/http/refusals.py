@@ -11,14 +11,18 @@ from quire.errors import CapacityError, EngineDeadError, NotFoundError, QuireErr
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
+    429: "rate_limit_error",
     503: "service_unavailable_error",
 }
 ANTHROPIC_ROOT = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
 }
 

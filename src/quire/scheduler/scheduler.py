@@ -11,6 +11,7 @@ Every sequence ends with exactly one terminal event, whatever happens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
@@ -27,7 +28,7 @@ from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
 from quire.scheduler.predictor import Predictor
-from quire.scheduler.state import Counters, SchedulerState
+from quire.scheduler.state import SchedulerState
 from quire.scheduler.transfers import Transfers
 from quire.step import StepPlan, StepResult
 
@@ -173,7 +174,8 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         state, prefix = self._state, self.cache.prefix
-        return EngineStats(
+        return replace(
+            state.counters,
             num_running=len(state.running),
             num_waiting=len(state.waiting) + len(state.loading),
             num_in_flight=len(state.in_flight),
@@ -188,7 +190,6 @@ class Scheduler:
             num_steps=state.next_step,
             num_evicted_blocks=prefix.num_evicted,
             step_tokens=tuple(state.step_tokens.counts),
-            **{name: getattr(state.counters, name) for name in Counters.__slots__},
         )
 
 
