@@ -15,6 +15,7 @@ from quire.api.state import ApiState, Ticket
 from quire.engine.output import OutputChunk
 from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip
+from quire.http.edge import TENANT
 from quire.http.refusals import Refusal
 from quire.metrics.prometheus import RequestMetrics
 from quire.metrics.trace import RequestPhases
@@ -147,11 +148,13 @@ def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str
     Raises:
         RequestError: a deadline that is wrong.
     """
+    tenant = TENANT.get()
     given: dict[str, Any] = {
         "priority": request.priority,
-        "cache_salt": request.cache_salt,
+        # Tenants share no cached blocks: the time to a first token would tell what another one has asked.
+        "cache_salt": f"{tenant}\n{request.cache_salt}" if tenant else request.cache_salt,
         "client_request_id": request.request_id or getattr(request, "rid", None),
-        "tenant": getattr(request, "user", ""),
+        "tenant": tenant or getattr(request, "user", ""),
         "truncate_to": getattr(request, "truncate_prompt_tokens", None),
     }
     if isinstance(request, SampledFields):
