@@ -135,8 +135,10 @@ class Deadlines:
         self._heap: list[tuple[float, str]] = []
 
     def add(self, request: Request) -> None:
-        for limit_s in _limits(request.deadline):
-            heapq.heappush(self._heap, (request.arrival_s + limit_s, request.request_id))
+        deadline = request.deadline or Deadline()
+        for limit_s in (deadline.first_token_s, deadline.total_s):
+            if limit_s is not None:
+                heapq.heappush(self._heap, (request.arrival_s + limit_s, request.request_id))
 
     def due(self, now: float) -> Iterator[str]:
         """Take out and yield the requests of which a limit has passed."""
@@ -147,10 +149,3 @@ class Deadlines:
     def next_s(self) -> float | None:
         """When the next limit passes."""
         return self._heap[0][0] if self._heap else None
-
-
-def _limits(deadline: Deadline | None) -> Iterator[float]:
-    if deadline is not None:
-        for limit_s in (deadline.first_token_s, deadline.total_s):
-            if limit_s is not None:
-                yield limit_s
