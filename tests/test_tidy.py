@@ -19,11 +19,11 @@ MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
 # Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
-    "": 2_262,
+    "": 2_261,
     "api": 5_059,
-    "bench": 2_409,
-    "cache": 1_199,
-    "cli": 1_488,
+    "bench": 2_394,
+    "cache": 1_188,
+    "cli": 1_473,
     "engine": 3_702,
     "executor": 461,
     "families": 1_592,
@@ -35,12 +35,12 @@ MAX_LINES: dict[str, int] = {
     "lora": 427,
     "metrics": 610,
     "models": 1_543,
-    "plan": 1_821,
+    "plan": 1_802,
     "quant": 400,
     "runner": 2_073,
     "sampling": 627,
-    "scheduler": 2_416,
-    "sim": 1_441,
+    "scheduler": 2_409,
+    "sim": 1_440,
     "text": 3_937,
     "workload": 772,
 }
@@ -59,7 +59,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 12,
         "scheduler": 66,
     },
-    "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 213, "sim": 16},
+    "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
     "speculation": {
         "": 60,
         "engine": 70,
