@@ -27,12 +27,14 @@ from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient
 from quire.engine.grammar_check import GrammarChecker
-from quire.engine.helper_pool import Answer, HelperPool
+from quire.engine.helper_pool import Head, HelperPool
 from quire.engine.inbox import AddRequest, Call, Reply
+from quire.engine.large_input import INLINE_CHARS, LargeBodies, LongTexts
 from quire.engine.output import RequestOutputState
-from quire.engine.prepare import SEED_BITS, ModelInfo, prepare_request
+from quire.engine.prepare import SEED_BITS, ModelInfo, prepare_request, too_long
 from quire.engine.stream import Calls, EventPump, OpenStreams, RequestStream
 from quire.errors import CapacityError, EngineDeadError, ModelLoadError, QuireError, RequestError
+from quire.http.limits import TEXT_CHARACTERS, too_many
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.request import Adapter, Deadline, Pooling, SamplingParams
@@ -134,7 +136,9 @@ class Frontend:
         request = prepare_request(
             # Unique even if a client repeats a name while late events of the earlier request are on their way.
             f"{name}/{self._num_submitted}",
-            await self.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt,
+            await self.prompts.tokenize(prompt, most_tokens=self.model.max_model_len)
+            if isinstance(prompt, str)
+            else prompt,
             sampling,
             self.model,
             self.tokenizer,
@@ -164,12 +168,14 @@ class Frontend:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
+        within_context: bool = False,
         **variables: Any,
     ) -> RenderedChat:
         """Return text and token ids of a conversation. The template writes BOS itself, so tokenizing adds none.
 
         ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are
-        further variables for the template (`enable_thinking` …).
+        further variables for the template (`enable_thinking` …). ``within_context``: reject a text that the context
+        cannot hold, before it is tokenized.
 
         Raises:
             RequestError: the model has no chat template, or the template rejects the messages or fails on them.
@@ -178,6 +184,7 @@ class Frontend:
         return await self.prompts.chat(
             messages,
             add_special_tokens=add_special_tokens,
+            most_tokens=self.model.max_model_len if within_context else None,
             tools=tools,
             documents=documents,
             add_generation_prompt=(
@@ -187,8 +194,8 @@ class Frontend:
             variables=variables,
         )
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``, as `Prompts.tokenize`."""
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Return the ids of ``text``, as `Prompts.tokenize`; the context of the model does not bound it."""
         return await self.prompts.tokenize(text, add_special_tokens=add_special_tokens)
 
     def stats(self) -> EngineStats:
@@ -273,15 +280,14 @@ class Frontend:
             self._ready.set_exception(error)
 
 
-# Longer texts are tokenized on a thread: shorter ones take at most about 2 ms of the event loop's time.
-INLINE_CHARS = 8192
+INLINE_MESSAGES = 256  # a longer conversation is rendered on a thread
 
 
 class RenderedChat(NamedTuple):
     """What a chat template makes of a conversation."""
 
     text: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
 
 
 class Prompts:
@@ -291,6 +297,8 @@ class Prompts:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._helpers = HelperPool("template", self._sources)
+        self._texts = LongTexts(tokenizer)
+        self.bodies = LargeBodies()
 
     async def start(self) -> None:
         """Start a helper if the template needs one, so that the first request does not wait for it.
@@ -309,27 +317,49 @@ class Prompts:
     def close(self) -> None:
         """End the helpers."""
         self._helpers.close()
+        self._texts.close()
+        self.bodies.close()
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``; a long text is tokenized on a thread, so that streams keep flowing."""
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> Sequence[int]:
+        """Return the ids of ``text``. ``most_tokens``: reject a text that is certain to have more, at once.
+
+        Raises:
+            RequestError: the text is too long, or not Unicode.
+            CapacityError: too many long texts wait (retryable).
+        """
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        least = self.tokenizer.min_tokens(len(text))
+        if most_tokens is not None and least > most_tokens:
+            raise too_long(f"at least {least}", most_tokens)
+        if least == 0 and len(text) > TEXT_CHARACTERS:
+            raise too_many("A text of the prompt", len(text), TEXT_CHARACTERS, "characters", "prompt")
+        return await self._texts.encode(text, add_special_tokens=add_special_tokens)
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        most_tokens: int | None = None,
+        **options: Any,
     ) -> RenderedChat:
-        """Return the prompt of a conversation; ``options`` as for `ChatTemplate.render`.
+        """Return the prompt of a conversation; ``options`` as for `ChatTemplate.render`, the rest as for `tokenize`.
 
         Raises:
             RequestError: the template rejects the messages, fails on them, or needs too much time or memory.
             CapacityError: too many conversations wait for a helper (retryable).
         """
-        if self.chat_template.is_known:
+        if not self.chat_template.is_known:
+            text = await asyncio.wrap_future(self._submit(messages, options))
+        elif len(messages) <= INLINE_MESSAGES:
             text = self.chat_template.render(messages, **options)
         else:
-            text = await asyncio.wrap_future(self._submit(messages, options))
-        return RenderedChat(text, await self.tokenize(text, add_special_tokens=add_special_tokens))
+            text = await asyncio.to_thread(self.chat_template.render, messages, **options)
+        ids = await self.tokenize(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
+        return RenderedChat(text, ids)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """As `chat`, but only the text, and blocking: for a thread other than the event loop's."""
@@ -337,7 +367,7 @@ class Prompts:
             return self.chat_template.render(messages, **options)
         return self._submit(messages, options).result()
 
-    def _sources(self) -> Answer:
+    def _sources(self) -> Head:
         special = self.chat_template.special
         return {
             "templates": self.chat_template.sources,
@@ -353,7 +383,7 @@ class Prompts:
             raise RequestError("messages or tools are nested too deeply.", param="messages") from None
 
 
-def _text_of(answer: Answer | None, late: bool) -> str:
+def _text_of(answer: Head | None, late: bool) -> str:
     if answer is None and late:
         raise over_limit(f"it takes longer than {helper_pool.TASK_LIMIT_S:g} s")
     if answer is None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.engine import helper_pool
-from quire.engine.helper_pool import Answer, HelperPool
+from quire.engine.helper_pool import Head, HelperPool
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar import grammar_source
@@ -29,7 +29,7 @@ class GrammarChecker:
         self._eos_token_ids = tuple(eos_token_ids)
         self._table: TokenTable | None = None
         self._lock = threading.Lock()
-        self._remembered: OrderedDict[str, Answer] = OrderedDict()
+        self._remembered: OrderedDict[str, Head] = OrderedDict()
         self._pool = HelperPool("grammar", self._vocabulary)
 
     def submit(self, params: StructuredOutputsParams) -> Future[str]:
@@ -80,7 +80,7 @@ class GrammarChecker:
             "eos": list(self._table.eos_ids),
         }
 
-    def _finish(self, source: str, params: StructuredOutputsParams, answer: Answer | None, late: bool) -> str:
+    def _finish(self, source: str, params: StructuredOutputsParams, answer: Head | None, late: bool) -> str:
         if answer is None:
             answer = {
                 "error": f"compiling it takes longer than {helper_pool.TASK_LIMIT_S:g} s"
@@ -94,7 +94,7 @@ class GrammarChecker:
         return _grammar_of(answer, params)
 
 
-def _grammar_of(answer: Answer, params: StructuredOutputsParams) -> str:
+def _grammar_of(answer: Head, params: StructuredOutputsParams) -> str:
     if "error" in answer:
         raise params.wrong(f"{params.param}: this {params.kind} cannot be used: {answer['error']}.")
     grammar: str = answer["grammar"]

@@ -43,6 +43,9 @@ def prepare_request(
         RequestError: names the field; for a length, the three numbers (prompt, max_tokens, limit).
     """
     assert (grammar is None) == (sampling.structured_outputs is None)
+    max_tokens = _max_tokens(
+        len(prompt_token_ids), sampling, model.max_model_len, prompt_only=pooling is not None
+    )
     ids = tuple(prompt_token_ids)
     check_token_ids("prompt", ids, model.vocab_size)
     if not ids:
@@ -58,7 +61,7 @@ def prepare_request(
         check_token_ids(name, tuple(named), model.vocab_size)
     resolved = sampling.resolve(
         seed=seed if sampling.seed is None else sampling.seed,
-        max_tokens=_max_tokens(len(ids), sampling, model.max_model_len, prompt_only=pooling is not None),
+        max_tokens=max_tokens,
         eos_token_ids=model.eos_token_ids,
         bad_words_token_ids=bad_words,
     )
@@ -79,6 +82,8 @@ def prepare_request(
 
 def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise `RequestError` that names ``param`` and the first id outside the vocabulary."""
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
             raise RequestError(
@@ -87,17 +92,22 @@ def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
+def too_long(num_tokens: str, limit: int) -> RequestError:
+    """Return the error for a prompt of more tokens than the context, ``limit``; ``num_tokens`` may be "at least N"."""
+    return RequestError(
+        f"The prompt has {num_tokens} tokens, but the context of this model is {limit} tokens: shorten the prompt to at "
+        f"most {limit}.",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
 def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int, *, prompt_only: bool) -> int:
     room = limit - num_prompt_tokens
     asked = sampling.max_tokens
     if prompt_only or asked == 0:
         if room < 0:
-            raise RequestError(
-                f"The prompt has {num_prompt_tokens} tokens, but the context of this model is {limit} tokens: shorten "
-                f"the prompt to at most {limit}.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise too_long(str(num_prompt_tokens), limit)
         return 1 if prompt_only else 0
     if room < 1:
         raise RequestError(

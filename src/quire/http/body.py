@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,31 +11,39 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import RequestError, clip
+from quire.http.limits import check_fields, decode, takes_long
 from quire.http.refusals import HttpError, Refusal
 from quire.http.wire import not_allowed
 
 Headers = Sequence[tuple[bytes, bytes]]
+DecodeLarge = Callable[[Sequence[bytes]], Awaitable[Any]]  # the pieces of a body → its value
 JSON_TYPE = (b"content-type", b"application/json")
-
-_decode = msgspec.json.Decoder().decode
 
 
 class Disconnected(Exception):
     """The client disconnected before its request was read."""
 
 
-async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:
-    """Return the decoded body.
+async def read_json(
+    scope: Scope, receive: Receive, max_bytes: int, decode_large: DecodeLarge | None = None
+) -> Any:
+    """Return the decoded body, checked against the limits of fields.
+
+    ``decode_large`` decodes a body that takes long to decode, outside of this process.
 
     The last of duplicate keys wins, as in other JSON parsers; NaN and Infinity are not JSON.
 
     Raises:
         HttpError: 413 beyond ``max_bytes``, 415 for another media type.
-        RequestError: not JSON.
+        RequestError: not JSON, or a field above its limit.
     """
     _check_media_type(scope)
     pieces = [piece async for piece in body_pieces(scope, receive, max_bytes, "--max-body-mib")]
-    return decode(b"".join(pieces))
+    if decode_large is not None and takes_long(pieces):
+        return await decode_large(pieces)
+    body = decode(b"".join(pieces))
+    check_fields(body)
+    return body
 
 
 async def body_pieces(
@@ -61,25 +69,6 @@ async def body_pieces(
             raise _too_large(f"over {max_bytes}", max_bytes, flag)
         yield piece
         more = message.get("more_body", False)
-
-
-def decode(raw: bytes) -> Any:
-    """Decode JSON from a client.
-
-    Raises:
-        RequestError: ``raw`` is not JSON, or nested too deeply.
-    """
-    try:
-        return _decode(raw)
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except (msgspec.DecodeError, UnicodeError) as error:
-        reason = str(error)
-    shown = "The body is empty" if not raw else "The body is not JSON"
-    raise RequestError(
-        f"{shown}: {reason}. Send a JSON object in UTF-8 (NaN and Infinity are not JSON).",
-        code="invalid_json",
-    )
 
 
 def json_response(value: object, status: int = 200) -> Response:
