@@ -28,8 +28,7 @@ from quire.args import EngineArgs
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AbortRequest, AddRequest
+from quire.engine.core import AbortRequest, AddRequest, EngineCore
 from quire.executor.local import LocalExecutor
 from quire.families import weight_map
 from quire.modelspec import ModelSpec

@@ -28,7 +28,7 @@ from quire.modelspec import ModelSpec
 from quire.plan.estimate import Load, Replica
 from quire.plan.hardware import Hardware, find_hardware
 from quire.plan.memory import plan_memory
-from quire.plan.presets import PRESETS, preset_of, preset_spec
+from quire.plan.presets import preset_of, preset_spec, presets
 from quire.plan.roofline import IDEAL, Efficiency, Roofline, Work, efficiencies, work_of
 from quire.plan.split import Split
 
@@ -42,7 +42,7 @@ HALF_OF = ("compute", "memory", "experts")  # at most 1
 DENSE = ("llama", "qwen3")
 # A family that Quire does not run, by shapes: attention and experts are of a kind that it knows.
 STAND_INS = {
-    "MiniMaxAI/MiniMax-M2.5": PRESETS["qwen3-30b-a3b"] | {
+    "MiniMaxAI/MiniMax-M2.5": presets()["qwen3-30b-a3b"] | {
         "num_hidden_layers": 62, "hidden_size": 3072, "num_attention_heads": 48, "num_key_value_heads": 8,
         "vocab_size": 200064, "num_experts": 256, "moe_intermediate_size": 1536, "intermediate_size": 1536,
     },

@@ -22,8 +22,7 @@ from quire.clock import WallClock
 from quire.config import EngineConfig
 from quire.device import detect_device
 from quire.engine.assemble import configure
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.executor.local import LocalExecutor
 from quire.request import Request, SamplingParams
 from quire.scheduler.scheduler import Scheduler

@@ -19,34 +19,36 @@ MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
 # Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
-    "": 2_320,
-    "api": 5_142,
-    "bench": 2_441,
-    "cache": 1_365,
+    "": 2_273,
+    "api": 5_110,
+    "bench": 2_440,
+    "cache": 1_199,
     "cli": 1_489,
-    "engine": 3_864,
+    "engine": 3_830,
     "executor": 444,
     "families": 1_686,
     "gateway": 321,
-    "http": 938,
-    "jobs": 1_009,
+    "http": 928,
+    "jobs": 992,
     "kernels": 6_297,
     "layers": 808,
     "lora": 427,
     "metrics": 610,
     "models": 1_583,
-    "plan": 1_926,
+    "plan": 1_821,
     "quant": 407,
     "runner": 2_143,
     "sampling": 657,
-    "scheduler": 2_503,
+    "scheduler": 2_442,
     "sim": 1_508,
     "text": 4_070,
-    "workload": 801,
+    "workload": 772,
 }
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.
-FEATURE_LINES: dict[str, dict[str, int]] = {}
+FEATURE_LINES: dict[str, dict[str, int]] = {
+    "speculation": {"": 40, "runner": 50, "speculate": 150},
+}
 
 # Kernels and tables may be listed; each entry says why.
 LONG_FILES: dict[str, str] = {}

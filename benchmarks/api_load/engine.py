@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from quire.engine.build import EngineInfo
-from quire.engine.inbox import AbortRequest, AddRequest, FinishSample
+from quire.engine.core import AbortRequest, AddRequest, FinishSample
 from quire.engine.process import Boot, Events, decode, encode
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, TokenEvent

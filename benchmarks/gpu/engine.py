@@ -17,8 +17,7 @@ from benchmarks.gpu.timing import DEVICE
 
 from quire.clock import WallClock
 from quire.config import EngineConfig
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.executor.device import DeviceExecutor
 from quire.request import Request, SamplingParams
 from quire.scheduler.scheduler import Scheduler

@@ -10,7 +10,7 @@ from measure import main, replay_steps
 from workloads import MAX_CONTEXT, Item
 
 from quire import LLM, SamplingParams
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest
 from quire.engine.prepare import prepare_request
 
 

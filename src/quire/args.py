@@ -51,6 +51,8 @@ class EngineArgs:
     order: OrderKind = "fcfs"
     enable_chunked_prefill: bool = True
     dynamic_max_wait_ms: float = 50.0
+    speculate: str | None = None
+    spec_tokens: str | int = "auto"
     device: Literal["auto", "cpu", "cuda", "interpret"] = "auto"
     batch_invariant: bool = False
     threads: int | None = None

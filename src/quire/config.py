@@ -116,6 +116,13 @@ class SloConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculateConfig:
+    """How drafts are proposed (docs/speculation.md)."""
+
+    method: Literal["ngram"]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The whole configuration of an engine."""
 
@@ -127,6 +134,7 @@ class EngineConfig:
     device: DeviceInfo
     slo: SloConfig | None = None
     lora: LoraConfig | None = None  # None: only the base model
+    speculate: SpeculateConfig | None = None  # None: one token per sequence and step
 
     @property
     def determinism(self) -> Literal["exact", "batch-dependent"]:

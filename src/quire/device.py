@@ -117,17 +117,15 @@ def memory_bytes() -> tuple[int, int]:
         key, _, rest = line.partition(":")
         info[key] = int(rest.split()[0]) * 1024
     total, available = info.get("MemTotal", 0), info.get("MemAvailable", 0)
-    for limit_file, used_file, stat_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-            "/sys/fs/cgroup/memory/memory.stat",
-        ),
+    for folder, limit_file, used_file in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        limit = _read(limit_file).strip()
+        limit = _read(f"{folder}/{limit_file}").strip()
         if limit.isdigit() and int(limit) < total:
-            used = int(_read(used_file).strip() or 0) - _reclaimable(_read(stat_file))
+            used = int(_read(f"{folder}/{used_file}").strip() or 0) - _reclaimable(
+                _read(f"{folder}/memory.stat")
+            )
             total = int(limit)
             available = min(available, max(0, int(limit) - used))
     return total, available
@@ -152,7 +150,7 @@ def _read(path: str) -> str:
 LEAST_CAPABILITY = (8, 0)  # Ampere: bf16 products
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper: fp8 conversions and products
 LEAST_DRIVER = 12_000  # CUDA 12.0, the oldest major version that torch ≥ 2.11 is built for
-_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CUdevice_attribute
+_MAJOR, _MINOR = 75, 76  # CUdevice_attribute
 
 Load = Callable[[str], Any]  # `ctypes.CDLL`, or a test's replacement; raises OSError
 
@@ -166,7 +164,6 @@ class GpuInfo:
     driver: int
     memory_total_bytes: int
     memory_available_bytes: int
-    multiprocessors: int
 
 
 def find_gpu(load: Load = ctypes.CDLL) -> GpuInfo | str:
@@ -197,7 +194,6 @@ def find_gpu(load: Load = ctypes.CDLL) -> GpuInfo | str:
         driver=_integer(cuda.cuDriverGetVersion),
         memory_total_bytes=total.value,
         memory_available_bytes=_free_bytes(cuda, device, load, total.value),
-        multiprocessors=attribute(_MULTIPROCESSORS),
     )
 
 

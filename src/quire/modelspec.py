@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, prod
 from types import MappingProxyType
 from typing import Literal
@@ -161,13 +162,7 @@ class ModelSpec:
     @property
     def num_params(self) -> int:
         """Number of stored weights (a tied output matrix counts once)."""
-        total = 0
-        for shape in weight_shapes(self).values():
-            size = 1
-            for extent in shape:
-                size *= extent
-            total += size
-        return total
+        return sum(map(prod, weight_shapes(self).values()))
 
     @property
     def num_active_params(self) -> int:
@@ -176,9 +171,7 @@ class ModelSpec:
         for name, shape in weight_shapes(self).items():
             if len(shape) < 2 or (name == "embed.weight" and not self.tie_word_embeddings):
                 continue
-            size = 1
-            for extent in shape:
-                size *= extent
+            size = prod(shape)
             if len(shape) == 3:
                 moe = self.layers[int(name.split(".")[1])].mlp.moe
                 assert moe is not None
@@ -208,12 +201,8 @@ class ModelSpec:
         for window in sorted(classes, key=lambda w: (w is not None, w or 0)):  # full attention first
             layers = classes[window]
             count = ceil(len(layers) / per_page)
-            for part in range(count):
-                groups.append(
-                    KvGroup(
-                        tuple(layers[part * len(layers) // count : (part + 1) * len(layers) // count]), window
-                    )
-                )
+            ends = [part * len(layers) // count for part in range(count + 1)]
+            groups += [KvGroup(tuple(layers[begin:end]), window) for begin, end in pairwise(ends)]
         num_kv_heads = max(layer.attention.num_kv_heads for layer in self.layers)
         return KvLayout(tuple(groups), per_page, next(iter(elements)), num_kv_heads)
 
@@ -278,10 +267,8 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if layer.norms != "pre":
             shapes[prefix + "attn_post_norm.weight"] = (hidden,)
             shapes[prefix + "mlp_post_norm.weight"] = (hidden,)
-        shapes.update(
-            {prefix + "attn." + n: s for n, s in _attention_shapes(layer.attention, hidden).items()}
-        )
-        shapes.update({prefix + n: s for n, s in _mlp_shapes(layer.mlp, hidden).items()})
+        blocks = _attention_shapes(layer.attention, hidden) | _mlp_shapes(layer.mlp, hidden)
+        shapes.update({prefix + name: shape for name, shape in blocks.items()})
     shapes["norm.weight"] = (hidden,)
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
@@ -293,17 +280,17 @@ def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...
     if a.is_mla:
         rope_dim = a.head_dim - a.qk_nope_head_dim
         if a.q_lora_rank:
-            shapes["q_a.weight"] = (a.q_lora_rank, hidden)
-            shapes["q_a_norm.weight"] = (a.q_lora_rank,)
-            shapes["q_b.weight"] = (a.num_heads * a.head_dim, a.q_lora_rank)
+            shapes["attn.q_a.weight"] = (a.q_lora_rank, hidden)
+            shapes["attn.q_a_norm.weight"] = (a.q_lora_rank,)
+            shapes["attn.q_b.weight"] = (a.num_heads * a.head_dim, a.q_lora_rank)
         else:
-            shapes["q.weight"] = (a.num_heads * a.head_dim, hidden)
-        shapes["kv_a.weight"] = (a.kv_lora_rank + rope_dim, hidden)
-        shapes["kv_a_norm.weight"] = (a.kv_lora_rank,)
-        shapes["kv_b.weight"] = (a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
+            shapes["attn.q.weight"] = (a.num_heads * a.head_dim, hidden)
+        shapes["attn.kv_a.weight"] = (a.kv_lora_rank + rope_dim, hidden)
+        shapes["attn.kv_a_norm.weight"] = (a.kv_lora_rank,)
+        shapes["attn.kv_b.weight"] = (a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
         if a.qkv_bias:
-            shapes["q_a.bias"] = (a.q_lora_rank,)
-            shapes["kv_a.bias"] = (a.kv_lora_rank + rope_dim,)
+            shapes["attn.q_a.bias"] = (a.q_lora_rank,)
+            shapes["attn.kv_a.bias"] = (a.kv_lora_rank + rope_dim,)
     else:
         widths = {
             "q": a.num_heads * a.head_dim,
@@ -311,18 +298,18 @@ def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...
             "v": a.num_kv_heads * a.v_head_dim,
         }
         for name, width in widths.items():
-            shapes[f"{name}.weight"] = (width, hidden)
+            shapes[f"attn.{name}.weight"] = (width, hidden)
             if a.qkv_bias:
-                shapes[f"{name}.bias"] = (width,)
+                shapes[f"attn.{name}.bias"] = (width,)
         if a.qk_norm != "none":
             full = a.qk_norm == "full"
-            shapes["q_norm.weight"] = (widths["q"] if full else a.head_dim,)
-            shapes["k_norm.weight"] = (widths["k"] if full else a.head_dim,)
-    shapes["o.weight"] = (hidden, a.num_heads * a.v_head_dim)
+            shapes["attn.q_norm.weight"] = (widths["q"] if full else a.head_dim,)
+            shapes["attn.k_norm.weight"] = (widths["k"] if full else a.head_dim,)
+    shapes["attn.o.weight"] = (hidden, a.num_heads * a.v_head_dim)
     if a.o_bias:
-        shapes["o.bias"] = (hidden,)
+        shapes["attn.o.bias"] = (hidden,)
     if a.sinks:
-        shapes["sinks"] = (a.num_heads,)
+        shapes["attn.sinks"] = (a.num_heads,)
     return shapes
 
 

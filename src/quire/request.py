@@ -214,11 +214,8 @@ def _check(params: SamplingParams) -> None:
         if not _is_int(value) or not 0 <= value <= SEED_MAX:
             raise _bad(f"thinking_budget.{name}", value, f"an integer ≥ 0, at most {SEED_MAX}")
     if budget is not None and params.allowed_token_ids and budget.end_id not in params.allowed_token_ids:
-        raise _bad(
-            "allowed_token_ids",
-            clip_ids(params.allowed_token_ids),
-            f"a list with the end of reasoning, {budget.end_id}",
-        )
+        allowed = f"a list with the end of reasoning, {budget.end_id}"
+        raise _bad("allowed_token_ids", clip_ids(params.allowed_token_ids), allowed)
     _check_choice(params)
     form = params.structured_outputs
     if form is not None and not isinstance(form, StructuredOutputsParams):
@@ -227,25 +224,15 @@ def _check(params: SamplingParams) -> None:
         raise _bad("ignore_eos", True, f"false with {form.param}: a complete answer ends with an EOS token")
 
 
-# What beam search would have to ignore: accepted as these values alone.
-_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
-    "temperature": (0.0, 1.0),
-    "top_p": (1.0,),
-    "top_k": (0,),
-    "min_p": (0.0,),
-    "typical_p": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "stop": ((),),
-    "bad_words": ((),),
-    "allowed_token_ids": (None,),
-    "prompt_logprobs": (None,),
-    "structured_outputs": (None,),
-    "thinking_budget": (None,),
-}
+# What beam search would have to ignore: accepted as the default alone, and temperature as 0 too.
+_NOT_WITH_BEAMS = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "min_tokens", "stop", "bad_words", "allowed_token_ids", "prompt_logprobs",
+    "structured_outputs", "thinking_budget",
+)  # fmt: skip
+
+
+_DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
 
 
 def _check_choice(params: SamplingParams) -> None:
@@ -263,8 +250,9 @@ def _check_choice(params: SamplingParams) -> None:
             if getattr(params, name) != neutral:
                 raise _bad(name, getattr(params, name), f"{neutral!r} without use_beam_search")
         return
-    for name, neutrals in _WITH_BEAMS.items():
-        value = getattr(params, name)
+    for name in _NOT_WITH_BEAMS:
+        value, default = getattr(params, name), {} if name == "logit_bias" else _DEFAULTS[name]
+        neutrals = (0.0, default) if name == "temperature" else (default,)
         if value not in neutrals:
             allowed = " or ".join(repr(neutral) for neutral in neutrals)
             raise _bad(name, value, f"{allowed} with use_beam_search")
@@ -345,9 +333,8 @@ class SampleTiming(NamedTuple):
     queued_s: float = 0.0  # arrival to first admission
     ttft_s: float = 0.0  # arrival to first token
     num_steps: int = 0  # steps that gave the sequence something
-    num_chunks: int = (
-        0  # of these, steps that computed tokens of the prompt, or of a preempted sequence again
-    )
+    # Of these, steps that computed tokens of the prompt, or of a preempted sequence again.
+    num_chunks: int = 0
     cache_miss: str = ""  # why no more of the prompt came from the prefix cache; empty: all of it did
 
 

@@ -17,6 +17,7 @@ from quire.config import (
     ModelConfig,
     RunnerConfig,
     SchedulerConfig,
+    SpeculateConfig,
 )
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
@@ -28,18 +29,11 @@ from quire.weight_format import WeightFormat
 from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
 
 DEFAULT_LORA_RANK = 16
+MAX_DRAFTS = 32  # per sequence and step
+AUTO_DRAFTS = 8
 KV_SHARE = 0.5  # default share of the available memory that the weights leave
-UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(text: str | int, *, name: str = "kv_memory") -> int:
@@ -78,7 +72,9 @@ def resolve(
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
-    weights = spec.weight_bytes(dtype, plan.formats) + _slot_bytes(lora, spec, dtype)
+    weights = spec.weight_bytes(dtype, plan.formats)
+    if lora is not None:
+        weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights)
     layout = spec.kv_layout(max_model_len)
@@ -113,7 +109,28 @@ def resolve(
         runner=_runner(args, device),
         device=device,
         lora=lora,
+        speculate=_speculate(args, device),
     )
+
+
+def _speculate(args: EngineArgs, device: DeviceInfo) -> SpeculateConfig | None:
+    if args.speculate is None:
+        return None
+    if device.kind != "cpu":
+        raise ConfigError(
+            f"speculate = {args.speculate!r} is for a CPU, and the model runs on {device.name}: leave it out"
+        )
+    return SpeculateConfig("ngram")
+
+
+def spec_tokens(args: EngineArgs) -> int:
+    """Return the most drafts per sequence and step; 0: without speculation."""
+    text = str(args.spec_tokens)
+    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_DRAFTS):
+        raise ConfigError(f"spec_tokens = {args.spec_tokens!r} must be 'auto' or a number in 1…{MAX_DRAFTS}")
+    if args.speculate is None:
+        return 0
+    return AUTO_DRAFTS if text == "auto" else int(text)
 
 
 def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
@@ -133,10 +150,6 @@ def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
             f"max_lora_rank = {max_rank} is less than the rank {highest} of an adapter of lora: raise it"
         )
     return LoraConfig(max_loras, max_rank, adapters)
-
-
-def _slot_bytes(lora: LoraConfig | None, spec: ModelSpec, dtype: str) -> int:
-    return 0 if lora is None else lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
 
 
 def _dtype(asked: str, spec: ModelSpec) -> str:
@@ -235,6 +248,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         enable_chunked_prefill=args.enable_chunked_prefill,
         dynamic_max_wait_s=args.dynamic_max_wait_ms / 1e3,
         max_loras=max_loras,
+        max_num_drafts=spec_tokens(args),
     )
 
 
@@ -276,11 +290,10 @@ def blocks_for_sequence(spec: ModelSpec, length: int, block_size: int, chunk: in
 def _blocks_in_memory(
     args: EngineArgs, spec: ModelSpec, device: DeviceInfo, kv_dtype: str, max_len: int, weights: int
 ) -> int:
-    available = device.memory_available_bytes
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
     else:
-        available -= step_bytes(args, spec)
+        available = device.memory_available_bytes - step_bytes(args, spec)
     page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)

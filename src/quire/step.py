@@ -148,9 +148,8 @@ class SeqResult(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     pooled: tuple[float, ...] | None = None  # with the prompt's last token
     error: str | None = None  # this sequence failed; the others of the step did not
-    error_of_request: bool = (
-        False  # with error: the request asked for what cannot be done, as a grammar too complex
-    )
+    # With error: the request asked for what cannot be done, as a grammar too complex.
+    error_of_request: bool = False
     out_of_memory: bool = False  # with error: a smaller chunk might fit, so the sequence is computed again
 
 
@@ -162,6 +161,7 @@ class StepResult:
     seqs: tuple[SeqResult, ...] = ()
     moves_done: int = 0  # how many of kv_moves took effect
     device_s: float = 0.0  # seconds the device (or the compute threads) worked
+    draft_s: float = 0.0  # of these, how long drafts for the next step were made
     max_tokens: int | None = None  # found out in this step: one of more tokens runs out of memory
     error: str | None = None
     transfers_done: tuple[TransferDone, ...] = ()

@@ -17,9 +17,8 @@ from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
-from quire.engine.core import EngineCore
+from quire.engine.core import Call, EngineCore, Reply
 from quire.engine.frontend import Prompts, RenderedChat
-from quire.engine.inbox import Call, Reply
 from quire.engine.output import RequestOutputState
 from quire.engine.prepare import ModelInfo, prepare_request
 from quire.engine.stream import RequestStream

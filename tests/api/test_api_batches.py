@@ -15,9 +15,8 @@ from tests.api.asgi_client import Api, error_of
 from tests.api.test_api_server import server
 
 from quire.errors import RequestError
-from quire.jobs.files import FileStore
-from quire.jobs.lines import check_lines, done_ids, output_line, unanswered_line
-from quire.jobs.upload import read_form
+from quire.jobs.files import FileStore, read_form
+from quire.jobs.runner import check_lines, done_ids, output_line, unanswered_line
 
 CHAT = "/v1/chat/completions"
 

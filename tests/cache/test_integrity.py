@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.cache.cache_bench import Bench
+from tests.fakes.integrity import free_ids
 
 
 def made() -> Bench:
@@ -49,7 +50,7 @@ def block_free_twice(bench: Bench) -> None:
 
 
 def free_block_in_use(bench: Bench) -> None:
-    bench.cache.pool.ref_counts[bench.cache.pool.free_ids()[0]] = 1
+    bench.cache.pool.ref_counts[free_ids(bench.cache.pool)[0]] = 1
 
 
 def wrong_idle_count(bench: Bench) -> None:

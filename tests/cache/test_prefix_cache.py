@@ -6,8 +6,9 @@ import random
 
 from tests.cache.cache_bench import Bench
 
+from quire.cache.block_table import Node
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer, EventsLost
-from quire.cache.node import IdleQueue, Node
+from quire.cache.prefix_cache import IdleQueue
 
 
 def hashes_of(bench: Bench) -> dict[bytes, set[int]]:

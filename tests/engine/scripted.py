@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable
 
 from quire.engine.build import EngineInfo
-from quire.engine.inbox import AddRequest, Message, Reply
+from quire.engine.core import AddRequest, Message, Reply
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent

@@ -15,6 +15,7 @@ from tests.engine.scripted import ScriptedClient
 from tests.engine.toy import BOS, VOCAB, byte_tokenizer, engine_config, ids, model_info
 from tests.engine.wired import WiredClient
 from tests.fakes.engine import FAKE
+from tests.fakes.integrity import check_integrity
 from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
@@ -49,7 +50,7 @@ def with_frontend(
         try:
             await asyncio.wait_for(body(frontend, client), 30)
             await until(lambda: not client.core.has_work)
-            client.core.scheduler.check_integrity()
+            check_integrity(client.core.scheduler)
             assert frontend.num_requests == 0
             assert client.core.stats().num_running == 0
         finally:

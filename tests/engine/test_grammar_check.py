@@ -11,7 +11,7 @@ import pytest
 from tests.engine.toy import EOS, VOCAB, byte_tokenizer
 
 from quire.engine import helper_pool
-from quire.engine.grammar_check import GrammarChecker
+from quire.engine.helper_pool import GrammarChecker
 from quire.errors import CapacityError, RequestError
 from quire.structured_outputs import StructuredOutputsParams
 

@@ -17,7 +17,7 @@ from tests.fakes.engine import FAKE
 from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
-from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
+from quire.engine.core import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
 from quire.engine.process import Boot, Events, ProcessClient, decode, encode
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError, RequestError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest
 from quire.errors import RequestError
 from quire.request import FinishReason, TokenEvent
 from quire.text import grammar_matcher

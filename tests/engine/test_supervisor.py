@@ -9,7 +9,7 @@ import pytest
 from tests.engine.scripted import ScriptedClient, clients, token_of
 
 from quire.clock import VirtualClock
-from quire.engine.inbox import AbortRequest, AddRequest, ChangePolicy, FinishSample, Message, Reply
+from quire.engine.core import AbortRequest, AddRequest, ChangePolicy, FinishSample, Message, Reply
 from quire.engine.process import decode, encode
 from quire.engine.supervisor import InFlight, RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError

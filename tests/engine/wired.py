@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.engine.client import InProcessClient
-from quire.engine.inbox import AddRequest, Message, Reply
+from quire.engine.core import AddRequest, Message, Reply
 from quire.engine.process import Events, decode, encode
 from quire.request import TokenEvent
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tests.exact.models import MAX_MODEL_LEN
 from tests.exact.traffic import STEP_S, Job
+from tests.fakes.integrity import check_integrity
 from tests.kernels.checks import runner_config
 
 from quire.clock import VirtualClock
@@ -18,9 +20,9 @@ from quire.config import (
     ModelConfig,
     OrderKind,
     SchedulerConfig,
+    SpeculateConfig,
 )
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AbortRequest, AddRequest
+from quire.engine.core import AbortRequest, AddRequest, EngineCore
 from quire.executor.base import Executor
 from quire.modelspec import ModelSpec
 from quire.request import FinishReason, TokenEvent
@@ -31,11 +33,12 @@ from quire.weight_format import WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """gate × order × budget."""
+    """gate × order × budget, and who drafts: no proposer, prompt lookup, or one that is right more often than not."""
 
     gate: GateKind
     order: OrderKind
     budget: int
+    drafts: Literal["none", "ngram", "oracle"] = "none"
 
 
 @dataclass(slots=True)
@@ -54,6 +57,8 @@ class Tally:
     num_failures: int = 0
     num_moves: int = 0
     num_adapter_loads: int = 0
+    num_accepted: int = 0  # drafts
+    num_rejected: int = 0
     max_step_seqs: int = 0  # the most sequences that one step computed
     num_full_steps: int = 0  # steps that computed as many
 
@@ -74,7 +79,7 @@ class Tally:
             f"{self.num_preemptions} preemptions, "
             f"{cached:.0%} of {self.num_prompt_tokens} prompt tokens from the cache, "
             f"{self.num_chunked_prompts} prompts in chunks, {self.num_forks} forks, {self.num_moves} block copies, "
-            f"{self.num_aborts} aborts"
+            f"{self.num_aborts} aborts, {self.num_accepted} drafts accepted and {self.num_rejected} rejected"
         )
 
 
@@ -126,9 +131,11 @@ def engine_config(
             max_num_batched_tokens=policy.budget,
             max_model_len=max_model_len,
             dynamic_max_wait_s=3 * STEP_S,
+            max_num_drafts=0 if policy.drafts == "none" else 4,
         ),
         runner=runner_config(cpu_isa, num_threads),
         device=DeviceInfo("cpu", "test", 1, 2**30, 2**30),
+        speculate=None if policy.drafts == "none" else SpeculateConfig("ngram"),
     )
 
 
@@ -171,6 +178,8 @@ class WatchedExecutor:
         if self._fail_every is None:
             result = self._executor.collect()
             assert result.error is None, result.error
+            if self._executor.max_in_flight == 1:
+                self._count_drafts(result)
             return result
         turn, rest = divmod(self._tally.num_steps, self._fail_every)
         plan = self._pending
@@ -181,6 +190,13 @@ class WatchedExecutor:
         result = self._executor.collect()
         assert result.error is None, result.error
         return StepResult(result.step, error=INJECTED) if rest == 0 else result
+
+    def _count_drafts(self, result: StepResult) -> None:
+        assert self._pending is not None
+        for plan, seq in zip(self._pending.seqs, result.seqs, strict=True):
+            if plan.num_draft_tokens:
+                self._tally.num_accepted += len(seq.token_ids) - 1
+                self._tally.num_rejected += 1 + plan.num_draft_tokens - len(seq.token_ids)
 
     def close(self) -> None:
         self._executor.close()
@@ -218,7 +234,7 @@ class EngineRun:
             while aborts and aborts[-1][0] <= now_s:
                 self._core.put(AbortRequest(aborts.pop()[1]))
             self._take(self._core.step())
-            self._scheduler.check_integrity()
+            check_integrity(self._scheduler)
             self._clock.advance(STEP_S)
         stats = self._core.stats()
         self.tally.num_cached_tokens += stats.num_cached_tokens

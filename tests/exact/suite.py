@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from tests.exact.alone import AloneDriver
 from tests.exact.engine_run import INJECTED, Ended, EngineRun, Policy, engine_config
@@ -21,11 +23,16 @@ from quire.kernels.registry import GPU_KERNELS
 from quire.models.checkpoint import describe
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.request import Adapter, FinishReason
+from quire.speculate.proposer import Wanted
 from quire.weight_format import WeightFormat, parse_format
 from quire.weight_plan import role_of
 
 BUDGETS = (16, 48, 256, 2048)
-POLICIES = [Policy(*triple) for triple in itertools.product(GATES, ORDERS, BUDGETS)]
+DRAFTS: tuple[Literal["none", "ngram", "oracle"], ...] = ("none", "ngram", "oracle")
+POLICIES = [
+    Policy(*triple, DRAFTS[index // 6 % 3])
+    for index, triple in enumerate(itertools.product(GATES, ORDERS, BUDGETS))
+]
 NUM_TOKENS = {
     "llama": 160,
     "sliding": 256,
@@ -178,14 +185,17 @@ def serve_and_check(
     config = case.config(num_blocks, policy, num_threads=num_threads, max_num_seqs=max_num_seqs)
     truth = truth_of(case)
     here = f"{case}, {policy}"
+    executor = case.executor(config)
+    if policy.drafts == "oracle":
+        assert isinstance(executor, LocalExecutor)
+        executor.worker.proposer = OracleProposer(truth, case.seed)
     with recording(device=case.on_device) as recorder:
-        run = EngineRun(config, case.executor(config), policy, fail_every)
+        run = EngineRun(config, executor, policy, fail_every)
         run.serve(truth.jobs)
     assert not recorder.conflicts, f"{here}: drawn twice and differently: {recorder.conflicts[:5]}"
     draws = recorder.draws
-    if (
-        case.on_device
-    ):  # with two steps in flight a sequence that has ended may be drawn once more, for nobody
+    # With two steps in flight, or with drafts behind its last token, a sequence is sampled past its end.
+    if case.on_device or policy.drafts != "none":
         draws = {key: draw for key, draw in draws.items() if key in truth.draws}
     run.tally.num_draws = len(draws)
     other = [key for key, draw in draws.items() if draw.logits_digest != truth.draws[key].logits_digest]
@@ -195,6 +205,27 @@ def serve_and_check(
     for (request_id, index), ended in run.ended.items():
         _check_client(f"{here}, {request_id}[{index}]", ended, truth.outputs[request_id, index])
     return run
+
+
+class OracleProposer:
+    """Knows what the sequences give alone; each draft is right with probability 0.7."""
+
+    def __init__(self, truth: Truth, seed: int) -> None:
+        self._random = random.Random(seed)
+        prompts = {job.request.request_id: job.request.prompt_token_ids for job in truth.jobs}
+        self._texts = [(*prompts[name], *output) for (name, _), (output, _) in truth.outputs.items()]
+
+    def begin(self) -> None:
+        """Nothing is remembered of a sequence."""
+
+    def propose(self, wanted: list[Wanted]) -> list[tuple[int, ...]]:
+        return [self._propose(each) for each in wanted]
+
+    def _propose(self, wanted: Wanted) -> tuple[int, ...]:
+        known = tuple(wanted.token_ids.tolist())
+        size = len(known)
+        rest = next((text[size:] for text in self._texts if text[:size] == known), ())
+        return tuple(token if self._random.random() < 0.7 else 5 for token in rest[: wanted.limit])
 
 
 def _check_client(name: str, ended: Ended, alone: tuple[tuple[int, ...], FinishReason]) -> None:

@@ -68,6 +68,8 @@ def test_the_traffic_covers_what_it_claims() -> None:
     assert total.num_forks >= 20
     assert total.num_aborts >= 10
     assert total.num_moves >= 20
+    assert total.num_accepted >= 500
+    assert total.num_rejected >= 200
     for case in CASES:
         assert run_case(case).num_preemptions > 0, f"{case} never ran out of blocks"
 
@@ -146,6 +148,32 @@ def test_quill() -> None:
         pytest.skip(str(error))
     case = Case(str(folder), "bfloat16", 52, num_requests=12)
     serve_and_check(case, Policy("continuous", "shortest-first", 256))
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "kv_dtype", "quantize"),
+    [
+        (level, *kind)
+        for level in backends("linear")
+        for kind in (
+            ("bfloat16", None, ""),
+            ("bfloat16", "int8", ""),
+            ("bfloat16", None, "int8"),
+            ("bfloat16", None, "int4"),
+        )
+    ],
+)
+@pytest.mark.parametrize("model", ["llama", "sliding"])
+def test_drafts_are_exact_in_every_format(
+    model: str, level: str, dtype: str, kv_dtype: str | None, quantize: str
+) -> None:
+    """Rows of several positions of a sequence have the bits of one row per step."""
+    case = Case(
+        model, dtype, 36, num_requests=8, cpu_isa=level, kv_dtype=kv_dtype, quantize=quantize, max_output=30
+    )
+    tally = serve_and_check(case, Policy("continuous", "fcfs", 48, "oracle")).tally
+    assert tally.num_accepted > 20
+    assert tally.num_rejected > 5
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "int4-g64"])

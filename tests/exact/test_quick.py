@@ -22,3 +22,11 @@ def test_quick(case: Case, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> N
     assert tally.num_forks > 0
     assert tally.num_moves > 0
     assert tally.num_cached_tokens > 0
+
+
+def test_quick_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_weights, "STD", 0.3)
+    case = Case("llama", "float32", 48, num_requests=24)
+    tally = serve_and_check(case, Policy("continuous", "fcfs", 48, "oracle")).tally
+    assert tally.num_accepted > 50
+    assert tally.num_rejected > 50

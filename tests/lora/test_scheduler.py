@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tests.fakes.executor import FakeExecutor
+from tests.fakes.integrity import check_integrity
 from tests.fakes.model import fake_tokens
 
 from quire.config import CacheConfig, SchedulerConfig
@@ -48,7 +49,7 @@ class Bench:
         self.moves += plan.adapter_moves
         self.executor.submit(plan)
         events = self.scheduler.apply(self.executor.collect(), 100.0)
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         assert not self.executor.violations
         for event in events:
             self.tokens[event.request_id] += event.token_ids

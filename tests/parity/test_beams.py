@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from tests.exact.engine_run import Policy, engine_config
+from tests.fakes.integrity import check_integrity
 from tests.parity.families import make
 from tests.parity.harness import VOCAB
 
 from quire.clock import VirtualClock
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.executor.local import LocalExecutor
 from quire.models.checkpoint import describe
 from quire.request import Request, SamplingParams
@@ -84,7 +84,7 @@ def run(folder: Path, asked: Sequence[Request], num_blocks: int, budget: int, ma
         for event in core.step():
             assert event.error is None, event.error
             tokens[event.request_id][event.sample_index] = list(event.token_ids)
-        scheduler.check_integrity()
+        check_integrity(scheduler)
     return tokens, scheduler.stats()
 
 

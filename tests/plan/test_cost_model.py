@@ -102,7 +102,10 @@ def test_a_decode_with_drafts_reads_its_keys_once() -> None:
 
 def test_terms_add_up() -> None:
     s = StepFeatures(100, 4, 4, 3000, 97, chunk_pairs(0, 97))
-    assert sum(MODEL.explain(s).values()) == pytest.approx(MODEL.seconds(s), rel=1e-12)
+    terms = MODEL.fixed_s + MODEL.rows.at(100) + MODEL.logits.at(4) + MODEL.per_seq_s * 4
+    terms += MODEL.per_decode_kv_s * 3000 + MODEL.spill.at(3000)
+    terms += MODEL.per_chunk_kv_s * s.chunk_kv_tokens + MODEL.per_pair_s * s.chunk_pairs
+    assert MODEL.seconds(s) == pytest.approx(terms, rel=1e-12)
     assert MODEL.plus(fixed_s=1.0, per_seq_s=0.5).seconds(s) == pytest.approx(
         MODEL.seconds(s) + 3.0, rel=1e-12
     )

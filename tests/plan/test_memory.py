@@ -8,7 +8,7 @@ from quire.families import spec_from_config
 from quire.modelspec import ModelSpec
 from quire.plan.hardware import GIB, find_hardware
 from quire.plan.memory import kv_bytes_per_request, kv_bytes_per_token, kv_scale_bytes_per_token, plan_memory
-from quire.plan.presets import PRESETS, preset_of, preset_spec
+from quire.plan.presets import preset_of, preset_spec, presets
 from quire.plan.split import Split, shard_of
 
 
@@ -81,7 +81,7 @@ def test_a_request_takes_the_bytes_of_its_pages(preset: str, dtype: str) -> None
     assert kv_bytes_per_token(spec, dtype) + kv_scale_bytes_per_token(spec, dtype) == page // 16
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("preset", sorted(presets()))
 def test_one_device_holds_every_weight_once(preset: str) -> None:
     spec = preset_spec(preset)
     assert shard_of(spec, "bf16", Split()).weight_bytes == 2 * spec.num_params

@@ -12,7 +12,7 @@ from quire.clock import VirtualClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.build import build_core
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest
 from quire.errors import ConfigError
 from quire.executor.logged import LoggedExecutor
 from quire.plan.cost_model import CostModel, Curve, StepFeatures

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.fakes.integrity import check_integrity
 from tests.kernels.triton.device import DEVICE, WARNINGS
 from tests.lora.peft_files import make_adapters
 from tests.runner.tiny import GREEDY, SEED, VOCAB, engine_config, llama, weights
@@ -16,8 +17,7 @@ from tests.runner.tiny import SPECS as ALL_SPECS
 
 from quire.clock import VirtualClock
 from quire.config import DeviceInfo, EngineConfig, LoraConfig
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
@@ -65,7 +65,7 @@ def generate(
             assert event.finish_reason is not FinishReason.ERROR, event.error
             tokens[event.request_id].extend(event.token_ids)
             running -= event.finish_reason is not None
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
     core.executor.close()
     return tokens
 

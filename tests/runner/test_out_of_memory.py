@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.fakes.integrity import check_integrity
 from tests.runner.tiny import GREEDY, SPECS, engine_config, llama, weights
 
 from quire.clock import VirtualClock
 from quire.config import DeviceInfo, EngineConfig
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.executor.local import LocalExecutor
 from quire.request import FinishReason, Request, TokenEvent
 from quire.runner.model_runner import ModelRunner
@@ -38,7 +38,7 @@ def serve(
             tokens[event.request_id] += event.token_ids
             if event.finish_reason is not None:
                 ends[event.request_id] = event._replace(token_ids=tokens[event.request_id])
-        scheduler.check_integrity()
+        check_integrity(scheduler)
     assert core.stats().num_free_blocks + core.stats().num_idle_blocks == core.stats().num_blocks
     return ends, scheduler
 

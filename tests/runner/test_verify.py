@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tests.kernels.checks import runner_config
@@ -17,7 +16,7 @@ from tests.runner.tiny import GREEDY, SEED, SPECS, Driver, engine_config, prompt
 from quire.config import EngineConfig, LoraConfig
 from quire.kernels.registry import backends
 from quire.request import SamplingParams
-from quire.runner.sequences import WorkerSeq
+from quire.speculate.proposer import Wanted
 from quire.step import AdapterMove, SeqPlan, SeqResult, StepPlan
 
 LEVELS = [level for level in ("reference", *backends("linear")) if level != "reference"][:1]
@@ -44,13 +43,21 @@ class Oracle(Driver):
         self.held: dict[int, int] = {}
         self.results: dict[int, list[SeqResult]] = {}
         self.num_accepted = self.num_rejected = 0
-        self.executor.worker.propose = self._propose
+        self.executor.worker.proposer = self
 
-    def _propose(self, seq: WorkerSeq, ids: np.ndarray, limit: int) -> Sequence[int]:
-        known = self.seqs[seq.seq_id]
+    def begin(self) -> None:
+        """Nothing is remembered of a sequence."""
+
+    def propose(self, wanted: list[Wanted]) -> list[tuple[int, ...]]:
+        return [self._propose(each) for each in wanted]
+
+    def _propose(self, wanted: Wanted) -> tuple[int, ...]:
+        table, ids = self.executor.worker.seqs, wanted.token_ids
+        seq_id = next(i for i in self.seqs if (seq := table.find(i)) is not None and seq.row == wanted.row)
+        known = self.seqs[seq_id]
         assert ids[: len(known.prompt)].tolist() == list(known.prompt)
-        rest = self.truth[seq.seq_id][len(ids) - len(known.prompt) :][:limit]
-        return [token if self.rng.random() < (self.right or 0) else 100 for token in rest]
+        rest = self.truth[seq_id][len(ids) - len(known.prompt) :][: wanted.limit]
+        return tuple(token if self.rng.random() < (self.right or 0) else 100 for token in rest)
 
     def _plan(self, seq_id: int, rows: int) -> SeqPlan:
         known = self.seqs[seq_id]

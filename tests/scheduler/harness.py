@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from tests.fakes.executor import FakeDrafts, FakeExecutor, FakeFaults
+from tests.fakes.integrity import check_integrity
 from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.request import Request, SamplingParams, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.step import SeqResult, StepPlan, StepResult
@@ -78,7 +78,7 @@ def step(scheduler: Scheduler, now: float = 0.0, token_id: int = 5) -> list[Toke
     if plan is None:
         return []
     events = scheduler.apply(answer(scheduler, plan, token_id), now)
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     return events
 
 
@@ -116,7 +116,7 @@ class Engine:
         self.clock.advance(0.01)
         for event in events:
             self.events[event.request_id, event.sample_index].append(event)
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         assert self.executor.violations == []
         return events
 

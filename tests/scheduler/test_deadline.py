@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, step
 
 from quire.config import SchedulerConfig
@@ -110,7 +111,7 @@ def test_a_first_token_that_does_not_come_or_comes_late() -> None:
     assert plan is not None
     (event,) = scheduler.apply(answer(scheduler, plan), 1.5)
     assert (event.finish_reason, event.token_ids) == (FinishReason.DEADLINE, ())
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 def test_the_engine_wakes_for_a_deadline_behind_a_closed_gate() -> None:

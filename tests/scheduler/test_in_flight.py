@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, step
 
 from quire.request import FinishReason
@@ -94,7 +95,7 @@ def test_readmission_has_a_new_epoch_and_the_output() -> None:
         assert plan is not None
         admissions += [(n.seq_id, n.epoch, len(n.output_token_ids)) for n in plan.new_seqs]
         scheduler.apply(answer(scheduler, plan), 0.0)
-        scheduler.check_integrity()
+        check_integrity(scheduler)
     assert admissions[:2] == [(0, 0, 0), (1, 0, 0)]
     assert admissions[2][:2] == (1, 1)
     assert admissions[2][2] > 0
@@ -124,7 +125,7 @@ def test_a_reader_of_a_failed_step_starts_again() -> None:
     assert {p.seq_id for p in second.seqs} == {0, 1}
     events = scheduler.apply(StepResult(0, error="failed"), 0.0)
     assert [e.request_id for e in events] == ["writer"]
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     assert scheduler.apply(answer(scheduler, second), 0.0) == [], "what the reader read cannot be trusted"
     assert scheduler.stats().num_restarted_readers == 1
     third = scheduler.plan(0.0)
@@ -145,7 +146,7 @@ def test_a_failed_sequence_takes_its_readers_of_the_same_step_along() -> None:
     events = scheduler.apply(StepResult(0, bad), 0.0)
     assert {e.request_id: e.finish_reason for e in events} == {"writer": FinishReason.ERROR, "other": None}
     assert scheduler.stats().num_restarted_readers == 1
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 def test_fail_in_flight_fails_all_that_is_out_and_nothing_else() -> None:
@@ -156,7 +157,7 @@ def test_fail_in_flight_fails_all_that_is_out_and_nothing_else() -> None:
     scheduler.plan(0.0)
     events = scheduler.fail_in_flight("the worker died", 0.0)
     assert sorted(e.request_id for e in events) == ["a", "b"]
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     assert scheduler.stats().num_in_flight == 0
     (event,) = step(scheduler)
     assert event.request_id == "c"

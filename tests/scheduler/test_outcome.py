@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, step
 
 from quire.request import FinishReason
@@ -96,7 +97,7 @@ def test_abort_ends_every_sample_wherever_it_is() -> None:
         assert sorted(e.sample_index for e in events) == list(range(count))
         assert {e.finish_reason for e in events} == {FinishReason.ABORT}
         assert scheduler.abort(name) == []
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     assert not scheduler.has_work
     assert scheduler.stats().num_free_blocks + scheduler.stats().num_idle_blocks == 64
 

@@ -8,8 +8,7 @@ from tests.fakes.executor import FakeExecutor, FakeFaults
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest, ChangePolicy
+from quire.engine.core import AddRequest, ChangePolicy, EngineCore
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.request import Request, SamplingParams
 from quire.scheduler.policy import PolicyChange

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, step
 
-from quire.engine.inbox import LoadKv, TransfersDone
+from quire.engine.core import LoadKv, TransfersDone
 from quire.request import FinishReason
 from quire.scheduler.scheduler import Scheduler, Wait
 from quire.step import KvTransfer, StepPlan, StepResult, TransferDone
@@ -23,7 +24,7 @@ def loading(num_wanted: int = 2, **config: object) -> tuple[Scheduler, KvTransfe
     assert plan.seqs == ()
     (transfer,) = plan.transfers
     assert scheduler.apply(StepResult(plan.step), 0.0) == []
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     return scheduler, transfer
 
 
@@ -56,7 +57,7 @@ def test_a_sequence_that_loads_waits_without_spinning() -> None:
 def test_what_came_is_used_and_the_rest_is_computed(whole: int, start: int) -> None:
     scheduler, transfer = loading()
     scheduler.transfers.end([TransferDone(transfer.transfer_id, whole, None if whole == 2 else "lost")])
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     (seq,) = planned(scheduler).seqs
     assert (seq.num_computed_tokens, seq.num_scheduled_tokens) == (start, 10 - start)
     stats = scheduler.stats()
@@ -72,7 +73,7 @@ def test_blocks_are_not_published_before_they_came() -> None:
     scheduler.transfers.end(
         [TransferDone(transfer.transfer_id, 2)]
     )  # b has published the same rows meanwhile
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     assert scheduler.stats().num_cached_blocks == 2
 
 
@@ -90,7 +91,7 @@ def test_a_load_outlives_the_sequence_it_is_for() -> None:
     scheduler, transfer = loading()
     (event,) = scheduler.abort("a")
     assert event.finish_reason is FinishReason.ABORT
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     assert scheduler.stats().num_free_blocks == 62, "bytes are still written to its blocks"
     scheduler.transfers.end([TransferDone(transfer.transfer_id, 2)])
     assert scheduler.stats().num_idle_blocks == 2
@@ -107,7 +108,7 @@ def test_a_failed_step_ends_the_transfers_it_began() -> None:
     (seq,) = planned(scheduler).seqs
     assert seq.num_scheduled_tokens == 10
     scheduler.transfers.end([TransferDone(0, 2)])  # a late message is ignored
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 def test_the_death_of_the_executor_ends_what_was_begun() -> None:
@@ -115,7 +116,7 @@ def test_the_death_of_the_executor_ends_what_was_begun() -> None:
     scheduler.add(request("b", 6), 0.0)
     scheduler.transfers.load("b", "host", 1)  # not told to the executor yet
     assert scheduler.fail_in_flight("died", 0.0) == []
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     plan = planned(scheduler)
     assert [seq.seq_id for seq in plan.seqs] == [0]
     assert [transfer.seq_id for transfer in plan.transfers] == [1]
@@ -132,13 +133,13 @@ def test_a_stored_block_stays_until_its_bytes_left() -> None:
     assert transfer_id is not None
     (transfer,) = planned(scheduler).transfers
     assert (transfer.direction, len(transfer.blocks)) == ("store", 1)
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     scheduler.add(request("b", 20, max_tokens=1), 0.0)
     assert scheduler.next_action(0.0) == Wait(), "four blocks are free, and two are being read"
     scheduler.apply(StepResult(1), 0.0)
     scheduler.transfers.end([TransferDone(transfer_id, 1)])
     assert planned(scheduler).seqs
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 @pytest.mark.parametrize("why", ["unknown", "running", "cached", "no caching"])
@@ -161,7 +162,7 @@ def test_a_load_takes_no_more_blocks_than_are_free() -> None:
     scheduler.transfers.load("b", "host", 3)
     (second,) = planned(scheduler).transfers
     assert len(second.blocks) == 2
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 def test_tokens_are_those_of_the_oracle_after_a_load() -> None:

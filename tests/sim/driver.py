@@ -9,14 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.fakes.executor import FakeExecutor, FakeTransferRates
+from tests.fakes.integrity import check_integrity
 from tests.sim.scenario import RequestMaker, Scenario, expected_output
 
 from quire.clock import VirtualClock
 from quire.config import GATES, ORDERS
-from quire.engine.core import EngineCore
-from quire.engine.inbox import (
+from quire.engine.core import (
     AbortRequest,
     AddRequest,
+    EngineCore,
     FinishSample,
     LoadKv,
     ResetPrefixCache,
@@ -117,7 +118,7 @@ class Driver:
             events += self.core.step()
             self.clock.advance(STEP_S)
             self._take(events)
-            self.scheduler.check_integrity()
+            check_integrity(self.scheduler)
             assert not self.executor.violations, self.executor.violations[:3]
             self.seen["steps"] += 1
             assert self.seen["steps"] < MAX_STEPS, "no end"

@@ -26,8 +26,7 @@ from quire.config import EngineConfig
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.build import build_core
-from quire.engine.core import EngineCore
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest, EngineCore
 from quire.plan.cost_model import CostModel, Curve
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.cluster import ClusterConfig

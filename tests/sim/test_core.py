@@ -14,7 +14,7 @@ from tests.sim.scenario import make_scenario
 
 from quire.clock import WallClock
 from quire.engine.client import InProcessClient
-from quire.engine.inbox import (
+from quire.engine.core import (
     AbortRequest,
     AddRequest,
     ChangePolicy,

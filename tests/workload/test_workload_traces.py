@@ -138,7 +138,7 @@ def test_time_scale_stretches_and_order_is_kept() -> None:
     workload = from_trace(parse_trace(AZURE, "azure"), time_scale=2.0)
     assert [r.arrival_s for r in workload.requests] == [0.0, pytest.approx(8.629158, abs=2e-6)]
     assert [r.index for r in workload.requests] == [0, 1]
-    assert workload.num_refused == 3
+    assert sum(workload.refused.values()) == 3
 
 
 @pytest.mark.parametrize(

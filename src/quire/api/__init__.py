@@ -3,11 +3,11 @@
 The way of a request through this package, over the manners of `quire.http`::
 
     app             routes
-    endpoint        bytes → JSON under limits → a `Job`; every error as an answer
+    endpoint        bytes → JSON under limits → a `Job` → its answer; every error as an answer; disconnects
     protocol        names and types of a request's fields; the last use of pydantic
     chat, anthropic, responses → conversation    messages → prompt; completions, pooling have their own
     params, tools   sampling, form of the answer, tools, thinking → `SamplingParams`
-    generation, prompt_streams    run a `Job` on the frontend; abort it if the client disconnects
+    prompt_streams  the prompts of a `Job` on the frontend
     parts           the text of an answer → reasoning, text and calls, for every kind of conversation
     job, chat …     `OutputChunk`s → JSON, whole or as server-sent events
 """

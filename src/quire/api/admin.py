@@ -18,7 +18,7 @@ from starlette.routing import Route
 from quire.api.health import Handler, Probes
 from quire.api.state import ApiState
 from quire.engine.adapters import AdapterRegistry
-from quire.engine.inbox import ChangePolicy, Reply, ResetPrefixCache
+from quire.engine.core import ChangePolicy, Reply, ResetPrefixCache
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, read_json
 from quire.http.edge import Edge, NoBrowsers, error_handlers

@@ -23,8 +23,9 @@ from quire.api.params import sampling_params
 from quire.api.parts import Assembler, Event, Kind, Part
 from quire.api.state import ApiState
 from quire.api.tools import OutputPlan
+from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
-from quire.http import sse
+from quire.http.body import named_event
 from quire.http.refusals import ANTHROPIC_ROOT, Refusal
 from quire.http.wire import parse
 from quire.request import FinishReason, SamplingParams
@@ -45,7 +46,7 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
     """
     request = parse(MessagesRequest, body, ignored=ignored)
     state.check_model(request.model)
-    conversation = conversation_of(request, ignored)
+    conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
     metadata = parse(Metadata, request.metadata or {}, prefix="metadata.", ignored=ignored)
     given = request.given_sampling()
     if request.stop_sequences:
@@ -75,7 +76,8 @@ async def count_tokens(state: ApiState, body: Any, ignored: list[str] | None) ->
     request = parse(CountTokensRequest, body, ignored=ignored)
     state.check_model(request.model)
     form_of(request, ignored)
-    _, prompt = await conversation_of(request, ignored).prompt(state)
+    conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
+    _, prompt = await conversation.prompt(state)
     return {"input_tokens": len(prompt)}
 
 
@@ -99,7 +101,7 @@ class MessageAnswer(Answer):
 
     def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
         start = Usage(usage.prompt_tokens, 0, usage.cached_tokens)
-        return sse.named_event("message_start", {"message": self._message([], start)})
+        return named_event("message_start", {"message": self._message([], start)})
 
     def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
         last = chunk.finish_reason is not None
@@ -109,10 +111,8 @@ class MessageAnswer(Answer):
         return b"".join([_block_event(event) for event in events])
 
     def closing(self, usage: Usage) -> bytes:
-        end = sse.named_event(
-            "message_delta", {"delta": self._end, "usage": usage_json(usage), **usage.beside()}
-        )
-        return end + sse.named_event("message_stop", {})
+        end = named_event("message_delta", {"delta": self._end, "usage": usage_json(usage), **usage.beside()})
+        return end + named_event("message_stop", {})
 
     def error(self, refusal: Refusal) -> bytes:
         return b"event: error\ndata: " + refusal.body(ANTHROPIC_ROOT) + b"\n\n"
@@ -168,10 +168,10 @@ def _block_event(event: Event) -> bytes:
     part = event.part
     if event.verb == "open":
         values: dict[str, Any] = {"index": part.index, "content_block": _block(part, begun=True)}
-        return sse.named_event("content_block_start", values)
+        return named_event("content_block_start", values)
     if event.verb == "close":
-        return sse.named_event("content_block_stop", {"index": part.index})
+        return named_event("content_block_stop", {"index": part.index})
     kind, name = _DELTAS[part.kind]
-    return sse.named_event(
+    return named_event(
         "content_block_delta", {"index": part.index, "delta": {"type": kind, name: event.text}}
     )

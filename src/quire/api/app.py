@@ -14,12 +14,11 @@ from quire.api.anthropic import count_tokens, messages_job
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
-from quire.api.forecast import TtftForecast
 from quire.api.health import Models, Probes
 from quire.api.openapi import Description
 from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, responses_job
-from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests
+from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.http.edge import Edge, Extension, error_handlers, id_source

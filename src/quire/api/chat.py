@@ -15,6 +15,7 @@ from quire.api.parts import Assembler, Event, Kind, Part, TokenNames, chat_logpr
 from quire.api.protocol import ChatPrompt, ChatRequest, stream_options
 from quire.api.state import ApiState
 from quire.api.tools import OutputPlan, Thinking, chat_tools, tool_use
+from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError, clip
 from quire.http.wire import not_allowed, parse
@@ -52,7 +53,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         )
         return ChoicesAnswer(head, choices, options, sampling.n)
 
-    conversation = chat_conversation(request, ignored, request)
+    conversation = await off_loop(len(request.messages), chat_conversation, request, ignored, request)
     return await conversation_job(state, request, conversation, sampling, "chatcmpl-", answer, ignored)
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quire.api.generation import CANCELLED_BY_CLIENT, Generation
-from quire.api.job import Job
+from quire.api.job import Job, Usage
+from quire.api.prompt_streams import PromptStreams
 from quire.api.state import ApiState
+from quire.engine.output import OutputChunk, choose_best, merge
 from quire.errors import QuireError, RequestError
-from quire.http.body import Disconnected, read_json, send_json
+from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_body, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import adopt_request_id, request_id_of
-from quire.http.refusals import refusal_of
+from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.metrics.log import Log
 from quire.metrics.trace import trace_headers
+from quire.request import FinishReason
 
 log = Log("api")
 
@@ -38,17 +42,28 @@ class PostEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = self._state.now()
-        status = 200
+        status, client = 200, _Client(receive)
         try:
-            body = await read_json(scope, receive, self._state.settings.max_body_bytes)
-            await self._run(body, arrival_s, scope, receive, send)
+            pieces = await read_body(scope, receive, self._state.settings.max_body_bytes)
+            client.watch()
+            body = await decode_body(pieces, self._state.frontend.prompts.bodies.decode)
+            del pieces
+            await self._run(body, arrival_s, scope, client, send)
         except Disconnected:
             status = 499  # nginx's number for a client that disconnected; it is only counted
+        except asyncio.CancelledError:
+            if not client.has_left:
+                raise
+            self._state.metrics.counters["quire:http_disconnects"] += 1
+            status = 499
         except Exception as error:
+            client.release()
             status = await self._refuse(error, scope, send)
+        finally:
+            client.release()
         self._state.metrics.response(self._path, status)
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         raise NotImplementedError
 
     def _ignored(self) -> list[str] | None:
@@ -75,9 +90,10 @@ class JsonEndpoint(PostEndpoint):
         super().__init__(state, path)
         self._compute = compute
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         ignored = self._ignored()
         answer = await self._compute(self._state, body, ignored)
+        client.release()
         await send_json(send, 200, msgspec.json.encode(answer), ignored_header(ignored))
 
 
@@ -88,7 +104,7 @@ class GenerateEndpoint(PostEndpoint):
         super().__init__(state, path)
         self._prepare = prepare
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         ignored = self._ignored()
         job = await self._prepare(self._state, body, ignored)
         adopt_request_id(scope, job.client_request_id)
@@ -100,7 +116,7 @@ class GenerateEndpoint(PostEndpoint):
             raise RequestError("background = true is not supported by this server.", param="background")
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
         with self._state.running.entered(ids, generation):
-            await self._answer(generation, ignored, receive, send)
+            await self._answer(generation, ignored, client, send)
         if log.debugging:
             log.debug(
                 "request_done",
@@ -113,23 +129,51 @@ class GenerateEndpoint(PostEndpoint):
             )
 
     async def _answer(
-        self, generation: Generation, ignored: list[str] | None, receive: Receive, send: Send
+        self, generation: Generation, ignored: list[str] | None, client: _Client, send: Send
     ) -> None:
-        watcher: asyncio.Task[None] | None = None
         try:
             if not generation.job.in_background:
                 await generation.submit()
-            watcher = asyncio.create_task(_watch(receive, generation))
+            client.on_leave = generation.client_left
             await generation.answer(send, ignored_header(ignored))
         except QuireError:
             if not generation.disconnected:
                 raise
         finally:
-            if watcher is not None:
-                watcher.cancel()
+            client.release()
             await generation.close()
         if generation.disconnected:
             raise Disconnected
+
+
+class _Client:
+    """Watches for the client's disconnect: it cancels the task that serves the request, or calls ``on_leave``."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.has_left = False  # and the task is cancelled
+        self.on_leave: Callable[[], Awaitable[None]] | None = None
+        self._receive = receive
+        self._serving = asyncio.current_task()
+        self._watching: asyncio.Task[None] | None = None
+
+    def watch(self) -> None:
+        """Begin; the body is read by now."""
+        self._watching = asyncio.create_task(self._watch())
+
+    def release(self) -> None:
+        """End: the answer is being sent, or was."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        if self.on_leave is not None:
+            await self.on_leave()
+            return
+        assert self._serving is not None
+        self.has_left = True
+        self._serving.cancel()
 
 
 def ignored_header(ignored: list[str] | None) -> list[tuple[bytes, bytes]]:
@@ -139,11 +183,176 @@ def ignored_header(ignored: list[str] | None) -> list[tuple[bytes, bytes]]:
     return [(b"x-quire-ignored-fields", ", ".join(ignored).encode("ascii", "replace"))]
 
 
-async def _watch(receive: Receive, generation: Generation) -> None:
-    """Wait for the client to disconnect; then abort."""
-    while (await receive())["type"] != "http.disconnect":
-        continue
-    if generation.job.in_background:
-        await generation.cancel(CANCELLED_BY_CLIENT)
-    else:
-        await generation.disconnect()
+CANCELLED = "cancelled"
+CANCELLED_BY_CLIENT = "cancelled_by_client"
+log = Log("api")
+
+
+class Generation:
+    """Runs a `Job`. The choice index of sample s of prompt p is ``p * n + s``, as in OpenAI's API."""
+
+    def __init__(
+        self, state: ApiState, job: Job, arrival_s: float, request_id: str, trace: Mapping[str, str]
+    ) -> None:
+        """``request_id``: the id for client and log; ``trace``: the headers that name the client's span."""
+        self.job = job
+        self.disconnected = False
+        self._state = state
+        self._arrival_s = arrival_s
+        self._request_id = request_id
+        self._streams = PromptStreams(state, job, arrival_s, request_id, trace)
+        self._begun = False  # the first bytes of a stream were sent
+        self._ended = False  # the last bytes were sent
+        self._cancelled = ""  # the error's code
+
+    @property
+    def usage(self) -> Usage:
+        return self._streams.usage
+
+    async def submit(self) -> None:
+        """Start all prompts, or none.
+
+        Raises:
+            QuireError: a prompt is rejected, or the request was cancelled meanwhile.
+        """
+        await self._streams.submit()
+        if self._cancelled:
+            raise self._cancellation()
+
+    async def answer(self, send: Send, headers: Headers) -> None:
+        """Send the answer. An error before the first byte is raised, one after it is an event of the stream.
+
+        In the background, the first events are sent before the prompts are submitted, which is done here.
+        """
+        if self.job.in_background:
+            opening = await self._start_stream(send, headers)
+            await send({"type": "http.response.body", "body": opening, "more_body": True})
+            try:
+                await self.submit()
+            except Exception as error:
+                await self._fail_stream(send, error)
+                return
+        predicted_ms = self._streams.predicted_ms()
+        if predicted_ms is not None:
+            headers = (*headers, (b"x-quire-predicted-ttft-ms", f"{predicted_ms:.1f}".encode()))
+        if self.job.answer.streamed:
+            await self._answer_stream(send, headers)
+        else:
+            await self._answer_whole(send, headers)
+
+    async def client_left(self) -> None:
+        """The client disconnected: it wants the answer no more, or cancels its response in the background."""
+        if self.job.in_background:
+            await self.cancel(CANCELLED_BY_CLIENT)
+        else:
+            await self.disconnect()
+
+    async def disconnect(self) -> None:
+        """The client disconnected: abort, so that the blocks are free in the next step.
+
+        ASGI servers report the end of an answer in the same way, which changes nothing here.
+        """
+        if not self._ended:
+            self.disconnected = True
+            self._state.metrics.counters["quire:http_disconnects"] += 1
+            await self._streams.abort()
+
+    async def cancel(self, code: str = CANCELLED) -> None:
+        """End the request; its client gets an error with this code."""
+        self._cancelled = code
+        await self._streams.abort()
+
+    def describe(self, now_s: float) -> dict[str, Any]:
+        """Return the line of ``GET /requests``."""
+        return {
+            "id": self.job.answer.head.id,
+            "request_id": self._request_id,
+            "model": self.job.answer.head.model,
+            "seconds": round(now_s - self._arrival_s, 3),
+            "num_choices": len(self.job.prompts) * self.job.sampling.n,
+            "prompt_tokens": self.usage.prompt_tokens,
+            "completion_tokens": self.usage.completion_tokens,
+            "stream": self.job.answer.streamed and not self.job.in_background,
+            "priority": self.job.priority,
+            "tenant": self.job.tenant,
+        }
+
+    async def close(self) -> None:
+        """Abort the prompts that still run."""
+        await self._streams.close()
+
+    def _cancellation(self) -> HttpError:
+        # Clients retry a 409, 429 or 5xx by themselves; this request was ended on purpose.
+        by = "its client" if self._cancelled == CANCELLED_BY_CLIENT else "an operator"
+        return HttpError(Refusal(499, f"The request was cancelled by {by}.", code=self._cancelled))
+
+    def _check_end(self, chunk: OutputChunk) -> None:
+        """Raise unless the last chunk of a choice ends an answer that can be shown."""
+        if chunk.finish_reason is FinishReason.ERROR:
+            after_s = max(self._state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
+            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s))
+        if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
+            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))
+        if chunk.finish_reason is FinishReason.ABORT:
+            if self._cancelled:
+                raise self._cancellation()
+            if not self.disconnected:
+                message = "The request was aborted: the server is shutting down."
+                raise HttpError(Refusal(503, message, code="aborted"))
+
+    async def _answer_whole(self, send: Send, headers: Headers) -> None:
+        job = self.job
+        n, num_samples = job.sampling.n, job.sampling.num_samples
+        collected: list[list[OutputChunk]] = [[] for _ in range(len(job.prompts) * num_samples)]
+        async with aclosing(self._streams.chunks()) as chunks:
+            async for index, chunk in chunks:
+                if chunk.finish_reason is not None:
+                    self._check_end(chunk)
+                collected[index].append(chunk)
+        wholes: list[OutputChunk] = []
+        for start in range(0, len(collected), num_samples):
+            wholes += choose_best(
+                [merge(parts) for parts in collected[start : start + num_samples]], job.sampling
+            )
+        if echoes := self._streams.echoes:
+            wholes = [replace(whole, text=echoes[i // n] + whole.text) for i, whole in enumerate(wholes)]
+        self._streams.note_timing()
+        body = job.answer.whole(wholes, self._streams.token_ids(), self.usage)
+        self._ended = True
+        await send_json(send, 200, body, headers)
+
+    async def _answer_stream(self, send: Send, headers: Headers) -> None:
+        answer = self.job.answer
+        try:
+            async with aclosing(self._streams.chunks()) as chunks:
+                async for index, chunk in chunks:
+                    if chunk.finish_reason is not None:
+                        self._check_end(chunk)
+                    # Not earlier: a rejection by the engine is the first chunk, and has a status of its own.
+                    frame = b"" if self._begun else await self._start_stream(send, headers)
+                    frame += answer.frame(index, chunk, self.usage)
+                    if frame:
+                        await send({"type": "http.response.body", "body": frame, "more_body": True})
+        except Exception as error:
+            if not self._begun:
+                raise
+            await self._fail_stream(send, error)
+            return
+        self._streams.note_timing()
+        await self._send_last(send, answer.closing(self.usage))
+
+    async def _start_stream(self, send: Send, headers: Headers) -> bytes:
+        """Send the status, and return the first events."""
+        self._begun = True
+        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
+        return self.job.answer.opening(self._streams.token_ids(), self._streams.echoes, self.usage)
+
+    async def _fail_stream(self, send: Send, error: Exception) -> None:
+        """End a stream that had begun with an event that has the error."""
+        if not isinstance(error, QuireError):
+            log.exception("stream_crashed", id=self.job.answer.head.id)
+        await self._send_last(send, self.job.answer.error(refusal_of(error)))
+
+    async def _send_last(self, send: Send, body: bytes) -> None:
+        self._ended = True
+        await send({"type": "http.response.body", "body": body, "more_body": False})

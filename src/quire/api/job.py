@@ -16,7 +16,7 @@ from quire.api.params import deadline_of
 from quire.api.protocol import RequestFields, SampledFields, StreamOptions
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.http import sse
+from quire.http.body import STREAM_DONE
 from quire.http.refusals import Refusal
 from quire.request import Deadline, Pooling, SamplingParams
 
@@ -117,7 +117,7 @@ class Answer:
 class Job:
     """A checked request: what to run and how to answer."""
 
-    prompts: Sequence[str | list[int]]
+    prompts: Sequence[str | Sequence[int]]
     sampling: SamplingParams
     answer: Answer
     priority: int = 0
@@ -225,10 +225,10 @@ class ChoicesAnswer(Answer):
         beside = usage.beside()
         if self._options.include_usage:
             beside["usage"] = usage.to_json()
-        return self._envelope.frame(b"", beside) + sse.DONE if beside else sse.DONE
+        return self._envelope.frame(b"", beside) + STREAM_DONE if beside else STREAM_DONE
 
     def error(self, refusal: Refusal) -> bytes:
-        return b"data: " + refusal.body() + b"\n\n" + sse.DONE
+        return b"data: " + refusal.body() + b"\n\n" + STREAM_DONE
 
 
 class WholeAnswer(Answer):

@@ -8,9 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from quire.api.forecast import Ticket
 from quire.api.job import Job, Usage
-from quire.api.state import ApiState
+from quire.api.state import ApiState, Ticket
 from quire.engine.output import OutputChunk
 from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip
@@ -79,7 +78,7 @@ class PromptStreams:
                 raise RequestError(message, param=job.prompt_param, code=error.code) from None
             raise
 
-    def _text_of(self, prompt: str | list[int]) -> str:
+    def _text_of(self, prompt: str | Sequence[int]) -> str:
         if isinstance(prompt, str):
             return prompt
         skip = self._job.sampling.skip_special_tokens
@@ -98,7 +97,7 @@ class PromptStreams:
         self._prompts.append(_Started(stream, metrics, ticket))
         self.usage.prompt_tokens += num_tokens
 
-    async def _cut(self, prompt: str | list[int]) -> str | list[int]:
+    async def _cut(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
         """Apply ``truncate_prompt_tokens``; the usage counts the tokens that are cut off."""
         asked, limit = self._job.truncate_to, self._state.model.max_model_len
         if asked is None:

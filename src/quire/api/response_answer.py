@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from quire.api.generation import CANCELLED_BY_CLIENT
+from quire.api.endpoint import CANCELLED_BY_CLIENT
 from quire.api.job import Answer, Head, Usage
 from quire.api.parts import Assembler, Event, Kind, Part, TextLogprobs
 from quire.api.state import ApiState
 from quire.api.tools import OutputPlan
 from quire.engine.output import OutputChunk
-from quire.http import sse
+from quire.http.body import named_event
 from quire.http.refusals import Refusal
 from quire.request import FinishReason
 
@@ -195,7 +195,7 @@ class ResponseAnswer(Answer):
     def _event(self, kind: str, values: dict[str, Any]) -> bytes:
         numbered = {"sequence_number": self._num_events, **values}
         self._num_events += 1
-        return sse.named_event(kind, numbered)
+        return named_event(kind, numbered)
 
 
 def _content(part: Part, text: str, logprobs: list[Any]) -> dict[str, Any]:

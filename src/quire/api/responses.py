@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.conversation import conversation_job
-from quire.api.generation import Generation
+from quire.api.endpoint import Generation
 from quire.api.job import Answer, Head, Job
 from quire.api.params import sampling_params
 from quire.api.parts import TextLogprobs, TokenNames
@@ -17,6 +17,7 @@ from quire.api.response_answer import ResponseAnswer
 from quire.api.response_request import ResponsesRequest, add_input, conversation_of, form_of, input_items
 from quire.api.state import ApiState, Stored
 from quire.api.tools import OutputPlan
+from quire.engine.large_input import off_loop
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of
 from quire.http.wire import parse
@@ -41,7 +42,8 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
         )
     state.check_model(request.model)
     num_logprobs = _num_logprobs(request)
-    messages = _messages(state, request, ignored)
+    size = 0 if isinstance(request.input, str) else len(request.input)
+    messages = await off_loop(size, _messages, state, request, ignored)
     conversation = conversation_of(request, messages, ignored)
     sampling = sampling_params(
         request.given_sampling(),

@@ -19,7 +19,7 @@ from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.client import InProcessClient
-from quire.engine.inbox import AddRequest
+from quire.engine.core import AddRequest
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.scheduler.policy import PolicyChange

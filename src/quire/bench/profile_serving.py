@@ -28,7 +28,7 @@ from quire.bench.load import Load, Runner
 from quire.bench.summary import OK, RequestRecord
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, StepFeatures, chunk_pairs
-from quire.plan.fit import cut_mean, nnls
+from quire.plan.fit import cut_mean, scaled_nnls
 from quire.plan.profile import HostCost
 from quire.workload.request import PromptMaker, WorkloadRequest
 
@@ -146,8 +146,7 @@ def _line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
     """Fit ``y = a + b·x`` with a, b ≥ 0 to (x, y, whole), with errors relative to the whole."""
     a = np.array([[1.0 / whole, x / whole] for x, _, whole in points])
     b = np.array([max(0.0, y) / whole for _, y, whole in points])
-    scale = np.linalg.norm(a, axis=0)
-    fixed, slope = (nnls(a / scale, b) / scale).tolist()
+    fixed, slope = scaled_nnls(a, b).tolist()
     return fixed, slope
 
 

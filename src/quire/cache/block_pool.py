@@ -77,7 +77,3 @@ class BlockPool:
                 free.append(block_id)
         self.num_free += len(free) - num_free
         return last
-
-    def free_ids(self) -> list[int]:
-        """Return every free id: for `check_integrity`."""
-        return [*self._free, *range(self.num_blocks - self.num_untouched, self.num_blocks)]

@@ -1,4 +1,4 @@
-"""`BlockTable`: which blocks one sequence holds, and how much of that its worker knows. `Windows`: which rows it needs.
+"""Rows of blocks: of a sequence (`BlockTable`), those that it needs (`Windows`), of the prefix tree (`Node`).
 
 row              0     1     2     3     4
 group 0 (full)   7     3     9     5     –        capacity = 4 rows · block_size tokens
@@ -14,47 +14,39 @@ needed                   ├───┴───┴───┤                
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 
-from quire.cache.node import NO_BLOCK, Node
+NO_BLOCK = -1
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class BlockTable:
     """The blocks of one sequence. Only `CacheManager` changes it."""
 
-    __slots__ = (
-        "_publishes",
-        "block_size",
-        "chain",
-        "first_rows",
-        "last_step",
-        "num_published",
-        "num_sent_rows",
-        "publishable",
-        "reads",
-        "reads_prefix",
-        "root",
-        "rows",
-        "tip",
-    )
+    num_groups: InitVar[int]
+    root: bytes  # hash that the chain starts from
+    block_size: int
+    publishes: bool = True
+    # Hashes of the full blocks of the known tokens; they outlive a preemption.
+    chain: list[bytes] = field(default_factory=list)
+    last_step: int = -1  # the last step that this table took part in
+    reads_prefix: bool = True  # whether an admission may take blocks from the prefix tree
+    rows: list[list[int]] = field(init=False)  # per group, block id or NO_BLOCK
+    first_rows: list[int] = field(init=False)
+    num_sent_rows: int = field(init=False)
+    num_published: int = field(init=False)
+    publishable: bool = field(init=False)
+    tip: Node | None = field(init=False)  # node of row num_published − 1
+    reads: set[int] = field(init=False)  # steps that were in flight when their blocks were taken over
 
-    def __init__(self, num_groups: int, root: bytes, block_size: int, *, publishes: bool = True) -> None:
-        self.root = root  # hash that the chain starts from
-        self.block_size = block_size
-        # Hashes of the full blocks of the known tokens; they outlive a preemption.
-        self.chain: list[bytes] = []
-        self.last_step = -1  # the last step that this table took part in
-        self._publishes = publishes
-        self.reads_prefix = True  # whether an admission may take blocks from the prefix tree
+    def __post_init__(self, num_groups: int) -> None:
         self._empty(num_groups)
 
     def _empty(self, num_groups: int) -> None:
-        self.rows: list[list[int]] = [[] for _ in range(num_groups)]  # per group, block id or NO_BLOCK
-        self.first_rows = [0] * num_groups
-        self.num_sent_rows = 0
-        self.num_published = 0
-        self.publishable = self._publishes
-        self.tip: Node | None = None  # node of row num_published − 1
-        self.reads: set[int] = set()  # steps that were in flight when their blocks were taken over
+        self.rows, self.first_rows = [[] for _ in range(num_groups)], [0] * num_groups
+        self.num_sent_rows = self.num_published = 0
+        self.publishable = self.publishes
+        self.tip, self.reads = None, set()
 
     def clear(self) -> None:
         """Forget the blocks (their references have been given up); the next admission starts from row 0."""
@@ -149,3 +141,29 @@ def _runs(nodes: Sequence[Node], group: int) -> list[int]:
         run = run + 1 if node.block_ids[group] != NO_BLOCK else 0
         runs.append(run)
     return runs
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Node:
+    """One block of tokens after one prefix: a node of `PrefixCache`'s tree."""
+
+    block_hash: bytes
+    parent: Node | None
+    parent_hash: bytes  # the root's hash where there is no parent
+    block_ids: tuple[int, ...]  # per cache group, or NO_BLOCK
+    step: int  # the step that computes the block: in flight for a prompt block just published
+    num_children: int = 0  # nodes whose parent it is
+    num_used: int = 0  # how many of block_ids have a reference beside the tree's
+    num_places: int = 0  # in the `IdleQueue`
+    alive: bool = True  # in the tree
+    token_ids: tuple[int, ...] = ()  # kept only where events are on
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it has a block of any cache group."""
+        return any(block_id != NO_BLOCK for block_id in self.block_ids)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The cache groups that this node has a block of."""
+        return tuple(g for g, block_id in enumerate(self.block_ids) if block_id != NO_BLOCK)

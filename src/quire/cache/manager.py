@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from quire.cache.block_hash import extend_chain, root_hash
 from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import BlockTable, Windows
+from quire.cache.block_table import NO_BLOCK, BlockTable, Windows
 from quire.cache.events import EventBuffer
-from quire.cache.node import NO_BLOCK
 from quire.cache.prefix_cache import Hit, PrefixCache
 from quire.cache.references import Publisher, References
 from quire.config import CacheConfig

@@ -14,13 +14,13 @@ used first; an idle block of a sliding group can be taken out of its node at any
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import Windows
+from quire.cache.block_table import NO_BLOCK, Node, Windows
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer
-from quire.cache.node import NO_BLOCK, IdleQueue, Node
 
 
 class Hit(NamedTuple):
@@ -247,3 +247,44 @@ class PrefixCache:
 
 def _replaced(block_ids: tuple[int, ...], group: int, block_id: int) -> tuple[int, ...]:
     return (*block_ids[:group], block_id, *block_ids[group + 1 :])
+
+
+class IdleQueue:
+    """Nodes in the order in which they became idle (`num_used` 0): the least recently used first.
+
+    A node that is used again keeps its place, which means nothing: of several places of a node the last one counts.
+    A sequence that uses a node uses its ancestors, and gives them up after it, so with a cache group that keeps every
+    row a node comes before its parent, and the first that is idle is a leaf. Where all groups slide it may have
+    children: then it loses its place, until the last of them goes.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: deque[Node] = deque()
+
+    def add(self, node: Node, num_nodes: int) -> None:
+        """``node`` became idle. ``num_nodes`` (in the tree) tells when it pays to sweep."""
+        node.num_places += 1
+        self._nodes.append(node)
+        if len(self._nodes) > 2 * num_nodes + 64:
+            self._nodes = deque([each for each in self._nodes if self._counts(each)])
+            for each in self._nodes:
+                each.num_places = 1
+
+    def lost_children(self, node: Node) -> None:
+        """The last child of an idle node went; if it lost its place before, no other was idle for longer."""
+        if node.num_places == 0:
+            node.num_places = 1
+            self._nodes.appendleft(node)
+
+    def pop(self) -> Node | None:
+        """Take out and return the leaf that was idle for the longest time, or None."""
+        while self._nodes:
+            node = self._nodes.popleft()
+            if self._counts(node) and not node.num_children:
+                return node
+        return None
+
+    def _counts(self, node: Node) -> bool:
+        """Take a place of ``node`` away; tell whether it counted."""
+        node.num_places -= 1
+        return node.num_places == 0 and node.alive and not node.num_used

@@ -14,39 +14,34 @@ A reader of a block whose step is in flight notes that step in `BlockTable.reads
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from quire.cache.block_hash import extend_chain
 from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import BlockTable
-from quire.cache.node import NO_BLOCK, Node
+from quire.cache.block_table import NO_BLOCK, BlockTable, Node
 from quire.cache.prefix_cache import PrefixCache
 from quire.step import KvMove
 
 
+@dataclass(slots=True)
 class StepBlocks:
     """What one step in flight refers to."""
 
-    __slots__ = ("held", "moves", "published", "step")
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.held: list[int] = []  # one reference each
-        self.moves: list[KvMove] = []
-        self.published: list[tuple[BlockTable, Node]] = []  # by this step, before it was computed
+    step: int
+    held: list[int] = field(default_factory=list)  # one reference each
+    moves: list[KvMove] = field(default_factory=list)
+    # By this step, before it was computed.
+    published: list[tuple[BlockTable, Node]] = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class TransferBlocks:
     """What one transfer refers to: a table of its own that a load fills, or the blocks that a store reads."""
 
-    __slots__ = ("held", "num_hit_rows", "table", "token_ids")
-
-    def __init__(
-        self, held: list[int], table: BlockTable | None = None, token_ids: Sequence[int] = ()
-    ) -> None:
-        self.held = held  # one reference each, last rows first
-        self.table = table
-        self.token_ids = token_ids  # of the rows of ``table``
-        self.num_hit_rows = 0 if table is None else table.num_published
+    held: list[int]  # one reference each, last rows first
+    table: BlockTable | None = None
+    token_ids: Sequence[int] = ()  # of the rows of ``table``
+    num_hit_rows: int = 0  # of these, rows that were in the prefix tree
 
 
 class References:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.cache.block_hash import group_block_hash
-from quire.cache.block_table import BlockTable
+from quire.cache.block_table import NO_BLOCK, BlockTable, Node
 from quire.cache.manager import CacheManager
-from quire.cache.node import NO_BLOCK, Node
 from quire.cache.references import TransferBlocks
 from quire.step import TransferBlock
 
@@ -35,7 +34,7 @@ def begin_load(
     if num_rows <= 0 or hit.copy_tail:
         return ()
     cache.fill(own, hit, num_rows)
-    references.transfers[transfer_id] = TransferBlocks([], own, tuple(token_ids))
+    references.transfers[transfer_id] = TransferBlocks([], own, tuple(token_ids), own.num_published)
     return tuple(
         TransferBlock(group, own.rows[group][row], group_block_hash(own.chain[row], group))
         for row in range(own.num_rows - num_rows, own.num_rows)

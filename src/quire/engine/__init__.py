@@ -1,14 +1,13 @@
 """The engine around the core.
 
-core               the one loop
+core               the messages to an engine, and the one loop
 build              EngineConfig -> EngineCore: where an executor is chosen
 client             EngineClient: send, receive; and the client of an engine in this process
 spawn, child       the engine process
 process            its client (ZeroMQ, msgspec)
 supervisor         restarts a dead engine and admits its requests again
 assemble           EngineArgs -> configuration, tokenizer, chat template
-prompts            text, messages -> token ids
-helper, helper_pool, grammar_check    grammars and unknown templates, in processes with limits
+helper, helper_pool    grammars and unknown templates, in processes with limits
 prepare            prompt + SamplingParams -> Request
 output             token events -> text, stop strings
 frontend, stream   asyncio

@@ -15,8 +15,7 @@ from typing import Protocol
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.build import EngineInfo, build_core, describe
-from quire.engine.core import EngineCore
-from quire.engine.inbox import Message, Reply
+from quire.engine.core import EngineCore, Message, Reply
 from quire.errors import EngineDeadError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent

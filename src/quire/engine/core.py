@@ -1,39 +1,28 @@
-"""`EngineCore`: the one loop. Drain the inbox; keep `max_in_flight` plans out; apply one result.
+"""`EngineCore`: the one loop. Drain the inbox; keep `max_in_flight` plans out; apply one result. And its messages.
 
 The same loop serves with a real executor and a wall clock, and simulates with a cost model and a virtual one. An
 exception of the executor is a failed step, never a lost request: its sequences end with error events, what it
 published is withdrawn, the others go on.
+
+The messages of the inbox are frozen and fit for msgpack; they are taken in at step boundaries.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
 
 from quire.clock import Clock
-from quire.engine.inbox import (
-    AbortRequest,
-    AddRequest,
-    ChangePolicy,
-    ControlPolicy,
-    Drain,
-    FinishSample,
-    LoadKv,
-    Message,
-    Reply,
-    ResetPrefixCache,
-    Shutdown,
-    StoreKv,
-    TransfersDone,
-)
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
-from quire.request import TokenEvent
+from quire.request import Request, TokenEvent
 from quire.scheduler.admission import refused
 from quire.scheduler.policy import PolicyChange, settings
 from quire.scheduler.scheduler import Scheduler, Sleep, Step, Wait
 from quire.scheduler.slo import SloController
-from quire.step import StepPlan, StepResult
+from quire.step import StepPlan, StepResult, TransferDone
 
 
 class EngineCore:
@@ -204,3 +193,118 @@ class EngineCore:
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """Queue a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """The client went away: end every sample of the request."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSample:
+    """A stop string was completed by output token ``num_output_tokens``; the tokens beyond are dropped."""
+
+    request_id: str
+    sample_index: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no more requests; those here go on to their end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End everything now, with abort events."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePolicy:
+    """A `PolicyChange` that is answered with a `Reply`: the settings before and after. An empty one just reads them.
+
+    Settings of an SLO's controller are pinned by it, until they are in ``release``.
+    """
+
+    call_id: str
+    change: PolicyChange
+    release: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget every cached prefix; answered with a `Reply`."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The core's answer to a message with a ``call_id``, after it took effect. With ``error`` nothing has changed."""
+
+    call_id: str
+    values: dict[str, Any]  # as they are now
+    before: dict[str, Any] = field(default_factory=dict)  # as they were, where something was changed
+    error: str | None = None  # the text of a ConfigError
+    param: str | None = None  # the setting at fault
+    pinned: tuple[str, ...] | None = (
+        None  # of the controller's settings, those that a person set; None: no controller
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPolicy:
+    """A change that the SLO controller wants, from inside the engine: settings that a person pinned stay."""
+
+    change: PolicyChange
+
+
+@dataclass(frozen=True, slots=True)
+class LoadKv:
+    """Let a waiting request wait for up to the first ``num_blocks`` blocks of its prompt, which ``remote`` has."""
+
+    request_id: str
+    remote: str
+    num_blocks: int
+    handle: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKv:
+    """Copy the cached block ``block_hash``, and up to ``num_blocks`` − 1 before it, to ``remote``."""
+
+    block_hash: bytes
+    remote: str
+    num_blocks: int = 1
+    handle: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TransfersDone:
+    """Transfers ended while no step was out to tell it."""
+
+    ended: tuple[TransferDone, ...]
+
+
+Call = ChangePolicy | ResetPrefixCache
+Message = (
+    AddRequest
+    | AbortRequest
+    | FinishSample
+    | PolicyChange
+    | Call
+    | LoadKv
+    | StoreKv
+    | TransfersDone
+    | Drain
+    | Shutdown
+)

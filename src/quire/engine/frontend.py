@@ -19,6 +19,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from quire.clock import Clock
@@ -26,10 +27,9 @@ from quire.engine import helper_pool
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient
-from quire.engine.grammar_check import GrammarChecker
-from quire.engine.helper_pool import Head, HelperPool
-from quire.engine.inbox import AddRequest, Call, Reply
-from quire.engine.large_input import INLINE_CHARS, LargeBodies, LongTexts
+from quire.engine.core import AddRequest, Call, Reply
+from quire.engine.helper_pool import GrammarChecker, Head, HelperPool
+from quire.engine.large_input import INLINE_CHARS, LargeBodies, LongTexts, off_loop
 from quire.engine.output import RequestOutputState
 from quire.engine.prepare import SEED_BITS, ModelInfo, prepare_request, too_long
 from quire.engine.stream import Calls, EventPump, OpenStreams, RequestStream
@@ -280,9 +280,6 @@ class Frontend:
             self._ready.set_exception(error)
 
 
-INLINE_MESSAGES = 256  # a longer conversation is rendered on a thread
-
-
 class RenderedChat(NamedTuple):
     """What a chat template makes of a conversation."""
 
@@ -354,10 +351,8 @@ class Prompts:
         """
         if not self.chat_template.is_known:
             text = await asyncio.wrap_future(self._submit(messages, options))
-        elif len(messages) <= INLINE_MESSAGES:
-            text = self.chat_template.render(messages, **options)
         else:
-            text = await asyncio.to_thread(self.chat_template.render, messages, **options)
+            text = await off_loop(len(messages), partial(self.chat_template.render, messages, **options))
         ids = await self.tokenize(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
         return RenderedChat(text, ids)
 

@@ -1,7 +1,8 @@
 """Large bodies and long texts: parsed and tokenized where the loop that answers requests is not held.
 
-    body   up to 1 MiB with few values   in the loop; else in a helper process, which answers with a value that is cheap to
-                                         read: few values, texts of bounded length, lists of token ids packed
+    body   up to 1 MiB with few values   in the loop
+           larger                        in a helper process, which answers with a value that is cheap to read:
+                                         few values, texts of bounded length, lists of token ids packed
     text   up to `INLINE_CHARS`          in the loop
            up to `THREAD_CHARS`          on a thread, without the interpreter's lock
            longer                        in a helper process, which is killed when the client leaves
@@ -16,10 +17,10 @@ import gc
 import json
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,8 +29,10 @@ from quire.errors import CapacityError, RequestError
 from quire.http.limits import BODY_VALUES, IDS_CODE, TEXT_CHARACTERS, WAITING_BYTES, too_many
 from quire.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 INLINE_CHARS = 8192  # at most about 2 ms of the loop's time
 THREAD_CHARS = 262_144
+INLINE_ELEMENTS = 256  # messages, or texts; of tokens, a few times as many cost as much
 
 
 class LargeBodies:
@@ -117,6 +120,11 @@ class LongTexts:
             self._folder = tempfile.TemporaryDirectory(prefix="quire-text-")
             self._tokenizer.save(Path(self._folder.name) / "tokenizer.json")
         return {"tokenizer": str(Path(self._folder.name) / "tokenizer.json")}
+
+
+async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
+    """Return ``function(*args)``; on a thread if ``size``, the number of elements it walks over, is large."""
+    return function(*args) if size <= INLINE_ELEMENTS else await asyncio.to_thread(function, *args)
 
 
 def _unchanged(answer: bytes | None, late: bool) -> bytes | None:

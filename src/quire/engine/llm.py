@@ -19,8 +19,8 @@ from quire.clock import Clock, WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, llm_args, load_text
 from quire.engine.client import InProcessClient
-from quire.engine.grammar_check import GrammarChecker
-from quire.engine.inbox import AbortRequest, AddRequest
+from quire.engine.core import AbortRequest, AddRequest
+from quire.engine.helper_pool import GrammarChecker
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.pooling import NOTHING_SAMPLED, Scoring, pairs_of, scoring_prompts
 from quire.engine.prepare import SEED_BITS, prepare_request

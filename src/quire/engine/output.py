@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from quire.engine.inbox import FinishSample
+from quire.engine.core import FinishSample
 from quire.errors import CapacityError, QuireError, RequestError, StepError
 from quire.request import FinishReason, Request, Sampling, TokenEvent, TokenLogprobs
 from quire.text.stop import StopMatcher

@@ -95,8 +95,8 @@ def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
 def too_long(num_tokens: str, limit: int) -> RequestError:
     """Return the error for a prompt of more tokens than the context, ``limit``; ``num_tokens`` may be "at least N"."""
     return RequestError(
-        f"The prompt has {num_tokens} tokens, but the context of this model is {limit} tokens: shorten the prompt to at "
-        f"most {limit}.",
+        f"The prompt has {num_tokens} tokens, but the context of this model is {limit} tokens: shorten the prompt to "
+        f"at most {limit}.",
         param="prompt",
         code="context_length_exceeded",
     )

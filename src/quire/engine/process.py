@@ -20,7 +20,7 @@ import zmq
 from quire import errors
 from quire.config import EngineConfig
 from quire.engine.build import EngineInfo
-from quire.engine.inbox import Message, Reply
+from quire.engine.core import Message, Reply
 from quire.engine.spawn import EngineProcess
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient
-from quire.engine.inbox import AbortRequest, Call, Message, Reply
+from quire.engine.core import AbortRequest, Call, Message, Reply
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.errors import CapacityError, ConfigError, EngineDeadError, QuireError
 from quire.metrics.log import Log

@@ -17,7 +17,7 @@ from typing import Any
 from quire.clock import Clock
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient
-from quire.engine.inbox import AbortRequest, AddRequest, FinishSample, Message, Reply
+from quire.engine.core import AbortRequest, AddRequest, FinishSample, Message, Reply
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log

@@ -1,4 +1,4 @@
-"""Reading a request's body under limits, and writing JSON answers, directly on ASGI."""
+"""Reading a request's body under limits, and writing answers (JSON, server-sent events), directly on ASGI."""
 
 from __future__ import annotations
 
@@ -18,27 +18,50 @@ from quire.http.wire import not_allowed
 Headers = Sequence[tuple[bytes, bytes]]
 DecodeLarge = Callable[[Sequence[bytes]], Awaitable[Any]]  # the pieces of a body → its value
 JSON_TYPE = (b"content-type", b"application/json")
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx must not hold the stream back
+)
+STREAM_DONE = b"data: [DONE]\n\n"  # the end of OpenAI's streams
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Disconnected(Exception):
     """The client disconnected before its request was read."""
 
 
-async def read_json(
-    scope: Scope, receive: Receive, max_bytes: int, decode_large: DecodeLarge | None = None
-) -> Any:
-    """Return the decoded body, checked against the limits of fields.
-
-    ``decode_large`` decodes a body that takes long to decode, outside of this process.
-
-    The last of duplicate keys wins, as in other JSON parsers; NaN and Infinity are not JSON.
+async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:
+    """Return the decoded body of a small request, checked against the limits of fields.
 
     Raises:
         HttpError: 413 beyond ``max_bytes``, 415 for another media type.
         RequestError: not JSON, or a field above its limit.
     """
+    return await decode_body(await read_body(scope, receive, max_bytes))
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> list[bytes]:
+    """Return the body of a request in JSON, in pieces.
+
+    Raises:
+        HttpError: 413 beyond ``max_bytes``, 415 for another media type.
+        Disconnected: the client left before the end.
+    """
     _check_media_type(scope)
-    pieces = [piece async for piece in body_pieces(scope, receive, max_bytes, "--max-body-mib")]
+    return [piece async for piece in body_pieces(scope, receive, max_bytes, "--max-body-mib")]
+
+
+async def decode_body(pieces: list[bytes], decode_large: DecodeLarge | None = None) -> Any:
+    """Return the value of a body, checked against the limits of fields.
+
+    The last of duplicate keys wins, as in other JSON parsers; NaN and Infinity are not JSON. ``decode_large`` does the
+    same for a body that takes long, outside of this process.
+
+    Raises:
+        RequestError: not JSON, or a field above its limit.
+    """
     if decode_large is not None and takes_long(pieces):
         return await decode_large(pieces)
     body = decode(b"".join(pieces))
@@ -141,3 +164,14 @@ def _check_media_type(scope: Scope) -> None:
 def _too_large(size: str, max_bytes: int, flag: str) -> HttpError:
     message = f"The body has {size} bytes; at most {max_bytes} are allowed ({flag})."
     return HttpError(Refusal(413, message, code="body_too_large"))
+
+
+def named_event(kind: str, values: dict[str, Any]) -> bytes:
+    """Return an event whose name is also the ``type`` of its JSON."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **values}))
+
+
+def first_data(stream: bytes) -> Any:
+    """Return the JSON of the first event in ``stream``."""
+    data = next(line for line in stream.split(b"\n") if line.startswith(b"data: "))
+    return msgspec.json.decode(data.removeprefix(b"data: "))

@@ -1,4 +1,6 @@
-"""Limits on what one request may hold, checked before any work is done on it: the one table (docs/security.md prints it).
+"""Limits on what one request may hold, checked before any work is done on it: the one table.
+
+docs/security.md prints it.
 
 Each bounds a cost in the process that answers requests, so that no request delays another one. All are far above what
 OpenAI's API allows where that has a limit.

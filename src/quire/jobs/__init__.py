@@ -5,9 +5,7 @@ This package calls an ASGI application as any client would, and knows nothing el
 
 extension   what is mounted, from settings
 routes      ``/v1/files`` and ``/v1/batches``
-upload      multipart forms, streamed to disk
-files       the uploaded and written files on disk
-lines       the lines of a batch's input and output
-runner      runs batches, and continues them after a restart
+files       the uploaded and written files on disk; multipart forms
+runner      runs batches, and continues them after a restart; the lines of their input and output
 background  responses that run without their client
 """

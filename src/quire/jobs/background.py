@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.http.body import json_response, send_json
+from quire.http.body import first_data, json_response, send_json
 from quire.http.client import BACKGROUND_KEY
-from quire.http.sse import first_data
 
 ROOT = "/v1/responses"
 

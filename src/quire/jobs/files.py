@@ -11,11 +11,19 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import FormData, Headers
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.types import Receive, Scope
+
+from quire.errors import RequestError
+from quire.http.body import body_pieces
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
@@ -119,3 +127,52 @@ class FileStore:
         }
         write_json(self._meta(file_id), value)
         return value
+
+
+FORM_BYTES = 65_536  # for everything in a form but its file
+
+
+@asynccontextmanager
+async def read_form(scope: Scope, receive: Receive, max_file_bytes: int) -> AsyncGenerator[FormData, None]:
+    """Yield the form; its temporary files are removed when the block ends.
+
+    Raises:
+        HttpError: 413 for a body that is too large.
+        RequestError: another media type, or a malformed body.
+    """
+    headers = Headers(scope=scope)
+    content_type = headers.get("content-type", "")
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise RequestError(
+            f"Content-Type {content_type[:80]!r} is not allowed here: send multipart/form-data with a boundary "
+            "(curl: -F purpose=batch -F file=@lines.jsonl).",
+            code="invalid_multipart",
+        )
+    pieces = body_pieces(scope, receive, max_file_bytes + FORM_BYTES, "--max-file-mib")
+    parser = _Parser(headers, pieces)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise _malformed(error.message.rstrip(".")) from error
+    try:
+        if not parser.ended:
+            raise _malformed("it does not end with its boundary")
+        yield form
+    finally:
+        await form.close()
+
+
+class _Parser(MultiPartParser):
+    """Starlette's parser, which also tells whether the final boundary was there."""
+
+    def __init__(self, headers: Headers, stream: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers, stream)
+        self.ended = False
+
+    def on_end(self) -> None:
+        self.ended = True
+
+
+def _malformed(why: str) -> RequestError:
+    return RequestError(f"The body is not multipart/form-data: {why}.", code="invalid_multipart")

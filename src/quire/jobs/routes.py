@@ -17,8 +17,8 @@ from starlette.routing import Route
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of, read_json
 from quire.http.wire import Metadata, Text, Wire, not_allowed, parse
+from quire.jobs.files import read_form
 from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
-from quire.jobs.upload import read_form
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -142,18 +142,6 @@ class CostModel:
         )
         return seconds + self.logits.at(num_logits) if num_logits else seconds
 
-    def explain(self, step: StepFeatures) -> dict[str, float]:
-        """Return the seconds of each term; their sum is `seconds` (for a step with tokens)."""
-        return {
-            "fixed": self.fixed_s,
-            "rows": self.rows.at(step.num_tokens),
-            "logits": self.logits.at(step.num_logits) if step.num_logits else 0.0,
-            "seqs": self.per_seq_s * step.num_seqs,
-            "decode_kv": self.per_decode_kv_s * step.decode_kv_tokens + self.spill.at(step.decode_kv_tokens),
-            "chunk_kv": self.per_chunk_kv_s * step.chunk_kv_tokens,
-            "pairs": self.per_pair_s * step.chunk_pairs,
-        }
-
     def plus(self, *, fixed_s: float = 0.0, per_seq_s: float = 0.0, per_row_s: float = 0.0) -> CostModel:
         """Return the model with more time per step, per sequence and per row: the time that the host adds."""
         rows = self.rows
@@ -164,8 +152,10 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers and lists; `from_json` gives the same model bit for bit."""
-        curves = {name: {"knots": list(c.knots), "values": list(c.values)} for name, c in self._curves()}
-        return {name: getattr(self, name) for name in _RATES} | curves
+        curves: dict[str, Curve] = {name: getattr(self, name) for name in _CURVES}
+        return {name: getattr(self, name) for name in _RATES} | {
+            name: {"knots": list(curve.knots), "values": list(curve.values)} for name, curve in curves.items()
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostModel:
@@ -184,9 +174,6 @@ class CostModel:
         fields: dict[str, Any] = {name: data[name] for name in _RATES if name in data}
         fields |= {name: _curve(name, data[name]) for name in _CURVES if name in data}
         return cls(**fields)
-
-    def _curves(self) -> Sequence[tuple[str, Curve]]:
-        return [(name, getattr(self, name)) for name in _CURVES]
 
 
 _RATES = ("fixed_s", "per_seq_s", "per_decode_kv_s", "per_chunk_kv_s", "per_pair_s")

@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,9 +56,6 @@ class FitError:
     worst: float
     num_points: int
 
-    def to_json(self) -> dict[str, Any]:
-        return {"median": self.median, "p90": self.p90, "worst": self.worst, "num_points": self.num_points}
-
 
 def fit(
     points: Sequence[MeasuredStep],
@@ -80,7 +76,7 @@ def fit(
     columns = np.array([_columns(point.step, rows, logits, spill) for point in points], dtype=float)
     weights = seconds
     for _ in range(REWEIGHTED):
-        x = _scaled_nnls(columns / weights[:, None], seconds / weights)
+        x = scaled_nnls(columns / weights[:, None], seconds / weights)
         weights = np.maximum(columns @ x, seconds / MOST_TOO_FAST)
     parts = np.split(x[5:], np.cumsum([len(rows) - 1, len(logits) - 1]))
     fixed_s, per_seq_s, per_decode_kv_s, per_chunk_kv_s, per_pair_s = map(float, x[:5])
@@ -160,7 +156,7 @@ def _sum_of_hinges(knots: Sequence[int], slopes: Array) -> Curve:
     return Curve(tuple(float(k) for k in knots), tuple(float(v) for v in values))
 
 
-def _scaled_nnls(a: Array, b: Array) -> Array:
+def scaled_nnls(a: Array, b: Array) -> Array:
     """Return `nnls` of columns scaled to length 1, since they differ by many orders of magnitude."""
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0.0] = 1.0

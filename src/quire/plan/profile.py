@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, StepFeatures
-from quire.plan.fit import FitError, MeasuredStep, fit, nnls
+from quire.plan.fit import FitError, MeasuredStep, fit, scaled_nnls
 
 FORMAT = "quire-profile-1"
 
@@ -66,7 +66,7 @@ class Profile:
             "measured_at": self.measured_at,
             "cost_model": self.executor.to_json(),
             "host": asdict(self.host),
-            "error": self.error.to_json() if self.error else None,
+            "error": asdict(self.error) if self.error else None,
             "points": [[*point.step, point.seconds] for point in self.points],
         }
 
@@ -168,6 +168,5 @@ def fit_steps(steps: Sequence[LoggedStep]) -> LogFit:
         return LogFit(executor, HostCost(), points)
     a = np.array([[1.0, float(s.step.num_seqs)] for s in busy])
     b = np.array([s.after_s for s in busy])
-    scale = np.linalg.norm(a, axis=0)
-    fixed, per_seq = (nnls(a / scale, b) / scale).tolist()
+    fixed, per_seq = scaled_nnls(a, b).tolist()
     return LogFit(executor, HostCost(fixed, per_seq), points)

@@ -11,6 +11,7 @@ is taken at admission and given back when the sequence goes. A row of token ids:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ class WorkerSeq:
 
     __slots__ = (
         "draft_ids",
+        "draft_state",
         "drafts",
         "epoch",
         "grammar",
@@ -52,6 +54,7 @@ class WorkerSeq:
         self.prompt: PromptState | None = None  # where something of its prompt's own tokens is wanted
         self.drafts: tuple[int, ...] = ()  # proposed for the next step
         self.draft_ids: tuple[int, ...] = ()  # being verified
+        self.draft_state: Any = None  # of the proposer; None: it has not seen the sequence
         self.pending: Callable[[], list[SeqSample]] | None = (
             None  # on a GPU: has the id that the next mask depends on
         )

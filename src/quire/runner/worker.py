@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.clock import Clock
@@ -22,14 +21,13 @@ from quire.quant.stored import Weight
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner, PendingResult, Runner
 from quire.runner.prompt_outputs import PromptOutput, PromptScorer, spans_of
+from quire.runner.proposers import make_proposer
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import SeqSample
+from quire.speculate.proposer import Proposer, Wanted
 from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
-
-# (sequence, its known token ids, most drafts wanted) → drafts of the tokens that follow
-Propose = Callable[[WorkerSeq, npt.NDArray[np.int32], int], Sequence[int]]
 
 
 @dataclass(slots=True)
@@ -49,7 +47,7 @@ class Launched:
 
 
 class Worker:
-    """One process's share of an engine: here the whole model. ``propose`` makes drafts, where it is set."""
+    """One process's share of an engine: here the whole model. ``proposer`` makes drafts; None: without speculation."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class Worker:
     ) -> None:
         self._clock = clock
         self.runner = runner(config, weights)
-        self.propose: Propose | None = None
+        self.proposer = make_proposer(config)
         self._lora: LoraSlots | None = None
         if config.lora is not None:
             self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets())
@@ -128,9 +126,19 @@ class Worker:
             samples.update((seq.seq_id, (seq, sample)) for seq, sample in zip(seqs, found, strict=True))
         plan = launched.plan
         results = tuple(self._result(seq, launched, samples.get(seq.seq_id)) for seq in plan.seqs)
+        draft_s = 0.0
+        if self.proposer is not None:
+            before_s = self._clock.now()
+            results = self._propose(self.proposer, plan.seqs, results, samples)
+            draft_s = self._clock.now() - before_s
         took_s = self._clock.now() - launched.start_s
         return StepResult(
-            plan.step, results, len(plan.kv_moves), device_s=took_s, max_tokens=launched.max_tokens
+            plan.step,
+            results,
+            len(plan.kv_moves),
+            device_s=took_s,
+            max_tokens=launched.max_tokens,
+            draft_s=draft_s,
         )
 
     def _compute(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched) -> None:
@@ -205,21 +213,44 @@ class Worker:
             return SeqResult(plan.seq_id, plan.epoch, (), error=error, error_of_request=of_request)
         result = SeqResult(plan.seq_id, plan.epoch, ())
         if sampled:
-            seq, sample = sampled
-            num_drafts = self._propose(seq, plan.max_next_drafts)
-            result = SeqResult(plan.seq_id, plan.epoch, sample.token_ids, num_drafts, sample.logprobs)
+            sample = sampled[1]
+            result = SeqResult(plan.seq_id, plan.epoch, sample.token_ids, 0, sample.logprobs)
         if prompt is not None:
             result = result._replace(prompt_logprobs=prompt.logprobs, pooled=prompt.pooled)
         return result
 
-    def _propose(self, seq: WorkerSeq, limit: int) -> int:
-        """Let drafts of the next tokens be made, ``limit`` at most; return how many there are now."""
-        seq.drafts = ()
-        if limit and seq.row >= 0 and self.propose is not None:
+    def _propose(
+        self,
+        proposer: Proposer,
+        plans: Sequence[SeqPlan],
+        results: tuple[SeqResult, ...],
+        samples: dict[int, tuple[WorkerSeq, SeqSample]],
+    ) -> tuple[SeqResult, ...]:
+        """Let drafts of the next tokens be made, and note in ``results`` how many there are."""
+        wanted: list[Wanted] = []
+        owners: list[tuple[int, WorkerSeq]] = []  # place in ``results``
+        for place, (plan, result) in enumerate(zip(plans, results, strict=True)):
+            if plan.seq_id not in samples:
+                continue
+            seq = samples[plan.seq_id][0]
+            seq.drafts = ()
+            if seq.row < 0 or result.error is not None or not plan.max_next_drafts:
+                continue
             ids = self.seqs.known_ids(seq)
-            limit = min(limit, self.seqs.max_tokens - len(ids))
-            seq.drafts = tuple(self.propose(seq, ids, limit))[:limit]
-        return len(seq.drafts)
+            limit = min(plan.max_next_drafts, self.seqs.max_tokens - len(ids))
+            if limit > 0:
+                if seq.draft_state is None:
+                    seq.draft_state = proposer.begin()
+                wanted.append(Wanted(seq.row, ids, limit, seq.draft_state))
+                owners.append((place, seq))
+        if not wanted:
+            return results
+        counted = list(results)
+        for (place, seq), drafts, each in zip(owners, proposer.propose(wanted), wanted, strict=True):
+            assert len(drafts) <= each.limit
+            seq.drafts = drafts
+            counted[place] = counted[place]._replace(num_next_drafts=len(drafts))
+        return tuple(counted)
 
 
 def _unknown(plans: Sequence[SeqPlan], found: Sequence[WorkerSeq]) -> StepError:

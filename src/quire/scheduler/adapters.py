@@ -76,19 +76,6 @@ class AdapterSlots:
         lost = [move for move in moves if self._slots.get(move.adapter.key) == move.slot]
         self._moves = [*lost, *self._moves]
 
-    def check_integrity(self, running: Iterable[Adapter | None]) -> None:
-        """Raise AssertionError where the books disagree with the running sequences. For tests."""
-        users: dict[str, int] = {}
-        for adapter in running:
-            if adapter is not None:
-                users[adapter.key] = users.get(adapter.key, 0) + 1
-        assert users == self._users, (users, self._users)
-        assert len(users) <= self.num_slots
-        held = sorted(self._slots.values())
-        assert sorted([*held, *self._free]) == list(range(1, self.num_slots + 1)), (held, self._free)
-        assert set(self._slots) == set(self._users) | set(self._idle)
-        assert not set(self._users) & set(self._idle)
-
     def _load(self, adapter: Adapter) -> None:
         if self._free:
             slot = self._free.pop()

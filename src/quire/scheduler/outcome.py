@@ -45,7 +45,8 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
         events = _fail_sequences(state, record, results, failed)
     else:
         state.cache.references.close_step(record.step)
-    Transfers(state).end(result.transfers_done)
+    if result.transfers_done:
+        Transfers(state).end(result.transfers_done)
     _apply_sequences(state, record, results, now, events)
     state.predictor.note(
         record.seqs,

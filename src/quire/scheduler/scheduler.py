@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
-from quire.cache.integrity import check_integrity
 from quire.cache.manager import CacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
@@ -28,7 +27,6 @@ from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
 from quire.scheduler.predictor import Predictor
-from quire.scheduler.sequence import SequenceState
 from quire.scheduler.state import Counters, SchedulerState
 from quire.scheduler.transfers import Transfers
 from quire.step import StepPlan, StepResult
@@ -133,7 +131,8 @@ class Scheduler:
         """Return the next step, or None where nothing can be computed now."""
         before = self._state.counters.num_computed_tokens
         plan = Planner(self._state, now).plan()
-        if plan is None and not self._state.in_flight and park_idle(self._state):
+        stuck = plan is None and self._state.running and not self._state.in_flight
+        if stuck and park_idle(self._state):
             plan = Planner(self._state, now).plan()
         if plan is not None:
             self._state.step_tokens.observe(self._state.counters.num_computed_tokens - before)
@@ -163,26 +162,6 @@ class Scheduler:
         """Whether any sequence has not ended, or any step or transfer is in flight."""
         state = self._state
         return bool(state.sequences or state.in_flight or self.cache.references.transfers)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the cache's books disagree. For tests: it looks at every block."""
-        state = self._state
-        check_integrity(self.cache, [seq.table for seq in state.sequences.values()])
-        state.adapters.check_integrity(seq.group.request.adapter for seq in state.running)
-        assert len(state.running) + len(state.waiting) <= len(state.sequences)
-        loading = [seq for seq in state.sequences.values() if seq.state is SequenceState.LOADING_KV]
-        assert set(loading) == set(state.loading.values())
-        assert set(state.loading) <= set(self.cache.references.transfers)
-        for seq in state.sequences.values():
-            if (
-                seq.next_event_at
-            ):  # else a token would be planned without a block, or a full block not published
-                assert seq.state is SequenceState.RUNNING
-                assert seq.told_first
-                assert seq.next_event_at <= seq.max_planned
-                assert seq.num_planned >= seq.next_event_at or seq.next_event_at <= self.cache.next_event_at(
-                    seq.table
-                )
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""

@@ -10,6 +10,7 @@ there is (`prompt_only`). While drafts are in flight, `num_planned` and `num_tot
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 from quire.cache.block_table import BlockTable
@@ -29,81 +30,61 @@ class SequenceState(Enum):
     ENDED = "ended"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One of the n outputs of a request."""
 
-    __slots__ = (
-        "epoch",
-        "forced",
-        "group",
-        "is_beam",
-        "key",
-        "max_total",
-        "min_total",
-        "next_event_at",
-        "num_chunks",
-        "num_drafts",
-        "num_planned",
-        "num_preemptions",
-        "num_prompt",
-        "num_steps",
-        "prompt_only",
-        "registered",
-        "request_id",
-        "sample_index",
-        "sampling",
-        "seq_id",
-        "siblings",
-        "state",
-        "stop_ids",
-        "table",
-        "token_ids",
-        "told_first",
-        "ttft_s",
-        "turn",
-    )
+    seq_id: int
+    group: RequestState
+    sample_index: int
+    table: BlockTable
+    max_model_len: InitVar[int]
+    # Of the request, at hand:
+    request_id: str = field(init=False)
+    sampling: Sampling = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    max_total: int = field(init=False)
+    min_total: int = field(init=False)
+    prompt_only: bool = field(init=False)
+    is_beam: bool = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    # How far it is:
+    state: SequenceState = SequenceState.WAITING
+    epoch: int = 0  # + 1 at each admission after the first; ENDED_EPOCH when over
+    registered: bool = False  # the worker has had a NewSeq of this epoch
+    num_planned: int = 0
+    forced: tuple[int, ...] = ()  # of a beam: replaces what its worker sampled last
+    # To be forked when all of the prompt but its last token is planned.
+    siblings: list[Sequence] = field(default_factory=list)
+    key: SortKey = ()  # rank: smaller comes first
+    num_preemptions: int = 0
+    num_steps: int = 0  # steps that computed something of it
+    num_chunks: int = 0  # of these, steps that computed known tokens
+    num_drafts: int = 0  # tokens that its worker proposes for the next step
+    # Orders decodes that do not all fit a step: the one that waited longest comes first.
+    turn: int = 0
+    ttft_s: float | None = None  # arrival to first token
+    told_first: bool = False  # the first token since its last admission is out
+    # A decode below this position appends one token and does nothing else; see `SchedulerState.find_next_event`.
+    next_event_at: int = 0
 
-    def __init__(
-        self, seq_id: int, group: RequestState, sample_index: int, table: BlockTable, max_model_len: int
-    ) -> None:
-        request = group.request
-        sampling = request.sampling
-        outputs = request.output_token_ids
-        output = outputs[sample_index] if sample_index < len(outputs) else ()
-        self.seq_id = seq_id
+    def __post_init__(self, max_model_len: int) -> None:
+        request = self.group.request
+        sampling, outputs = request.sampling, request.output_token_ids
+        output = outputs[self.sample_index] if self.sample_index < len(outputs) else ()
         self.request_id = request.request_id
-        self.group = group
-        self.sample_index = sample_index
-        self.sampling: Sampling = sampling
-        self.table = table
-        self.token_ids: list[int] = [*request.prompt_token_ids, *output]
+        self.sampling = sampling
+        self.token_ids = [*request.prompt_token_ids, *output]
         self.num_prompt = len(request.prompt_token_ids)
-        self.num_planned = 0
         max_tokens = sampling.max_tokens if sampling.max_tokens is not None else max_model_len
-        self.max_total = min(self.num_prompt + max_tokens, max_model_len)
         self.prompt_only = request.prompt_only
+        self.max_total = min(self.num_prompt + max_tokens, max_model_len)
         if self.prompt_only:
             self.max_total = self.num_prompt
-        self.is_beam = sampling.use_beam_search
-        self.forced: tuple[int, ...] = ()  # of a beam: replaces what its worker sampled last
         self.min_total = self.num_prompt + sampling.min_tokens
+        self.is_beam = sampling.use_beam_search
         self.stop_ids = frozenset(sampling.eos_token_ids) | frozenset(sampling.stop_token_ids)
-        self.state = SequenceState.WAITING
-        self.epoch = 0  # + 1 at each admission after the first; ENDED_EPOCH when over
-        self.registered = False  # the worker has had a NewSeq of this epoch
-        # To be forked when all of the prompt but its last token is planned.
-        self.siblings: list[Sequence] = []
-        self.key: SortKey = ()  # rank: smaller comes first
-        self.num_preemptions = 0
-        self.num_steps = 0  # steps that computed something of it
-        self.num_chunks = 0  # of these, steps that computed known tokens
-        self.num_drafts = 0  # tokens that its worker proposes for the next step
-        # Orders decodes that do not all fit a step: the one that waited longest comes first.
-        self.turn = 0
-        self.ttft_s: float | None = None  # arrival to first token
-        self.told_first = False  # the first token since its last admission is out
-        # A decode below this position appends one token and does nothing else; see `SchedulerState.find_next_event`.
-        self.next_event_at = 0
 
     @property
     def num_total(self) -> int:
@@ -143,32 +124,23 @@ class Sequence:
         )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RequestState:
     """What the n sequences of a request have in common."""
 
-    __slots__ = (
-        "admitted",
-        "beams",
-        "cache_miss",
-        "num_cached_tokens",
-        "num_scored",
-        "predicted_s",
-        "queued_s",
-        "request",
-        "sequences",
-    )
+    request: Request
+    sequences: list[Sequence] = field(default_factory=list)  # those not ended, by sample index
+    admitted: bool = False
+    beams: BeamSearch[Sequence] | None = None
+    num_cached_tokens: int = 0
+    cache_miss: str = ""  # see `cache_miss`
+    queued_s: float = 0.0
+    predicted_s: float = 0.0  # arrival to first token, as predicted at its arrival; 0: not predicted
+    num_scored: int = field(init=False)  # prompt tokens whose log-probabilities were sent
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.sequences: list[Sequence] = []  # those not ended, by sample index
-        self.admitted = False
-        self.beams: BeamSearch[Sequence] | None = None
-        self.num_cached_tokens = 0
-        self.cache_miss = ""  # see `cache_miss`
-        self.queued_s = 0.0
-        self.predicted_s = 0.0  # arrival to first token, as predicted at its arrival; 0: not predicted
-        # Prompt tokens whose log-probabilities were sent; a request with output has had them all.
-        self.num_scored = len(request.prompt_token_ids) - 1 if any(request.output_token_ids) else 0
+    def __post_init__(self) -> None:
+        # A request with output has had them all.
+        self.num_scored = len(self.request.prompt_token_ids) - 1 if any(self.request.output_token_ids) else 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:

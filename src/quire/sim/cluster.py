@@ -13,7 +13,7 @@ from functools import partial
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.inbox import AbortRequest, AddRequest
+from quire.engine.core import AbortRequest, AddRequest
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.gateway.routing import Router

@@ -1,7 +1,7 @@
 """From `StructuredOutputsParams` to the grammar that is sent to the worker: text that llguidance compiles.
 
 `grammar_source` is cheap and runs where the request arrives. `build_grammar` parses what a client wrote, so it runs
-only in the helper process of `quire.engine.grammar_check`.
+only in the helper process of `quire.engine.helper_pool`.
 """
 
 from __future__ import annotations

@@ -43,12 +43,15 @@ class Arrivals:
         """Return ``num`` ascending arrival times in seconds, the same for the same seed."""
         rng = Random(f"arrivals {seed}")
         if math.isinf(self.rate):
-            return at_once(num)
+            return [0.0] * num
         if self.ramp_to is not None:
             return ramp(num, self.rate, self.ramp_to, rng)
         if math.isinf(self.burstiness):
-            return constant(num, self.rate)
-        return gamma(num, self.rate, self.burstiness, rng)
+            return [i / self.rate for i in range(num)]
+        if self.burstiness == 1.0:
+            return list(accumulate(rng.expovariate(self.rate) for _ in range(num)))
+        scale_s = 1.0 / (self.rate * self.burstiness)
+        return list(accumulate(rng.gammavariate(self.burstiness, scale_s) for _ in range(num)))
 
     def __str__(self) -> str:
         if math.isinf(self.rate):
@@ -57,24 +60,6 @@ class Arrivals:
             return f"ramp {self.rate:g} to {self.ramp_to:g}/s"
         kinds = {1.0: "Poisson", math.inf: "constant"}
         return f"{kinds.get(self.burstiness, f'gamma({self.burstiness:g})')} {self.rate:g}/s"
-
-
-def at_once(num: int) -> list[float]:
-    """Return only zeros."""
-    return [0.0] * num
-
-
-def constant(num: int, rate: float) -> list[float]:
-    """Return times with equal gaps of 1/rate, from 0 on."""
-    return [i / rate for i in range(num)]
-
-
-def gamma(num: int, rate: float, burstiness: float, rng: Random) -> list[float]:
-    """Return times with gaps from a gamma distribution: mean 1/rate, shape ``burstiness``."""
-    if burstiness == 1.0:
-        return list(accumulate(rng.expovariate(rate) for _ in range(num)))
-    scale_s = 1.0 / (rate * burstiness)
-    return list(accumulate(rng.gammavariate(burstiness, scale_s) for _ in range(num)))
 
 
 def ramp(num: int, rate: float, ramp_to: float, rng: Random) -> list[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 
 import numpy as np
 
@@ -47,24 +48,9 @@ class Workload:
     refused: Mapping[str, int]  # reason → rows of the source that were left out
     source: str  # for the report: the trace's name, or the distributions
 
-    @property
-    def num_refused(self) -> int:
-        return sum(self.refused.values())
-
 
 # Short and common, so that most tokenizers have each as one token with the blank before it.
-_TEXT = (
-    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
-    "not what all were we when your can said there use an each which she do how their if will up other about out many "
-    "then them these so some her would make like him into time has look two more write go see number no way could "
-    "people my than first water been call who oil its now find long down day did get come made may part over new "
-    "sound take only little work know place year live me back give most very after thing our just name good sentence "
-    "man think say great where help through much before line right too mean old any same tell boy follow came want "
-    "show also around form three small set put end does another well large must big even such because turn here why "
-    "ask went men read need land different home us move try kind hand picture again change off play spell air away "
-    "animal house point page letter mother answer found study still learn should world"
-)
-_WORDS = tuple(_TEXT.split())
+_WORDS = tuple((files("quire.workload") / "words.txt").read_text().split())
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 

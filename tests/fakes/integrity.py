@@ -1,16 +1,54 @@
-"""`check_integrity`: the books of the cache against each other. Tests call it after every step."""
+"""`check_integrity`: the books of a scheduler and its cache against each other. Tests call it after every step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
-from quire.cache.block_table import BlockTable
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import NO_BLOCK, BlockTable, Node
 from quire.cache.manager import CacheManager
-from quire.cache.node import NO_BLOCK, Node
+from quire.scheduler.adapters import AdapterSlots
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import SequenceState
+from quire.scheduler.state import SchedulerState
 
 
-def check_integrity(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
+def check_integrity(scheduler: Scheduler) -> None:
+    """Raise AssertionError where the books disagree. It looks at every block."""
+    state = scheduler._state
+    check_cache(scheduler.cache, [seq.table for seq in state.sequences.values()])
+    _check_adapters(state.adapters, state)
+    assert len(state.running) + len(state.waiting) <= len(state.sequences)
+    loading = [seq for seq in state.sequences.values() if seq.state is SequenceState.LOADING_KV]
+    assert set(loading) == set(state.loading.values())
+    assert set(state.loading) <= set(scheduler.cache.references.transfers)
+    for seq in state.sequences.values():
+        # Else a token would be planned without a block, or a full block not published.
+        if seq.next_event_at:
+            assert seq.state is SequenceState.RUNNING
+            assert seq.told_first
+            assert seq.next_event_at <= seq.max_planned
+            next_event_at = scheduler.cache.next_event_at(seq.table)
+            assert seq.num_planned >= seq.next_event_at or seq.next_event_at <= next_event_at
+
+
+def _check_adapters(slots: AdapterSlots, state: SchedulerState) -> None:
+    users = Counter(seq.group.request.adapter.key for seq in state.running if seq.group.request.adapter)
+    assert users == slots._users, (users, slots._users)
+    assert len(users) <= slots.num_slots
+    held = sorted(slots._slots.values())
+    assert sorted([*held, *slots._free]) == list(range(1, slots.num_slots + 1)), (held, slots._free)
+    assert set(slots._slots) == set(slots._users) | set(slots._idle)
+    assert not set(slots._users) & set(slots._idle)
+
+
+def free_ids(pool: BlockPool) -> list[int]:
+    """Return every free id of ``pool``."""
+    return [*pool._free, *range(pool.num_blocks - pool.num_untouched, pool.num_blocks)]
+
+
+def check_cache(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
     """Raise AssertionError unless counts, tree, tables and free list agree.
 
     ``tables`` are those of all sequences alive; every reference must belong to one of them, to the tree, or to a step
@@ -39,7 +77,7 @@ def _check_counts(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
 
 def _check_free_list(cache: CacheManager) -> None:
     pool = cache.pool
-    free = pool.free_ids()
+    free = free_ids(pool)
     assert len(free) == len(set(free)) == pool.num_free
     assert all(pool.ref_counts[b] == 0 for b in free)
     assert sum(c == 0 for c in pool.ref_counts) == pool.num_free

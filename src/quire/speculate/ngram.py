@@ -1,0 +1,41 @@
+"""`NgramProposer`: prompt lookup (Saxena 2023). What followed the longest repeated suffix before, follows it again.
+
+    … the cat sat on the mat … the cat sat on
+      └─ earlier occurrence ┘ drafts: the mat …   └─ suffix
+
+A suffix of any length is found in O(1) amortized per token (`SuffixAutomaton`), in prompt and output alike.
+"""
+
+from __future__ import annotations
+
+from quire.speculate.proposer import Wanted
+from quire.speculate.suffix_automaton import SuffixAutomaton
+
+MIN_MATCH = 2  # tokens: one token alone repeats too often by chance
+
+
+class NgramProposer:
+    """Proposes the continuation of the last occurrence found of the longest repeated suffix."""
+
+    def begin(self) -> SuffixAutomaton:
+        """As `Proposer.begin`."""
+        return SuffixAutomaton()
+
+    def propose(self, wanted: list[Wanted]) -> list[tuple[int, ...]]:
+        """As `Proposer.propose`."""
+        return [_propose(each) for each in wanted]
+
+
+def _propose(wanted: Wanted) -> tuple[int, ...]:
+    seen: SuffixAutomaton = wanted.state
+    token_ids = wanted.token_ids
+    seen.extend(token_ids[seen.size :].tolist())
+    if seen.suffix_length < MIN_MATCH:
+        return ()
+    start, limit = (
+        seen.previous_end + 1,
+        min(wanted.limit, seen.suffix_length),
+    )  # a long match goes on for longer
+    drafts = token_ids[start : start + limit].tolist()
+    period = len(drafts)  # less than the limit where the two occurrences overlap: the text is periodic
+    return tuple(drafts[place % period] for place in range(limit))
