@@ -65,7 +65,7 @@ class Conversation:
             messages,
             tools or None,
             add_special_tokens=add_special_tokens,
-            within_context=within_context,
+            most_tokens=state.model.max_model_len if within_context else None,
             **self.variables,
         )
 

@@ -168,14 +168,14 @@ class Frontend:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
-        within_context: bool = False,
+        most_tokens: int | None = None,
         **variables: Any,
     ) -> RenderedChat:
         """Return text and token ids of a conversation. The template writes BOS itself, so tokenizing adds none.
 
         ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are
-        further variables for the template (`enable_thinking` …). ``within_context``: reject a text that the context
-        cannot hold, before it is tokenized.
+        further variables for the template (`enable_thinking` …). ``most_tokens``: reject a text that is certain
+        to have more, before it is tokenized.
 
         Raises:
             RequestError: the model has no chat template, or the template rejects the messages or fails on them.
@@ -184,7 +184,7 @@ class Frontend:
         return await self.prompts.chat(
             messages,
             add_special_tokens=add_special_tokens,
-            most_tokens=self.model.max_model_len if within_context else None,
+            most_tokens=most_tokens,
             tools=tools,
             documents=documents,
             add_generation_prompt=(
