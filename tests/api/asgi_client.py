@@ -42,7 +42,10 @@ class Api:
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 return await client.request(method, path, **kwargs)
 
-        return asyncio.run(go())
+        try:
+            return asyncio.run(go())
+        finally:
+            self.frontend.prompts.close()  # ends the helper process that a large body starts
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.call("POST", path, json=body, **kwargs)

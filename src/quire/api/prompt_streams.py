@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from quire.metrics.trace import RequestPhases
 from quire.request import FinishReason
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-_PROMPTS_AT_ONCE = 256  # of a request that samples nothing; more would fill the queue for other requests
+_PROMPTS_AT_ONCE = 256  # of a request that samples nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ class _Started:
     stream: RequestStream
     metrics: RequestMetrics
     ticket: Ticket | None  # of the forecast
+
+
+def _num_tokens(prompt: _Started) -> int:
+    return len(prompt.stream.prompt_token_ids)
 
 
 class PromptStreams:
@@ -44,6 +49,7 @@ class PromptStreams:
         self._request_id = request_id
         self._trace = trace
         self._prompts: list[_Started] = []
+        self._open: deque[_Started] = deque()  # of a request that samples nothing: not known to have ended
 
     async def submit(self) -> None:
         """Start all prompts, or none."""
@@ -52,8 +58,8 @@ class PromptStreams:
         try:
             for i, given in enumerate(job.prompts):
                 prompt = await self._cut(given)
-                if i >= _PROMPTS_AT_ONCE and job.samples_nothing:
-                    await self._prompts[i - _PROMPTS_AT_ONCE].stream.ended()
+                if job.samples_nothing:
+                    await self._wait_for_turn()
                 if job.echo:
                     self.echoes.append(self._text_of(prompt))
                 stream = await self._state.frontend.submit(
@@ -78,6 +84,12 @@ class PromptStreams:
                 raise RequestError(message, param=job.prompt_param, code=error.code) from None
             raise
 
+    async def _wait_for_turn(self) -> None:
+        """Wait until few tokens of this request are left to compute, so that it shares the engine with others."""
+        most = self._state.settings.tokens_at_once
+        while len(self._open) >= _PROMPTS_AT_ONCE or sum(map(_num_tokens, self._open)) >= most:
+            await self._open.popleft().stream.ended()
+
     def _text_of(self, prompt: str | Sequence[int]) -> str:
         if isinstance(prompt, str):
             return prompt
@@ -95,6 +107,7 @@ class PromptStreams:
         )
         ticket = None if state.forecast is None else state.forecast.enter(num_tokens)
         self._prompts.append(_Started(stream, metrics, ticket))
+        self._open.append(self._prompts[-1])
         self.usage.prompt_tokens += num_tokens
 
     async def _cut(self, prompt: str | Sequence[int]) -> str | Sequence[int]:

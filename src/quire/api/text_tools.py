@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import Field
 
 from quire.api.chat import chat_conversation, chat_job
 from quire.api.protocol import ChatPrompt
 from quire.api.state import ApiState
-from quire.engine.large_input import off_loop
+from quire.engine.large_input import json_in_pieces, off_loop
 from quire.errors import RequestError, clip
 from quire.http.wire import Boolean, Text, TokenIds, Wire, parse
 
@@ -54,13 +55,13 @@ async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dic
         conversation = await off_loop(len(request.messages or ()), chat_conversation, request, ignored)
         _, ids = await conversation.prompt(state, add_special_tokens=special)
     tokenizer = state.frontend.tokenizer
-    strings: list[str] | None = None
+    strings: msgspec.Raw | None = None
     if request.return_token_strs:
-        strings = await off_loop(len(ids), lambda: [tokenizer.id_to_token(i) or "" for i in ids])
+        strings = await json_in_pieces(ids, lambda token_id: tokenizer.id_to_token(token_id) or "")
     return {
         "count": len(ids),
         "max_model_len": state.model.max_model_len,
-        "tokens": list(ids),
+        "tokens": await json_in_pieces(ids),
         "token_strs": strings,
     }
 

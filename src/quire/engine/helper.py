@@ -35,7 +35,7 @@ import msgspec
 from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, RequestError
-from quire.http.limits import BODY_VALUES, IDS_CODE, check_fields, check_whole, decode, too_many
+from quire.http.limits import BODY_VALUES, IDS_CODE, LIST_IDS, check_fields, check_whole, decode, too_many
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import build_grammar
 from quire.text.grammar_matcher import TokenTable, compile_matcher, first_error, ll_tokenizer
@@ -158,7 +158,7 @@ def _bodies(head: dict[str, Any]) -> tuple[Answer, Perform]:
             body = decode(task)
             check_fields(body)
             for name in {"prompt", "input"} & body.keys() if isinstance(body, dict) else ():
-                body[name] = packed(body[name])
+                body[name] = packed(name, body[name])
             check_whole(body, head["characters"])
             return b"=" + msgspec.msgpack.encode(body)
         except RequestError as error:
@@ -171,12 +171,12 @@ def _bodies(head: dict[str, Any]) -> tuple[Answer, Perform]:
     return {}, parse
 
 
-def packed(value: Any) -> Any:
+def packed(name: str, value: Any) -> Any:
     """Return ``value`` with each list of token ids (the value, or an element of it) as packed integers."""
     if not isinstance(value, list):
         return value
     if value and isinstance(value[0], list):
-        return [packed(item) if isinstance(item, list) else item for item in value]
+        return [packed(name, item) if isinstance(item, list) else item for item in value]
     if (
         len(value) < _MIN_PACKED
         or not set(map(type, value)) <= {int}
@@ -184,6 +184,8 @@ def packed(value: Any) -> Any:
         or max(value) >= _ID_LIMIT
     ):
         return value
+    if len(value) > LIST_IDS:
+        raise too_many(name, len(value), LIST_IDS, "token ids")
     return msgspec.msgpack.Ext(IDS_CODE, array("I", value).tobytes())
 
 

@@ -180,7 +180,7 @@ class HelperPool:
             Task([frame]), lambda raw, late: finish(None if raw is None else json.loads(raw), late)
         )
 
-    async def run(self, frame: Sequence[bytes], finish: Callable[[bytes | None, bool], T]) -> T:
+    async def run(self, frame: Sequence[bytes], finish: Callable[[bytearray | None, bool], T]) -> T:
         """Return ``finish(answer, late)`` for a task of bytes, given in pieces. A cancelled task ends at once.
 
         Raises:
@@ -194,7 +194,7 @@ class HelperPool:
             task.drop()
             raise
 
-    def _submit(self, task: Task, finish: Callable[[bytes | None, bool], T]) -> Future[T]:
+    def _submit(self, task: Task, finish: Callable[[bytearray | None, bool], T]) -> Future[T]:
         with self._lock:
             if self._num_waiting >= MAX_WAITING:
                 raise CapacityError(
@@ -223,14 +223,15 @@ class HelperPool:
             helpers, self._all, self._idle = list(self._all), set(), []
         for helper in helpers:
             helper.kill()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _ended(self, future: Future[Any]) -> None:
         with self._lock:
             self._num_waiting -= 1
 
-    def _perform(self, task: Task, finish: Callable[[bytes | None, bool], T]) -> T:
+    def _perform(self, task: Task, finish: Callable[[bytearray | None, bool], T]) -> T:
         helper = self._take()
         task.helper = helper
         ready = helper.greeting is not None and not task.dropped
@@ -282,7 +283,7 @@ class HelperProcess:
         raw = self.ask([json.dumps(head).encode()], _START_LIMIT_S[kind])
         self.greeting: Head | None = None if raw is None else json.loads(raw)
 
-    def ask(self, frame: Sequence[bytes], limit_s: float) -> bytes | None:
+    def ask(self, frame: Sequence[bytes], limit_s: float) -> bytearray | None:
         """Return the answer to a task. None if there is none in time, or the process died; ``alive`` is false then."""
         assert self._popen.stdin is not None
         deadline = time.monotonic() + limit_s
@@ -325,16 +326,17 @@ class HelperProcess:
             with contextlib.suppress(BlockingIOError):
                 view = view[os.write(fd, view[:_PIPE_BYTES]) :]
 
-    def _read(self, num_bytes: int, deadline: float) -> bytes:
+    def _read(self, num_bytes: int, deadline: float) -> bytearray:
         assert self._popen.stdout is not None
-        fd, pieces, left = self._popen.stdout.fileno(), list[bytes](), num_bytes
+        fd, answer = self._popen.stdout.fileno(), bytearray(num_bytes)
+        left = memoryview(answer)
         while left:
             self._wait([fd], [], deadline)
-            pieces.append(os.read(fd, min(left, 1 << 20)))
-            if not pieces[-1]:
+            num_read = os.readv(fd, [left[:_PIPE_BYTES]])
+            if not num_read:
                 raise BrokenPipeError("The helper ended.")
-            left -= len(pieces[-1])
-        return b"".join(pieces)
+            left = left[num_read:]
+        return answer
 
     def _wait(self, reads: list[int], writes: list[int], deadline: float) -> None:
         if not any(select.select(reads, writes, [], max(0.0, deadline - time.monotonic()))):

@@ -29,6 +29,7 @@ from quire.errors import CapacityError, RequestError
 from quire.http.limits import BODY_VALUES, IDS_CODE, TEXT_CHARACTERS, WAITING_BYTES, too_many
 from quire.text.tokenizer import Tokenizer
 
+_PIECE = 8192
 T = TypeVar("T")
 INLINE_CHARS = 8192  # at most about 2 ms of the loop's time
 THREAD_CHARS = 262_144
@@ -98,7 +99,7 @@ class LongTexts:
         if answer is None:
             message = f"Tokenizing a text of {len(text)} characters takes too much time or memory: send a shorter one."
             raise RequestError(message, param="prompt", code="limit_exceeded")
-        return array("I", answer)
+        return array("I", bytes(answer))
 
     async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Return the ids of each of many texts, together at most `THREAD_CHARS` long."""
@@ -114,6 +115,7 @@ class LongTexts:
             self._thread.shutdown(wait=False, cancel_futures=True)
         if self._folder is not None:
             self._folder.cleanup()
+        self._thread = self._folder = None
 
     def _head(self) -> dict[str, Any]:
         if self._folder is None:
@@ -122,15 +124,27 @@ class LongTexts:
         return {"tokenizer": str(Path(self._folder.name) / "tokenizer.json")}
 
 
+async def json_in_pieces(items: Sequence[Any], shown: Callable[[Any], Any] | None = None) -> msgspec.Raw:
+    """Return the JSON of a long list, made in pieces between which other requests have their turn."""
+    pieces: list[bytes] = []
+    for start in range(0, len(items), _PIECE):
+        piece = items[start : start + _PIECE]
+        pieces.append(msgspec.json.encode(list(piece) if shown is None else [*map(shown, piece)])[1:-1])
+        await asyncio.sleep(0)
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+
+
 async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
     """Return ``function(*args)``; on a thread if ``size``, the number of elements it walks over, is large."""
     return function(*args) if size <= INLINE_ELEMENTS else await asyncio.to_thread(function, *args)
 
 
-def _unchanged(answer: bytes | None, late: bool) -> bytes | None:
+def _unchanged(answer: bytearray | None, late: bool) -> bytearray | None:
     return answer
 
 
 def _ids(code: int, data: memoryview) -> array[int]:
     assert code == IDS_CODE
-    return array("I", bytes(data))
+    ids = array("I")
+    ids.frombytes(data)
+    return ids

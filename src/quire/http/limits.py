@@ -57,6 +57,7 @@ BODY_FIELDS = 256  # names at the top of a body
 # Of the whole body, lists of token ids apart.
 BODY_CONTAINERS = 65_536  # lists and objects
 BODY_VALUES = 262_144  # texts, numbers, true, false, null
+LIST_IDS = 2 * 2**20  # token ids in one list
 # A text that the context does not bound: of /tokenize, a token count, or a prompt that is truncated.
 TEXT_CHARACTERS = 4 * 2**20
 FORM_PARTS = 16
