@@ -31,7 +31,7 @@ from quire.kernels.linear import PackedLinear, QuantizedWeight, linear, pack_emp
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
-from quire.kernels.sampling import Streams, gumbel_argmax
+from quire.kernels.sampling.noise import Streams, gumbel_argmax
 from quire.kernels.threads import choose_threads
 from quire.plan.hardware import Bounds, measure
 from quire.weight_format import PLAIN, WeightFormat
@@ -168,7 +168,7 @@ def attention_jobs(isa: Backend) -> Iterator[Job]:
             num_tokens * case.num_kv_heads * (size + SCALE_BYTES if case.int8 else 2 * size),
             2 * pairs * case.num_heads * size,
             "float",
-            lambda made=made: attention(made.q, made.kv, made.batch, made.shape, backend=level),  # type: ignore[misc]
+            lambda made=made: attention.on(level)(made.q, made.kv, made.batch, made.shape, None),  # type: ignore[misc]
         )
 
 
@@ -183,11 +183,11 @@ def norm_jobs(isa: Backend) -> Iterator[Job]:
         words, num_bytes = f"{case.num_tokens} x {case.size}", 2 * x.numel()
         yield Job(
             "norm", f"rms_norm, {words}", level, 2 * num_bytes, 4 * x.numel(), "float",
-            lambda x=x, weight=weight: rms_norm(x, weight, 1e-5, backend=level),  # type: ignore[misc]
+            lambda x=x, weight=weight: rms_norm.on(level)(x, weight, 1e-5),  # type: ignore[misc]
         )  # fmt: skip
         yield Job(
             "norm", f"add_rms_norm, {words}", level, 4 * num_bytes, 5 * x.numel(), "float",
-            lambda x=x, r=residual, weight=weight: add_rms_norm(x, r, weight, 1e-5, backend=level),  # type: ignore[misc]
+            lambda x=x, r=residual, weight=weight: add_rms_norm.on(level)(x, r, weight, 1e-5),  # type: ignore[misc]
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ void bind_sampling(nb::module_& m) {
         const PoolLease pool(num_threads);
         kernels_of<SamplingKernels>(isa).sample(args, pool.get());
       },
-      "One token per row; logits: addresses of the rows, columns: records of kernels/sampling/reference.py.",
+      "One token per row; logits: addresses of the rows, columns: records of kernels/sampling/__init__.py.",
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "logprobs",

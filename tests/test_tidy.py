@@ -20,25 +20,25 @@ MAX_CLASS_METHODS = 15
 # Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
     "": 2_273,
-    "api": 5_110,
+    "api": 5_107,
     "bench": 2_440,
     "cache": 1_199,
     "cli": 1_489,
-    "engine": 3_830,
+    "engine": 3_786,
     "executor": 444,
     "families": 1_686,
     "gateway": 321,
     "http": 928,
-    "jobs": 992,
-    "kernels": 6_297,
-    "layers": 808,
+    "jobs": 991,
+    "kernels": 5_851,
+    "layers": 777,
     "lora": 427,
     "metrics": 610,
-    "models": 1_583,
+    "models": 1_575,
     "plan": 1_821,
-    "quant": 407,
-    "runner": 2_143,
-    "sampling": 657,
+    "quant": 406,
+    "runner": 2_129,
+    "sampling": 643,
     "scheduler": 2_442,
     "sim": 1_508,
     "text": 4_070,
@@ -47,6 +47,8 @@ MAX_LINES: dict[str, int] = {
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
+    "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
+    "overload": {"": 6, "bench": 1, "scheduler": 210, "sim": 16},
     "speculation": {"": 40, "runner": 50, "speculate": 150},
 }
 

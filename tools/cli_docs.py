@@ -10,6 +10,15 @@ from typing import Any
 from quire.args import EngineArgs, ServerArgs, Setting, defaults, flag_name, settings_of
 from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
 from quire.cli.flags import PlanArgs
+from quire.gateway.config import (
+    BackendArgs,
+    GatewayArgs,
+    HealthArgs,
+    ModelArgs,
+    RetryArgs,
+    RoutingArgs,
+    TimeoutArgs,
+)
 
 HEAD = """\
 # The command line
@@ -17,6 +26,7 @@ HEAD = """\
 Written by `python tools/cli_docs.py` from the tables of settings and `src/quire/settings.toml`; a test compares them.
 
     quire serve [MODEL]            serve a model over an OpenAI-compatible API
+    quire gateway --config FILE    one address in front of many replicas (docs/gateway.md has the keys of the file)
     quire run [MODEL] "prompt"     continue one text and print it as it comes
     quire chat [MODEL]             talk in the terminal; /help lists its commands, Ctrl-C stops an answer
     quire bench serve              put load on any OpenAI-compatible server (docs/benchmarking.md)
@@ -45,8 +55,20 @@ The keys of the file, the keywords of `quire.LLM` and the flags are the same nam
 """
 
 
-def row(spec: Setting, default: Any) -> str:
-    flag = f"`{flag_name(spec.name)}`" + (" ¹" if spec.rare else "")
+# The tables of the gateway's file, whose settings are keys and no flags.
+FILE = {
+    GatewayArgs: "top",
+    RoutingArgs: "`[routing]`",
+    TimeoutArgs: '`[timeouts]`, and `[timeouts.paths."/v1/…"]` for one path',
+    HealthArgs: "`[health]`",
+    RetryArgs: "`[retries]`",
+    BackendArgs: "each of `[[backends]]`; exactly one of `url`, `dns` and `file`",
+    ModelArgs: "each of `[[models]]`; `split = { name = weight }` says which served models stand behind it",
+}
+
+
+def row(spec: Setting, default: Any, *, is_flag: bool = True) -> str:
+    flag = f"`{flag_name(spec.name) if is_flag else spec.name}`" + (" ¹" if spec.rare else "")
     shown = {None: "", True: "on", False: "off"} if default is None or isinstance(default, bool) else {}
     default = shown.get(default, f"`{default}`")
     allowed = ", ".join(spec.choices)
@@ -80,6 +102,14 @@ def document() -> str:
                 + "\n".join(rows)
                 + "\n"
             )
+    parts.append("\n## gateway.toml\n")
+    for kind, title in FILE.items():
+        rows = [row(spec, defaults(kind)[key], is_flag=False) for key, spec in settings_of(kind).items()]
+        parts.append(
+            f"\n{title}:\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n"
+            + "\n".join(rows)
+            + "\n"
+        )
     return "".join(parts)
 
 

@@ -107,7 +107,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "window-off-by-one",
         "attention sees one token more than the window",
-        "src/quire/kernels/attention/reference.py",
+        "src/quire/kernels/attention/__init__.py",
         "position[:, None, :] <= limit[:, :, None] - window",
         "position[:, None, :] < limit[:, :, None] - window",
         KERNELS,
@@ -115,7 +115,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tile-by-batch",
         "the attention tile depends on the longest sequence of the batch",
-        "src/quire/kernels/attention/reference.py",
+        "src/quire/kernels/attention/__init__.py",
         "    blocks_per_tile = -(-TILE // kv.block_size)\n",
         "    blocks_per_tile = min(-(-TILE // kv.block_size), -(-int(batch.seq_lens.max()) // kv.block_size))\n",
         EXACT,

@@ -53,12 +53,12 @@ def attention_rows(case: cases.AttentionCase, limits: dict[str, float]) -> Itera
     for backend in GPU_KERNELS:
         made.batch.plans.clear()
         calls: list[Callable[[], object]] = [
-            lambda kv=kv, backend=backend: attention(q, kv, made.batch, made.shape, backend=backend)  # type: ignore[misc]
+            lambda kv=kv, backend=backend: attention.on(backend)(q, kv, made.batch, made.shape, None)  # type: ignore[misc]
             for kv in pools
         ]
         yield row(f"{case.name}, {backend}", seconds(calls), num_bytes, flops, limits)
     for name, call in over_our_blocks(q, pools[0], made.batch, made.shape).items():
-        theirs, own = call(), attention(q, pools[0], made.batch, made.shape, backend="triton")
+        theirs, own = call(), attention.on("triton")(q, pools[0], made.batch, made.shape, None)
         assert isinstance(theirs, torch.Tensor)
         found = row(f"{case.name}, {name}", seconds([call]), num_bytes, flops, limits)
         yield {**found, "largest_difference": float((theirs.float() - own.float()).abs().max())}
@@ -163,6 +163,6 @@ def norms(limits: dict[str, float], *, tiny: bool) -> list[Row]:
     for rows in (1, 3) if tiny else (1, 32, 256, 2048, 16384):
         copies = 1 if tiny else max(2, min(64, COLD_BYTES // (rows * size * 4)))
         pairs = [(torch.randn(rows, size, device=DEVICE).bfloat16(),) * 2 for _ in range(copies)]
-        calls = [lambda p=p: add_rms_norm(*p, weight, 1e-5, backend="triton") for p in pairs]  # type: ignore[misc]
+        calls = [lambda p=p: add_rms_norm.on("triton")(*p, weight, 1e-5) for p in pairs]  # type: ignore[misc]
         found.append(row(f"{rows} x {size}", seconds(calls), 4 * rows * size * 2, 0, limits))
     return found

@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from quire.kernels.attention import AttentionShape, RaggedBatch
+from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_blocks import KvView
 
 PAGE = 16  # tokens of a block, as Quire's cache has it

@@ -11,7 +11,7 @@ from workloads import MAX_CONTEXT, Item
 
 from quire import LLM, SamplingParams
 from quire.engine.core import AddRequest
-from quire.engine.prepare import prepare_request
+from quire.engine.prompts import prepare_request
 
 
 class QuireEngine:

@@ -1,5 +1,5 @@
 // Sampling of tokens from rows of fp32 logits, and their log-probabilities. kernels/sampling (exact_math.py, noise.py,
-// truncate.py, reference.py) defines the result to the last bit: every level gives the same tokens.
+// truncate.py, __init__.py) defines the result to the last bit: every level gives the same tokens.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace quire::cpu {
 
-// A record of COLUMNS of kernels/sampling/reference.py.
+// A record of COLUMNS of kernels/sampling/__init__.py.
 struct SampleRow {
   int64_t features;
   float temperature;

@@ -45,7 +45,7 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions (gpt-oss: False)
-    attention_factor: float | None = None  # multiplies cos and sin; None: the formula of the kind
+    attention_factor: float = 1.0  # multiplies cos and sin
     mscale: float = 0.0  # yarn (DeepSeek); 0: not given
     mscale_all_dim: float = 0.0
     short_factor: tuple[float, ...] = ()  # longrope, dim/2 values

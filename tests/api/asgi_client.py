@@ -45,7 +45,7 @@ class Api:
         try:
             return asyncio.run(go())
         finally:
-            self.frontend.prompts.close()  # ends the helper process that a large body starts
+            self.frontend.prompts.bodies.close()  # ends the helper process that a large body starts
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.call("POST", path, json=body, **kwargs)

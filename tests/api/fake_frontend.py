@@ -18,10 +18,9 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.core import Call, EngineCore, Reply
-from quire.engine.frontend import Prompts, RenderedChat
-from quire.engine.output import RequestOutputState
-from quire.engine.prepare import ModelInfo, prepare_request
-from quire.engine.stream import RequestStream
+from quire.engine.output import RequestOutputState, RequestStream
+from quire.engine.large_input import LargeBodies
+from quire.engine.prompts import ModelInfo, RenderedChat, prepare_request
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import (
@@ -94,7 +93,8 @@ class FakeFrontend:
         self.tokenizer = byte_tokenizer(thinks=thinks)
         self.chat_template = ChatTemplate({"default": template}, self.tokenizer.special, datetime.now)
         self.chat_template.is_known = True  # rendered without a helper process
-        self.prompts = Prompts(self.tokenizer, self.chat_template)
+        self.prompts = self  # `chat`, `render` and `tokenize` of `Prompts`
+        self.bodies = LargeBodies()
         self.model = ModelInfo(
             names=("tiny", "alias"),
             max_model_len=max_model_len,
@@ -165,7 +165,7 @@ class FakeFrontend:
         task.add_done_callback(self._tasks.discard)
         return stream
 
-    async def chat_prompt(
+    async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Any = None,
@@ -180,6 +180,9 @@ class FakeFrontend:
             raise RequestError("The chat template refuses these messages.", param="messages")
         text = self.chat_template.render(messages)
         return RenderedChat(text, await self.tokenize(text, add_special_tokens=add_special_tokens))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        return self.chat_template.render(messages, **options)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [END] * add_special_tokens + self.tokenizer.encode(text)

@@ -13,11 +13,12 @@ from quire.api import anthropic_request as anthropic
 from quire.api import protocol as wire
 from quire.api import response_request as responses
 from quire.api.app import create_app
-from quire.api.params import DeadlineMs, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from quire.api.chat import Message, TextPart
+from quire.api.conversation import FUNCTION, TOOL
 from quire.api.pooling import Document, EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.api.protocol import DeadlineMs, JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from quire.api.state import ApiSettings
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
-from quire.api.tools import FUNCTION, TOOL
 from quire.http.wire import Table, Use, table_of
 from quire.jobs.routes import BatchRequest, ExpiresAfter
 
@@ -31,7 +32,7 @@ MODELS: dict[str, type[wire.Wire] | Table] = {
     "/detokenize": DetokenizeRequest,
     "tools[i]": TOOL,
     "tools[i].function": FUNCTION,
-    "messages[i]": wire.Message,
+    "messages[i]": Message,
     "/v1/batches": BatchRequest,
     "output_expires_after": ExpiresAfter,
     "deadline_ms": DeadlineMs,
@@ -66,7 +67,7 @@ MODELS: dict[str, type[wire.Wire] | Table] = {
     "/v1/responses: function_call": responses.CallItem,
     "/v1/responses: function_call_output": responses.OutputItem,
     "/v1/responses: reasoning (item)": responses.ReasoningItem,
-    "/v1/responses: parts of a content": wire.TextPart,
+    "/v1/responses: parts of a content": TextPart,
 }
 TABLES = {title: table_of(m) if isinstance(m, type) else m for title, m in MODELS.items()}
 

@@ -13,7 +13,7 @@ from tests.api.fake_frontend import FakeFrontend, say
 from tests.api.test_api_fields import properties
 
 from quire.api import response_request as protocol
-from quire.api.protocol import TextPart
+from quire.api.chat import TextPart
 from quire.api.state import ResponseStore, Stored
 from quire.http.wire import Use, table_of
 

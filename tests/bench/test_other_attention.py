@@ -92,7 +92,7 @@ def test_our_pages_as_another_library_reads_them(monkeypatch: pytest.MonkeyPatch
         case = cases.AttentionCase("decode", lengths, 8, 2, 16, 16, window=window, soft_cap=cap)
         made = cases.attention_inputs(case, torch.float32, torch.Generator().manual_seed(3))
         (call,) = over_our_blocks(made.q, made.kv, made.batch, made.shape).values()
-        expected = attention(made.q, made.kv, made.batch, made.shape, backend="reference")
+        expected = attention.on("reference")(made.q, made.kv, made.batch, made.shape, None)
         assert torch.allclose(call(), expected, atol=1e-4)  # type: ignore[arg-type]
         mixed = cases.attention_inputs(
             cases.AttentionCase("m", ((2, 9),), 8, 2, 16, 16), torch.float32, torch.Generator()

@@ -22,8 +22,8 @@ from quire.clock import WallClock
 from quire.engine.client import EngineClient, InProcessClient
 from quire.engine.frontend import Frontend
 from quire.engine.output import OutputChunk, merge
-from quire.engine.prepare import prepare_request
 from quire.engine.process import ProcessClient
+from quire.engine.prompts import prepare_request
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import CapacityError, EngineDeadError, ModelLoadError, RequestError
 from quire.request import FinishReason, SamplingParams, ThinkingBudget
@@ -198,13 +198,13 @@ def test_a_request_id_may_be_used_again_at_once() -> None:
 
 def test_chats_are_rendered_without_a_second_bos() -> None:
     async def body(frontend: Frontend, client: InProcessClient) -> None:
-        text, prompt = await frontend.chat_prompt([{"role": "user", "content": "hi"}])
+        text, prompt = await frontend.prompts.chat([{"role": "user", "content": "hi"}])
         assert text.startswith("<bos>")
         assert prompt == [BOS, *ids("[user] hi\n[assistant] ")]
         last = {"role": "assistant", "content": "well"}
-        _, prompt = await frontend.chat_prompt([last], continue_final_message=True)
+        _, prompt = await frontend.prompts.chat([last], continue_final_message=True)
         assert prompt == [BOS, *ids("[assistant] well")]
-        assert await frontend.tokenize("y" * 9000) == list(ids("y" * 9000))
+        assert await frontend.prompts.tokenize("y" * 9000) == list(ids("y" * 9000))
 
     with_frontend(body)
 

@@ -8,8 +8,7 @@ import pytest
 from tests.engine.toy import EOS, byte_tokenizer, events, ids
 
 from quire.engine.core import FinishSample
-from quire.engine.output import OutputChunk, RequestOutputState, error_of, merge
-from quire.errors import CapacityError
+from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 
 TOKENIZER = byte_tokenizer()
@@ -110,17 +109,6 @@ def test_end_releases_held_text_and_ignores_later_events() -> None:
     assert state.finished
     assert feed(state, events("r", "z")) == []
     assert state.end(FinishReason.ABORT) == []
-
-
-def test_an_error_becomes_its_exception() -> None:
-    state, _ = state_of()
-    chunk = state.feed(
-        TokenEvent("r", 0, finish_reason=FinishReason.ERROR, error="the queue is full", error_kind="capacity")
-    )
-    assert chunk is not None
-    error = error_of(chunk)
-    assert isinstance(error, CapacityError)
-    assert error.retryable
 
 
 def expected(text: str, stop: list[str], include: bool) -> tuple[str, int]:

@@ -13,7 +13,7 @@ import pytest
 from tests.engine.toy import byte_tokenizer
 
 from quire.engine import helper_pool
-from quire.engine.frontend import Prompts
+from quire.engine.prompts import Prompts
 from quire.errors import ModelLoadError, RequestError
 from quire.text import ChatTemplate, SpecialTokens
 from quire.text.chat_template import known_templates
@@ -142,9 +142,9 @@ def test_a_helper_renders_what_this_process_would(made: list[Prompts]) -> None:
     options: dict[str, Any] = {
         "tools": [{"type": "function", "function": {"name": "é<"}}],
         "add_generation_prompt": True,
-        "variables": {"x": True},
     }
-    rendered = asyncio.run(prompts.chat(HELLO, **options))
+    rendered = asyncio.run(prompts.chat(HELLO, **options, x=True))
+    options["variables"] = {"x": True}
     assert rendered.text == prompts.chat_template.render(HELLO, **options) == prompts.render(HELLO, **options)
     assert rendered.text.startswith("<s>10 Jul")
     assert rendered.token_ids == prompts.tokenizer.encode(rendered.text, add_special_tokens=False)

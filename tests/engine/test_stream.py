@@ -7,8 +7,7 @@ import asyncio
 import pytest
 from tests.engine.toy import byte_tokenizer, ids
 
-from quire.engine.output import OutputChunk, RequestOutputState, merge
-from quire.engine.stream import RequestStream
+from quire.engine.output import OutputChunk, RequestOutputState, RequestStream, merge
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 
 TOKENIZER = byte_tokenizer()

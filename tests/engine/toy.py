@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.args import EngineArgs
 from quire.config import DeviceInfo, EngineConfig
-from quire.engine.prepare import ModelInfo
+from quire.engine.prompts import ModelInfo
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from quire.request import FinishReason, TokenEvent
 from quire.resolve import resolve

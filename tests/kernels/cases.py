@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.kernels import huge_pages
-from quire.kernels.attention import AttentionShape, RaggedBatch
+from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_blocks import SCALE_BYTES, KvView, Layout, can_tile, view_layer
 from quire.kernels.pointwise import ActivationKind
 from quire.modelspec import MoeSpec

@@ -43,7 +43,7 @@ def test_against_fp64(
     case: cases.RowCase, kind: ActivationKind, dtype: torch.dtype, backend: Backend
 ) -> None:
     x = (torch.randn(case.num_tokens, 2 * case.size, generator=generator()) * 4).to(dtype)
-    assert_close("gated", gated(x, kind, backend=backend), oracle(x, kind))
+    assert_close("gated", gated.on(backend)(x, kind), oracle(x, kind))
 
 
 @pytest.mark.parametrize("backend", registry.backends("gated"))
@@ -54,7 +54,7 @@ def test_a_row_does_not_depend_on_the_batch(
     size: int, kind: ActivationKind, dtype: torch.dtype, backend: Backend
 ) -> None:
     pool = (torch.randn(37, 2 * size, generator=generator()) * 4).to(dtype)
-    assert_rows_independent(lambda ids: gated(pool[ids], kind, backend=backend), 37, f"{kind} {size}")
+    assert_rows_independent(lambda ids: gated.on(backend)(pool[ids], kind), 37, f"{kind} {size}")
 
 
 @pytest.mark.parametrize("backend", registry.backends("gated"))
@@ -62,28 +62,26 @@ def test_a_row_does_not_depend_on_the_batch(
 def test_the_place_of_an_element_does_not_matter(kind: ActivationKind, backend: Backend) -> None:
     """A vectorised loop ends in a scalar tail, and torch's own silu and gelu differ there in the last bit."""
     values = torch.linspace(-12, 12, 4001).repeat(2, 1)  # gate and up
-    expected = gated(values.T.reshape(-1, 2).contiguous(), kind, backend=backend).view(-1)
+    expected = gated.on(backend)(values.T.reshape(-1, 2).contiguous(), kind).view(-1)
     for width in (1, 3, 5, 13, 17, 29, 31, 100):
         count = 4001 // width * width
         rows = values[:, :count].reshape(2, -1, width).transpose(0, 1).reshape(-1, 2 * width).contiguous()
-        assert_same_bits(
-            gated(rows, kind, backend=backend).view(-1), expected[:count], f"{kind}, rows of {width}"
-        )
+        assert_same_bits(gated.on(backend)(rows, kind).view(-1), expected[:count], f"{kind}, rows of {width}")
 
 
 @pytest.mark.parametrize("backend", registry.backends("gated"))
 def test_extremes_are_finite(backend: Backend) -> None:
     x = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0]])
     for kind in cases.ACTIVATIONS:
-        assert torch.isfinite(gated(x, kind, backend=backend)).all(), kind
+        assert torch.isfinite(gated.on(backend)(x, kind)).all(), kind
 
 
 @pytest.mark.parametrize("backend", registry.backends("gated"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
     wide = torch.randn(9, 100, generator=generator()).to(dtype)[:, 7:49]
-    expected = gated(wide.contiguous(), "silu", backend=backend)
-    assert_same_bits(gated(wide, "silu", backend=backend), expected, "strided")
+    expected = gated.on(backend)(wide.contiguous(), "silu")
+    assert_same_bits(gated.on(backend)(wide, "silu"), expected, "strided")
 
 
 @pytest.mark.parametrize("backend", registry.backends("gated"))
@@ -95,5 +93,5 @@ def test_to_int8_is_the_activation_quantized(
 ) -> None:
     x = (torch.randn(num_tokens, 2 * size, generator=generator()) * 4).to(dtype)
     for group in (None, 64):
-        expected = quantize_rows(gated(x, kind, backend=backend), group)
-        assert_same_rows(gated_to_int8(x, kind, group, backend=backend), expected)
+        expected = quantize_rows(gated.on(backend)(x, kind), group)
+        assert_same_rows(gated_to_int8.on(backend)(x, kind, group), expected)

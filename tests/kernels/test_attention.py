@@ -11,7 +11,8 @@ from tests.kernels import cases
 from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator, threads
 
 from quire.kernels import registry
-from quire.kernels.attention import AttentionShape, RaggedBatch, attention
+from quire.kernels.attention import attention
+from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_blocks import KvView, Layout
 from quire.kernels.registry import Backend
 
@@ -52,7 +53,7 @@ def oracle(made: cases.AttentionInputs) -> torch.Tensor:
 
 
 def run(made: cases.AttentionInputs, backend: Backend = "reference") -> torch.Tensor:
-    return attention(made.q, made.kv, made.batch, made.shape, made.sinks, backend=backend)
+    return attention.on(backend)(made.q, made.kv, made.batch, made.shape, made.sinks)
 
 
 def part(made: cases.AttentionInputs, seq: int, first: int, last: int) -> cases.AttentionInputs:
@@ -127,7 +128,7 @@ def test_where_the_blocks_lie_does_not_matter(dtype: torch.dtype, layout: Layout
                 k, v = torch.full_like(k, 3.0), torch.full_like(v, -2.0)
             moved.write(k.unsqueeze(0).to(dtype), v.unsqueeze(0).to(dtype), *at)
     batch = RaggedBatch(made.batch.cu_seqlens_q, made.batch.seq_lens, table)
-    actual = attention(made.q, moved, batch, made.shape, backend=backend)
+    actual = attention.on(backend)(made.q, moved, batch, made.shape, None)
     assert_same_bits(actual, expected, "moved")
 
 
@@ -138,7 +139,7 @@ def test_large_batch_in_several_chunks(dtype: torch.dtype, monkeypatch: pytest.M
     made = cases.attention_inputs(case, dtype, generator())
     expected = run(made)
     for limit in (1, 1 << 15, 1 << 17):
-        monkeypatch.setattr("quire.kernels.attention.reference._CHUNK_FLOATS", limit)
+        monkeypatch.setattr("quire.kernels.attention._CHUNK_FLOATS", limit)
         made.batch.plans.clear()
         assert_same_bits(run(made), expected, f"chunks of {limit}")
 

@@ -28,7 +28,7 @@ def test_rows(case: cases.RowCase, backend: Backend, dtype: torch.dtype) -> None
     wide = torch.randn(101, case.size + 3, generator=rng).to(dtype)
     ids = torch.randint(101, (case.num_tokens,), generator=rng)
     for table in (wide[:, : case.size].contiguous(), wide[:, 1 : case.size + 1]):
-        assert_same_bits(take_rows(table, ids, backend=backend), table[ids], "rows")
+        assert_same_bits(take_rows.on(backend)(table, ids), table[ids], "rows")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,9 +52,8 @@ def test_sums_and_scales(case: cases.RowCase, backend: Backend, dtype: torch.dty
     x, other = wide[:, : case.size], wide[:, case.size :]
     before = wide.clone()
     with threads(2):
-        assert_same_bits(add_rows(x, other, backend=backend), x + other, "sum")
-        assert_same_bits(scale_rows(x, 0.37, backend=backend), x * 0.37, "scale")
-    assert scale_rows(x, 1.0, backend=backend) is x
+        assert_same_bits(add_rows.on(backend)(x, other), x + other, "sum")
+        assert_same_bits(scale_rows.on(backend)(x, 0.37), x * 0.37, "scale")
     assert_same_bits(wide, before, "the arguments")
 
 
@@ -65,7 +64,7 @@ def test_caps(cap: float | None, backend: Backend) -> None:
     oracle = logits.double() * 0.7
     if cap is not None:
         oracle = cap * torch.tanh(oracle / cap)
-    assert_close("pointwise", cap_logits(logits.clone(), 0.7, cap, backend=backend), oracle)
+    assert_close("pointwise", cap_logits.on(backend)(logits.clone(), 0.7, cap), oracle)
     assert_rows_independent(
-        lambda ids: cap_logits(logits[ids], 0.7, cap, backend=backend), 33, f"cap {cap}, {backend}"
+        lambda ids: cap_logits.on(backend)(logits[ids], 0.7, cap), 33, f"cap {cap}, {backend}"
     )

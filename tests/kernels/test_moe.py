@@ -57,7 +57,7 @@ def make_route(case: cases.MoeCase, tokens: int) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("case", cases.MOE, ids=lambda case: case.name)
 def test_route_against_a_loop(case: cases.MoeCase, backend: Backend) -> None:
     logits, correction = make_route(case, case.num_tokens)
-    weights, ids = route(logits, case.spec, correction, backend=backend)
+    weights, ids = route.on(backend)(logits, case.spec, correction)
     expected = route_oracle(logits, case, correction)
     for row, want in enumerate(expected):
         got = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
@@ -114,7 +114,7 @@ def test_experts_against_a_loop(
             up_w, up_b, down_w, down_b = (t.double() for t in plain[int(ids[row, j])])
             gate, up = (up_w @ x[row].double() + up_b).chunk(2)
             oracle[row] += weights[row, j].double() * (down_w @ (gate * gate.sigmoid() * up) + down_b)
-    assert_close("experts", experts(x, weights, ids, stack, backend=backend), oracle)
+    assert_close("experts", experts.on(backend)(x, weights, ids, stack), oracle)
 
 
 @pytest.mark.parametrize("backend", native("moe.experts"))
@@ -133,11 +133,9 @@ def test_quantized_experts_are_linears_one_by_one(
         for j in range(case.spec.top_k):
             for row in range(case.num_tokens):
                 e = int(ids[row, j])
-                up = gated(linear(x[row : row + 1], stack.gate_up[e]), "silu", backend=activation)
+                up = gated.on(activation)(linear(x[row : row + 1], stack.gate_up[e]), "silu")
                 want[row] += linear(up, stack.down[e])[0].float() * weights[row, j]
-        assert_same_bits(
-            experts(x, weights, ids, stack, backend=backend), want.to(dtype), f"{case.name} {dtype}"
-        )
+        assert_same_bits(experts.on(backend)(x, weights, ids, stack), want.to(dtype), f"{case.name} {dtype}")
 
 
 @pytest.mark.parametrize("backend", backends("moe.experts"))
@@ -151,12 +149,12 @@ def test_a_token_does_not_depend_on_the_batch(
     logits, correction = make_route(case, 35)
 
     def run(ids: torch.Tensor) -> torch.Tensor:
-        weights, chosen = route(logits[ids], case.spec, correction, backend=backend)
-        return experts(pool[ids], weights, chosen, stack, backend=backend)
+        weights, chosen = route.on(backend)(logits[ids], case.spec, correction)
+        return experts.on(backend)(pool[ids], weights, chosen, stack)
 
     assert_rows_independent(run, 35, case.name)
     assert_rows_independent(
-        lambda ids: route(logits[ids], case.spec, correction, backend=backend)[0], 35, f"{case.name} weights"
+        lambda ids: route.on(backend)(logits[ids], case.spec, correction)[0], 35, f"{case.name} weights"
     )
 
 
@@ -166,8 +164,8 @@ def test_a_shared_expert_behind_its_gate(dtype: torch.dtype, backend: Backend) -
     rng = generator(5)
     x, other = (torch.randn(7, 45, generator=rng).to(dtype) for _ in range(2))
     gate = torch.randn(7, 1, generator=rng).to(dtype) * 3
-    assert_same_bits(widen_rows(x, backend=backend), x.float(), "widen")
-    got = add_gated_rows(x, other, gate, backend=backend)
+    assert_same_bits(widen_rows.on(backend)(x), x.float(), "widen")
+    got = add_gated_rows.on(backend)(x, other, gate)
     assert_close("gated", got, x.double() + other.double() * gate.double().sigmoid())
 
 
@@ -176,5 +174,5 @@ def test_equal_scores_choose_alike(backend: Backend) -> None:
     """Ties are broken by the row alone."""
     case = cases.MOE[0]
     logits = torch.zeros(33, case.spec.num_experts)
-    _, ids = route(logits, case.spec, backend=backend)
+    _, ids = route.on(backend)(logits, case.spec, None)
     assert_same_bits(ids.float(), ids[:1].expand_as(ids).float(), "ties")

@@ -43,8 +43,8 @@ def test_against_fp64(case: cases.RowCase, dtype: torch.dtype, backend: Backend)
     weight = torch.randn(case.size, generator=rng)
     x = torch.randn(case.num_tokens, case.size, generator=rng).to(dtype)
     residual = torch.randn(case.num_tokens, case.size, generator=rng).to(dtype)
-    assert_close("rms_norm", rms_norm(x, weight, EPS, backend=backend), oracle(x, weight))
-    normed, total = add_rms_norm(x, residual.clone(), weight, EPS, backend=backend)
+    assert_close("rms_norm", rms_norm.on(backend)(x, weight, EPS), oracle(x, weight))
+    normed, total = add_rms_norm.on(backend)(x, residual.clone(), weight, EPS)
     assert_same_bits(total, residual + x, "residual")
     assert_close("rms_norm", normed, oracle(residual + x, weight))
 
@@ -57,11 +57,9 @@ def test_a_row_does_not_depend_on_the_batch(size: int, dtype: torch.dtype, backe
     weight = torch.randn(size, generator=rng)
     pool = (torch.randn(35, size, generator=rng) * 3).to(dtype)
     other = torch.randn(35, size, generator=rng).to(dtype)
+    assert_rows_independent(lambda ids: rms_norm.on(backend)(pool[ids], weight, EPS), 35, f"rms_norm {size}")
     assert_rows_independent(
-        lambda ids: rms_norm(pool[ids], weight, EPS, backend=backend), 35, f"rms_norm {size}"
-    )
-    assert_rows_independent(
-        lambda ids: add_rms_norm(pool[ids], other[ids], weight, EPS, backend=backend)[0],
+        lambda ids: add_rms_norm.on(backend)(pool[ids], other[ids], weight, EPS)[0],
         35,
         f"add_rms_norm {size}",
     )
@@ -75,8 +73,8 @@ def test_heads_with_strides(backend: Backend) -> None:
     weight = torch.randn(16, generator=rng)
     heads = fused[:, 16:64].unflatten(-1, (3, 16))
     assert_same_bits(
-        rms_norm(heads, weight, EPS, backend=backend),
-        rms_norm(heads.contiguous(), weight, EPS, backend=backend),
+        rms_norm.on(backend)(heads, weight, EPS),
+        rms_norm.on(backend)(heads.contiguous(), weight, EPS),
         "strided heads",
     )
 
@@ -85,7 +83,7 @@ def test_heads_with_strides(backend: Backend) -> None:
 def test_a_weight_for_every_head(backend: Backend) -> None:
     rng = generator()
     x, weight = torch.randn(9, 3, 16, generator=rng), torch.randn(3, 16, generator=rng)
-    assert_close("rms_norm", rms_norm(x, weight, EPS, backend=backend), oracle(x, weight))
+    assert_close("rms_norm", rms_norm.on(backend)(x, weight, EPS), oracle(x, weight))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -100,10 +98,10 @@ def test_to_int8_is_the_norm_quantized(
     x, residual = torch.randn(2, case.num_tokens, case.size, generator=rng).to(dtype)
     for count in (1, 2):
         with threads(count):
-            expected = quantize_rows(rms_norm(x, weight, EPS, backend=backend), group)
-            assert_same_rows(rms_norm_to_int8(x, weight, EPS, group, backend=backend), expected)
-            normed, total = add_rms_norm(x, residual.clone(), weight, EPS, backend=backend)
-            rows, same_total = add_rms_norm_to_int8(x, residual.clone(), weight, EPS, group, backend=backend)
+            expected = quantize_rows(rms_norm.on(backend)(x, weight, EPS), group)
+            assert_same_rows(rms_norm_to_int8.on(backend)(x, weight, EPS, group), expected)
+            normed, total = add_rms_norm.on(backend)(x, residual.clone(), weight, EPS)
+            rows, same_total = add_rms_norm_to_int8.on(backend)(x, residual.clone(), weight, EPS, group)
             assert_same_rows(rows, quantize_rows(normed, group))
             assert_same_bits(same_total, total, "residual")
 
@@ -129,5 +127,5 @@ def test_a_block_of_quantized_linears_is_its_ops_one_by_one(backend: Backend) ->
     normed, expected_total = norm.add(x, residual.clone())
     assert_same_bits(total, expected_total, "residual")
     gate_up = linear(normed, mlp._gate_up.packed)
-    assert_same_bits(mlp(rows), linear(gated(gate_up, "silu", backend=backend), mlp._down.packed), "block")
+    assert_same_bits(mlp(rows), linear(gated.on(backend)(gate_up, "silu"), mlp._down.packed), "block")
     assert isinstance(norm.enter(None, residual)[0], QuantizedRows)

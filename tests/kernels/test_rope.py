@@ -45,7 +45,7 @@ def make(case: cases.RopeCase, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize("case", cases.ROPE, ids=str)
 def test_against_complex_rotation(case: cases.RopeCase, dtype: torch.dtype, backend: Backend) -> None:
     x, cos, sin = make(case, dtype)
-    y = apply_rope(x, cos, sin, interleaved=case.interleaved, backend=backend)
+    y = apply_rope.on(backend)(x, cos, sin, interleaved=case.interleaved)
     assert_close("rope", y, oracle(x, cos, sin, case.interleaved))
     assert_same_bits(y[..., 2 * case.half :], x[..., 2 * case.half :], "what is not rotated")
 
@@ -58,7 +58,7 @@ def test_a_row_does_not_depend_on_the_batch(
 ) -> None:
     x, cos, sin = make(case, dtype)
     assert_rows_independent(
-        lambda ids: apply_rope(x[ids], cos[ids], sin[ids], interleaved=case.interleaved, backend=backend),
+        lambda ids: apply_rope.on(backend)(x[ids], cos[ids], sin[ids], interleaved=case.interleaved),
         case.num_tokens,
         str(case),
     )
@@ -78,7 +78,7 @@ def test_store_kv(block_size: int, v_in_k: bool, backend: Backend) -> None:
     slots = torch.randperm(num_blocks * block_size, generator=rng)[:5]
     k = torch.randn(5, heads, k_dim, generator=rng)
     v = None if v_in_k else torch.randn(5, heads, v_dim, generator=rng)
-    store_kv(k, v, kv, slots // block_size, slots % block_size, backend=backend)
+    store_kv.on(backend)(k, v, kv, slots // block_size, slots % block_size)
     assert storage[:, : heads * piece].abs().sum() == 0, "the other layer's slot was written"
     for i, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, block_size)
@@ -118,7 +118,7 @@ def test_store_into_tiles(count: int, block_size: int, backend: Backend) -> None
         for start, end in ((0, 1), (1, 37), (37, 64), (64, length)):
             part = position[start:end]
             at = table[part // block_size], part % block_size
-            store_kv(k[start:end], v[start:end], kv, *at, backend=backend)
+            store_kv.on(backend)(k[start:end], v[start:end], kv, *at)
     keys, values = (part.transpose(0, 1).flatten(1, 2) for part in kv.read(table))
     end = -(-length // 16) * 16
     for stored, rows in ((keys, k), (values, v)):
@@ -144,7 +144,7 @@ def test_store_kv_into_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, 
         v_head_dim=8,
     )
     slots = torch.tensor([7, 0, 11, 3, 4])
-    store_kv(fused[:, :2], fused[:, 2:], kv, slots // 4, slots % 4, backend=backend)
+    store_kv.on(backend)(fused[:, :2], fused[:, 2:], kv, slots // 4, slots % 4)
     assert_same_bits(kv.keys[slots // 4, :, slots % 4], fused[:, :2].to(kv_dtype), "K")
     assert_same_bits(kv.values[slots // 4, :, slots % 4], fused[:, 2:].to(kv_dtype), "V")
 
@@ -164,8 +164,8 @@ def fused(
     kv = view_layer(storage, 0, num_kv_heads=2, block_size=size, head_dim=12, v_head_dim=10, layout=layout)
     angles = torch.rand(len(qkv), 5, generator=generator(3)) * 100
     cos_sin = angles.cos()[ids], angles.sin()[ids]
-    q = rope_store(
-        qkv[ids], 4, cos_sin, norm, kv, ids // size, ids % size, interleaved=interleaved, backend=backend
+    q = rope_store.on(backend)(
+        qkv[ids], 4, cos_sin, norm, kv, ids // size, ids % size, interleaved=interleaved
     )
     keys, values = (part.transpose(1, 2).flatten(0, 1)[ids] for part in kv.read(torch.arange(len(storage))))
     return q, keys, values
@@ -220,9 +220,9 @@ def test_int8_tiles_are_the_references(backend: Backend) -> None:
         for _ in range(3)
     ]  # fmt: skip
     store_kv(k, v, views[0], *at)
-    store_kv(k, v, views[1], *at, backend=backend)
+    store_kv.on(backend)(k, v, views[1], *at)
     qkv = torch.cat((torch.zeros(37, 4 * 12).bfloat16(), k.flatten(1), v.flatten(1)), dim=1)
-    rope_store(qkv, 4, None, None, views[2], *at, backend=backend)
+    rope_store.on(backend)(qkv, 4, None, None, views[2], *at, False)
     for view in views[1:]:
         assert torch.equal(view.pieces, views[0].pieces)
     for stored, rows in zip(views[0].read(torch.arange(2)), (k, v), strict=True):

@@ -38,12 +38,12 @@ def test_recording_runs_nothing() -> None:
     x = torch.randn(8, 32)
     tape = native.Tape()
     tape.start(**LIMITS)
-    y = gated(x, "silu", backend=LEVEL)
+    y = gated.on(LEVEL)(x, "silu")
     tape.stop()
     y.fill_(7.0)
     assert torch.equal(y, torch.full_like(y, 7.0))
     tape.run(1, **LIMITS)
-    assert torch.equal(y, gated(x, "silu", backend=LEVEL))
+    assert torch.equal(y, gated.on(LEVEL)(x, "silu"))
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:
@@ -51,7 +51,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     tape.start(**LIMITS)
     try:
         with pytest.raises(RuntimeError, match="over 5 rows cannot be replayed"):
-            gated(torch.randn(5, 32), "silu", backend=LEVEL)
+            gated.on(LEVEL)(torch.randn(5, 32), "silu")
     finally:
         tape.stop()
     with pytest.raises(IndexError, match="larger than the step"):

@@ -13,7 +13,7 @@ import torch
 from tests.parity.families import CASES, CONTEXT, ORIGINAL, ROPES, fix_rope, make
 from tests.parity.harness import VOCAB, check, compare, prompts_of, run_ragged
 
-from quire.layers.rope import attention_factor, inverse_frequencies
+from quire.layers.rope import inverse_frequencies
 from quire.models.checkpoint import describe
 
 
@@ -35,7 +35,7 @@ def test_kind(kind: str, tmp_path: Path) -> None:
     rope, rotary = found.layers[0].attention.rope, model.model.rotary_emb
     assert rope is not None
     assert torch.allclose(inverse_frequencies(rope, CONTEXT), rotary.inv_freq, rtol=1e-6)
-    assert attention_factor(rope) == pytest.approx(rotary.attention_scaling, rel=1e-6)
+    assert rope.attention_factor == pytest.approx(rotary.attention_scaling, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -58,7 +58,6 @@ def nats(args: EngineArgs, text: Text) -> float:
         model.spec, config.kv_layout, model.max_model_len, dtype, kernels, formats=model.formats
     )
     decoder.load(iter_weights(model, dtype))
-    decoder.cover(longest)
     blocks = -(-longest // BLOCK_SIZE)
     assert len(config.kv_layout.groups) == 1
     kv = KvCache(model.spec, config.kv_layout, blocks, BLOCK_SIZE, model.kv_dtype, kernels)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.kernels.sampling import Streams, gumbel_noise
+from quire.kernels.sampling.noise import Streams, gumbel_noise
 from quire.request import SamplingParams
 
 VOCAB = 331

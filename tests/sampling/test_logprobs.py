@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.sampling.harness import Sampler
 
-from quire.kernels.sampling import top_candidates
-from quire.kernels.sampling.reference import log_normalizer, token_logprobs
+from quire.kernels.sampling import log_normalizer, token_logprobs
+from quire.kernels.sampling.truncate import top_candidates
 from quire.request import SamplingParams
 from quire.step import NewSeq
 

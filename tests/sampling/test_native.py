@@ -12,8 +12,7 @@ from tests.sampling.test_noise import streams
 
 from quire.kernels import registry
 from quire.kernels.registry import Backend
-from quire.kernels.sampling import sample, token_logprobs
-from quire.kernels.sampling.reference import COLUMNS, MIN_P, RANDOM, TRUNCATED
+from quire.kernels.sampling import COLUMNS, MIN_P, RANDOM, TRUNCATED, sample, token_logprobs
 
 LEVELS = [level for level in registry.backends("sample") if level != "reference"]
 pytestmark = pytest.mark.skipif(not LEVELS, reason="no native version here")
@@ -63,10 +62,10 @@ def test_the_same_tokens_as_the_reference(vocab: int, level: Backend) -> None:
     rows = 60
     logits, columns = logits_of(rows, vocab, vocab), columns_of(rows, vocab, vocab + 1)
     edited = {row: logits[(row + 5) % rows].clone() for row in (0, 9, 33)}
-    ids, best = sample(logits, edited, columns, purpose=0, backend="reference")
+    ids, best = sample.on("reference")(logits, edited, columns, purpose=0)
     for count in (1, 2, 3):
         with threads(count):
-            found, largest = sample(logits, edited, columns, purpose=0, backend=level)
+            found, largest = sample.on(level)(logits, edited, columns, purpose=0)
         assert np.array_equal(best, largest, equal_nan=True), f"{count} threads"
         valid = np.isfinite(best)
         wrong = np.flatnonzero((ids != found) & valid)
@@ -76,12 +75,12 @@ def test_the_same_tokens_as_the_reference(vocab: int, level: Backend) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_row_alone_and_in_a_batch(level: Backend) -> None:
     logits, columns = logits_of(40, 9001, 3), columns_of(40, 9001, 4)
-    ids, best = sample(logits, {}, columns, purpose=1, backend=level)
+    ids, best = sample.on(level)(logits, {}, columns, purpose=1)
     wide = torch.empty(40, 9100)[:, :9001]
     wide.copy_(logits)
     for row in np.flatnonzero(np.isfinite(best)).tolist():
         part = slice(row, row + 1)
-        alone, _ = sample(wide[part], {}, columns[part], purpose=1, backend=level)
+        alone, _ = sample.on(level)(wide[part], {}, columns[part], purpose=1)
         assert alone[0] == ids[row]
 
 
@@ -92,8 +91,8 @@ def test_a_wide_nucleus_of_flat_scores(level: Backend) -> None:
     columns = columns_of(4, 30_000, 9)
     columns["features"], columns["temperature"], columns["top_k"] = RANDOM | TRUNCATED, 1.0, 30_000
     columns["top_p"] = (0.3, 0.9, 0.999, 1 - 1e-16)
-    expected, _ = sample(logits, {}, columns, purpose=0, backend="reference")
-    found, _ = sample(logits, {}, columns, purpose=0, backend=level)
+    expected, _ = sample.on("reference")(logits, {}, columns, purpose=0)
+    found, _ = sample.on(level)(logits, {}, columns, purpose=0)
     assert expected.tolist() == found.tolist()
 
 
@@ -107,4 +106,4 @@ def test_the_same_logprobs_as_the_reference(vocab: int, level: Backend) -> None:
     expected = token_logprobs(logits, chosen, num_top)
     for count in (1, 2, 3):
         with threads(count):
-            assert token_logprobs(logits, chosen, num_top, backend=level) == expected
+            assert token_logprobs.on(level)(logits, chosen, num_top) == expected

@@ -42,9 +42,7 @@ class Engine:
         pairs, kv = (rows * (rows + 1) // 2, rows) if rows > 1 else (0, 0)
         step = StepFeatures(decodes + rows, len(seqs), len(seqs), decodes * (context + 1), kv, pairs)
         seconds = MODEL.seconds(step) * self.slower
-        self.predictor.note(
-            seqs, self.now, self.now + seconds, num_prompt_tokens=rows, num_ends=0, waiting=waiting
-        )
+        self.predictor.note(seqs, self.now, self.now + seconds, num_prompt_tokens=rows)
         self.now += seconds
         change = self.controller.applied()
         if change is not None:

@@ -60,7 +60,7 @@ def create_admin_app(main: Starlette, *, keys: tuple[str, ...] = ()) -> Starlett
 
 
 def _routes(state: ApiState) -> list[Route]:
-    admin, probes = Admin(state), Probes(state)
+    admin, lora, probes = Admin(state), LoraAdmin(state), Probes(state)
     table: tuple[tuple[str, str, Handler], ...] = (
         ("GET", "/livez", probes.livez),
         ("GET", "/readyz", probes.readyz),
@@ -73,9 +73,13 @@ def _routes(state: ApiState) -> list[Route]:
         ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
         ("GET", "/requests", admin.requests),
         ("POST", "/requests/{request_id:path}/cancel", admin.cancel),
+        ("GET", "/lora", lora.listed),
+        ("POST", "/lora", lora.load),
+        ("DELETE", "/lora/{lora_name:path}", lora.unload),
+        ("POST", "/v1/load_lora_adapter", lora.load_as_vllm),
+        ("POST", "/v1/unload_lora_adapter", lora.unload_as_vllm),
     )
-    routes = [Route(path, handler, methods=[method]) for method, path, handler in table]
-    return [*routes, *LoraAdmin(state).routes()]
+    return [Route(path, handler, methods=[method]) for method, path, handler in table]
 
 
 class LoadAdapter(Wire):
@@ -111,7 +115,7 @@ class Admin:
         Raises:
             RequestError: names the setting, the value and what is allowed; no setting was changed.
         """
-        body = await self._body(request)
+        body = await _body(self._state, request)
         patch = parse(RuntimePatch, body)
         asked = patch.model_dump(exclude_none=True)
         if not asked:
@@ -193,8 +197,9 @@ class Admin:
             "num_waiting": stats.num_waiting,
         }
 
-    async def _body(self, request: Request) -> Any:
-        return await read_json(request.scope, request.receive, self._state.settings.max_body_bytes)
+
+async def _body(state: ApiState, request: Request) -> Any:
+    return await read_json(request.scope, request.receive, state.settings.max_body_bytes)
 
 
 def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
@@ -220,20 +225,10 @@ class LoraAdmin:
     def __init__(self, state: ApiState) -> None:
         self._state = state
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/lora", self.listed, methods=["GET"]),
-            Route("/lora", self.load, methods=["POST"]),
-            Route("/lora/{lora_name:path}", self.unload, methods=["DELETE"]),
-            Route("/v1/load_lora_adapter", self.load_as_vllm, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self.unload_as_vllm, methods=["POST"]),
-        ]
-
     async def listed(self, request: Request) -> Response:
         """The adapters that requests may name."""
-        return json_response(
-            {"object": "list", "data": [_adapter_card(each) for each in self._registry.adapters.values()]}
-        )
+        cards = [_adapter_card(each) for each in self._registry.adapters.values()]
+        return json_response({"object": "list", "data": cards})
 
     async def load(self, request: Request) -> Response:
         """Load an adapter.
@@ -241,11 +236,11 @@ class LoraAdmin:
         Raises:
             RequestError: names the field, or the file and tensor that are wrong.
         """
-        return json_response(_adapter_card(await self._load(await self._body(request))))
+        return json_response(_adapter_card(await self._load(await _body(self._state, request))))
 
     async def load_as_vllm(self, request: Request) -> Response:
         """As `load`, with vLLM's answer."""
-        adapter = await self._load(await self._body(request))
+        adapter = await self._load(await _body(self._state, request))
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -261,7 +256,7 @@ class LoraAdmin:
 
     async def unload_as_vllm(self, request: Request) -> Response:
         """As `unload`, with vLLM's answer."""
-        asked = parse(UnloadAdapter, await self._body(request))
+        asked = parse(UnloadAdapter, await _body(self._state, request))
         adapter, left = await self._unload(asked.lora_name, asked.timeout_s)
         still = f" {left} requests still run with it." if left else ""
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' removed successfully.{still}")
@@ -287,9 +282,6 @@ class LoraAdmin:
         if registry is None:
             raise RequestError("This engine runs no adapters.")
         return registry
-
-    async def _body(self, request: Request) -> Any:
-        return await read_json(request.scope, request.receive, self._state.settings.max_body_bytes)
 
 
 def _seconds(request: Request) -> float:

@@ -17,12 +17,11 @@ from quire.api.anthropic_request import (
     conversation_of,
     form_of,
 )
-from quire.api.conversation import arguments_of, conversation_job
+from quire.api.conversation import OutputPlan, arguments_of, conversation_job
 from quire.api.job import Answer, Head, Job, Usage
-from quire.api.params import sampling_params
 from quire.api.parts import Assembler, Event, Kind, Part
+from quire.api.protocol import given_sampling, sampling_params
 from quire.api.state import ApiState
-from quire.api.tools import OutputPlan
 from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.http.body import named_event
@@ -48,7 +47,7 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
     state.check_model(request.model)
     conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
     metadata = parse(Metadata, request.metadata or {}, prefix="metadata.", ignored=ignored)
-    given = request.given_sampling()
+    given = given_sampling(request)
     if request.stop_sequences:
         given["stop"] = request.stop_sequences
     sampling = sampling_params(

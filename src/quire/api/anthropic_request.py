@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from quire.api.conversation import Conversation, call_message, template_variables
+from quire.api.conversation import Conversation, Thinking, ToolUse, call_message, template_variables, tool_use
 from quire.api.protocol import EFFORTS, SampledFields, Tools
-from quire.api.tools import Thinking, ToolUse, tool_use
 from quire.errors import RequestError, clip
 from quire.http.wire import INT64_MAX, AnyObject, Boolean, JsonSchema, Text, Texts, TypedObject, Wire, parse
 from quire.structured_outputs import StructuredOutputsParams

@@ -56,7 +56,13 @@ def create_app(
         forecast=forecast,
     )
     extension = extension or Extension()
-    routes = [*_routes(state), *extension.routes]
+    own = _routes(state)
+    if extension.around is not None:
+        root, around = extension.around
+        for route in own:
+            if route.path == root or route.path.startswith(root + "/"):
+                route.app = around(route.app)
+    routes = [*own, *extension.routes]
     description = Description(routes, extension.bodies, settings.version)
     routes.append(Route("/openapi.json", description.show, methods=["GET"]))
     app = Starlette(
@@ -64,7 +70,6 @@ def create_app(
         middleware=[
             *_cors(settings.cors_origins),
             Middleware(Edge, api_keys=settings.api_keys, new_id=state.new_id),
-            *extension.middleware,
         ],
         exception_handlers=error_handlers(lambda status: metrics.response("other", status)),
         lifespan=extension.lifespan,

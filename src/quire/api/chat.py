@@ -1,24 +1,56 @@
-"""``/v1/chat/completions``: from the wire to a `Job`, and its choices with content, reasoning and tool calls."""
+"""``/v1/chat/completions``: from wire and messages to a `Job`; its choices with content, reasoning and tool calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from pydantic import Field
 
-from quire.api.conversation import Conversation, conversation_job, template_messages, template_variables
-from quire.api.job import Answer, ChoicesAnswer, Head, Job
-from quire.api.params import given_sampling, sampling_params, structured_outputs
-from quire.api.parts import Assembler, Event, Kind, Part, TokenNames, chat_logprobs, prompt_logprobs
-from quire.api.protocol import ChatPrompt, ChatRequest, stream_options
+from quire.api.conversation import (
+    MALFORMED,
+    Conversation,
+    OutputPlan,
+    Thinking,
+    call_message,
+    chat_tools,
+    conversation_job,
+    template_variables,
+    tool_use,
+)
+from quire.api.job import Answer, Head, Job
+from quire.api.parts import (
+    Assembler,
+    Choices,
+    ChoicesAnswer,
+    Event,
+    Kind,
+    Part,
+    TokenNames,
+    chat_logprobs,
+    prompt_logprobs,
+)
+from quire.api.protocol import (
+    ChatPrompt,
+    ChatRequest,
+    TextContent,
+    given_sampling,
+    sampling_params,
+    stream_options,
+    structured_outputs,
+)
 from quire.api.state import ApiState
-from quire.api.tools import OutputPlan, Thinking, chat_tools, tool_use
 from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError, clip
-from quire.http.wire import not_allowed, parse
+from quire.http.wire import (
+    Text,
+    Wire,
+    not_allowed,
+    parse,
+)
 from quire.request import FinishReason, SamplingParams, TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
@@ -110,7 +142,7 @@ def _num_logprobs(request: ChatRequest) -> int | None:
 
 
 @dataclass(slots=True)
-class ChatChoices:
+class ChatChoices(Choices):
     """The choices of one answer. ``plan`` None: the model's text is the content as it is."""
 
     kind: ClassVar[str] = "chat.completion"
@@ -175,10 +207,7 @@ class ChatChoices:
 
     def scored(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         """Return the prompt's log-probabilities with the first chunk of the first choice."""
-        if index or chunk.prompt_logprobs is None or self.num_prompt_logprobs is None:
-            return {}
-        entries = prompt_logprobs(chunk.prompt_logprobs, self.num_prompt_logprobs, self.names)
-        return {"prompt_logprobs": entries}
+        return {} if index else prompt_logprobs(chunk, self.num_prompt_logprobs, self.names)
 
     def _assembler(self, index: int) -> Assembler:
         assembler = self._assemblers.get(index)
@@ -226,3 +255,124 @@ def _reasoning(text: str) -> dict[str, str]:
 
 def _call(part: Part, arguments: str) -> dict[str, Any]:
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": arguments}}
+
+
+class FunctionCall(Wire):
+    """The function of a tool call in the history."""
+
+    name: Text
+    arguments: Annotated[str | dict[str, Any], Field(description="a string of JSON, or an object")] = "{}"
+
+
+class ToolCall(Wire):
+    """A tool call of an assistant message in the history."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: Annotated[FunctionCall, Field(description="an object with a name and arguments")]
+
+
+class Message(Wire):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: TextContent | None = None
+    name: Text | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(description="a list of tool calls")] = None
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    thinking: Text | None = None
+
+
+class TextPart(Wire):
+    """A part of a content."""
+
+    type: Text
+    text: Text
+
+
+def text_of(
+    content: str | list[Any], where: str, kinds: tuple[str, ...] = ("text",), ignored: list[str] | None = None
+) -> str:
+    """Return the text of a string, or of text parts of the types ``kinds``, joined by line breaks.
+
+    Raises:
+        RequestError: names the part of ``where``, and what is allowed.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        place = f"{where}[{i}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise RequestError(
+                f"{place} = {clip(part)} is not allowed: it must be an object like "
+                f'{{"type": "{kinds[0]}", "text": "…"}}.',
+                param=place,
+                code="invalid_type",
+            )
+        if kind not in kinds:
+            raise RequestError(
+                f"{place} is a part of type {clip(kind)}, but the model is text only. Supported part types: "
+                f"{', '.join(kinds)}.",
+                param=place,
+                code="unsupported_content",
+            )
+        texts.append(parse(TextPart, part, prefix=place + ".", ignored=ignored).text)
+    return "\n".join(texts)
+
+
+# Fields of a message that pass to the template as they are.
+_PASSED = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+
+
+def template_messages(messages: list[Any], ignored: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the messages of a chat completion as a chat template reads them.
+
+    Raises:
+        RequestError: names ``messages[i].…``, the value and what is allowed.
+    """
+    return [_message(message, f"messages[{i}]", ignored) for i, message in enumerate(messages)]
+
+
+def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
+    message = parse(Message, raw, prefix=where + ".", ignored=ignored)
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        raise RequestError(
+            f"{where}.content is required: only an assistant message with tool_calls may leave it out.",
+            param=where + ".content",
+            code="missing_required_parameter",
+        )
+    if message.tool_calls and message.role != "assistant":
+        raise RequestError(
+            f"{where}.tool_calls is only allowed in an assistant message, not in one of {message.role!r}.",
+            param=where + ".tool_calls",
+        )
+    result: dict[str, Any] = {"role": message.role, "content": None}
+    if message.content is not None:
+        result["content"] = text_of(message.content, where + ".content", ignored=ignored)
+    result |= {name: value for name in _PASSED if (value := getattr(message, name)) is not None}
+    if message.tool_calls:
+        calls = enumerate(message.tool_calls)
+        result["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in calls]
+    return result
+
+
+def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
+    """OpenAI sends arguments as a string of JSON; HF templates expect the object."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        shown = f"{where}.function.arguments = {clip(arguments)}"
+        try:
+            arguments = msgspec.json.decode(arguments.encode() or b"{}")
+        except MALFORMED as error:
+            message = f"{shown} is not JSON: {error}."
+            raise RequestError(message, param=where + ".function.arguments") from None
+        if not isinstance(arguments, dict):
+            raise RequestError(f"{shown} must be a JSON object.", param=where + ".function.arguments")
+    made = call_message(call.id, call.function.name, arguments)
+    if call.id is None:
+        del made["id"]
+    return made

@@ -9,10 +9,15 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from quire.api.job import ChoicesAnswer, Job, common_fields, new_head
-from quire.api.params import given_sampling, sampling_params, structured_outputs
-from quire.api.parts import CompletionLogprobs, TokenNames, prompt_logprobs
-from quire.api.protocol import CompletionRequest, stream_options
+from quire.api.job import Job, common_fields, new_head
+from quire.api.parts import Choices, ChoicesAnswer, CompletionLogprobs, TokenNames, prompt_logprobs
+from quire.api.protocol import (
+    CompletionRequest,
+    given_sampling,
+    sampling_params,
+    stream_options,
+    structured_outputs,
+)
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError
@@ -92,7 +97,7 @@ async def parse_prompts(
         prompts = [_prompt(f"{param}[{i}]", item) for i, item in enumerate(prompt)]
     if add_special_tokens:
         return prompts
-    tokenize = state.frontend.tokenize
+    tokenize = state.frontend.prompts.tokenize
     return [await tokenize(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
 
 
@@ -117,8 +122,11 @@ def _is_id(item: Any) -> bool:
 
 
 @dataclass(slots=True)
-class CompletionChoices:
-    """Choices of ``/v1/completions``. ``num_logprobs``: alternatives beside each token, also of an echoed prompt."""
+class CompletionChoices(Choices):
+    """Choices of ``/v1/completions``, each with the fields of its own prompt.
+
+    ``num_logprobs``: alternatives beside each token, also of an echoed prompt.
+    """
 
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
@@ -140,53 +148,27 @@ class CompletionChoices:
         """Return the choice object of one chunk; None if there is nothing to show yet."""
         plain = chunk.finish_reason is None and chunk.prompt_logprobs is None
         if plain and self.num_logprobs is None and not self.with_ids:
-            if not chunk.text:
-                return None
-            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (
-                index,
-                _encode(chunk.text),
-            )
+            return self.opening(index, chunk.text)
+        return _encode(self._choice(index, chunk))
+
+    def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the choice object of a whole answer, given as one chunk."""
+        given = {"prompt_token_ids": prompt_token_ids} if self.with_ids else {}
+        return {**self._choice(index, chunk), **given}
+
+    def _choice(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         value: dict[str, Any] = {
             "index": index,
             "text": chunk.text,
             "logprobs": self._logprobs(index, chunk),
             "finish_reason": chunk.finish_reason,
-            **self._scored(chunk),
+            **prompt_logprobs(chunk, self.num_prompt_logprobs, self.names),
         }
         if chunk.finish_reason is not None:
             value["stop_reason"] = chunk.stop_reason
         if self.with_ids:
             value["token_ids"] = chunk.token_ids
-        return _encode(value)
-
-    def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the choice object of a whole answer, given as one chunk."""
-        value: dict[str, Any] = {
-            "index": index,
-            "text": chunk.text,
-            "logprobs": self._logprobs(index, chunk),
-            "finish_reason": chunk.finish_reason,
-            "stop_reason": chunk.stop_reason,
-            **self._scored(chunk),
-        }
-        if self.with_ids:
-            value["token_ids"] = chunk.token_ids
-            value["prompt_token_ids"] = prompt_token_ids
         return value
-
-    def beside(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return no fields: each choice may have another prompt."""
-        return {}
-
-    def scored(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
-        """Return no fields: each choice has its prompt's log-probabilities."""
-        return {}
-
-    def _scored(self, chunk: OutputChunk) -> dict[str, Any]:
-        if chunk.prompt_logprobs is None or self.num_prompt_logprobs is None:
-            return {}
-        entries = prompt_logprobs(chunk.prompt_logprobs, self.num_prompt_logprobs, self.names)
-        return {"prompt_logprobs": entries}
 
     def _logprobs(self, index: int, chunk: OutputChunk) -> dict[str, Any] | None:
         if self.num_logprobs is None:

@@ -1,35 +1,35 @@
 """`Conversation`: what chats, Anthropic's messages and OpenAI's responses have in common, and how it becomes a `Job`.
 
 Each of the three endpoints turns its own wire request into one, so there is one way from messages to a prompt and one
-place where the answer's parser, grammar and thinking budget are chosen.
+place where tools, the answer's parser, its grammar and the thinking budget are chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from quire.api.job import Answer, Head, Job, common_fields, new_head
-from quire.api.protocol import Message, SampledFields, ToolCall, text_of
+from quire.api.protocol import SampledFields
 from quire.api.state import ApiState
-from quire.api.tools import OutputPlan, Thinking, ToolUse, output_plan, thinking_budget
-from quire.engine.frontend import RenderedChat
+from quire.engine.prompts import RenderedChat
 from quire.errors import RequestError, clip
-from quire.http.wire import parse
-from quire.request import SamplingParams
+from quire.http.wire import not_allowed, rules_of, sift
+from quire.request import SamplingParams, ThinkingBudget
+from quire.structured_outputs import StructuredOutputsParams
+from quire.text.output import OutputFormat, OutputParser, prompt_opening
+from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
+from quire.text.output.formats import without_tools
 
 # Arguments of the template that a client may not replace through chat_template_kwargs.
 _RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
 )  # fmt: skip
-# Fields of a message that pass to the template as they are.
-_PASSED = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
-_MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
-# (head, how the answers are taken apart, with what they are sampled) → the answer
-MakeAnswer = Callable[[Head, OutputPlan | None, SamplingParams], Answer]
+MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Conversation:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         # With tool_choice "none" the model is not shown the tools, so that it does not call them.
         tools = list(self.tools.tools) if self.tools.choice != "none" else None
-        return await state.frontend.chat_prompt(
+        return await state.frontend.prompts.chat(
             messages,
             tools or None,
             add_special_tokens=add_special_tokens,
@@ -152,56 +152,6 @@ def template_variables(
     return variables
 
 
-def template_messages(messages: list[Any], ignored: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the messages of a chat completion as a chat template reads them.
-
-    Raises:
-        RequestError: names ``messages[i].…``, the value and what is allowed.
-    """
-    return [_message(message, f"messages[{i}]", ignored) for i, message in enumerate(messages)]
-
-
-def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
-    message = parse(Message, raw, prefix=where + ".", ignored=ignored)
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        raise RequestError(
-            f"{where}.content is required: only an assistant message with tool_calls may leave it out.",
-            param=where + ".content",
-            code="missing_required_parameter",
-        )
-    if message.tool_calls and message.role != "assistant":
-        raise RequestError(
-            f"{where}.tool_calls is only allowed in an assistant message, not in one of {message.role!r}.",
-            param=where + ".tool_calls",
-        )
-    result: dict[str, Any] = {"role": message.role, "content": None}
-    if message.content is not None:
-        result["content"] = text_of(message.content, where + ".content", ignored=ignored)
-    result |= {name: value for name in _PASSED if (value := getattr(message, name)) is not None}
-    if message.tool_calls:
-        calls = enumerate(message.tool_calls)
-        result["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in calls]
-    return result
-
-
-def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
-    """OpenAI sends arguments as a string of JSON; HF templates expect the object."""
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        shown = f"{where}.function.arguments = {clip(arguments)}"
-        try:
-            arguments = msgspec.json.decode(arguments.encode() or b"{}")
-        except _MALFORMED as error:
-            message = f"{shown} is not JSON: {error}."
-            raise RequestError(message, param=where + ".function.arguments") from None
-        if not isinstance(arguments, dict):
-            raise RequestError(f"{shown} must be a JSON object.", param=where + ".function.arguments")
-    made = call_message(call.id, call.function.name, arguments)
-    if call.id is None:
-        del made["id"]
-    return made
-
-
 def call_message(call_id: str | None, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call as a chat template reads it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -211,6 +161,246 @@ def arguments_of(text: str) -> dict[str, Any]:
     """Return a call's arguments as an object; text that is not one (cut, malformed) stands in it as it is."""
     try:
         value = msgspec.json.decode(text.encode() or b"{}")
-    except _MALFORMED:
+    except MALFORMED:
         value = None
     return value if isinstance(value, dict) else {"malformed_arguments": text}
+
+
+TOOL = rules_of(["tools"], ["type", "function"])
+FUNCTION = rules_of([], ["name", "description", "parameters", "strict", "return", "response"])
+# Tokens of reasoning at most; "high" and "xhigh" are limited by max_tokens alone.
+EFFORT_TOKENS = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192}
+_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """``tools`` as the template gets them. ``choice`` is none, auto, required, or "=" and a tool's name."""
+
+    tools: tuple[dict[str, Any], ...] = ()
+    choice: str = "auto"
+    parallel: bool = True
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """The parameters of each tool that may be called, by name."""
+        chosen = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+        return {} if self.choice == "none" else chosen
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Names of tools of which one must be called; empty if the model decides."""
+        if self.choice == "required":
+            return tuple(self.schemas)
+        return (self.choice[1:],) if self.choice.startswith("=") else ()
+
+
+def tool_use(
+    tools: Sequence[dict[str, Any]], choice: Any, parallel: bool | None, *, function: str
+) -> ToolUse:
+    """Check names and ``tool_choice``. ``tools`` are in OpenAI's form; ``function`` is the path of one in its tool.
+
+    Raises:
+        RequestError: a name that is not allowed or not unique, or a choice without a tool of that name.
+    """
+    names: list[str] = []
+    for i, tool in enumerate(tools):
+        where, name = f"tools[{i}]{function}.name", tool["function"].get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise not_allowed(where, name, "1 to 128 letters, digits, '_', '-' or '.'")
+        if name in names:
+            raise RequestError(f"{where} = {clip(name)} is used twice.", param=f"tools[{i}]")
+        names.append(name)
+    return ToolUse(tuple(tools), _choice(choice, names), parallel is not False)
+
+
+def chat_tools(tools: list[Any] | None, ignored: list[str] | None) -> list[dict[str, Any]]:
+    """Return the checked ``tools`` of a chat completion; `tool_use` checks their names.
+
+    Raises:
+        RequestError: names the tool and what it must be.
+    """
+    return [_tool(tool, f"tools[{i}]", ignored) for i, tool in enumerate(tools or ())]
+
+
+def _tool(tool: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type") != "function":
+        raise not_allowed(where, tool, '{"type": "function", "function": {…}}', "invalid_type")
+    sift(tool, TOOL, prefix=where + ".", ignored=ignored)
+    prefix = where + ".function."
+    sift(function, FUNCTION, prefix=prefix, ignored=ignored)
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise not_allowed(prefix + "parameters", parameters, "a JSON schema (an object)", "invalid_type")
+    return dict(tool)
+
+
+def _choice(choice: Any, names: list[str]) -> str:
+    if choice is None:
+        return "auto"
+    if choice in ("none", "auto"):
+        return str(choice)
+    if choice == "required":
+        if names:
+            return "required"
+        raise RequestError("tool_choice = 'required' is only allowed with tools.", param="tool_choice")
+    function = (
+        choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    )
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        form = '{"type": "function", "function": {"name": …}}'
+        raise not_allowed("tool_choice", choice, f"'none', 'auto', 'required' or {form}")
+    if name not in names:
+        known = ", ".join(names) or "none"
+        message = f"tool_choice names {clip(name)}, which is not a tool of this request; tools: {known}."
+        raise RequestError(message, param="tool_choice")
+    return "=" + name
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """How the answers of one request are taken apart; `parser` makes a parser for each of them."""
+
+    format: OutputFormat
+    schemas: Mapping[str, Mapping[str, Any]]
+    opening: str
+    hidden: tuple[str, ...]
+    with_reasoning: bool = True  # False: the answer leaves it out
+    max_calls: int | None = None  # 1 with parallel_tool_calls = false
+
+    def constrained(
+        self, use: ToolUse, form: StructuredOutputsParams | None
+    ) -> StructuredOutputsParams | None:
+        """Return the form of the whole answer: the reasoning, then the calls that ``use`` requires, or ``form``.
+
+        Raises:
+            RequestError: both a call and a form are required, or this format's calls cannot be required.
+        """
+        part: dict[str, Any] | None = None
+        param = "tool_choice" if form is None else form.param
+        in_reasoning = self.format.reasoning is not None and self.opening == self.format.reasoning[0]
+        if use.required:
+            if form is not None:
+                raise RequestError(
+                    f"tool_choice requires a call, and {form.param} asks for another form: send one of them.",
+                    param="tool_choice",
+                )
+            part = required_calls(self.format, self.schemas, use.required, parallel=use.parallel)
+            if part is None:
+                raise RequestError(
+                    f"tool_choice = {clip(use.choice)} is not supported with the tool format {self.format.name!r} of "
+                    "this model; 'auto' and 'none' are.",
+                    param="tool_choice",
+                )
+        elif form is None or not in_reasoning:
+            return form
+        else:
+            part = form_of(form.kind, getattr(form, form.kind))
+            if part is None:
+                return form
+        if in_reasoning:
+            part = after_reasoning(self.format, part)
+        return StructuredOutputsParams(structural_tag={"format": part}, param=param)
+
+    def parser(self) -> OutputParser:
+        return OutputParser(self.format, self.schemas, opening=self.opening, hidden=self.hidden)
+
+
+def output_plan(
+    state: ApiState,
+    use: ToolUse,
+    prompt: str,
+    *,
+    separate_reasoning: bool,
+    with_reasoning: bool,
+    skip_special_tokens: bool,
+) -> OutputPlan | None:
+    """Return how the answer is taken apart; None if it is plain text."""
+    format = state.output_format(bool(use.tools))
+    if not use.schemas:
+        format = without_tools(format)
+    elif format.calls is None and not format.harmony:
+        raise RequestError(
+            "tools are not supported by this model: its chat template shows no format of calls. Start the server with "
+            "--chat-template or --tool-format, or send tool_choice = 'none'.",
+            param="tools",
+        )
+    if not separate_reasoning:
+        format = replace(format, reasoning=None)
+    if format.plain:
+        return None
+    return OutputPlan(
+        format,
+        use.schemas,
+        prompt_opening(format, prompt),
+        state.special_texts if skip_special_tokens else (),
+        with_reasoning,
+        None if use.parallel else 1,
+    )
+
+
+# (head, how the answers are taken apart, with what they are sampled) → the answer
+MakeAnswer = Callable[[Head, OutputPlan | None, SamplingParams], Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How long the model may think, under the client's names of the two fields."""
+
+    num_tokens: int | None = None
+    effort: str | None = None
+    tokens_param: str = "thinking_token_budget"
+    effort_param: str = "reasoning_effort"
+
+
+def thinking_budget(
+    state: ApiState, asked: Thinking, prompt: str, *, has_tools: bool
+) -> ThinkingBudget | None:
+    """Return the limit of an answer to ``prompt`` (text), or None if there is none.
+
+    A number of tokens is an upper limit, which a model that does not reason keeps. An effort means nothing to such a
+    model, so all but "none" are refused. An effort that the template reads is left to the template.
+
+    Raises:
+        RequestError: the effort is not supported, or the model's marks of reasoning are not single tokens.
+    """
+    format = state.output_format(has_tools)
+    num_tokens, param = asked.num_tokens, asked.tokens_param
+    reasons = format.reasoning is not None or format.harmony
+    if num_tokens is None and asked.effort is not None and not _reads_effort(state, has_tools):
+        param = asked.effort_param
+        if not reasons and asked.effort != "none":
+            raise RequestError(
+                f"{param} = {clip(asked.effort)} is not supported by this model: it does not reason (its chat "
+                "template shows no format of reasoning). Leave it out, or send 'none'.",
+                param=param,
+                code="unsupported_parameter",
+            )
+        num_tokens = EFFORT_TOKENS.get(asked.effort)
+    if num_tokens is None or not reasons:
+        return None
+    begin_id, end_id = _marks(state, format, param)
+    assert format.reasoning is not None
+    is_open = prompt_opening(format, prompt) == format.reasoning[0]
+    return ThinkingBudget(num_tokens, begin_id, end_id, is_open)
+
+
+def _reads_effort(state: ApiState, has_tools: bool) -> bool:
+    template = state.frontend.chat_template
+    return template is not None and bool(template.names) and "reasoning_effort" in template.source(has_tools)
+
+
+def _marks(state: ApiState, format: OutputFormat, param: str) -> tuple[int, int]:
+    """Return the tokens that begin and end the reasoning. Only marks of one token can be found reliably in the ids."""
+    tokenizer = state.frontend.tokenizer
+    found = [tokenizer.encode(mark, add_special_tokens=False) for mark in format.reasoning or ()]
+    if len(found) != 2 or any(len(ids) != 1 for ids in found):
+        raise RequestError(
+            f"{param} is not supported with the tool format {format.name!r} of this model: its reasoning has no marks "
+            "of one token each. Limit the answer with max_tokens.",
+            param=param,
+            code="unsupported_parameter",
+        )
+    return found[0][0], found[1][0]

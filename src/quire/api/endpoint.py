@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quire.api.job import Job, Usage
-from quire.api.prompt_streams import PromptStreams
+from quire.api.job import Job, PromptStreams, Usage
 from quire.api.state import ApiState
-from quire.engine.output import OutputChunk, choose_best, merge
+from quire.engine.output import OutputChunk, merge
+from quire.engine.results import choose_best
 from quire.errors import QuireError, RequestError
-from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_body, send_json
+from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import adopt_request_id, request_id_of
 from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
@@ -44,7 +44,7 @@ class PostEndpoint:
         arrival_s = self._state.now()
         status, client = 200, _Client(receive)
         try:
-            pieces = await read_body(scope, receive, self._state.settings.max_body_bytes)
+            pieces = await read_pieces(scope, receive, self._state.settings.max_body_bytes, "--max-body-mib")
             client.watch()
             body = await decode_body(pieces, self._state.frontend.prompts.bodies.decode)
             del pieces

@@ -1,24 +1,24 @@
-"""`Job`: a checked request and how its answer is written, whole or as chunks.
-
-A chunk's bytes are put together from parts encoded once per stream; pydantic is not involved, and a plain text delta
-costs one string encoding.
-"""
+"""`Job`: a checked request and how its answer is written; and `PromptStreams`, its prompts while they run, counted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import msgspec
 
-from quire.api.params import deadline_of
-from quire.api.protocol import RequestFields, SampledFields, StreamOptions
-from quire.api.state import ApiState
-from quire.engine.output import OutputChunk
-from quire.http.body import STREAM_DONE
+from quire.api.protocol import RequestFields, SampledFields, deadline_of
+from quire.api.state import ApiState, Ticket
+from quire.engine.output import OutputChunk, RequestStream
+from quire.errors import RequestError, clip
 from quire.http.refusals import Refusal
-from quire.request import Deadline, Pooling, SamplingParams
+from quire.metrics.prometheus import RequestMetrics
+from quire.metrics.trace import RequestPhases
+from quire.request import Deadline, FinishReason, Pooling, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
 
@@ -159,107 +159,241 @@ def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str
     return given
 
 
-class Choices(Protocol):
-    """The choices of one endpoint."""
-
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
-
-    def opening(self, index: int, echo: str) -> bytes | None:
-        """Return the choice object before any content, or None."""
-
-    def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
-        """Return the choice object of one chunk; None if there is nothing to show yet."""
-
-    def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the choice object of a whole answer, given as one chunk."""
-
-    def beside(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return fields beside ``choices``, in a whole answer and in the first chunk."""
-
-    def scored(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
-        """Return fields beside ``choices`` that a chunk brings: the prompt's log-probabilities."""
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+_PROMPTS_AT_ONCE = 256  # of a request that samples nothing
 
 
-class ChoicesAnswer(Answer):
-    """``options`` None: not streamed."""
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A prompt that was submitted."""
 
-    def __init__(self, head: Head, choices: Choices, options: StreamOptions | None, n: int) -> None:
-        self.head = head
-        self.streamed = options is not None
-        self._choices = choices
-        self._options = options or StreamOptions()
-        self._n = n
-        self._envelope = Envelope(head, choices.chunk_kind, usage_field=self._options.include_usage)
+    stream: RequestStream
+    metrics: RequestMetrics
+    ticket: Ticket | None  # of the forecast
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
-        choices = self._choices
-        items = [choices.whole(i, chunk, prompts[i // self._n]) for i, chunk in enumerate(chunks)]
-        values = {
-            **self.head.to_json(choices.kind),
-            "choices": items,
-            "usage": usage.to_json(),
-            **usage.beside(),
+
+def _num_tokens(prompt: _Started) -> int:
+    return len(prompt.stream.prompt_token_ids)
+
+
+class PromptStreams:
+    """The prompts of a job as streams of the frontend, counted for usage, metrics and forecast."""
+
+    def __init__(
+        self, state: ApiState, job: Job, arrival_s: float, request_id: str, trace: Mapping[str, str]
+    ) -> None:
+        self.usage = Usage()
+        self.echoes: list[str] = []  # the text of each prompt, with `Job.echo`
+        self._state = state
+        self._job = job
+        self._arrival_s = arrival_s
+        self._request_id = request_id
+        self._trace = trace
+        self._prompts: list[_Started] = []
+        self._open: deque[_Started] = deque()  # not known to have ended
+
+    async def submit(self) -> None:
+        """Start all prompts, or none."""
+        job = self._job
+        adapter = self._state.adapter_of(job.answer.head.model)
+        try:
+            for i, given in enumerate(job.prompts):
+                prompt = await self._cut(given)
+                if job.samples_nothing:
+                    await self._wait_for_turn()
+                if job.echo:
+                    self.echoes.append(self._text_of(prompt))
+                stream = await self._state.frontend.submit(
+                    prompt,
+                    job.sampling,
+                    request_id=job.answer.head.id + (f"-{i}" if len(job.prompts) > 1 else ""),
+                    priority=job.priority,
+                    cache_salt=job.cache_salt,
+                    tenant=job.tenant,
+                    continues=job.continues,
+                    pooling=job.pooling,
+                    deadline=job.deadline,
+                    adapter=adapter,
+                )
+                self._started(stream)
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, RequestError) and error.param == "prompt" != job.prompt_param:
+                message = str(error)
+                if message.startswith("prompt "):
+                    message = job.prompt_param + message.removeprefix("prompt")
+                raise RequestError(message, param=job.prompt_param, code=error.code) from None
+            raise
+
+    async def _wait_for_turn(self) -> None:
+        """Wait until few tokens of this request are left to compute, so that it shares the engine with others."""
+        most = self._state.settings.tokens_at_once
+        while len(self._open) >= _PROMPTS_AT_ONCE or sum(map(_num_tokens, self._open)) >= most:
+            await self._open.popleft().stream.ended()
+
+    def _text_of(self, prompt: str | Sequence[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        skip = self._job.sampling.skip_special_tokens
+        return self._state.frontend.tokenizer.decode(prompt, skip_special_tokens=skip)
+
+    def _started(self, stream: RequestStream) -> None:
+        state, sampling, num_tokens = self._state, self._job.sampling, len(stream.prompt_token_ids)
+        metrics = state.metrics.request(
+            self._arrival_s,
+            n=sampling.num_samples,
+            max_tokens=sampling.max_tokens,
+            prompt_tokens=num_tokens,
+            on_end=self._spans(stream.request_id),
+        )
+        ticket = None if state.forecast is None else state.forecast.enter(num_tokens)
+        self._prompts.append(_Started(stream, metrics, ticket))
+        self._open.append(self._prompts[-1])
+        self.usage.prompt_tokens += num_tokens
+
+    async def _cut(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
+        """Apply ``truncate_prompt_tokens``; the usage counts the tokens that are cut off."""
+        asked, limit = self._job.truncate_to, self._state.model.max_model_len
+        if asked is None:
+            return prompt
+        if asked != -1 and not 1 <= asked <= limit:
+            raise RequestError(
+                f"truncate_prompt_tokens = {clip(asked)} is not allowed: it must be an integer in 1…{limit} (the "
+                "context of this model), or -1 for as many as the context holds.",
+                param="truncate_prompt_tokens",
+            )
+        ids = await self._state.frontend.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt
+        room = limit - (self._job.sampling.max_tokens or 1) if asked == -1 else asked
+        num_cut = max(0, len(ids) - max(room, 1))
+        self.usage.truncated_tokens += num_cut
+        return ids[num_cut:] if num_cut else prompt
+
+    def _spans(self, request_id: str) -> Callable[[RequestPhases], None] | None:
+        """Return the function that makes the spans of a prompt when it ends; None without a tracer."""
+        if self._state.tracer is None:
+            return None
+        sampling = self._job.sampling
+        attributes = {
+            "gen_ai.request.id": request_id,
+            "gen_ai.response.model": self._job.answer.head.model,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.n": sampling.n,
+            "http.request_id": self._request_id,
         }
-        return _encode({**values, **choices.beside(prompts[0]), **choices.scored(0, chunks[0])})
+        return self._state.tracer.follow(self._trace, attributes)
 
-    def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
-        beside = self._choices.beside(prompts[0])
-        frames = []
-        for index in range(len(prompts) * self._n):
-            opening = self._choices.opening(index, echoes[index // self._n] if echoes else "")
-            if opening is not None:
-                frames.append(self._envelope.frame(opening, beside))
-        return b"".join(frames)
+    async def abort(self) -> None:
+        for prompt in self._prompts:
+            await prompt.stream.abort()
 
-    def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
-        choice = self._choices.delta(index, chunk)
-        beside = self._choices.scored(index, chunk) if chunk.prompt_logprobs is not None else {}
-        if choice is None and not beside:
-            return b""
-        if self._options.continuous_usage_stats:
-            beside["usage"] = usage.to_json()
-        return self._envelope.frame(choice or b"", beside)
+    async def close(self) -> None:
+        """Abort the prompts that still run."""
+        for prompt in self._prompts:
+            await prompt.stream.aclose()
+            prompt.metrics.abandon(self._state.now())
+            if prompt.ticket is not None:
+                prompt.ticket.leave()
 
-    def closing(self, usage: Usage) -> bytes:
-        beside = usage.beside()
-        if self._options.include_usage:
-            beside["usage"] = usage.to_json()
-        return self._envelope.frame(b"", beside) + STREAM_DONE if beside else STREAM_DONE
+    def token_ids(self) -> list[Sequence[int]]:
+        return [prompt.stream.prompt_token_ids for prompt in self._prompts]
 
-    def error(self, refusal: Refusal) -> bytes:
-        return b"data: " + refusal.body() + b"\n\n" + STREAM_DONE
+    def note_timing(self) -> None:
+        if self._job.timing:
+            streams = [prompt.stream for prompt in self._prompts]
+            total_s = self._state.now() - self._arrival_s
+            self.usage.timing = timing_of(streams, self._job.answer.head.determinism, total_s)
+
+    def predicted_ms(self) -> float | None:
+        """Return the predicted time to the first token of the last prompt to have one; None without a forecast."""
+        predicted_s = [prompt.ticket.predicted_s for prompt in self._prompts if prompt.ticket is not None]
+        return max(predicted_s) * 1e3 if predicted_s else None
+
+    async def chunks(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
+        """Yield (choice index, chunk) of all prompts as they arrive, counted; raise on an error of the engine."""
+        if len(self._prompts) == 1:  # the most frequent case, with one generator less per chunk
+            async with aclosing(aiter(self._prompts[0].stream)) as chunks:
+                async for chunk in chunks:
+                    self._count(0, chunk)
+                    yield chunk.index, chunk
+            return
+        n = self._job.sampling.num_samples
+        async with aclosing(_merged([prompt.stream for prompt in self._prompts])) as merged:
+            async for prompt, chunk in merged:
+                self._count(prompt, chunk)
+                yield prompt * n + chunk.index, chunk
+
+    def _count(self, index: int, chunk: OutputChunk) -> None:
+        prompt, num_tokens, now_s = self._prompts[index], len(chunk.token_ids), self._state.now()
+        metrics, output = prompt.metrics, prompt.stream.output
+        if not metrics.is_admitted and (num_tokens or chunk.finish_reason in _COMPLETE):
+            metrics.admitted(output.queued_s, output.num_cached_tokens)
+            if prompt.ticket is not None:
+                ratio = prompt.ticket.first(now_s - self._arrival_s)
+                self._state.metrics.histograms["quire:ttft_prediction_ratio"].observe(ratio)
+            self.usage.cached_tokens += output.num_cached_tokens
+        if num_tokens:
+            self.usage.completion_tokens += num_tokens
+            metrics.chunk(chunk.index, num_tokens, now_s)
+        if chunk.finish_reason is not None:
+            metrics.finish(chunk.index, chunk.finish_reason.value, now_s, output.num_preemptions)
 
 
-class WholeAnswer(Answer):
-    """An answer that is never streamed: the head, the fields that ``write(chunks, usage)`` returns, and the usage."""
+async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, OutputChunk], None]:
+    """Yield (index of the stream, chunk) in order of arrival."""
+    queue: asyncio.Queue[tuple[int, OutputChunk | Exception | None]] = asyncio.Queue()
 
-    def __init__(self, head: Head, write: Callable[[Sequence[OutputChunk], Usage], dict[str, Any]]) -> None:
-        self.head = head
-        self._write = write
+    async def forward(i: int) -> None:
+        try:
+            async for chunk in streams[i]:
+                queue.put_nowait((i, chunk))
+            queue.put_nowait((i, None))
+        except Exception as error:
+            queue.put_nowait((i, error))
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
-        written = self._write(chunks, usage)
-        counts = usage.to_json()
-        del counts["completion_tokens"]
-        return _encode({**self.head.to_json("list"), **written, "usage": counts})
+    tasks = [asyncio.create_task(forward(i)) for i in range(len(streams))]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            i, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield i, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Envelope:
-    """Frames choices as server-sent events: ``data: {head…, "choices": […], "usage": …}``."""
+def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float) -> Any:
+    """Return the ``timing`` block of an answer that has ended: one object, or a list of one per prompt."""
+    blocks = [_timing(stream, determinism, total_s) for stream in streams]
+    return blocks[0] if len(blocks) == 1 else blocks
 
-    __slots__ = ("_end", "_start", "_usage_field")
 
-    def __init__(self, head: Head, kind: str, *, usage_field: bool) -> None:
-        self._start = b"data: " + _encode(head.to_json(kind))[:-1] + b',"choices":['
-        self._usage_field = usage_field
-        # With include_usage OpenAI writes "usage": null on every chunk but the last.
-        self._end = b'],"usage":null}\n\n' if usage_field else b"]}\n\n"
+def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str, Any]:
+    output = stream.output
+    has_token = output.ttft_s > 0.0
+    return {
+        "queued_ms": _ms(output.queued_s),
+        "prefill_ms": _ms(output.ttft_s - output.queued_s) if has_token else None,
+        "first_token_ms": _ms(output.ttft_s) if has_token else None,
+        "total_ms": _ms(total_s),
+        "prompt_tokens": len(stream.prompt_token_ids),
+        "cached_tokens": output.num_cached_tokens,
+        "cache_miss": output.cache_miss or None,
+        "completion_tokens": output.num_output_tokens,
+        "preemptions": output.num_preemptions,
+        "chunks": output.num_chunks,
+        "steps": output.num_steps,
+        "seed": stream.seed,
+        "determinism": determinism,
+    }
 
-    def frame(self, choice: bytes, beside: dict[str, Any]) -> bytes:
-        """Frame a choice (or none) with the fields ``beside`` it, such as ``usage``."""
-        if not beside:
-            return self._start + choice + self._end
-        if self._usage_field and "usage" not in beside:
-            beside = {**beside, "usage": None}
-        return self._start + choice + b"]," + _encode(beside)[1:] + b"\n\n"
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

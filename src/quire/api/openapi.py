@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from quire.api import protocol as wire
 from quire.api.anthropic_request import CountTokensRequest, MessagesRequest, Turn
+from quire.api.chat import Message
 from quire.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.api.response_request import ResponsesRequest
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
@@ -25,7 +26,7 @@ _REF = "#/components/schemas/{model}"
 _ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 
 
-_CHAT_PARTS = {"messages": wire.Message}
+_CHAT_PARTS = {"messages": Message}
 _STREAM = {"stream_options": wire.StreamOptions}
 BODIES: dict[str, Body] = {
     "/v1/chat/completions": Body("Answer a conversation", wire.ChatRequest, _CHAT_PARTS, _STREAM),

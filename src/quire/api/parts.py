@@ -1,23 +1,31 @@
-"""The assembler of answers: the text of one answer as parts — reasoning, text, calls — in the order of the model.
+"""Answers: the text of one answer as parts — reasoning, text, calls — and the choices of OpenAI's completions.
 
-Every conversation's answer is taken apart here; each endpoint only renders the events that `Assembler` yields.
-Log-probabilities, in OpenAI's two formats, are below.
+Every conversation's answer is taken apart by `Assembler`; each endpoint only renders the events that it yields.
+Log-probabilities, in OpenAI's two formats, and `ChoicesAnswer` are below: a chunk's bytes are put together from parts
+encoded once per stream; pydantic is not involved, and a plain text delta costs one string encoding.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from quire.api.tools import OutputPlan
+import msgspec
+
+from quire.api.conversation import OutputPlan
+from quire.api.job import Answer, Head, Usage
+from quire.api.protocol import StreamOptions
 from quire.engine.output import OutputChunk
-from quire.request import FinishReason, TokenLogprobs
+from quire.http.body import STREAM_DONE
+from quire.http.refusals import Refusal
+from quire.request import TokenLogprobs
 from quire.text.output import CallDelta, ContentDelta, Delta
-from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from quire.text.tokenizer import Tokenizer
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Kind(StrEnum):
@@ -113,80 +121,6 @@ class Assembler:
             events.append(Event("close", self.parts[-1]))
 
 
-class TextLogprobs:
-    """The log-probabilities of the tokens of text parts, by the index of the part.
-
-    Tokens of reasoning, of calls and of the marks around them are left out. The part of a token depends only on the
-    tokens up to it, so a stream and a whole answer agree. Without ``names`` all lists are empty.
-    """
-
-    def __init__(
-        self,
-        names: TokenNames | None,
-        plan: OutputPlan | None,
-        tokenizer: Tokenizer,
-        *,
-        skip_special_tokens: bool,
-    ) -> None:
-        self._names = names
-        self._assembler = Assembler(plan, str)
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._entries: dict[int, list[Any]] = defaultdict(list)
-        self._held: list[tuple[Any, str]] = []  # tokens, with their text, that no part has received yet
-        self._num_sent: dict[int, int] = defaultdict(int)
-
-    def feed(self, chunk: OutputChunk) -> None:
-        """Take the tokens of a chunk, in order."""
-        if self._names is None or chunk.logprobs is None:
-            return
-        entries = chat_logprobs(chunk.logprobs, self._names)["content"]
-        token_ids = list(chunk.token_ids)
-        if chunk.finish_reason is FinishReason.STOP and not isinstance(chunk.stop_reason, str):
-            del token_ids[-1:]  # the token that ended the answer has no text
-        for token_id, entry in zip(token_ids, entries, strict=False):
-            text = self._detokenizer.feed(token_id)
-            self._held.append((entry, text))
-            if text:
-                self._settle(self._assembler.feed(text, last=False))
-        if chunk.finish_reason is not None:
-            self._settle(self._assembler.feed(self._detokenizer.finish(), last=True))
-
-    def _settle(self, events: list[Event]) -> None:
-        """Give the tokens of each event's text to its part, and drop the tokens of marks before it."""
-        for event in events:
-            if event.verb != "more":
-                continue
-            start = "".join([text for _, text in self._held]).find(event.text)
-            if start < 0:  # the parser rewrote a call's arguments
-                self._held = []
-                continue
-            end, at = start + len(event.text), 0
-            rest: list[tuple[Any, str]] = []
-            for entry, text in self._held:
-                first, at = at, at + len(text)
-                if at <= start and first < start:
-                    continue
-                if first >= end:
-                    rest.append((entry, text))
-                    continue
-                if entry is not None and event.part.kind is Kind.TEXT:
-                    self._entries[event.part.index].append(entry)
-                if at > end:
-                    # A token that spans two parts belongs to the first.
-                    rest.append((None, text[end - first :]))
-            self._held = rest
-
-    def of(self, index: int) -> list[Any]:
-        """Return all entries of a part so far."""
-        return list(self._entries[index])
-
-    def take(self, index: int) -> list[Any]:
-        """Return the entries of a part that no event has carried yet."""
-        entries, first = self._entries[index], self._num_sent[index]
-        self._num_sent[index] = len(entries)
-        return entries[first:]
-
-
 _FLOOR = -9999.0  # JSON has no -Infinity; OpenAI's servers use this number
 
 
@@ -238,11 +172,16 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], names: TokenNames) -> dict[
     }
 
 
-def prompt_logprobs(
-    entries: Sequence[TokenLogprobs | None], num_top: int, names: TokenNames
-) -> list[dict[str, Any] | None]:
-    """Return vLLM's form: per token of the prompt ``{id: {logprob, rank, decoded_token}}``, null for the first."""
-    return [None if entry is None else _ranked(entry, num_top, names) for entry in entries]
+def prompt_logprobs(chunk: OutputChunk, num_top: int | None, names: TokenNames) -> dict[str, Any]:
+    """Return the field ``prompt_logprobs`` if the chunk has them and ``num_top`` of them are asked for.
+
+    It is vLLM's form: per token of the prompt ``{id: {logprob, rank, decoded_token}}``, null for the first.
+    """
+    entries = chunk.prompt_logprobs
+    if entries is None or num_top is None:
+        return {}
+    ranked = [None if entry is None else _ranked(entry, num_top, names) for entry in entries]
+    return {"prompt_logprobs": ranked}
 
 
 def _ranked(lp: TokenLogprobs, num_top: int, names: TokenNames) -> dict[str, Any]:
@@ -315,3 +254,98 @@ def _entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
 
 def _finite(logprob: float) -> float:
     return max(logprob, _FLOOR)
+
+
+class Choices(Protocol):
+    """The choices of one endpoint."""
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def opening(self, index: int, echo: str) -> bytes | None:
+        """Return the choice object before any content, or None."""
+
+    def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
+        """Return the choice object of one chunk; None if there is nothing to show yet."""
+
+    def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the choice object of a whole answer, given as one chunk."""
+        raise NotImplementedError
+
+    def beside(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return fields beside ``choices``, in a whole answer and in the first chunk."""
+        return {}
+
+    def scored(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        """Return fields beside ``choices`` that a chunk brings: the prompt's log-probabilities."""
+        return {}
+
+
+class ChoicesAnswer(Answer):
+    """``options`` None: not streamed."""
+
+    def __init__(self, head: Head, choices: Choices, options: StreamOptions | None, n: int) -> None:
+        self.head = head
+        self.streamed = options is not None
+        self._choices = choices
+        self._options = options or StreamOptions()
+        self._n = n
+        self._envelope = Envelope(head, choices.chunk_kind, usage_field=self._options.include_usage)
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        choices = self._choices
+        items = [choices.whole(i, chunk, prompts[i // self._n]) for i, chunk in enumerate(chunks)]
+        values = {
+            **self.head.to_json(choices.kind),
+            "choices": items,
+            "usage": usage.to_json(),
+            **usage.beside(),
+        }
+        return _encode({**values, **choices.beside(prompts[0]), **choices.scored(0, chunks[0])})
+
+    def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
+        beside = self._choices.beside(prompts[0])
+        frames = []
+        for index in range(len(prompts) * self._n):
+            opening = self._choices.opening(index, echoes[index // self._n] if echoes else "")
+            if opening is not None:
+                frames.append(self._envelope.frame(opening, beside))
+        return b"".join(frames)
+
+    def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
+        choice = self._choices.delta(index, chunk)
+        beside = self._choices.scored(index, chunk) if chunk.prompt_logprobs is not None else {}
+        if choice is None and not beside:
+            return b""
+        if self._options.continuous_usage_stats:
+            beside["usage"] = usage.to_json()
+        return self._envelope.frame(choice or b"", beside)
+
+    def closing(self, usage: Usage) -> bytes:
+        beside = usage.beside()
+        if self._options.include_usage:
+            beside["usage"] = usage.to_json()
+        return self._envelope.frame(b"", beside) + STREAM_DONE if beside else STREAM_DONE
+
+    def error(self, refusal: Refusal) -> bytes:
+        return b"data: " + refusal.body() + b"\n\n" + STREAM_DONE
+
+
+class Envelope:
+    """Frames choices as server-sent events: ``data: {head…, "choices": […], "usage": …}``."""
+
+    __slots__ = ("_end", "_start", "_usage_field")
+
+    def __init__(self, head: Head, kind: str, *, usage_field: bool) -> None:
+        self._start = b"data: " + _encode(head.to_json(kind))[:-1] + b',"choices":['
+        self._usage_field = usage_field
+        # With include_usage OpenAI writes "usage": null on every chunk but the last.
+        self._end = b'],"usage":null}\n\n' if usage_field else b"]}\n\n"
+
+    def frame(self, choice: bytes, beside: dict[str, Any]) -> bytes:
+        """Frame a choice (or none) with the fields ``beside`` it, such as ``usage``."""
+        if not beside:
+            return self._start + choice + self._end
+        if self._usage_field and "usage" not in beside:
+            beside = {**beside, "usage": None}
+        return self._start + choice + b"]," + _encode(beside)[1:] + b"\n\n"

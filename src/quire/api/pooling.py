@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from quire.api.completions import parse_prompts
-from quire.api.job import Job, Usage, WholeAnswer, common_fields, new_head
+from quire.api.job import Answer, Head, Job, Usage, common_fields, new_head
 from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
@@ -20,6 +21,7 @@ from quire.errors import RequestError
 from quire.http.wire import Boolean, Integer, Text, Wire, not_allowed, parse
 from quire.request import Pooling
 
+_encode = msgspec.json.Encoder().encode
 MAX_INPUTS = 2048  # OpenAI's
 Pair = tuple[str, str]  # query, document
 # Scores in the order of the pairs → the answer's own fields.
@@ -223,7 +225,7 @@ async def _job(
 
 async def _cut(state: ApiState, document: str, limit: int, found: _Scores) -> str:
     """Return the first ``limit`` tokens of a document; the usage counts the others."""
-    ids = await state.frontend.tokenize(document, add_special_tokens=False)
+    ids = await state.frontend.prompts.tokenize(document, add_special_tokens=False)
     if len(ids) <= limit:
         return document
     found.num_truncated += len(ids) - limit
@@ -243,3 +245,17 @@ def _ranking(documents: Sequence[str] | None, top_n: int | None, scores: Sequenc
         for result in results:
             result["document"] = {"text": documents[result["index"]]}
     return {"results": results}
+
+
+class WholeAnswer(Answer):
+    """An answer that is never streamed: the head, the fields that ``write(chunks, usage)`` returns, and the usage."""
+
+    def __init__(self, head: Head, write: Callable[[Sequence[OutputChunk], Usage], dict[str, Any]]) -> None:
+        self.head = head
+        self._write = write
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        written = self._write(chunks, usage)
+        counts = usage.to_json()
+        del counts["completion_tokens"]
+        return _encode({**self.head.to_json("list"), **written, "usage": counts})

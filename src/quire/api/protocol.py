@@ -1,10 +1,13 @@
-"""Wire models of OpenAI's completions and chat completions, and the fields that other endpoints share with them.
+"""Wire models of OpenAI's completions, the fields that other endpoints share with them, and their `SamplingParams`.
 
-They hold the used fields only; ``fields.toml`` has the other names. Ranges are checked by `SamplingParams`.
+They hold the used fields only; ``fields.toml`` has the other names. Ranges are checked by `SamplingParams`. The form of
+an answer (``response_format``, ``structured_outputs`` and its aliases) and deadlines are checked here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
@@ -16,14 +19,18 @@ from quire.http.wire import (
     Boolean,
     Int64,
     Integer,
+    JsonSchema,
     Number,
     Text,
     Texts,
     TokenIds,
     TypedObject,
     Wire,
+    not_allowed,
     parse,
 )
+from quire.request import TOKEN_ID_MAX, Deadline, SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
 
 Tools = Annotated[list[Any], Field(description="a list of tools")]
 TextContent = Annotated[str | list[Any], Field(description="a string or a list of text parts")]
@@ -64,11 +71,6 @@ class SampledFields(RequestFields):
     seed: Integer | None = None
     deadline_ms: DeadlineField | None = None
     timing: Boolean = False
-
-    def given_sampling(self) -> dict[str, Any]:
-        """Return the sampling fields among these that the client set."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class GenerationFields(SampledFields):
@@ -152,41 +154,6 @@ class ChatRequest(GenerationFields, ChatPrompt):
     max_completion_tokens: Integer | None = None
 
 
-class FunctionCall(Wire):
-    """The function of a tool call in the history."""
-
-    name: Text
-    arguments: Annotated[str | dict[str, Any], Field(description="a string of JSON, or an object")] = "{}"
-
-
-class ToolCall(Wire):
-    """A tool call of an assistant message in the history."""
-
-    id: Text | None = None
-    type: Literal["function"] = "function"
-    function: Annotated[FunctionCall, Field(description="an object with a name and arguments")]
-
-
-class Message(Wire):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: TextContent | None = None
-    name: Text | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(description="a list of tool calls")] = None
-    tool_call_id: Text | None = None
-    reasoning_content: Text | None = None
-    reasoning: Text | None = None
-    thinking: Text | None = None
-
-
-class TextPart(Wire):
-    """A part of a content."""
-
-    type: Text
-    text: Text
-
-
 def stream_options(request: GenerationFields, ignored: list[str] | None = None) -> StreamOptions | None:
     """Return the checked ``stream_options``, or None when the answer is not streamed."""
     if request.stream_options is None:
@@ -198,33 +165,230 @@ def stream_options(request: GenerationFields, ignored: list[str] | None = None) 
     return parse(StreamOptions, request.stream_options, prefix="stream_options.", ignored=ignored)
 
 
-def text_of(
-    content: str | list[Any], where: str, kinds: tuple[str, ...] = ("text",), ignored: list[str] | None = None
-) -> str:
-    """Return the text of a string, or of text parts of the types ``kinds``, joined by line breaks.
+# Fields of `SamplingParams` that a request has too, with the same meaning.
+_OTHER_MEANING = {"logit_bias", "logprobs", "max_tokens", "structured_outputs"}
+_SAME_NAME = tuple(
+    each.name
+    for each in fields(SamplingParams)
+    if each.name in GenerationFields.model_fields and each.name not in _OTHER_MEANING
+)
+# Names that mean the same as a field of structured_outputs: vLLM's older ones, then SGLang's.
+_ALIASES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+# The type of response_format that each of its parts belongs to.
+_PART_TYPES = {
+    "json_schema": "json_schema",
+    "structures": "structural_tag",
+    "triggers": "structural_tag",
+    "format": "structural_tag",
+}
+MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
+
+
+class JsonSchemaFormat(Wire):
+    """``response_format.json_schema``. The schema holds with and without ``strict``."""
+
+    name: Text
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+    strict: Boolean | None = None
+
+
+class ResponseFormat(Wire):
+    """``response_format`` of OpenAI, and vLLM's type structural_tag."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: AnyObject | None = None
+    structures: Annotated[list[Any] | None, Field(description="a list of objects")] = None
+    triggers: Annotated[list[Any] | None, Field(description="a list of strings")] = None
+    format: AnyObject | None = None
+
+
+class StructuredOutputs(Wire):
+    """``structured_outputs``; `StructuredOutputsParams` checks the values."""
+
+    json_: Annotated[Any, Field(alias="json")] = None
+    regex: Any = None
+    choice: Any = None
+    grammar: Any = None
+    json_object: Any = None
+    structural_tag: Any = None
+    whitespace_pattern: Any = None
+    disable_any_whitespace: Boolean = False
+    disable_additional_properties: Boolean = False
+
+
+class DeadlineMs(Wire):
+    """``deadline_ms`` as an object; milliseconds from the arrival of the request."""
+
+    first_token: Number | None = None
+    total: Number | None = None
+
+
+def given_sampling(request: SampledFields) -> dict[str, Any]:
+    """Return the sampling fields that a request sets.
 
     Raises:
-        RequestError: names the part of ``where``, and what is allowed.
+        RequestError: best_of in a stream, or a logit_bias whose keys are not token ids.
     """
-    if isinstance(content, str):
-        return content
-    texts = []
-    for i, part in enumerate(content):
-        place = f"{where}[{i}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
+    given = {name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None}
+    if (
+        not given.get("use_beam_search")
+        and request.stream
+        and given.get("best_of", 0) > (given.get("n") or 1)
+    ):
+        raise RequestError(
+            f"best_of = {clip(given['best_of'])} is not allowed with stream = true: the best "
+            "answers are known at the end.",
+            param="best_of",
+        )
+    if isinstance(request, GenerationFields) and request.logit_bias is not None:
+        given["logit_bias"] = _logit_bias(request.logit_bias)
+    return given
+
+
+def sampling_params(
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    form: StructuredOutputsParams | None = None,
+    client_names: Mapping[str, str] | None = None,
+) -> SamplingParams:
+    """Return `SamplingParams` of the ``given`` fields, else of the model's ``defaults``, else of their own defaults.
+
+    ``max_tokens`` None means the rest of the context. ``client_names``: the client's name of fields that have another.
+
+    Raises:
+        RequestError: a value out of range, under the client's name.
+    """
+    if given.get("use_beam_search"):
+        defaults = {}  # beams are not sampled, so defaults for sampling would contradict them
+    values = {name: value for name, value in defaults.items() if name in _SAME_NAME}
+    try:
+        return SamplingParams(
+            **{**values, **given}, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form
+        )
+    except RequestError as error:
+        name = (client_names or {}).get(error.param or "")
+        if name is None:
+            raise
+        message = str(error).replace(str(error.param), name, 1)
+        raise RequestError(message, param=name, code=error.code) from None
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key.lstrip("0")) <= len(str(TOKEN_ID_MAX))):
             raise RequestError(
-                f"{place} = {clip(part)} is not allowed: it must be an object like "
-                f'{{"type": "{kinds[0]}", "text": "…"}}.',
-                param=place,
-                code="invalid_type",
+                f"logit_bias has the key {clip(key)}: keys must be token ids (integers in 0…{TOKEN_ID_MAX}) as "
+                "strings.",
+                param="logit_bias",
             )
-        if kind not in kinds:
+    return {int(key): value for key, value in bias.items()}
+
+
+def structured_outputs(
+    request: GenerationFields, ignored: list[str] | None = None
+) -> StructuredOutputsParams | None:
+    """Return the form of the answer that the request asks for; None for free text.
+
+    Raises:
+        RequestError: a wrong value, or two fields that both set the form; ``param`` is the client's name.
+    """
+    given = [name for name in ("response_format", "structured_outputs", *_ALIASES) if _is_set(request, name)]
+    if len(given) > 1:
+        raise RequestError(
+            f"{given[0]} and {given[1]} both say what form the answer has: send one of them.", param=given[1]
+        )
+    pattern = request.guided_whitespace_pattern
+    if pattern is not None and given not in (["guided_json"], ["json_schema"]):
+        raise RequestError(
+            "guided_whitespace_pattern is only allowed with guided_json.", param="guided_whitespace_pattern"
+        )
+    if not given:
+        return None
+    name = given[0]
+    if name == "response_format":
+        return _response_format(request, ignored)
+    if name == "structured_outputs":
+        outputs = parse(StructuredOutputs, request.structured_outputs, prefix=f"{name}.", ignored=ignored)
+        return StructuredOutputsParams(**outputs.model_dump(by_alias=True), param=name)
+    values = {_ALIASES[name]: getattr(request, name)}
+    return StructuredOutputsParams(**values, whitespace_pattern=pattern, param=name)
+
+
+def schema_form(raw: Any, prefix: str, ignored: list[str] | None) -> StructuredOutputsParams:
+    """Return the form of an object with a name and a JSON schema; ``prefix`` is its path, with a dot.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    schema = parse(JsonSchemaFormat, raw, prefix=prefix, ignored=ignored)
+    return StructuredOutputsParams(json=schema.schema_, param=f"{prefix}schema")
+
+
+def _is_set(request: GenerationFields, name: str) -> bool:
+    value = getattr(request, name)
+    return value is not None and not (name == "response_format" and value == {"type": "text"})
+
+
+def _response_format(request: GenerationFields, ignored: list[str] | None) -> StructuredOutputsParams | None:
+    name = "response_format"
+    form = parse(ResponseFormat, request.response_format, prefix=f"{name}.", ignored=ignored)
+    for part, kind in _PART_TYPES.items():
+        if getattr(form, part) is not None and form.type != kind:
             raise RequestError(
-                f"{place} is a part of type {clip(kind)}, but the model is text only. Supported part types: "
-                f"{', '.join(kinds)}.",
-                param=place,
-                code="unsupported_content",
+                f"{name}.{part} is only allowed with type {kind!r}, not with {form.type!r}.",
+                param=f"{name}.{part}",
             )
-        texts.append(parse(TextPart, part, prefix=place + ".", ignored=ignored).text)
-    return "\n".join(texts)
+    if form.type == "text":
+        return None
+    if form.type == "json_object":
+        return StructuredOutputsParams(json_object=True, param=name)
+    if form.type == "structural_tag":
+        return StructuredOutputsParams(structural_tag=form.model_dump(exclude_none=True), param=name)
+    if form.json_schema is None:
+        raise RequestError(
+            f"{name}.json_schema is required with type 'json_schema': an object with name and schema.",
+            param=f"{name}.json_schema",
+            code="missing_required_parameter",
+        )
+    return schema_form(form.json_schema, f"{name}.json_schema.", ignored)
+
+
+def deadline_of(given: Any, ignored: list[str] | None) -> Deadline | None:
+    """Return the limits of ``deadline_ms``: a number (the total) or an object.
+
+    Raises:
+        RequestError: a limit out of range, or a first token that may come later than the end.
+    """
+    if given is None:
+        return None
+    if isinstance(given, dict):
+        limits = parse(DeadlineMs, given, prefix="deadline_ms.", ignored=ignored)
+    else:
+        limits = DeadlineMs(total=given)
+    for name, value in (("first_token", limits.first_token), ("total", limits.total)):
+        if value is not None and not 0 < value <= MAX_DEADLINE_MS:
+            where = f"deadline_ms.{name}" if isinstance(given, dict) else "deadline_ms"
+            raise not_allowed(where, value, f"a number of milliseconds in (0, {MAX_DEADLINE_MS}]")
+    first, total = limits.first_token, limits.total
+    if first is None and total is None:
+        raise RequestError(
+            "deadline_ms is empty: it must have first_token, total or both.", param="deadline_ms"
+        )
+    if first is not None and total is not None and first > total:
+        raise RequestError(
+            f"deadline_ms.first_token = {first:g} is more than deadline_ms.total = {total:g}.",
+            param="deadline_ms.first_token",
+        )
+    return Deadline(None if first is None else first / 1e3, None if total is None else total / 1e3)

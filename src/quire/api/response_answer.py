@@ -7,20 +7,22 @@ response.completed | response.incomplete | response.failed
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from quire.api.conversation import OutputPlan
 from quire.api.endpoint import CANCELLED_BY_CLIENT
 from quire.api.job import Answer, Head, Usage
-from quire.api.parts import Assembler, Event, Kind, Part, TextLogprobs
+from quire.api.parts import Assembler, Event, Kind, Part, TokenNames, chat_logprobs
 from quire.api.state import ApiState
-from quire.api.tools import OutputPlan
 from quire.engine.output import OutputChunk
 from quire.http.body import named_event
 from quire.http.refusals import Refusal
 from quire.request import FinishReason
+from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 _encode = msgspec.json.Encoder().encode
 _PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
@@ -202,3 +204,77 @@ def _content(part: Part, text: str, logprobs: list[Any]) -> dict[str, Any]:
     if part.kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+class TextLogprobs:
+    """The log-probabilities of the tokens of text parts, by the index of the part.
+
+    Tokens of reasoning, of calls and of the marks around them are left out. The part of a token depends only on the
+    tokens up to it, so a stream and a whole answer agree. Without ``names`` all lists are empty.
+    """
+
+    def __init__(
+        self,
+        names: TokenNames | None,
+        plan: OutputPlan | None,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool,
+    ) -> None:
+        self._names = names
+        self._assembler = Assembler(plan, str)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._entries: dict[int, list[Any]] = defaultdict(list)
+        self._held: list[tuple[Any, str]] = []  # tokens, with their text, that no part has received yet
+        self._num_sent: dict[int, int] = defaultdict(int)
+
+    def feed(self, chunk: OutputChunk) -> None:
+        """Take the tokens of a chunk, in order."""
+        if self._names is None or chunk.logprobs is None:
+            return
+        entries = chat_logprobs(chunk.logprobs, self._names)["content"]
+        token_ids = list(chunk.token_ids)
+        if chunk.finish_reason is FinishReason.STOP and not isinstance(chunk.stop_reason, str):
+            del token_ids[-1:]  # the token that ended the answer has no text
+        for token_id, entry in zip(token_ids, entries, strict=False):
+            text = self._detokenizer.feed(token_id)
+            self._held.append((entry, text))
+            if text:
+                self._settle(self._assembler.feed(text, last=False))
+        if chunk.finish_reason is not None:
+            self._settle(self._assembler.feed(self._detokenizer.finish(), last=True))
+
+    def _settle(self, events: list[Event]) -> None:
+        """Give the tokens of each event's text to its part, and drop the tokens of marks before it."""
+        for event in events:
+            if event.verb != "more":
+                continue
+            start = "".join([text for _, text in self._held]).find(event.text)
+            if start < 0:  # the parser rewrote a call's arguments
+                self._held = []
+                continue
+            end, at = start + len(event.text), 0
+            rest: list[tuple[Any, str]] = []
+            for entry, text in self._held:
+                first, at = at, at + len(text)
+                if at <= start and first < start:
+                    continue
+                if first >= end:
+                    rest.append((entry, text))
+                    continue
+                if entry is not None and event.part.kind is Kind.TEXT:
+                    self._entries[event.part.index].append(entry)
+                if at > end:
+                    # A token that spans two parts belongs to the first.
+                    rest.append((None, text[end - first :]))
+            self._held = rest
+
+    def of(self, index: int) -> list[Any]:
+        """Return all entries of a part so far."""
+        return list(self._entries[index])
+
+    def take(self, index: int) -> list[Any]:
+        """Return the entries of a part that no event has carried yet."""
+        entries, first = self._entries[index], self._num_sent[index]
+        self._num_sent[index] = len(entries)
+        return entries[first:]

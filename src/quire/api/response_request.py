@@ -7,10 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.conversation import Conversation, arguments_of, call_message, template_variables
-from quire.api.params import schema_form
-from quire.api.protocol import EFFORTS, SampledFields, TextContent, Tools, text_of
-from quire.api.tools import Thinking, ToolUse, tool_use
+from quire.api.chat import text_of
+from quire.api.conversation import (
+    Conversation,
+    Thinking,
+    ToolUse,
+    arguments_of,
+    call_message,
+    template_variables,
+    tool_use,
+)
+from quire.api.protocol import EFFORTS, SampledFields, TextContent, Tools, schema_form
 from quire.errors import RequestError, clip
 from quire.http.wire import (
     AnyObject,

@@ -8,15 +8,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.conversation import conversation_job
+from quire.api.conversation import OutputPlan, conversation_job
 from quire.api.endpoint import Generation
 from quire.api.job import Answer, Head, Job
-from quire.api.params import sampling_params
-from quire.api.parts import TextLogprobs, TokenNames
-from quire.api.response_answer import ResponseAnswer
+from quire.api.parts import TokenNames
+from quire.api.protocol import given_sampling, sampling_params
+from quire.api.response_answer import ResponseAnswer, TextLogprobs
 from quire.api.response_request import ResponsesRequest, add_input, conversation_of, form_of, input_items
 from quire.api.state import ApiState, Stored
-from quire.api.tools import OutputPlan
 from quire.engine.large_input import off_loop
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of
@@ -46,7 +45,7 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
     messages = await off_loop(size, _messages, state, request, ignored)
     conversation = conversation_of(request, messages, ignored)
     sampling = sampling_params(
-        request.given_sampling(),
+        given_sampling(request),
         state.model.generation_defaults,
         max_tokens=request.max_output_tokens,
         logprobs=num_logprobs,

@@ -1,4 +1,4 @@
-"""What the endpoints of one app share: the engine, settings, metrics, clocks, and the running requests."""
+"""What the endpoints of one app share: engine, settings, metrics, clocks, running requests, stored responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.frontend import Frontend
-from quire.engine.prepare import ModelInfo
+from quire.engine.prompts import ModelInfo
 from quire.errors import NotFoundError, clip
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.prometheus import ServerMetrics

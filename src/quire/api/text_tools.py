@@ -49,7 +49,7 @@ async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dic
             if name != "messages" and getattr(request, name) is not None:
                 raise RequestError(f"{name} is only allowed with messages.", param=name)
         special = request.add_special_tokens is not False
-        ids = await state.frontend.tokenize(request.prompt, add_special_tokens=special)
+        ids = await state.frontend.prompts.tokenize(request.prompt, add_special_tokens=special)
     else:
         special = request.add_special_tokens is True
         conversation = await off_loop(len(request.messages or ()), chat_conversation, request, ignored)

@@ -1,4 +1,4 @@
-"""`quire`: serve | run | chat | bench | profile | simulate | plan | doctor. Commands import their modules late."""
+"""`quire`: serve | gateway | run | chat | bench | profile | simulate | plan | doctor. Commands import late."""
 
 from __future__ import annotations
 
@@ -51,6 +51,26 @@ def serve(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     from quire.cli.serve import serve
 
     raise typer.Exit(serve(with_model(model, settings)))
+
+
+@app.command()
+def gateway(
+    config: Annotated[Path, typer.Option("--config", help="TOML file of the gateway (docs/gateway.md).")],
+    host: Annotated[
+        str | None,
+        typer.Option("--host", help="Address to listen on, instead of the file's.", show_default=False),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", help="Port to listen on, instead of the file's.", show_default=False),
+    ] = None,
+    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, typer.Option("--log-format", help="human or json.")] = "human",
+) -> None:
+    """One address in front of many replicas: routing, health, retries, limits of time."""
+    from quire.cli.gateway import gateway
+
+    raise typer.Exit(gateway(config, {"host": host, "port": port}, log_level, log_format))
 
 
 @app.command()

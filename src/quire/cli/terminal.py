@@ -19,9 +19,9 @@ from quire.clock import WallClock
 from quire.device import detect_device, slow_kernels
 from quire.engine.assemble import configure, load_text
 from quire.engine.frontend import Frontend
+from quire.engine.output import RequestStream
 from quire.engine.process import ProcessClient
 from quire.engine.spawn import EngineProcess
-from quire.engine.stream import RequestStream
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.request import Adapter, FinishReason
 
@@ -169,7 +169,7 @@ async def _answer(
 ) -> tuple[str, bool]:
     """Render, submit and print the answer; where the context is full, drop the oldest exchange and say so."""
     while True:
-        _, ids = await frontend.chat_prompt(conversation.messages, add_generation_prompt=True)
+        _, ids = await frontend.prompts.chat(conversation.messages, add_generation_prompt=True)
         room = frontend.model.max_model_len - len(ids)
         if room > 0 or len(conversation.turns) < 3:
             break

@@ -8,8 +8,8 @@ process            its client (ZeroMQ, msgspec)
 supervisor         restarts a dead engine and admits its requests again
 assemble           EngineArgs -> configuration, tokenizer, chat template
 helper, helper_pool    grammars and unknown templates, in processes with limits
-prepare            prompt + SamplingParams -> Request
-output             token events -> text, stop strings
-frontend, stream   asyncio
+prompts            text, messages -> token ids; with SamplingParams -> Request
+output             token events -> text, stop strings; the stream of one request
+frontend           asyncio
 llm, results       the offline API
 """

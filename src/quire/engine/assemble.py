@@ -16,7 +16,7 @@ from typing import Any
 from quire.args import EngineArgs, make_args
 from quire.config import DeviceInfo, EngineConfig
 from quire.engine.adapters import AdapterRegistry, read_adapters
-from quire.engine.prepare import ModelInfo
+from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
 from quire.models.hub import locate

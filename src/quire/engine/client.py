@@ -9,14 +9,17 @@ The methods are synchronous. The offline API calls `receive` in its own loop, th
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.build import EngineInfo, build_core, describe
-from quire.engine.core import EngineCore, Message, Reply
-from quire.errors import EngineDeadError
+from quire.engine.core import Call, EngineCore, Message, Reply
+from quire.errors import CapacityError, ConfigError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
 from quire.scheduler.scheduler import Sleep, Wait
@@ -128,3 +131,52 @@ class InProcessClient:
         self._arrived.set()
         if self._core is not None:
             self._core.executor.close()
+
+
+# An engine replies between two steps; one that died never does.
+TIMEOUT_S = 30.0
+
+
+class Calls:
+    """Sends calls to the core and hands out the replies. ``send``: as in `EngineClient`. Belongs to one event loop."""
+
+    def __init__(self, send: Callable[[Message], None], *, timeout_s: float = TIMEOUT_S) -> None:
+        self._send = send
+        self._timeout_s = timeout_s
+        self._waiting: dict[str, asyncio.Future[Reply]] = {}
+        self._ids = itertools.count()
+
+    async def ask(self, make: Callable[[str], Call]) -> Reply:
+        """Send the call that ``make`` builds with an id, and wait for its reply.
+
+        Raises:
+            ConfigError: the core rejected the call; `param` names the setting, and nothing has changed.
+            CapacityError: no answer in time: the engine is being restarted, or one step takes very long (503).
+        """
+        call_id = str(next(self._ids))
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = future
+        try:
+            self._send(make(call_id))
+            reply = await asyncio.wait_for(future, self._timeout_s)
+        except TimeoutError:
+            text = f"The engine did not answer within {self._timeout_s:g} s; whether the call took effect is not known."
+            raise CapacityError(text, retryable=True) from None
+        finally:
+            del self._waiting[call_id]
+        if reply.error is not None:
+            raise ConfigError(reply.error, param=reply.param)
+        return reply
+
+    def answered(self, replies: list[Reply]) -> None:
+        """Hand out replies. A reply whose caller has given up is dropped."""
+        for reply in replies:
+            future = self._waiting.get(reply.call_id)
+            if future is not None and not future.done():
+                future.set_result(reply)
+
+    def fail(self, error: QuireError) -> None:
+        """Fail every waiting call: the engine is dead."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)

@@ -2,7 +2,7 @@
 
 A request's way down and up:
 
-    chat_prompt  messages ──> text ──> token ids                (`Prompts`)
+    prompts      messages ──> text ──> token ids
     submit       prompt ──> `prepare_request` ──> Request ──> client.send(AddRequest)
     stream       text <── `RequestOutputState` <── `OpenStreams` <── `EventPump` <── client.receive
 
@@ -16,29 +16,25 @@ else happens in the loop's thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
-from typing import Any, Literal, NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from quire.clock import Clock
-from quire.engine import helper_pool
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
-from quire.engine.client import EngineClient
-from quire.engine.core import AddRequest, Call, Reply
-from quire.engine.helper_pool import GrammarChecker, Head, HelperPool
-from quire.engine.large_input import INLINE_CHARS, LargeBodies, LongTexts, off_loop
-from quire.engine.output import RequestOutputState
-from quire.engine.prepare import SEED_BITS, ModelInfo, prepare_request, too_long
-from quire.engine.stream import Calls, EventPump, OpenStreams, RequestStream
-from quire.errors import CapacityError, EngineDeadError, ModelLoadError, QuireError, RequestError
-from quire.http.limits import TEXT_CHARACTERS, too_many
+from quire.engine.client import Calls, EngineClient
+from quire.engine.core import AbortRequest, AddRequest, Call, Message, Reply
+from quire.engine.helper_pool import GrammarChecker
+from quire.engine.output import RequestOutputState, RequestStream
+from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, prepare_request
+from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Adapter, Deadline, Pooling, SamplingParams
-from quire.text.chat_template import ChatTemplate, over_limit
+from quire.request import Adapter, Deadline, Pooling, SamplingParams, TokenEvent
+from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 FrontendState = Literal["starting", "ready", "draining", "dead"]
@@ -159,45 +155,6 @@ class Frontend:
         self.streams.add(request.request_id, stream)
         return stream
 
-    async def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
-        most_tokens: int | None = None,
-        **variables: Any,
-    ) -> RenderedChat:
-        """Return text and token ids of a conversation. The template writes BOS itself, so tokenizing adds none.
-
-        ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are
-        further variables for the template (`enable_thinking` …). ``most_tokens``: reject a text that is certain
-        to have more, before it is tokenized.
-
-        Raises:
-            RequestError: the model has no chat template, or the template rejects the messages or fails on them.
-            CapacityError: too many conversations wait for a helper process (retryable: 503).
-        """
-        return await self.prompts.chat(
-            messages,
-            add_special_tokens=add_special_tokens,
-            most_tokens=most_tokens,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=(
-                not continue_final_message if add_generation_prompt is None else add_generation_prompt
-            ),
-            continue_final_message=continue_final_message,
-            variables=variables,
-        )
-
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        """Return the ids of ``text``, as `Prompts.tokenize`; the context of the model does not bound it."""
-        return await self.prompts.tokenize(text, add_special_tokens=add_special_tokens)
-
     def stats(self) -> EngineStats:
         """Return the engine's latest statistics."""
         return self._client.stats()
@@ -280,110 +237,128 @@ class Frontend:
             self._ready.set_exception(error)
 
 
-class RenderedChat(NamedTuple):
-    """What a chat template makes of a conversation."""
+class OpenStreams:
+    """The streams in flight: from `add` until every sample has its terminal chunk. Belongs to one event loop."""
 
-    text: str
-    token_ids: Sequence[int]
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._open: dict[str, RequestStream] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._left = asyncio.Event()  # set when a stream ends
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, request_id: str, stream: RequestStream) -> None:
+        self._open[request_id] = stream
+        self._idle.clear()
+
+    def abandon(self, request_id: str) -> None:
+        """Forget a stream that has no reader any more, and abort its request in the engine."""
+        self._forget(request_id)
+        self._send(AbortRequest(request_id))
+
+    def dispatch(self, events: list[TokenEvent]) -> None:
+        """Hand the events of a step to their streams."""
+        for event in events:
+            stream = self._open.get(event.request_id)
+            if stream is None:  # aborted, or ended by a stop string before the core knew
+                continue
+            stream.feed(event)
+            if stream.output.finished:
+                self._forget(event.request_id)
+
+    async def end(self, grace_s: float) -> None:
+        """Wait up to ``grace_s`` seconds for the streams to end by themselves, then abort the rest."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        for stream in list(self._open.values()):
+            await stream.abort()
+
+    async def wait_for_adapter(self, adapter: Adapter, timeout_s: float) -> int:
+        """Wait until no stream uses ``adapter``; return how many still do after ``timeout_s`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._num_using(adapter):
+                    self._left.clear()
+                    await self._left.wait()
+        return self._num_using(adapter)
+
+    def _num_using(self, adapter: Adapter) -> int:
+        return sum(stream.adapter == adapter for stream in self._open.values())
+
+    def fail(self, error: str) -> None:
+        """End every stream: the engine is dead."""
+        for stream in list(self._open.values()):
+            stream.fail(error, "dead")
+        self._open.clear()
+        self._left.set()
+        self._idle.set()
+
+    def _forget(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+        self._left.set()
+        if not self._open:
+            self._idle.set()
 
 
-class Prompts:
-    """The tokenizer and the chat template of one model. Safe to share between threads."""
+class EventPump:
+    """A thread that receives from the engine and calls back in the event loop's thread.
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
-        self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self._helpers = HelperPool("template", self._sources)
-        self._texts = LongTexts(tokenizer)
-        self.bodies = LargeBodies()
+    ``on_ready`` is called once, ``on_events`` for each step that has events, ``on_replies`` when calls were answered,
+    and ``on_death`` at most once, but not after `stop`.
+    """
 
-    async def start(self) -> None:
-        """Start a helper if the template needs one, so that the first request does not wait for it.
-
-        Raises:
-            ModelLoadError: the template does not compile.
-        """
-        if self.chat_template.is_known:
-            return
-        greeting = await asyncio.to_thread(self._helpers.greeting)
-        if greeting is None:
-            raise ModelLoadError("The chat template takes too much time or memory to compile.")
-        if "error" in greeting:
-            raise ModelLoadError(greeting["error"])
-
-    def close(self) -> None:
-        """End the helpers."""
-        self._helpers.close()
-        self._texts.close()
-        self.bodies.close()
-
-    async def tokenize(
-        self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
-    ) -> Sequence[int]:
-        """Return the ids of ``text``. ``most_tokens``: reject a text that is certain to have more, at once.
-
-        Raises:
-            RequestError: the text is too long, or not Unicode.
-            CapacityError: too many long texts wait (retryable).
-        """
-        if len(text) <= INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        least = self.tokenizer.min_tokens(len(text))
-        if most_tokens is not None and least > most_tokens:
-            raise too_long(f"at least {least}", most_tokens)
-        if least == 0 and len(text) > TEXT_CHARACTERS:
-            raise too_many("A text of the prompt", len(text), TEXT_CHARACTERS, "characters", "prompt")
-        return await self._texts.encode(text, add_special_tokens=add_special_tokens)
-
-    async def chat(
+    def __init__(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        client: EngineClient,
+        loop: asyncio.AbstractEventLoop,
         *,
-        add_special_tokens: bool = False,
-        most_tokens: int | None = None,
-        **options: Any,
-    ) -> RenderedChat:
-        """Return the prompt of a conversation; ``options`` as for `ChatTemplate.render`, the rest as for `tokenize`.
+        on_ready: Callable[[EngineInfo], None],
+        on_events: Callable[[list[TokenEvent]], None],
+        on_replies: Callable[[list[Reply]], None],
+        on_death: Callable[[QuireError], None],
+    ) -> None:
+        self._client = client
+        self._loop = loop
+        self._on_ready = on_ready
+        self._on_events = on_events
+        self._on_replies = on_replies
+        self._on_death = on_death
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="quire-events", daemon=True)
 
-        Raises:
-            RequestError: the template rejects the messages, fails on them, or needs too much time or memory.
-            CapacityError: too many conversations wait for a helper (retryable).
-        """
-        if not self.chat_template.is_known:
-            text = await asyncio.wrap_future(self._submit(messages, options))
-        else:
-            text = await off_loop(len(messages), partial(self.chat_template.render, messages, **options))
-        ids = await self.tokenize(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
-        return RenderedChat(text, ids)
+    def start(self) -> None:
+        self._thread.start()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """As `chat`, but only the text, and blocking: for a thread other than the event loop's."""
-        if self.chat_template.is_known:
-            return self.chat_template.render(messages, **options)
-        return self._submit(messages, options).result()
+    async def stop(self) -> None:
+        """Close the client, which wakes the thread, and wait for the thread to end."""
+        self._stopping = True
+        await asyncio.to_thread(self._client.close)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
 
-    def _sources(self) -> Head:
-        special = self.chat_template.special
-        return {
-            "templates": self.chat_template.sources,
-            "roles": dict(special.roles),
-            "additional": list(special.additional),
-        }
-
-    def _submit(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> Future[str]:
-        now = self.chat_template.clock().isoformat()
+    def _run(self) -> None:
         try:
-            return self._helpers.submit({"messages": list(messages), "now": now, **options}, _text_of)
-        except RecursionError:
-            raise RequestError("messages or tools are nested too deeply.", param="messages") from None
+            self._post(self._on_ready, self._client.wait_ready())
+            while not self._stopping:
+                events = self._client.receive()
+                if events:
+                    self._post(self._on_events, events)
+                if replies := self._client.replies():
+                    self._post(self._on_replies, replies)
+        except QuireError as error:
+            self._die(error)
+        except Exception as error:  # a bug, but the streams have to end
+            log.exception("pump_failed")
+            self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
 
+    def _die(self, error: QuireError) -> None:
+        if not self._stopping:
+            self._post(self._on_death, error)
 
-def _text_of(answer: Head | None, late: bool) -> str:
-    if answer is None and late:
-        raise over_limit(f"it takes longer than {helper_pool.TASK_LIMIT_S:g} s")
-    if answer is None:
-        raise over_limit("it takes more memory or stack than is allowed")
-    if "error" in answer:
-        raise RequestError(answer["error"], param=answer["param"], code=answer["code"])
-    text: str = answer["text"]
-    return text
+    def _post(self, call: Callable[..., None], argument: object) -> None:
+        # If the loop was closed meanwhile, there is nothing left to call.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, argument)

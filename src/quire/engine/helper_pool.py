@@ -221,9 +221,9 @@ class HelperPool:
         with self._lock:
             self._closed = True
             helpers, self._all, self._idle = list(self._all), set(), []
+            threads, self._threads = self._threads, None
         for helper in helpers:
             helper.kill()
-            threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 

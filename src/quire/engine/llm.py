@@ -23,7 +23,7 @@ from quire.engine.core import AbortRequest, AddRequest
 from quire.engine.helper_pool import GrammarChecker
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.pooling import NOTHING_SAMPLED, Scoring, pairs_of, scoring_prompts
-from quire.engine.prepare import SEED_BITS, prepare_request
+from quire.engine.prompts import SEED_BITS, prepare_request
 from quire.engine.results import (
     EmbeddingRequestOutput,
     RequestOutput,

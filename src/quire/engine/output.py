@@ -1,7 +1,7 @@
 """From token events to text: the output state of a request, shared by the online and the offline path.
 
-    TokenEvent ──> RequestOutputState.feed ──> OutputChunk          (to the caller)
-                                       └─────> FinishSample         (to the core, for a stop string)
+    TokenEvent ──> RequestOutputState.feed ──> OutputChunk ──> RequestStream    (asyncio)
+                                       └─────> FinishSample                     (to the core, for a stop string)
 
 A stop string ends a sample here. Its terminal chunk goes out at once; ids, logprobs and usage are cut at the token that
 completed the string, later events of the sample are ignored, and `FinishSample` tells the core. Text is released only
@@ -10,15 +10,18 @@ when no stop string can begin in it, so nothing that was streamed is ever taken 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quire.engine.core import FinishSample
-from quire.errors import CapacityError, QuireError, RequestError, StepError
-from quire.request import FinishReason, Request, Sampling, TokenEvent, TokenLogprobs
+from quire.metrics.log import Log
+from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.text.stop import StopMatcher
 from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
+
+log = Log("frontend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +52,6 @@ class OutputChunk:
 _WITH_ERROR = (FinishReason.ERROR, FinishReason.DEADLINE)
 
 
-def error_of(chunk: OutputChunk) -> QuireError:
-    """Return the exception that a chunk with `FinishReason.ERROR` stands for (503, 400 or 500 at the API)."""
-    assert chunk.finish_reason is FinishReason.ERROR
-    text = chunk.error or "the request failed without a reason; please report this"
-    if chunk.error_kind in ("capacity", "hopeless"):
-        return CapacityError(text, retryable=True)
-    if chunk.error_kind == "never_fits":
-        return CapacityError(text, retryable=False)
-    if chunk.error_kind == "request":
-        return RequestError(text)
-    return StepError(text)
-
-
 def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
     """Return the chunks of one sample merged into one: what a client that does not stream gets."""
     assert chunks
@@ -75,27 +65,6 @@ def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
         prompt_token_ids=chunks[0].prompt_token_ids,
         prompt_logprobs=chunks[0].prompt_logprobs,
     )
-
-
-def choose_best(chunks: Sequence[OutputChunk], sampling: Sampling) -> list[OutputChunk]:
-    """Return the samples that the client gets: with best_of, the n with the largest mean log-probability.
-
-    The best comes first; ties are broken by index. Log-probabilities are dropped if the client did not ask for them.
-    """
-    if sampling.best_of is None or sampling.use_beam_search:
-        return list(chunks)
-
-    def mean_logprob(chunk: OutputChunk) -> float:
-        entries = chunk.logprobs or ()
-        if chunk.error is not None or not entries:
-            return -math.inf
-        return math.fsum(entry.logprob for entry in entries) / len(entries)
-
-    best = sorted(chunks, key=lambda chunk: -mean_logprob(chunk))[: sampling.n]
-    return [
-        replace(chunk, index=index, logprobs=None if sampling.logprobs is None else chunk.logprobs)
-        for index, chunk in enumerate(best)
-    ]
 
 
 class _Sample:
@@ -308,3 +277,102 @@ class RequestOutputState:
             error_kind=event.error_kind if reason in _WITH_ERROR else None,
             retry_after_s=event.retry_after_s,
         )
+
+
+class RequestStream:
+    """What `Frontend.submit` returns. Iterate over it once, or `collect` it; leaving it early aborts the request.
+
+        async with contextlib.aclosing(await frontend.submit(prompt, sampling)) as stream:
+            async for chunk in stream:
+                ...
+
+    Exactly one chunk of each of the n samples carries a ``finish_reason``; after the last of them the iteration ends.
+    An engine error is a chunk with `FinishReason.ERROR`, not an exception.
+    Leaving early means break, an exception, cancellation or `aclose`. Belongs to the event loop's thread.
+    """
+
+    def __init__(self, request_id: str, state: RequestOutputState, abandon: Callable[[], None]) -> None:
+        """``abandon`` takes the request out of the engine; it is called at most once."""
+        self.request_id = request_id
+        self.prompt_token_ids = state.request.prompt_token_ids
+        self.adapter = state.request.adapter
+        seed = state.request.sampling.seed
+        assert seed is not None
+        self.seed = seed  # the request's own, or the one chosen for it
+        self.output = state  # only this class changes it
+        self._abandon = abandon
+        self._chunks: deque[OutputChunk] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
+        try:
+            while True:
+                while self._chunks:
+                    for chunk in self._take():
+                        yield chunk
+                if self.output.finished:
+                    return
+                await self._news()
+        finally:
+            await self.abort()
+
+    async def ended(self) -> None:
+        """Wait, before reading, until every sample has its terminal chunk; the chunks stay readable."""
+        while not self.output.finished:
+            await self._news()
+
+    async def _news(self) -> None:
+        """Wait until chunks are added."""
+        assert self._waiter is None, "one reader at a time"
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+        self._waiter = None
+
+    def _take(self) -> list[OutputChunk]:
+        """Return the waiting chunks. If the reader fell behind, the chunks of each sample are merged into one."""
+        if len(self._chunks) == 1:
+            return [self._chunks.popleft()]
+        samples: dict[int, list[OutputChunk]] = {}
+        for chunk in self._chunks:
+            samples.setdefault(chunk.index, []).append(chunk)
+        self._chunks.clear()
+        return [merge(chunks) for chunks in samples.values()]
+
+    async def collect(self) -> tuple[OutputChunk, ...]:
+        """Wait for the end and return one chunk per sample, by index."""
+        chunks: list[list[OutputChunk]] = [[] for _ in range(self.output.request.sampling.num_samples)]
+        async for chunk in self:
+            chunks[chunk.index].append(chunk)
+        return tuple(merge(each) for each in chunks)
+
+    async def abort(self) -> None:
+        """End the request now: open samples get a terminal chunk with `FinishReason.ABORT`. No effect once finished."""
+        if not self.output.finished:
+            self._push(self.output.end(FinishReason.ABORT))
+            self._abandon()
+
+    async def aclose(self) -> None:
+        """Leave the stream: `abort`, and drop unread chunks."""
+        await self.abort()
+        self._chunks.clear()
+
+    def feed(self, event: TokenEvent) -> None:
+        """Turn an event into text and wake the reader (called by `OpenStreams`)."""
+        try:
+            chunk = self.output.feed(event)
+        except Exception as error:  # an error in one request's text must not end the other streams
+            log.exception("output_failed", request_id=self.request_id)
+            self._push(self.output.end(FinishReason.ERROR, f"{type(error).__name__}: {error}", "internal"))
+            self._abandon()
+            return
+        if chunk is not None:
+            self._push([chunk])
+
+    def fail(self, error: str, error_kind: str) -> None:
+        """End every open sample with an error (called by `OpenStreams`)."""
+        self._push(self.output.end(FinishReason.ERROR, error, error_kind))
+
+    def _push(self, chunks: list[OutputChunk]) -> None:
+        self._chunks.extend(chunks)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -6,6 +6,7 @@ it holds consecutive hashes, and one pass over a request's chain gives the depth
     PredictedIndex    remembers what was sent where, evicting the least recently used; needs no reports from replicas
     ReportedIndex     keeps what the replicas report in their cache events (`quire.cache.events`)
     PendingIndex      knows the prefixes of requests in flight, until the replica's report has them
+    KnownPrefixes     what a routing policy goes by: one or two of the others
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from quire.cache.events import BlockRemoved, BlockStored, CacheEvent, EventsLost
+
+TICKS_TO_LIVE = 8
 
 
 class Holders:
@@ -61,22 +64,29 @@ class PredictedIndex:
         assert capacity > 0
         self._capacity = capacity
         self.holders = Holders()
-        self._blocks: dict[int, OrderedDict[bytes, None]] = {}
+        self._blocks: dict[int, OrderedDict[bytes, int]] = {}  # hash → the tick at which it was last sent
+        self._tick = 0
 
     def sent(self, replica: int, chain: Sequence[bytes]) -> None:
         """A request with this chain went to ``replica``."""
-        blocks = self._blocks.setdefault(replica, OrderedDict())
-        for block_hash in reversed(
-            chain
-        ):  # the front is touched last, so that the end of a prefix is evicted first
+        blocks, tick = self._blocks.setdefault(replica, OrderedDict()), self._tick
+        for block_hash in reversed(chain):  # the front is touched last: the end of a prefix is evicted first
             if block_hash in blocks:
                 blocks.move_to_end(block_hash)
             else:
-                blocks[block_hash] = None
                 self.holders.add(block_hash, replica)
+            blocks[block_hash] = tick
         while len(blocks) > self._capacity:
             oldest, _ = blocks.popitem(last=False)
             self.holders.remove(oldest, replica)
+
+    def tick(self) -> None:
+        """Time has passed: forget what was not sent again within the last `TICKS_TO_LIVE` calls."""
+        self._tick += 1
+        for replica, blocks in self._blocks.items():
+            while blocks and next(iter(blocks.values())) < self._tick - TICKS_TO_LIVE:
+                oldest, _ = blocks.popitem(last=False)
+                self.holders.remove(oldest, replica)
 
     def forget(self, replica: int) -> None:
         """The replica lost its cache."""
@@ -149,3 +159,45 @@ class PendingIndex:
             if not self._counts[replica, block_hash]:
                 del self._counts[replica, block_hash]
                 self.holders.remove(block_hash, replica)
+
+
+class KnownPrefixes:
+    """What is known of the replicas' caches under a policy: predicted, reported, or both (hybrid), or nothing."""
+
+    def __init__(self, policy: str, capacity: int) -> None:
+        self._is_predicted = policy == "prefix-predicted"
+        self._is_hybrid = policy == "prefix-hybrid"
+        self._predicted = PredictedIndex(capacity)
+        self._reported = ReportedIndex()
+        self._pending = PendingIndex()
+        self.tick = self._predicted.tick  # an eighth of the time that a predicted block lives has passed
+        # A replica's cache events. False: some were lost; pass a snapshot to `replace_report`.
+        self.report = self._reported.apply
+        self.replace_report = self._reported.replace
+
+    def depths(self, chain: Sequence[bytes], num_replicas: int) -> list[int]:
+        """Return per replica how many of ``chain``'s first blocks it holds."""
+        if self._is_predicted:
+            return self._predicted.holders.depths(chain, num_replicas)
+        reported = self._reported.holders.depths(chain, num_replicas)
+        if not self._is_hybrid:
+            return reported
+        pending = self._pending.holders.depths(chain, num_replicas)
+        return [max(pair) for pair in zip(reported, pending, strict=True)]
+
+    def sent(self, replica: int, chain: Sequence[bytes]) -> None:
+        """A request with this chain went to ``replica``."""
+        if self._is_predicted:
+            self._predicted.sent(replica, chain)
+        elif self._is_hybrid:
+            self._pending.sent(replica, chain)
+
+    def arrived(self, replica: int, chain: Sequence[bytes]) -> None:
+        """That request has its first token, or has ended."""
+        if self._is_hybrid:
+            self._pending.arrived(replica, chain)
+
+    def forget(self, replica: int) -> None:
+        """The replica lost its cache."""
+        self._predicted.forget(replica)
+        self._reported.forget(replica)

@@ -3,38 +3,67 @@
     random              any replica
     round-robin         the next replica
     least-loaded        the replica with the fewest requests in flight
-    prefix-predicted    the replica with the longest cached prefix, by what the router sent where
+    least-tokens        the replica with the fewest outstanding tokens (prompt and output of its requests in flight)
+    power-of-two        the one with fewer outstanding tokens of two random replicas (Mitzenmacher 2001)
+    session             the replica that the session's key hashes to, else the request's prefix
+    prefix-hash         the replica that the first block of the prompt hashes to
+    prefix-predicted    the replica with the lowest predicted cost, by what the router sent where
     prefix-reported     the same, by the reports of the replicas (`quire.cache.events`)
     prefix-hybrid       the same, by the longer of the reported prefix and that of requests in flight
 
-Load is the number of requests in flight. A prefix never overloads a replica: it is followed only where the load stays
-within ``max_load_ratio`` of the mean (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018).
-Ties go to the least loaded replica, then to the next in turn.
+The cost of a replica is the predicted time to first token (`TtftModel`: queued and uncached prompt tokens at that
+replica's own pace), plus the time of the uncached tokens once more, since computing them takes capacity from others.
+Load is the number of requests in flight. A prefix or a key never overloads a replica: it is followed only where the
+load stays within ``max_load_ratio`` of the mean (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam
+2018). Ties go to the least loaded replica, then to the next in turn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from random import Random
 from typing import Literal, get_args
 
-from quire.cache.events import BlockStored, CacheEvent
 from quire.errors import ConfigError, nearest
-from quire.gateway.prefix_index import PendingIndex, PredictedIndex, ReportedIndex
+from quire.gateway.prefix_index import KnownPrefixes
+from quire.gateway.ttft import TtftModel
 
 Policy = Literal[
-    "random", "round-robin", "least-loaded", "prefix-predicted", "prefix-reported", "prefix-hybrid"
-]
+    "random", "round-robin", "least-loaded", "least-tokens", "power-of-two", "session", "prefix-hash",
+    "prefix-predicted", "prefix-reported", "prefix-hybrid",
+]  # fmt: skip
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 DEFAULT_CAPACITY = 1 << 16  # blocks per replica that the predicted index remembers
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of a replica."""
+
+    chain: Sequence[bytes] = ()  # hashes of the prompt's full blocks, or of the pieces of its text
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0  # at most, or expected
+    key: bytes = b""  # of the session
+
+
+@dataclass(slots=True)
+class Load:
+    """What is in flight at one replica."""
+
+    requests: int = 0
+    tokens: int = 0  # prompt and output tokens of these requests
+    queued_tokens: int = 0  # uncached prompt tokens of those without a first token
 
 
 @dataclass(slots=True)
 class _InFlight:
     replica: int
-    chain: Sequence[bytes]
+    demand: Demand
+    uncached: int  # prompt tokens that the replica has to compute
+    ahead: int  # queued tokens in front of the request's own
     pending: bool = True  # no first token yet
 
 
@@ -57,33 +86,31 @@ class Router:
         if not max_load_ratio >= 1.0:
             raise ConfigError(f"max_load_ratio = {max_load_ratio!r} must be at least 1")
         self.policy = policy
-        self.needs_chains = policy.startswith("prefix-")  # otherwise `route` needs no chain
-        self.needs_events = policy in ("prefix-reported", "prefix-hybrid")  # otherwise `report` has no effect
+        self.scores = policy in ("prefix-predicted", "prefix-reported", "prefix-hybrid")  # by cost
+        self.needs_chains = self.scores or policy in ("session", "prefix-hash")  # else `route` needs no chain
+        self.needs_events = policy in (
+            "prefix-reported",
+            "prefix-hybrid",
+        )  # otherwise `prefixes.report` has no effect
+        self.ttft = TtftModel()
+        self.loads: list[Load] = []
         self._ratio = max_load_ratio
         self._random = Random(f"router {seed}")
-        self._loads: list[int] = []
         self._alive: list[bool] = []
         self._turn = 0
         self._in_flight: dict[str, _InFlight] = {}
-        self._predicted = PredictedIndex(capacity)
-        self._reported = ReportedIndex()
-        self._pending = PendingIndex()
+        self.prefixes = KnownPrefixes(policy, capacity)
         for _ in range(num_replicas):
             self.add_replica()
 
-    @property
-    def loads(self) -> tuple[int, ...]:
-        """Requests in flight by replica."""
-        return tuple(self._loads)
-
     def add_replica(self) -> int:
         """A replica is ready; return its number."""
-        self._loads.append(0)
+        self.loads.append(Load())
         self._alive.append(True)
-        return len(self._loads) - 1
+        return len(self.loads) - 1
 
     def revive(self, replica: int) -> None:
-        """A lost replica is back with an empty cache."""
+        """A lost replica is back with an empty cache, or another one has its number."""
         self._alive[replica] = True
 
     def lose(self, replica: int) -> list[str]:
@@ -92,78 +119,121 @@ class Router:
         lost = [request_id for request_id, f in self._in_flight.items() if f.replica == replica]
         for request_id in lost:
             self.finished(request_id)
-        self._predicted.forget(replica)
-        self._reported.forget(replica)
+        self.prefixes.forget(replica)
+        self.ttft.forget(replica)
         return lost
 
-    def route(self, request_id: str, chain: Sequence[bytes] = ()) -> int | None:
-        """Choose a replica and count the request there until `finished`; None where no replica is alive.
-
-        ``chain``: hashes of the prompt's full blocks.
-        """
+    def route(
+        self, request_id: str, demand: Demand | None = None, among: Collection[int] | None = None
+    ) -> int | None:
+        """Choose a replica (of ``among``) and count the request there until `finished`; None where none is alive."""
         assert request_id not in self._in_flight, f"request {request_id!r} is in flight"
-        alive = [r for r, is_alive in enumerate(self._alive) if is_alive]
+        demand = demand or Demand()
+        alive = [r for r in (range(len(self._alive)) if among is None else among) if self._alive[r]]
         if not alive:
             return None
-        replica = self._choose(alive, chain)
+        depths = self._depths(demand.chain)
+        replica = self._choose(alive, demand, depths)
         self._turn = replica + 1
-        self._loads[replica] += 1
-        self._in_flight[request_id] = _InFlight(replica, chain)
-        if self.policy == "prefix-predicted":
-            self._predicted.sent(replica, chain)
-        elif self.policy == "prefix-hybrid":
-            self._pending.sent(replica, chain)
+        load, uncached = self.loads[replica], _uncached(demand, depths[replica])
+        self._in_flight[request_id] = _InFlight(replica, demand, uncached, load.queued_tokens)
+        load.requests += 1
+        load.tokens += demand.num_prompt_tokens + demand.num_output_tokens
+        load.queued_tokens += uncached
+        self.prefixes.sent(replica, demand.chain)
         return replica
 
-    def started(self, request_id: str) -> None:
-        """The request's first token came: its prompt is in the replica's cache."""
+    def started(self, request_id: str, ttft_s: float | None = None) -> None:
+        """The request's first token came, ``ttft_s`` after `route`: its prompt is in the replica's cache."""
         in_flight = self._in_flight.get(request_id)
-        if in_flight is not None and in_flight.pending:
-            in_flight.pending = False
-            if self.policy == "prefix-hybrid":
-                self._pending.arrived(in_flight.replica, in_flight.chain)
+        if in_flight is None or not in_flight.pending:
+            return
+        in_flight.pending = False
+        self.loads[in_flight.replica].queued_tokens -= in_flight.uncached
+        if ttft_s is not None:
+            self.ttft.observe(in_flight.replica, in_flight.ahead + in_flight.uncached, ttft_s)
+        self.prefixes.arrived(in_flight.replica, in_flight.demand.chain)
 
     def finished(self, request_id: str) -> None:
         """The request has ended, successfully or not."""
         self.started(request_id)
         in_flight = self._in_flight.pop(request_id, None)
         if in_flight is not None:
-            self._loads[in_flight.replica] -= 1
+            load, demand = self.loads[in_flight.replica], in_flight.demand
+            load.requests -= 1
+            load.tokens -= demand.num_prompt_tokens + demand.num_output_tokens
 
-    def report(self, replica: int, events: Iterable[CacheEvent]) -> bool:
-        """Apply a replica's cache events. False: some were lost; pass a snapshot to `replace_report`."""
-        return self._reported.apply(replica, events)
+    def predicted_s(self, request_id: str) -> float:
+        """Return the time to first token that was predicted for a request in flight."""
+        in_flight = self._in_flight[request_id]
+        return self.ttft.predict(in_flight.replica, in_flight.ahead + in_flight.uncached)
 
-    def replace_report(self, replica: int, snapshot: Iterable[BlockStored]) -> None:
-        """Replace what is known of a replica's cache by a snapshot."""
-        self._reported.replace(replica, snapshot)
+    def explain(self, demand: Demand, among: Iterable[int]) -> dict[int, dict[str, float]]:
+        """Return per replica of ``among`` what a choice would be made by, now."""
+        depths = self._depths(demand.chain)
+        return {
+            r: {
+                "requests": self.loads[r].requests,
+                "tokens": self.loads[r].tokens,
+                "queued_tokens": self.loads[r].queued_tokens,
+                "prefix": depths[r],
+                "cost_ms": round(1e3 * self._cost_s(r, _uncached(demand, depths[r])), 3),
+            }
+            for r in among
+        }
 
-    def _choose(self, alive: list[int], chain: Sequence[bytes]) -> int:
-        if self.policy == "random":
-            return self._random.choice(alive)
-        if self.policy == "round-robin":
-            return min(alive, key=self._in_turn)
-        if self.policy == "least-loaded" or not chain:
-            return self._least_loaded(alive)
-        depths = self._depths(chain)
-        total = sum(self._loads[r] for r in alive)
+    def _choose(self, alive: list[int], demand: Demand, depths: list[int]) -> int:
+        match self.policy:
+            case "random":
+                return self._random.choice(alive)
+            case "round-robin":
+                return min(alive, key=self._in_turn)
+            case "least-tokens":
+                return self._least(alive, by_tokens=True)
+            case "power-of-two":
+                return self._least(self._random.sample(alive, min(2, len(alive))), by_tokens=True)
+            case "session" | "prefix-hash":
+                key = (self.policy == "session" and demand.key) or b"".join(demand.chain[:1])
+                within = self._within(alive) if key else []
+                return max(within, key=lambda r: _rendezvous(key, r)) if within else self._least(alive)
+        if self.policy == "least-loaded" or not demand.chain:
+            return self._least(alive)
+        costs = {r: self._cost_s(r, _uncached(demand, depths[r])) for r in self._within(alive)}
+        lowest = min(costs.values())  # not empty: at least one replica is at or below the mean
+        return self._least([r for r, cost in costs.items() if cost <= lowest])
+
+    def _within(self, alive: list[int]) -> list[int]:
+        """Return the replicas whose load stays within the bound with one request more."""
+        total = sum(self.loads[r].requests for r in alive)
         most = math.ceil(self._ratio * (total + 1) / len(alive))
-        within = [r for r in alive if self._loads[r] < most]
-        deepest = max(depths[r] for r in within)  # not empty: at least one replica is at or below the mean
-        return self._least_loaded([r for r in within if depths[r] == deepest])
+        return [r for r in alive if self.loads[r].requests < most]
+
+    def _cost_s(self, replica: int, uncached: int) -> float:
+        ttft_s = self.ttft.predict(replica, self.loads[replica].queued_tokens + uncached)
+        return ttft_s + self.ttft.per_token_s(replica) * uncached
 
     def _depths(self, chain: Sequence[bytes]) -> list[int]:
-        num = len(self._loads)
-        if self.policy == "prefix-predicted":
-            return self._predicted.holders.depths(chain, num)
-        reported = self._reported.holders.depths(chain, num)
-        if self.policy == "prefix-reported":
-            return reported
-        return [max(pair) for pair in zip(reported, self._pending.holders.depths(chain, num), strict=True)]
+        num = len(self.loads)
+        return self.prefixes.depths(chain, num) if self.scores else [0] * num
 
-    def _least_loaded(self, replicas: Sequence[int]) -> int:
-        return min(replicas, key=lambda r: (self._loads[r], self._in_turn(r)))
+    def _least(self, replicas: Sequence[int], *, by_tokens: bool = False) -> int:
+        loads = self.loads
+        return min(
+            replicas,
+            key=lambda r: (loads[r].tokens if by_tokens else 0, loads[r].requests, self._in_turn(r)),
+        )
 
     def _in_turn(self, replica: int) -> int:
         """Return how many places after the next replica in turn ``replica`` comes."""
-        return (replica - self._turn) % len(self._loads)
+        return (replica - self._turn) % len(self.loads)
+
+
+def _uncached(demand: Demand, depth: int) -> int:
+    """Return the prompt tokens behind the first ``depth`` blocks; without a count of tokens, a block is one."""
+    num = demand.num_prompt_tokens or len(demand.chain)
+    return num - num * depth // len(demand.chain) if depth else num
+
+
+def _rendezvous(key: bytes, replica: int) -> bytes:
+    """Return the weight of a replica for a key: the highest wins (Thaler and Ravishankar 1998)."""
+    return blake2b(key + replica.to_bytes(4, "big"), digest_size=8).digest()

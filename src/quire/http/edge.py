@@ -11,7 +11,6 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -36,7 +35,8 @@ class Extension:
     """What another package adds to an application."""
 
     routes: Sequence[Route] = ()
-    middleware: Sequence[Middleware] = ()  # inside of `Edge`
+    # (path, what wraps the application of each of the application's own routes at that path and below it)
+    around: tuple[str, Callable[[ASGIApp], ASGIApp]] | None = None
     lifespan: Lifespan[Starlette] | None = None  # runs beside the application
     bodies: Mapping[str, Body] = field(default_factory=dict)  # of the routes, by path
 

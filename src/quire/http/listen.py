@@ -57,7 +57,7 @@ def bind_admin(
         return bind_unix(path), path
     if port is None:
         return None
-    if not has_key and not _is_loopback(host):
+    if not has_key and not is_loopback(host):
         raise ConfigError(
             f"--admin-host {host} opens the admin surface to other machines: give it an --admin-key, or leave it at "
             "127.0.0.1."
@@ -104,7 +104,7 @@ def _remove_stale(path: str) -> None:
     raise ConfigError(f"--admin-socket {path}: another server listens there; give another path.")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -19,28 +19,28 @@ ROOT = "/v1/responses"
 
 
 class BackgroundResponses:
-    """ASGI middleware. Requests to cancel or delete a running response reach the application after it has ended."""
+    """Around the application of each route of responses; `cancel` and DELETE reach it once a running one has ended."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self._app = app
+    def __init__(self, max_body_bytes: int) -> None:
         self._max_body_bytes = max_body_bytes
         self._running: dict[str, _Run] = {}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(ROOT):
-            await self._app(scope, receive, send)
-        elif scope["path"] == ROOT and scope["method"] == "POST":
-            await self._post(scope, receive, send)
-        else:
-            await self._other(scope, receive, send)
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """Return ``app``, the application of a route, with background responses."""
 
-    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+            answer = self._post if scope["path"] == ROOT else self._other
+            await answer(app, scope, receive, send)
+
+        return wrapped
+
+    async def _post(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         messages, body = await _read(receive, self._max_body_bytes)
         if messages[-1]["type"] != "http.request" or not _in_background(body):
-            await self._app(scope, _replayed(messages, receive), send)
+            await app(scope, _replayed(messages, receive), send)
             return
         scope[BACKGROUND_KEY] = True
-        run = _Run(self._app, scope, messages)
+        run = _Run(app, scope, messages)
         if not await run.begun(send):
             return
         response = run.response
@@ -48,18 +48,18 @@ class BackgroundResponses:
         run.task.add_done_callback(lambda _: self._running.pop(response["id"], None))
         await send_json(send, 200, msgspec.json.encode(response), run.headers)
 
-    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _other(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         response_id, _, action = scope["path"].removeprefix(ROOT + "/").partition("/")
         run = self._running.get(response_id)
         deletes = scope["method"] == "DELETE" and not action
         if run is not None and (deletes or (scope["method"] == "POST" and action == "cancel")):
             await run.cancel()
             if deletes:  # the answer is the same if the application stores nothing
-                await self._app(scope, receive, _dropped)
+                await app(scope, receive, _dropped)
                 deleted = {"id": response_id, "object": "response", "deleted": True}
                 await json_response(deleted)(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
 
 
 class _Run:

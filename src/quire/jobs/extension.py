@@ -8,12 +8,11 @@ from pathlib import Path
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 
 from quire.errors import ConfigError
 from quire.http.edge import Extension, id_source
 from quire.http.wire import Body
-from quire.jobs.background import BackgroundResponses
+from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.files import FileStore
 from quire.jobs.routes import BatchRequest, JobRoutes, JobSettings
 from quire.jobs.runner import BatchRunner
@@ -56,7 +55,7 @@ def jobs_of(settings: JobSettings, is_busy: Callable[[], bool], unix_time: Calla
 
     return Extension(
         JobRoutes(runner, settings, unix_time).routes(),
-        [Middleware(BackgroundResponses, max_body_bytes=settings.max_body_bytes)],
+        (ROOT, BackgroundResponses(settings.max_body_bytes).around),
         lifespan,
         {"/v1/batches": Body("Begin a batch of requests", BatchRequest)},
     )

@@ -1,8 +1,13 @@
-"""The ops that a model is made of. One folder per op: the contract, its reference, and faster versions beside it.
+"""The ops that a model is made of. One folder per op: the contract with its reference, and faster versions beside it.
 
-Importing the package fills the table of `registry`.
+Importing the package registers the native versions; `kernels.triton_ops` registers those of a GPU.
 """
 
-from quire.kernels import attention, linear, lora, moe, norm, pointwise, rope, sampling
-
-__all__ = ["attention", "linear", "lora", "moe", "norm", "pointwise", "rope", "sampling"]
+import quire.kernels.attention.native
+import quire.kernels.linear.native
+import quire.kernels.lora.native
+import quire.kernels.moe.native
+import quire.kernels.norm.native
+import quire.kernels.pointwise.native
+import quire.kernels.rope.native
+import quire.kernels.sampling.native  # noqa: F401

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, TypeVar
+from functools import partial, update_wrapper
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from quire.config import RunnerConfig
 
@@ -24,14 +24,16 @@ except ImportError:  # no compiler at install
     native = None  # type: ignore[assignment]
 
 __all__ = [
-    "GPU_KERNELS", "NATIVE_LEVELS", "VECTOR_LEVELS", "Backend", "KernelChoice", "backends", "choose", "find", "native",
-    "register", "register_native",
+    "GPU_KERNELS", "NATIVE_LEVELS", "VECTOR_LEVELS", "Backend", "KernelChoice", "Op", "backends", "choose", "find",
+    "native", "op", "register", "register_native",
 ]  # fmt: skip
 Backend = Literal["reference", "scalar", "avx2", "avx512", "amx", "triton", "invariant"]
 NATIVE_LEVELS: tuple[Backend, ...] = ("amx", "avx512", "avx2", "scalar")
 VECTOR_LEVELS: tuple[Backend, ...] = ("avx512", "avx2", "scalar")  # of an op without a version for tiles
 GPU_KERNELS: tuple[Backend, ...] = ("triton", "invariant")  # registered by `kernels.triton_ops` alone
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _TABLE: dict[tuple[str, str], Callable[..., Any]] = {}
 
@@ -71,6 +73,40 @@ def find(op: str, backend: Backend) -> Callable[..., Any]:
     return _TABLE[(op, backend)]
 
 
+class Op(Generic[P, R]):
+    """An op: its contract is the signature and the docstring of its reference, which a call runs.
+
+    The other versions take the same arguments (a native one, in front of them, the level).
+    """
+
+    def __init__(self, name: str, reference: Callable[P, R]) -> None:
+        self.name = name
+        self._reference = register(name, "reference")(reference)
+        update_wrapper(self, reference)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._reference(*args, **kwargs)
+
+    def on(self, backend: Backend) -> Callable[P, R]:
+        """Return the version of ``backend``, which must be registered."""
+        return find(self.name, backend)
+
+    def version(self, *backends: Backend) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Decorator: this function is the version of each of ``backends``."""
+        return register(self.name, *backends)
+
+    def native(
+        self, levels: tuple[Backend, ...] = VECTOR_LEVELS
+    ) -> Callable[[Callable[Concatenate[str, P], R]], Callable[Concatenate[str, P], R]]:
+        """Decorator: this function, given the level, is the version of those of ``levels`` that the CPU has."""
+        return register_native(self.name, levels)
+
+
+def op(name: str) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Decorator: this function is the contract and the reference of the op ``name``."""
+    return partial(Op, name)
+
+
 def backends(op: str) -> list[Backend]:
     """Versions of ``op`` that run on this CPU, for tests and benchmarks that go over all of them."""
     return [backend for name, backend in sorted(_TABLE) if name == op and backend not in GPU_KERNELS]  # type: ignore[misc]
@@ -87,6 +123,10 @@ class KernelChoice:
             if (op, backend) in _TABLE:
                 return backend
         raise AssertionError(f"{op} has no version among {self.order}")
+
+    def of(self, op: Op[P, R]) -> Callable[P, R]:
+        """Return the version of ``op`` that the engine uses."""
+        return op.on(self.backend(op.name))
 
     def describe(self) -> dict[str, Backend]:
         """Return op → version, for `quire doctor` and the start-up log."""

@@ -1,4 +1,6 @@
-"""Where native ops put their results: every op allocates with `empty`, so that a recording controls the addresses.
+"""Where native ops put their results, and how they pass tensors: as addresses and strides.
+
+Every op allocates with `empty`, so that a recording controls the addresses.
 
 While a step is recorded (`kernels.tape`) results lie in an `Arena`, whose memory stays where it is. The arena reuses
 memory as an allocator does: what Python frees is handed out again, so the addresses that are recorded overlap exactly
@@ -16,6 +18,9 @@ from contextvars import ContextVar
 from math import prod
 
 import torch
+from torch import Tensor
+
+from quire.kernels.threads import num_native_threads
 
 _CPU = torch.device("cpu")
 _LINE = 64  # bytes
@@ -29,7 +34,7 @@ class Arena:
         self._slabs: list[mmap.mmap] = []
         self._free: list[tuple[int, int, int]] = []  # (slab, start, end), sorted, none adjacent
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor that keeps its memory until it and its views are gone."""
         num_bytes = prod(shape) * dtype.itemsize
         assert num_bytes > 0, shape
@@ -83,12 +88,34 @@ def allocating_in(arena: Arena) -> Iterator[None]:
         _arena.reset(token)
 
 
-def address(tensor: torch.Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     """Return where a tensor lies, as the bindings of native ops take it; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def empty(*shape: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
+def rows_of(x: Tensor) -> tuple[int, int]:
+    """Return where the rows of ``x [rows, size]`` lie, and the elements from row to row."""
+    assert x.stride(1) == 1, x.stride()
+    return x.data_ptr(), x.stride(0)
+
+
+def heads_of(x: Tensor) -> tuple[int, int, int]:
+    """Return where the heads of ``x [rows, heads, size]`` lie, and the elements from row to row and head to head."""
+    assert x.stride(2) == 1, x.stride()
+    return x.data_ptr(), x.stride(0), x.stride(1)
+
+
+def call_of(isa: str, x: Tensor) -> tuple[int, str, bool]:
+    """Return what a native call begins with: the threads, the level, and whether ``x`` is bf16 (else fp32)."""
+    return num_native_threads(), isa, x.dtype == torch.bfloat16
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def empty(*shape: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
     """Return an uninitialised tensor."""
     arena = _arena.get()
     if device.type != "cpu":

@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from quire.kernels.attention import AttentionShape, attention
+from quire.kernels.attention import attention
+from quire.kernels.attention.batch import AttentionShape
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.linear import HeadMatrices, head_linear, pack_heads
 from quire.kernels.lora import AdapterRows
@@ -51,8 +52,7 @@ class Attention:
         if self._norms is not None:
             weights = self._norms[0].weight, self._norms[1].weight
             self._qk_norm = QkNorm(*weights, build.eps, over_all=spec.qk_norm == "full")
-        self._rope_store = partial(rope_store, backend=build.backend("rope_store"))
-        self._attend = partial(attention, backend=build.backend("attention"))
+        self._rope_store, self._attend = build.of(rope_store), build.of(attention)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = {**self._qkv.weight_loaders(), **self._o.weight_loaders()}
@@ -81,16 +81,11 @@ class Attention:
     ) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` → the same shape. ``cos_sin`` is None on layers without RoPE."""
         spec = self._spec
+        interleaved = spec.rope is not None and spec.rope.interleaved
         q = self._rope_store(
-            self._qkv(x, adapters),
-            spec.num_heads,
-            cos_sin,
-            self._qk_norm,
-            kv,
-            group.slot_blocks,
-            group.slot_offsets,
-            interleaved=spec.rope is not None and spec.rope.interleaved,
-        )
+            self._qkv(x, adapters), spec.num_heads, cos_sin, self._qk_norm, kv, group.slot_blocks, group.slot_offsets,
+            interleaved,
+        )  # fmt: skip
         out = self._attend(q, kv, group.ragged, self._shape, self._sinks)
         return self._o(out.reshape(x.shape[0], -1), adapters)
 
@@ -122,10 +117,8 @@ class LatentAttention:
         self._from_latent: HeadMatrices | None = None  # [num_heads, lora, v_head_dim]
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._pack_heads = partial(pack_heads, backend=build.backend("head_linear"))
-        self._copy = partial(copy_heads, backend=build.backend("copy_heads"))
-        self._rope = partial(apply_rope, backend=build.backend("apply_rope"))
-        self._store = partial(store_kv, backend=build.backend("store_kv"))
-        self._attend = partial(attention, backend=build.backend("attention"))
+        self._copy, self._rope = build.of(copy_heads), build.of(apply_rope)
+        self._store, self._attend = build.of(store_kv), build.of(attention)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = {**self._down.weight_loaders(), **self._o.weight_loaders(), "kv_b.weight": self._load_kv_b}
@@ -181,7 +174,7 @@ class LatentAttention:
         both = empty(num_tokens, heads + 1, rope_dim, dtype=dtype, device=q.device)
         self._copy(q[..., nope:], both[:, :heads])
         self._copy(k_rope, both[:, heads:])
-        both = self._rope(both, *cos_sin, interleaved=spec.rope.interleaved)
+        both = self._rope(both, *cos_sin, spec.rope.interleaved)
         key = empty(num_tokens, 1, lora + rope_dim, dtype=dtype, device=q.device)
         self._copy(latent.unsqueeze(1), key[..., :lora])
         self._copy(both[:, heads:], key[..., lora:])

@@ -20,8 +20,7 @@ class Embedding:
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: Build, *, tied: bool, scale: float) -> None:
-        self._take_backend = build.backend("take_rows")
-        self._scale_backend = build.backend("scale_rows")
+        self._take_rows, self._scale_rows = build.of(take_rows), build.of(scale_rows)
         self._scale = torch.tensor(scale, dtype=build.dtype).item()  # rounded first, as in training
         held = build.held("embed.weight")
         of_head = held if tied else build.held("lm_head.weight")
@@ -54,8 +53,8 @@ class Embedding:
             rows = read_rows(self._packed, input_ids)
         else:
             assert self._table is not None
-            rows = take_rows(self._table, input_ids, backend=self._take_backend)
-        return scale_rows(rows, self._scale, backend=self._scale_backend)
+            rows = self._take_rows(self._table, input_ids)
+        return rows if self._scale == 1.0 else self._scale_rows(rows, self._scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden [num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``."""

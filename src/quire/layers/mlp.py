@@ -29,8 +29,8 @@ class Mlp:
         self._gate_up = Linear({"gate": inter, "up": inter}, hidden_size, build, bias=bias)
         self._down = Linear({"down": hidden_size}, inter, build, bias=bias)
         self._activation = activation
-        self._gated_backend = build.backend("gated")
-        self._to_int8_backend = build.backend("gated_to_int8")
+        self._gated = build.of(gated)
+        self._gated_to_int8 = build.of(gated_to_int8)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         return {**self._gate_up.weight_loaders(), **self._down.weight_loaders()}
@@ -48,8 +48,8 @@ class Mlp:
         gate_up = self._gate_up(x, adapters)
         if self._down.reads.kind in ("int8", "int4"):  # `linear` itself makes fp8 rows
             group = self._down.reads.group
-            return self._down(gated_to_int8(gate_up, self._activation, group, backend=self._to_int8_backend))
-        return self._down(gated(gate_up, self._activation, backend=self._gated_backend), adapters)
+            return self._down(self._gated_to_int8(gate_up, self._activation, group))
+        return self._down(self._gated(gate_up, self._activation), adapters)
 
 
 class MoeBlock:
@@ -80,11 +80,12 @@ class MoeBlock:
             self._shared = Mlp(hidden_size, size, spec.activation, build.under("shared."))
         self._shared_gate = Linear({"shared_gate": 1}, hidden_size, plain) if moe.shared_gate else None
         self._stack = ExpertStack(self._gate_up, self._down, spec.activation)
-        self._route = partial(route, backend=build.backend("moe.route"))
-        self._experts = partial(experts, backend=build.backend("moe.experts"))
-        self._widen = partial(widen_rows, backend=build.backend("widen_rows"))
-        self._add = partial(add_rows, backend=build.backend("add_rows"))
-        self._add_gated = partial(add_gated_rows, backend=build.backend("add_gated_rows"))
+        self._route, self._experts = build.of(route), build.of(experts)
+        self._widen, self._add, self._add_gated = (
+            build.of(widen_rows),
+            build.of(add_rows),
+            build.of(add_gated_rows),
+        )
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         inter = self._moe.intermediate_size
@@ -116,7 +117,8 @@ class MoeBlock:
     def __call__(self, x: torch.Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> torch.Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
         assert isinstance(x, torch.Tensor)
-        weights, ids = self._route(self._router(self._widen(x)), self._moe, self._correction)
+        wide = x if x.dtype == torch.float32 else self._widen(x)
+        weights, ids = self._route(self._router(wide), self._moe, self._correction)
         y = self._experts(x, weights, ids, self._stack)
         if self._shared is None:
             return y

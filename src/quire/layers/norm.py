@@ -29,10 +29,11 @@ class RmsNorm:
         self.weight = torch.zeros(size)
         self.eps = build.eps
         self._plus_one = plus_one
-        self._norm_backend = build.backend("rms_norm")
-        self._add_backend = build.backend("add_rms_norm")
-        self._to_int8_backend = build.backend("add_rms_norm_to_int8")
-        self._to_fp8_backend = build.backend("add_rms_norm_to_fp8")
+        self._norm = build.of(rms_norm)
+        self._add = build.of(add_rms_norm)
+        self._to_int8 = build.of(rms_norm_to_int8)
+        self._add_to_int8 = build.of(add_rms_norm_to_int8)
+        self._add_to_fp8 = build.of(add_rms_norm_to_fp8)
         self._reader = reader
 
     def load(self, weight: Weight) -> None:
@@ -46,23 +47,23 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise over the last dimension; same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps, backend=self._norm_backend)
+        return self._norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(norm(residual + x), residual + x)``."""
-        return add_rms_norm(x, residual, self.weight, self.eps, backend=self._add_backend)
+        return self._add(x, residual, self.weight, self.eps)
 
     def enter(
         self, x: torch.Tensor | None, residual: torch.Tensor
     ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
         """Return ``(norm(residual + x), residual + x)``, the norm as its reader takes it; x None: nothing to add."""
         if self._reader.kind == "fp8":
-            return add_rms_norm_to_fp8(x, residual, self.weight, self.eps, backend=self._to_fp8_backend)
-        group, backend = self._reader.group, self._to_int8_backend
+            return self._add_to_fp8(x, residual, self.weight, self.eps)
+        group = self._reader.group
         if x is None:
             if self._reader.quantized:
-                return rms_norm_to_int8(residual, self.weight, self.eps, group, backend=backend), residual
+                return self._to_int8(residual, self.weight, self.eps, group), residual
             return self(residual), residual
         if self._reader.quantized:
-            return add_rms_norm_to_int8(x, residual, self.weight, self.eps, group, backend=backend)
+            return self._add_to_int8(x, residual, self.weight, self.eps, group)
         return self.add(x, residual)

@@ -14,38 +14,25 @@ import torch
 
 from quire.modelspec import RopeSpec
 
-_BLOCK = 1024  # positions added to the table at a time
+_BLOCK = 1024  # positions: tables have whole blocks of them
 
 
 class RopeTable:
-    """cos and sin of every position needed so far, each ``[max_positions, dim / 2]`` fp32, times the attention factor.
+    """cos and sin of every position of an engine, each ``[max_positions, dim / 2]`` fp32, times the attention factor.
 
-    The tables do not move, so that a recorded step may read them; memory that is not filled costs nothing.
+    The tables do not move, so that a recorded step may read them.
     """
 
     def __init__(self, spec: RopeSpec, max_model_len: int) -> None:
-        self.spec = spec
+        max_positions = (
+            -(-max_model_len // _BLOCK) + 1
+        ) * _BLOCK  # a block more: drafts may lie beyond the end
         with torch.device("cpu"):  # angles of every device are the CPU's
-            self.inv_freq = inverse_frequencies(spec, max_model_len)  # [dim / 2]
-        self.factor = attention_factor(spec)
-        max_positions = (-(-max_model_len // _BLOCK) + 1) * _BLOCK
-        self.cos = torch.empty(max_positions, spec.dim // 2)
-        self.sin = torch.empty(max_positions, spec.dim // 2)
-        self.num_positions = 0
-
-    def cover(self, num_positions: int) -> None:
-        """Fill the tables for the positions below ``num_positions``. Which call fills a value does not change it."""
-        assert num_positions <= self.cos.shape[0], (
-            f"{num_positions} positions; there is room for {len(self.cos)}"
-        )
-        while self.num_positions < num_positions:
-            start = self.num_positions
-            end = min(max(2 * start, _BLOCK), self.cos.shape[0])  # doubling
-            positions = torch.arange(start, end, dtype=torch.float32, device="cpu")
-            angles = positions.unsqueeze(1) * self.inv_freq
-            self.cos[start:end] = angles.cos() * self.factor
-            self.sin[start:end] = angles.sin() * self.factor
-            self.num_positions = end
+            positions = torch.arange(max_positions, dtype=torch.float32)
+            angles = positions.unsqueeze(1) * inverse_frequencies(spec, max_model_len)
+            cos, sin = angles.cos().mul_(spec.attention_factor), angles.sin_().mul_(spec.attention_factor)
+        device = torch.get_default_device()
+        self.cos, self.sin = cos.to(device), sin.to(device)
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
@@ -65,23 +52,6 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
         return _yarn(spec, exponents)
     assert spec.kind == "default", spec.kind
     return plain
-
-
-def attention_factor(spec: RopeSpec) -> float:
-    """Return what multiplies cos and sin."""
-    if spec.attention_factor is not None:
-        return spec.attention_factor
-    if spec.kind == "yarn":
-        if spec.mscale and spec.mscale_all_dim:
-            return _mscale(spec.factor, spec.mscale) / _mscale(spec.factor, spec.mscale_all_dim)
-        return _mscale(spec.factor, 1.0)
-    if spec.kind == "longrope" and spec.factor > 1.0:
-        return math.sqrt(1.0 + math.log(spec.factor) / math.log(spec.original_max_position))
-    return 1.0
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _dynamic_theta(spec: RopeSpec, max_model_len: int) -> float:

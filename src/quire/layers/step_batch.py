@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.attention import RaggedBatch
+from quire.kernels.attention.batch import RaggedBatch
 from quire.kernels.lora import AdapterRows
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from quire.kernels.linear import PackedLinear, op_of, write_rows
-from quire.kernels.registry import Backend, KernelChoice
+from quire.kernels.registry import Backend, KernelChoice, Op, P, R
 from quire.quant.rtn import quantize
 from quire.quant.stored import StoredMatrix, StoredStack, Weight, row_ranges
 from quire.weight_format import PLAIN, WeightFormat
@@ -47,6 +47,10 @@ class Build:
 
     def backend(self, op: str) -> Backend:
         return self.kernels.backend(op)
+
+    def of(self, op: Op[P, R]) -> Callable[P, R]:
+        """Return the version of ``op`` that the layers call."""
+        return self.kernels.of(op)
 
     def matrix_backend(self, held: WeightFormat) -> Backend:
         """Return the backend that multiplies with matrices of format ``held``."""

@@ -8,7 +8,6 @@ model's dtype; each token is computed from its own row and from the cache alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
 
@@ -70,8 +69,7 @@ class Decoder:
             rope = layer.attention.rope
             if rope is not None and rope not in self._ropes:
                 self._ropes[rope] = RopeTable(rope, max_model_len)
-        self._take_rows = partial(take_rows, backend=kernels.backend("take_rows"))
-        self._cap_logits = partial(cap_logits, backend=kernels.backend("cap_logits"))
+        self._take_rows, self._cap_logits = kernels.of(take_rows), kernels.of(cap_logits)
         self._loaders = self._collect_loaders()
 
     def _collect_loaders(self) -> dict[str, WeightLoader]:
@@ -110,11 +108,6 @@ class Decoder:
             some = ", ".join(sorted(self._missing)[:3])
             raise ModelLoadError(f"{len(self._missing)} weights are missing from the checkpoint: {some}, …")
 
-    def cover(self, num_positions: int) -> None:
-        """Compute the angles of the positions below ``num_positions``. To be called before every `forward`."""
-        for table in self._ropes.values():
-            table.cover(num_positions)
-
     def forward(self, batch: StepBatch, kv: Sequence[KvView]) -> torch.Tensor:
         """Compute all tokens of the step, storing their K and V; ``kv`` has one view per layer.
 
@@ -138,8 +131,8 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``, scaled and capped as the model defines."""
-        logits = self._embedding.logits(hidden)
-        return self._cap_logits(logits, self.spec.logits_scale, self.spec.logits_soft_cap)
+        logits, scale, cap = self._embedding.logits(hidden), self.spec.logits_scale, self.spec.logits_soft_cap
+        return logits if scale == 1.0 and cap is None else self._cap_logits(logits, scale, cap)
 
 
 class DecoderLayer:
@@ -168,9 +161,8 @@ class DecoderLayer:
             name: RmsNorm(hidden, build, plus_one=build.norm_plus_one, reader=readers.get(name, PLAIN))
             for name in names
         }
-        self._take_rows = partial(take_rows, backend=build.backend("take_rows"))
-        self._add_rows = partial(add_rows, backend=build.backend("add_rows"))
-        self._scale_rows = partial(scale_rows, backend=build.backend("scale_rows"))
+        self._take_rows, self._add_rows = build.of(take_rows), build.of(add_rows)
+        self._scale_rows = build.of(scale_rows)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = prefixed("attn.", self._attention.weight_loaders())
@@ -229,4 +221,4 @@ class DecoderLayer:
         norm = self._norms.get(name)
         if norm is not None:
             x = norm(x)
-        return self._scale_rows(x, self._scale)
+        return x if self._scale == 1.0 else self._scale_rows(x, self._scale)

@@ -21,7 +21,7 @@ from quire.kernels.linear.native import BITS
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.kernels.linear.reference import scaled_to_fp8
 from quire.kernels.quantized_rows import num_groups
-from quire.kernels.registry import NATIVE_LEVELS, Backend, find, native, register, register_native
+from quire.kernels.registry import NATIVE_LEVELS, Backend, native, op
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address
 from quire.weight_format import WeightFormat
@@ -41,12 +41,12 @@ def quantize(weight: torch.Tensor, held: WeightFormat, *, backend: Backend = "re
     if held.kind == "fp8":
         assert held.group is None, held
         return QuantizedWeight(held, *scaled_to_fp8(weight.float()))
-    found: QuantizedWeight = find("round_to_nearest", backend)(weight, held)
-    return found
+    return round_to_nearest.on(backend)(weight, held)
 
 
-@register("round_to_nearest", "reference")
+@op("round_to_nearest")
 def round_to_nearest(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
+    """``weight [out, in]`` → ``held``, of integers."""
     if held.two_level:
         return _two_levels(weight, held)
     num_rows, in_features = weight.shape
@@ -142,9 +142,8 @@ def _sum(products: torch.Tensor) -> torch.Tensor:
     return ((partial[..., 0] + partial[..., 2]) + (partial[..., 1] + partial[..., 3])).unsqueeze(-1)
 
 
-@register_native("round_to_nearest", NATIVE_LEVELS)
+@round_to_nearest.native(NATIVE_LEVELS)
 def round_to_nearest_native(isa: str, weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
-    """``weight [out, in]`` → ``held``; other types than bf16 and fp32 become fp32 first."""
     if weight.dtype not in (torch.bfloat16, torch.float32):
         weight = weight.float()
     if weight.stride(1) != 1:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.attention import DeviceBatch, HostPlan, LayerKind, RaggedBatch, StepLimits, padded, planner
+from quire.kernels.attention import planner
+from quire.kernels.attention.batch import DeviceBatch, HostPlan, LayerKind, RaggedBatch, StepLimits, padded
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.lora import DeviceRows, most_tiles, tiles_of
 from quire.kernels.registry import Backend
@@ -64,7 +65,7 @@ class DeviceBatches:
             heads, kv = layer.attention, views[index]
             kind = LayerKind(heads.num_heads // kv.num_kv_heads, heads.window, kv, heads.sinks)
             kinds[layout.group_of_layer(index)[0]].append(kind)
-        self._planners = [planner(of_group, device, backend=backend) for of_group in kinds]
+        self._planners = [planner.on(backend)(of_group, device) for of_group in kinds]
 
     def put(self, step: PreparedStep, captured: CapturedShape | None = None) -> OnDevice:
         """Upload ``step``, as large as it is or in the sizes of ``captured``: then at the same addresses each time."""

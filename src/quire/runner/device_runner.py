@@ -53,7 +53,6 @@ class DeviceRunner:
             )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
-            self.decoder.cover(model.max_model_len)
         blocks, size = config.cache.num_blocks, config.cache.block_size
         # One block more than the scheduler knows: the tokens that fill up a captured step are stored there.
         self.kv = KvCache(
@@ -80,7 +79,6 @@ class DeviceRunner:
         """As `Runner.record`: graphs are captured later."""
 
     def release(self, seq: WorkerSeq) -> None:
-        """As `Runner.release`."""
         self.sampler.release(seq)
 
     @property
@@ -89,7 +87,6 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def launch(self, step: PreparedStep) -> PendingResult:
-        """As `Runner.launch`."""
         _no_drafts(step)
         logits, rows = self._logits(step)
         return self._sample(step, logits, rows) if step.sampling else list
@@ -115,13 +112,11 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `Runner.logits_of`."""
         return self.decoder.logits(hidden.to(self.device)).cpu()
 
     def score(
         self, logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
     ) -> list[TokenLogprobs]:
-        """As `Runner.score`."""
         return token_logprobs(logits, torch.tensor(token_ids), num_top)
 
     @torch.inference_mode()

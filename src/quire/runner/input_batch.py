@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from quire.errors import StepError
-from quire.kernels.attention import RaggedBatch
+from quire.kernels.attention.batch import RaggedBatch
 from quire.kernels.lora import AdapterRows
 from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
 from quire.runner.sequences import WorkerSeq, WorkerSeqs

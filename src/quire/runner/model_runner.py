@@ -103,7 +103,7 @@ class ModelRunner:
             model.spec, config.kv_layout, cache.num_blocks, cache.block_size, model.kv_dtype, kernels
         )
         self._sampler = Sampler(model.spec.vocab_size, kernels)
-        self._logprobs_backend = kernels.backend("token_logprobs")
+        self._token_logprobs = kernels.of(token_logprobs)
         self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
         self.observe_logits: ObserveLogits | None = None
         self.tape: StepTape | None = None
@@ -138,7 +138,6 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: PreparedStep) -> list[SeqSample]:
         """Compute the step; return what `PreparedStep.sampling` got."""
-        self.decoder.cover(step.num_positions)
         if self.tape is not None and step.buffers is self._taped:
             step.buffers.set_num_seqs(step.num_seqs)
             logits = self.tape.run(step.num_tokens, step.num_logits)
@@ -152,7 +151,6 @@ class ModelRunner:
 
         Call by call, since a recorded step has no more than the rows that sample after its last layer.
         """
-        self.decoder.cover(step.num_positions)
         batch = step.batch
         indices = torch.cat((batch.logits_indices, torch.from_numpy(tokens)))
         adapters = batch.adapters
@@ -165,14 +163,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `Runner.logits_of`."""
         return self.decoder.logits(hidden)
 
     def score(
         self, logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
     ) -> list[TokenLogprobs]:
-        """As `Runner.score`."""
-        return token_logprobs(logits, torch.tensor(token_ids), num_top, backend=self._logprobs_backend)
+        return self._token_logprobs(logits, torch.tensor(token_ids), num_top)
 
     def _sample(self, step: PreparedStep, logits: torch.Tensor) -> list[SeqSample]:
         if self.observe_logits is not None:

@@ -41,11 +41,6 @@ class PromptState:
         self.pooling = new.pooling
         self.total: NDArray[np.float64] | None = None  # of the rows so far, for a mean
 
-    @classmethod
-    def of(cls, new: NewSeq) -> PromptState | None:
-        """Return the state of ``new``, or None where its prompt is only read."""
-        return None if new.pooling is None and new.prompt_logprobs is None else cls(new)
-
     def positions(self) -> range:
         """Return the positions whose rows are wanted."""
         if self.pooling is None:

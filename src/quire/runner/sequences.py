@@ -110,7 +110,8 @@ class WorkerSeqs:
         processors = LogitsProcessors(new, self._vocab_size)
         seq.processors = processors if processors else None
         seq.grammar = self._grammars.begin(new)
-        seq.prompt = PromptState.of(new)
+        if new.pooling is not None or new.prompt_logprobs is not None:
+            seq.prompt = PromptState(new)
         row, ids = seq.row, (*new.prompt_token_ids, *new.output_token_ids)
         self.token_ids[row, : len(ids)] = ids
         self.num_tokens[row] = self.num_settled[row] = len(ids)

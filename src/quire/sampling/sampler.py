@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
 from quire.kernels.registry import KernelChoice, choose
-from quire.kernels.sampling import sample, token_logprobs
-from quire.kernels.sampling.reference import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED
+from quire.kernels.sampling import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED, sample, token_logprobs
 from quire.request import TokenLogprobs
 from quire.sampling.processors import usable_temperature
 from quire.step import NewSeq
@@ -91,8 +90,7 @@ class Sampler:
     def __init__(self, vocab_size: int, kernels: KernelChoice | None = None) -> None:
         kernels = kernels or choose()
         self._vocab_size = vocab_size
-        self._sample_backend = kernels.backend("sample")
-        self._logprobs_backend = kernels.backend("token_logprobs")
+        self._sample, self._token_logprobs = kernels.of(sample), kernels.of(token_logprobs)
 
     def sample(
         self, logits: Tensor, columns: Columns, edit: Callable[[int, Tensor], None]
@@ -112,15 +110,7 @@ class Sampler:
             for row in np.flatnonzero(part["features"] & EDITED).tolist():
                 edited[row] = logits[start + row].clone()
                 edit(start + row, edited[row])
-            found.append(
-                sample(
-                    logits[start : start + step],
-                    edited,
-                    part,
-                    purpose=Purpose.TOKEN,
-                    backend=self._sample_backend,
-                )
-            )
+            found.append(self._sample(logits[start : start + step], edited, part, Purpose.TOKEN))
         if len(found) == 1:
             return found[0]
         ids, best = zip(*found, strict=True)
@@ -139,12 +129,8 @@ class Sampler:
             return {}
         if len(rows) < columns.size:
             logits = logits[from_numpy(np.array(rows, np.int64)).to(logits.device)]
-        found = token_logprobs(
-            logits,
-            from_numpy(np.array([token_ids[row] for row in rows], np.int64)).to(logits.device),
-            columns["num_logprobs"][rows].tolist(),
-            backend=self._logprobs_backend,
-        )
+        chosen = from_numpy(np.array([token_ids[row] for row in rows], np.int64)).to(logits.device)
+        found = self._token_logprobs(logits, chosen, columns["num_logprobs"][rows].tolist())
         return dict(zip(rows, found, strict=True))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from quire.request import FinishReason, Request, SampleTiming, TokenEvent
 from quire.scheduler.beam_steps import start_search
-from quire.scheduler.deadline import hopeless, predict_ttft
+from quire.scheduler.deadline import predict_ttft, too_late
 from quire.scheduler.outcome import finish_reason
+from quire.scheduler.overload import full_queue, promise
 from quire.scheduler.queue import sort_key
 from quire.scheduler.sequence import RequestState, Sequence, SequenceState
 from quire.scheduler.state import SchedulerState
@@ -82,12 +83,16 @@ def _refusal(state: SchedulerState, request: Request, now: float) -> tuple[str, 
     never = _never_fits(state, request)
     if never is not None:
         return "never_fits", never, 0.0
-    num_waiting, config = len(state.waiting) + len(state.loading), state.config
-    if num_waiting >= config.max_queue:
-        text = f"The queue is full: {num_waiting} sequences wait and at most {config.max_queue} may. Try again later."
-        return "capacity", text, 0.0
-    late = hopeless(state, request, now)
-    return None if late is None else ("hopeless", *late)
+    if request.output_token_ids:  # it was admitted before the engine was restarted
+        return None
+    kept = state.promises.redeem(request, now)
+    full = full_queue(state, request, now, kept=kept)
+    late = ("capacity", *full) if full is not None else too_late(state, request, now, kept=kept)
+    if late is None:
+        return None
+    kind, text, after_s = late
+    wait_s = promise(state, request, now, after_s)
+    return kind, f"{text} Try again in {wait_s:g} s.", wait_s
 
 
 def _never_fits(state: SchedulerState, request: Request) -> str | None:

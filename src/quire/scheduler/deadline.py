@@ -1,6 +1,6 @@
 """Deadlines: a request that cannot meet its own any more is rejected at once; a sequence that missed it is ended.
 
-    add      hopeless as things go: refused, "hopeless" and when to come again
+    add      it would miss a limit as things go: rejected, with when to try again
     plan     `expire`, first of all: a limit has passed → the sequence ends with `FinishReason.DEADLINE`
     apply    a first token that comes too late ends its sequence likewise
 
@@ -9,8 +9,11 @@ Both are functions of ``now`` and of what the scheduler measured, so a simulated
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from quire.config import OrderKind
 from quire.request import FinishReason, Request, TokenEvent
+from quire.scheduler.overload import KEPT_SLACK, place_s
 from quire.scheduler.predictor import Backlog
 from quire.scheduler.sequence import RequestState, Sequence
 from quire.scheduler.state import SchedulerState
@@ -54,31 +57,33 @@ def is_late(seq: Sequence) -> bool:
     return seq.ttft_s is not None and seq.ttft_s > deadline.first_token_s
 
 
-def hopeless(state: SchedulerState, request: Request, now: float) -> tuple[str, float] | None:
-    """Return (text, seconds after which to try again) where ``request`` would miss its deadline, as things go.
+def too_late(
+    state: SchedulerState, request: Request, now: float, *, kept: bool
+) -> tuple[str, str, float] | None:
+    """Return (error kind, text, seconds until it could) where ``request`` would miss a limit, as things go.
 
-    An idle engine tries everything, and so does one that takes a request over from a dead one.
+    An idle engine, and one that has not measured a step, tries everything. ``kept``: the request comes when it was told
+    to, so no place is held against it.
     """
-    deadline = request.deadline
-    if deadline is None or request.output_token_ids or not (state.running or state.waiting):
+    limits = [*_limits(state, request, kept)]
+    if not limits or not state.predictor.step_s or not (state.running or state.waiting):
         return None
-    first_s = (
-        now
-        - request.arrival_s
-        + state.predictor.first_token_s(_backlog(state, request), _num_uncached(state, request))
-    )
-    last_s = first_s + (_least_output(request) - 1) * state.predictor.step_s
-    for name, limit_s, expected_s in (
-        ("first_token", deadline.first_token_s, first_s),
-        ("total", deadline.total_s, last_s),
-    ):
-        if limit_s is not None and expected_s > limit_s:
+    elapsed_s, num_own = now - request.arrival_s, _num_uncached(state, request)
+    ahead = [seq for seq in state.waiting if _is_ahead(state.config.order, seq, request)]
+    first_s = elapsed_s + _first_s(state, ahead, num_own)
+    if not kept and len(state.promises):
+        held = state.promises.expected(now + first_s)
+        first_s = elapsed_s + _first_s(state, ahead, num_own, *held)
+    more_s = (_least_output(request) - 1) * state.predictor.step_s
+    for name, kind, limit_s in limits:
+        expected_s = first_s + more_s * (name == "deadline_ms.total")
+        if expected_s > limit_s:
             text = (
-                f"deadline_ms.{name} = {limit_s * 1e3:g} cannot be met: {len(state.running)} sequences run and "
-                f"{len(state.waiting)} wait, and as things go it would take about {expected_s * 1e3:.0f} ms. Try again "
-                "later, or allow more."
+                f"{name} = {limit_s * 1e3:g} cannot be met: {len(state.running)} sequences run and "
+                f"{len(state.waiting)} wait, and as things go it would take about {expected_s * 1e3:.0f} ms."
             )
-            return text, expected_s - limit_s
+            line_s = elapsed_s + _first_s(state, ahead, num_own, *state.promises.expected())
+            return kind, text, max(expected_s, line_s) - limit_s
     return None
 
 
@@ -107,15 +112,32 @@ def _missed(seq: Sequence, now: float) -> str | None:
     return None
 
 
-def _backlog(state: SchedulerState, request: Request) -> Backlog:
-    """What comes before ``request``: the rest of the prompts that run, and those that wait ahead of it in order."""
-    ahead = [seq for seq in state.waiting if _is_ahead(state.config.order, seq, request)]
+def _limits(state: SchedulerState, request: Request, kept: bool) -> Iterator[tuple[str, str, float]]:
+    """Yield (name, error kind, seconds from arrival) of each limit."""
+    if request.deadline is not None:
+        for name, limit_s in (
+            ("first_token", request.deadline.first_token_s),
+            ("total", request.deadline.total_s),
+        ):
+            if limit_s is not None:
+                yield f"deadline_ms.{name}", "hopeless", limit_s
+    if state.config.max_ttft_s is not None:
+        yield "max_ttft_ms", "capacity", state.config.max_ttft_s * (1.0 + KEPT_SLACK * kept)
+
+
+def _first_s(
+    state: SchedulerState, ahead: list[Sequence], num_own: int, num_held: int = 0, held_tokens: int = 0
+) -> float:
+    """Return in how many seconds ``num_own`` tokens behind the running prompts and ``ahead`` give a first token.
+
+    ``num_held`` sequences of ``held_tokens`` prompt tokens, which are to come back, come first too.
+    """
     known = state.counters.num_prompt_tokens
     uncached = 1.0 - state.counters.num_cached_tokens / known if known else 1.0
     num_tokens = sum(max(0, seq.num_total - seq.num_planned - 1) for seq in state.running)
-    num_tokens += int(sum(seq.num_total for seq in ahead) * uncached)
-    num_free = state.config.max_num_seqs - len(state.running)
-    return Backlog(num_tokens, max(0, len(ahead) + 1 - num_free))
+    num_tokens += int((sum(seq.num_total for seq in ahead) + held_tokens) * uncached)
+    wait_s = place_s(state, len(ahead) + num_held + 1)
+    return state.predictor.first_token_s(Backlog(num_tokens, wait_s), num_own)
 
 
 def _is_ahead(order: OrderKind, seq: Sequence, request: Request) -> bool:

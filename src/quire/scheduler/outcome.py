@@ -38,7 +38,6 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     results = result.seqs
     if [*map(_seq_id, results)] != [*map(_seq_id, record.seqs)]:
         results = _in_order(record, results)
-    num_finished = state.counters.num_finished
     events: list[TokenEvent] = []
     if [*map(_error, results)].count(None) < len(results):
         failed = [i for i, result in enumerate(results) if result.error is not None]
@@ -53,8 +52,6 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
         record.planned_s,
         now,
         num_prompt_tokens=record.num_prompt_tokens,
-        num_ends=state.counters.num_finished - num_finished,
-        waiting=len(state.waiting) > 0,
     )
     return events
 

@@ -25,7 +25,7 @@ class Backlog(NamedTuple):
     """What a new request finds before it."""
 
     num_tokens: int  # of prompts that are to be computed first
-    num_ends: int  # sequences that have to end before it has a seat
+    wait_s: float  # until sequences that run have ended, so that it has a seat
 
 
 @dataclass(slots=True)
@@ -51,9 +51,7 @@ class Predictor:
         self._num_prompt_tokens = self._prompts_s = (
             0.0  # of steps with prompt tokens, the decodes beside them included
         )
-        self._num_ends = self._waits_s = (
-            0.0  # sequences that ended while others waited, and how long others waited
-        )
+        self._output = _Mean(0.0)  # tokens of a sequence that ended
         self._context = _Mean(config.max_model_len / 4)  # keys that a decode reads
         self._chunk_keys = _Mean(config.max_model_len / 4)  # keys that a token of a chunk sees
         self._decode_ratio = _Mean(1.0)  # seconds measured / modelled, steps of decodes alone
@@ -67,8 +65,6 @@ class Predictor:
         applied_s: float,
         *,
         num_prompt_tokens: int,
-        num_ends: int,
-        waiting: bool,
     ) -> None:
         """A step that was planned at ``planned_s`` was applied."""
         took_s = max(0.0, applied_s - max(planned_s, self._applied_s))  # steps in flight wait for each other
@@ -78,13 +74,14 @@ class Predictor:
         if num_prompt_tokens:
             self._num_prompt_tokens = self._num_prompt_tokens * _KEPT + num_prompt_tokens
             self._prompts_s = self._prompts_s * _KEPT + took_s
-        if waiting:
-            self._num_ends = self._num_ends * _KEPT + num_ends
-            self._waits_s = self._waits_s * _KEPT + took_s
         if self.step_time is not None:
             self.num_seqs = len(seqs)
             self.num_decodes = sum(seq.num_known_tokens == 1 for seq in seqs)
             self._correct(self.step_time, seqs, took_s)
+
+    def note_end(self, num_output_tokens: int) -> None:
+        """A sequence that ran has ended."""
+        self._output.add(num_output_tokens)
 
     def note_failure(self, applied_s: float) -> None:
         """A step failed: its time says nothing of others."""
@@ -107,19 +104,19 @@ class Predictor:
         return self._prompts_s / self._num_prompt_tokens if self._num_prompt_tokens else 0.0
 
     @property
-    def end_s(self) -> float:
-        """Seconds from one end to the next while others wait; 0 where none was seen."""
-        return self._waits_s / self._num_ends if self._num_ends else 0.0
+    def mean_output(self) -> float:
+        """Output tokens of a sequence; 0 before the first end."""
+        return self._output.value
 
     def first_token_s(self, backlog: Backlog, num_tokens: int) -> float:
         """Return in how many seconds a prompt with ``num_tokens`` to compute has its first token, at this pace.
 
-        The prompts before it and its own are computed one after another; where all seats are taken, as many sequences
-        end first as it needs. Whichever takes longer decides, and a step is the least.
+        The prompts before it and its own are computed one after another; where all seats are taken, it waits for one.
+        Whichever takes longer decides, and a step is the least.
         """
         own_s = num_tokens * self.prompt_token_s
         computed_s = backlog.num_tokens * self.prompt_token_s + own_s
-        return max(computed_s, backlog.num_ends * self.end_s + own_s, self.step_s)
+        return max(computed_s, backlog.wait_s + own_s, self.step_s)
 
     def decode_s(self, num_decodes: int) -> float:
         """Return the seconds of a step of so many decodes; needs the model."""

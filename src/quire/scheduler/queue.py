@@ -46,6 +46,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._entries: list[tuple[SortKey, Sequence]] = []
+        self.num_tokens = 0  # of their prompts
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -55,11 +56,13 @@ class WaitingQueue:
 
     def add(self, seq: Sequence) -> None:
         insort(self._entries, (seq.key, seq), key=lambda entry: entry[0])
+        self.num_tokens += seq.num_prompt
 
     def remove(self, seq: Sequence) -> None:
         index = bisect_left(self._entries, seq.key, key=lambda entry: entry[0])
         assert self._entries[index][1] is seq
         del self._entries[index]
+        self.num_tokens -= seq.num_prompt
 
     def first(self, count: int) -> list[Sequence]:
         """Return the first ``count`` by rank."""
@@ -69,6 +72,7 @@ class WaitingQueue:
         """The keys changed."""
         waiting = list(self)
         self._entries.clear()
+        self.num_tokens = 0
         for seq in waiting:
             self.add(seq)
 

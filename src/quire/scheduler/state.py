@@ -12,6 +12,7 @@ from quire.metrics.engine_stats import STEP_TOKENS, Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.predictor import Predictor
+from quire.scheduler.promises import Promises
 from quire.scheduler.queue import Deadlines, Gate, WaitingQueue, sort_key
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
 from quire.step import AdapterMove, KvTransfer, SeqPlan
@@ -75,6 +76,9 @@ class SchedulerState:
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
     counters: Counters = field(default_factory=Counters)
     deadlines: Deadlines = field(default_factory=Deadlines)
+    promises: Promises = field(default_factory=Promises)
+    # When seats come free, as of a step; see `overload`.
+    seats: tuple[tuple[int, int, int], list[float], float] | None = None
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
     # Beams selected since the last plan: (parent, what is forked from it); see `beam_steps`.
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
@@ -175,6 +179,7 @@ class SchedulerState:
         """End a sequence in whatever state it is, and return its terminal event."""
         group = seq.group
         if seq.state is SequenceState.RUNNING:
+            self.predictor.note_end(len(seq.token_ids) - seq.num_prompt)
             self.stop(seq)
         elif seq.state is SequenceState.WAITING:
             self.waiting.remove(seq)

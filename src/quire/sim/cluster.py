@@ -16,7 +16,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import AbortRequest, AddRequest
 from quire.errors import ConfigError
 from quire.executor.base import Executor
-from quire.gateway.routing import Router
+from quire.gateway.routing import Demand, Router
 from quire.plan.cost_model import StepTime
 from quire.request import TokenEvent
 from quire.scheduler.scheduler import Sleep
@@ -45,6 +45,7 @@ class ClusterConfig:
     request_s: float = 0.0  # from the client to the core and back; all of it is spent on the way in
     per_prompt_token_s: float = 0.0  # the same, per prompt token
     seed: int = 0
+    retries: int = 0  # times that a rejected request is sent again, each after the time that it was told
     # Requests at once; for a workload without arrival times, users of a closed loop.
     concurrency: int | None = None
 
@@ -90,7 +91,7 @@ class Cluster:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._unplaced: list[Sent] = []  # requests that arrived while no replica was alive
-        self._hybrid = self.router.policy == "prefix-hybrid"
+        self._scores = self.router.scores
         self._cancels = any(r.cancel_after_tokens is not None for r in workload.requests)
 
     def run(self) -> None:
@@ -161,13 +162,14 @@ class Cluster:
             step_time=self._step_time if config.tpot_s else None,
         )
 
-    def _send(self, request: WorkloadRequest, due_s: float | None = None) -> None:
-        """Send a request that is due now, or that was held back since ``due_s`` and may go now."""
+    def _send(self, request: WorkloadRequest, due_s: float | None = None, num_retries: int = 0) -> None:
+        """Send a request that is due now, or that was held back or rejected since ``due_s`` and may go now."""
         config, now = self.config, self.clock.now()
         if due_s is None and self.client.full:
             self.client.held.append((request, now))
             return
         sent = self.client.send(request, now, due_s)
+        sent.num_retries = num_retries
         way_s = config.request_s + config.per_prompt_token_s * request.num_prompt_tokens
         if way_s:
             self.at(now + way_s, lambda: self.place(sent))
@@ -177,7 +179,8 @@ class Cluster:
     def place(self, sent: Sent) -> None:
         """Route a request and hand it to the replica, which takes it from its inbox at the next turn of its loop."""
         request_id = sent.request.request_id
-        sent.replica = self.router.route(request_id, sent.chain)
+        demand = Demand(sent.chain, len(sent.request.prompt_token_ids), sent.request.sampling.max_tokens or 0)
+        sent.replica = self.router.route(request_id, demand)
         if sent.replica is None:
             self._unplaced.append(sent)
             return
@@ -215,7 +218,7 @@ class Cluster:
         if not events:
             return
         now = self.clock.now()
-        sent, watched = self.client.sent, self._hybrid or self._cancels
+        sent, watched = self.client.sent, self._scores or self._cancels
         marks = {} if watched else self.client.marks
         for event in events:
             if event[4] is None and event[2] and (mark := marks.get(event[0])) is not None:
@@ -229,6 +232,11 @@ class Cluster:
                 request.token_times += [now] * len(event[2])
             if event[4] is not None:
                 self.router.finished(event.request_id)
+                if event.retry_after_s and request.num_retries < self.config.retries:
+                    self.client.take_out(event.request_id)
+                    again = partial(self._send, request.source, request.due_s, request.num_retries + 1)
+                    self.at(now + event.retry_after_s, again)
+                    continue
                 self._follow(self.client.ended(event, now))
             elif watched:
                 self._look(request, now)
@@ -254,5 +262,5 @@ class Cluster:
     def _report(self, replica: Replica) -> None:
         scheduler = replica.core.scheduler
         assert scheduler.cache_events is not None
-        if not self.router.report(replica.number, scheduler.cache_events.drain()):
-            self.router.replace_report(replica.number, scheduler.cache.prefix.snapshot())
+        if not self.router.prefixes.report(replica.number, scheduler.cache_events.drain()):
+            self.router.prefixes.replace_report(replica.number, scheduler.cache.prefix.snapshot())

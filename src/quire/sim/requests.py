@@ -29,6 +29,7 @@ class Sent:
     replica: int | None = None
     token_times: list[float] = field(default_factory=list)
     num_cached_tokens: int = 0
+    num_retries: int = 0
 
 
 class Client:
@@ -98,7 +99,7 @@ class Client:
 
     def ended(self, event: TokenEvent, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
         """Record the end of a request; yield the turn that follows and the time at which it is due."""
-        sent = self._take_out(event.request_id)
+        sent = self.take_out(event.request_id)
         if event.timing is not None:
             sent.num_cached_tokens = event.timing.num_cached_tokens
         failed = event.error is not None
@@ -106,9 +107,10 @@ class Client:
 
     def left(self, request_id: str, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
         """The client cancels the request, as the workload says."""
-        yield from self._note(self._take_out(request_id), CANCELLED, now)
+        yield from self._note(self.take_out(request_id), CANCELLED, now)
 
-    def _take_out(self, request_id: str) -> Sent:
+    def take_out(self, request_id: str) -> Sent:
+        """Forget a request in flight, and return it."""
         del self.marks[request_id]
         return self.sent.pop(request_id)
 

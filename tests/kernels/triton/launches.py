@@ -18,7 +18,7 @@ from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.pointwise import gated
 from quire.kernels.registry import GPU_KERNELS
 from quire.kernels.rope import QkNorm, rope_store
-from quire.kernels.sampling.reference import COLUMNS, RANDOM, TRUNCATED
+from quire.kernels.sampling import COLUMNS, RANDOM, TRUNCATED
 from quire.kernels.sampling.triton import edit_rows, facts_of, sample_rows
 from quire.weight_format import WeightFormat
 
@@ -39,7 +39,7 @@ def launch_attention(capability: int) -> None:
             continue
         made = cases.attention_inputs(case, BF16, torch.Generator().manual_seed(1))
         for backend in GPU_KERNELS:
-            attention(made.q, made.kv, made.batch, made.shape, made.sinks, backend=backend)
+            attention.on(backend)(made.q, made.kv, made.batch, made.shape, made.sinks)
 
 
 def launch_linears(capability: int) -> None:
@@ -65,20 +65,19 @@ def cache(dtype: torch.dtype) -> KvView:
 def launch_rows(capability: int) -> None:
     weight = torch.ones(4096)
     x, angles = torch.zeros(3, 4096, dtype=BF16), torch.zeros(3, 64)
-    rms_norm(x, weight, 1e-5, backend="triton")
-    rms_norm(x.view(3, 32, 128), torch.ones(128), 1e-5, backend="triton")
-    add_rms_norm(x, x, weight, 1e-5, backend="triton")
+    rms_norm.on("triton")(x, weight, 1e-5)
+    rms_norm.on("triton")(x.view(3, 32, 128), torch.ones(128), 1e-5)
+    add_rms_norm.on("triton")(x, x, weight, 1e-5)
     for kind in cases.ACTIVATIONS:
-        gated(x, kind, backend="triton")
+        gated.on("triton")(x, kind)
     qkv, ids = torch.zeros(3, 48 * 128, dtype=BF16), torch.zeros(3, dtype=torch.int64)
     norm = QkNorm(torch.ones(128), torch.ones(128), 1e-5)
     for dtype in (BF16, torch.int8, torch.float8_e4m3fn):
         if dtype == torch.float8_e4m3fn and capability < FP8_CAPABILITY:
             continue
         for with_norm in (None, norm):
-            rope_store(
+            rope_store.on("triton")(
                 qkv, 32, (angles, angles), with_norm, cache(dtype), ids, ids, interleaved=dtype == torch.int8,
-                backend="triton",
             )  # fmt: skip
 
 
@@ -93,7 +92,7 @@ def launch_experts(capability: int) -> None:
         for backend in GPU_KERNELS:
             gate_up = pack_many(4, 1024, 512, BF16, bias=False, backend=backend, format=format)
             down = pack_many(4, 512, 512, BF16, bias=True, backend=backend, format=format)
-            experts(x, torch.ones(3, 2), ids, ExpertStack(gate_up, down, "silu"), backend=backend)
+            experts.on(backend)(x, torch.ones(3, 2), ids, ExpertStack(gate_up, down, "silu"))
 
 
 def launch_adapters(capability: int) -> None:

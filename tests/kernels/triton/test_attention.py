@@ -12,7 +12,7 @@ from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generat
 from tests.kernels.test_attention import SMALL, oracle, part, run
 from tests.kernels.triton.device import WARNINGS, on_device
 
-from quire.kernels.attention import LayerKind, RaggedBatch, StepLimits
+from quire.kernels.attention.batch import LayerKind, RaggedBatch, StepLimits
 from quire.kernels.attention.triton_plan import most_works, plan_works
 from quire.kernels.kv_blocks import view_layer
 from quire.kernels.registry import GPU_KERNELS, Backend

@@ -17,7 +17,8 @@ from tests.kernels.test_attention import oracle
 from tests.kernels.triton.device import WARNINGS, on_device
 
 from quire.kernels import block_sizes
-from quire.kernels.attention import LayerKind, attention
+from quire.kernels.attention import attention
+from quire.kernels.attention.batch import LayerKind
 from quire.kernels.attention.triton_plan import plan_works
 
 pytestmark = WARNINGS
@@ -88,7 +89,7 @@ def test_only_where_the_table_says_so(
     def result(backend: str = "triton") -> torch.Tensor:
         made.batch.plans.clear()
         for _ in range(2):  # two layers of one kind
-            out = attention(made.q, made.kv, made.batch, made.shape, backend=backend)  # type: ignore[arg-type]
+            out = attention.on(backend)(made.q, made.kv, made.batch, made.shape, None)  # type: ignore[arg-type]
         assert_close("attention", out.cpu(), oracle(made))
         return out
 

@@ -158,7 +158,5 @@ def test_experts(format: WeightFormat, backend: Backend) -> None:
             up, down = (each[int(ids[row, j])] for each in plain)
             part = linear(gated(linear(x[row : row + 1], up), "silu"), down, out_dtype=torch.float32)
             oracle[row] += weights[row, j].double() * part[0].double()
-    y = experts(
-        x.to(DEVICE), weights.to(DEVICE), ids.to(DEVICE), ExpertStack(*stacks, "silu"), backend=backend
-    )
+    y = experts.on(backend)(x.to(DEVICE), weights.to(DEVICE), ids.to(DEVICE), ExpertStack(*stacks, "silu"))
     assert_close("experts", y.cpu(), oracle)

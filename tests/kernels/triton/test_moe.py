@@ -44,7 +44,7 @@ def make(
 def run(
     stack: ExpertStack, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, backend: Backend
 ) -> torch.Tensor:
-    return experts(x.to(DEVICE), weights.to(DEVICE), ids.to(DEVICE), stack, backend=backend).cpu()
+    return experts.on(backend)(x.to(DEVICE), weights.to(DEVICE), ids.to(DEVICE), stack).cpu()
 
 
 @pytest.mark.parametrize("backend", GPU_KERNELS)

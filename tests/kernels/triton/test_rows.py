@@ -29,16 +29,12 @@ def test_norm(case: cases.RowCase, dtype: torch.dtype) -> None:
     weight = torch.randn(case.size, generator=rng)
     x, residual = (torch.randn(case.num_tokens, case.size, generator=rng).to(dtype) for _ in range(2))
     there = x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE)
-    assert_close(
-        "rms_norm", rms_norm(there[0], there[2], EPS, backend="triton").cpu(), norm_oracle(x, weight)
-    )
-    normed, total = add_rms_norm(*there, EPS, backend="triton")
+    assert_close("rms_norm", rms_norm.on("triton")(there[0], there[2], EPS).cpu(), norm_oracle(x, weight))
+    normed, total = add_rms_norm.on("triton")(*there, EPS)
     assert_same_bits(total.cpu(), residual + x, "residual")
     assert_close("rms_norm", normed.cpu(), norm_oracle(residual + x, weight))
     for row in range(min(case.num_tokens, 2)):
-        alone = add_rms_norm(
-            there[0][row : row + 1], there[1][row : row + 1], there[2], EPS, backend="triton"
-        )
+        alone = add_rms_norm.on("triton")(there[0][row : row + 1], there[1][row : row + 1], there[2], EPS)
         assert_same_bits(alone[0], normed[row : row + 1], "a row alone")
 
 
@@ -62,7 +58,7 @@ def test_norm_of_heads_with_strides_and_weights_of_their_own() -> None:
     fused = torch.randn(9, 96, generator=rng).to(DEVICE)
     heads = fused[:, 16:64].unflatten(-1, (3, 16))
     for weight in (torch.randn(16, generator=rng), torch.randn(3, 16, generator=rng)):
-        y = rms_norm(heads, weight.to(DEVICE), EPS, backend="triton")
+        y = rms_norm.on("triton")(heads, weight.to(DEVICE), EPS)
         assert_close("rms_norm", y.cpu(), norm_oracle(heads.cpu(), weight))
 
 
@@ -71,7 +67,7 @@ def test_norm_of_heads_with_strides_and_weights_of_their_own() -> None:
 @pytest.mark.parametrize(("tokens", "size"), [(0, 16), (1, 7), (5, 172), (3, 1500)])
 def test_gated(tokens: int, size: int, kind: ActivationKind, dtype: torch.dtype) -> None:
     x = (torch.randn(tokens, 2 * size + 3, generator=generator()) * 4).to(dtype)[:, : 2 * size]
-    assert_close("gated", gated(x.to(DEVICE), kind, backend="triton").cpu(), gated_oracle(x, kind))
+    assert_close("gated", gated.on("triton")(x.to(DEVICE), kind).cpu(), gated_oracle(x, kind))
 
 
 def stored(
@@ -87,8 +83,8 @@ def stored(
     cos_sin = angles.cos().to(device), angles.sin().to(device)
     if norm is not None:
         norm = QkNorm(norm.q_weight.to(device), norm.k_weight.to(device), norm.eps, norm.over_all)
-    q = rope_store(
-        qkv.to(device), 4, cos_sin, norm, kv, ids // 16, ids % 16, interleaved=interleaved, backend=backend
+    q = rope_store.on(backend)(
+        qkv.to(device), 4, cos_sin, norm, kv, ids // 16, ids % 16, interleaved=interleaved
     )
     k, v = KvView(storage.cpu().view(3, 2, -1), 16, 12, 10).read(torch.arange(3))
     return q.cpu(), k, v
@@ -135,7 +131,7 @@ def test_store_of_latents() -> None:
         torch.randn(5, 1, 26, generator=generator()).to(DEVICE),
         torch.tensor([7, 0, 33, 3, 4]).to(DEVICE),
     )
-    store_kv(k, None, kv, slots // 16, slots % 16, backend="triton")
+    store_kv.on("triton")(k, None, kv, slots // 16, slots % 16)
     assert_same_bits(kv.keys[slots // 16, :, slots % 16], k, "latents")
 
 

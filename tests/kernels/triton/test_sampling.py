@@ -9,10 +9,9 @@ from tests.kernels.checks import generator
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
 from quire.kernels.registry import Backend
-from quire.kernels.sampling import sample, top_candidates
+from quire.kernels.sampling import COLUMNS, MIN_P, RANDOM, TRUNCATED, sample
 from quire.kernels.sampling import triton as on_gpu
-from quire.kernels.sampling.reference import COLUMNS, MIN_P, RANDOM, TRUNCATED
-from quire.kernels.sampling.truncate import lowest_of_equals
+from quire.kernels.sampling.truncate import lowest_of_equals, top_candidates
 
 pytestmark = WARNINGS
 
@@ -36,7 +35,7 @@ def columns_of(rows: int, vocab: int, *, truncated: bool) -> np.ndarray:
 
 def sampled(logits: torch.Tensor, columns: np.ndarray, backend: Backend) -> tuple[list[int], np.ndarray]:
     if backend == "reference":
-        ids, best = sample(logits, {}, columns, purpose=0, backend=backend)
+        ids, best = sample.on(backend)(logits, {}, columns, purpose=0)
         return ids.tolist(), best
     facts = torch.from_numpy(on_gpu.facts_of(columns)).to(DEVICE)
     made = on_gpu.sample_rows(logits.to(DEVICE), facts, 0, cut=on_gpu.truncated(columns))

@@ -9,24 +9,21 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from quire.kernels import attention as op
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_blocks import KvView
-from quire.kernels.registry import NATIVE_LEVELS, native, register_native
-from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import address, empty
+from quire.kernels.registry import NATIVE_LEVELS, native
+from quire.kernels.workspace import address, call_of, empty, heads_of
 
 _KEY = ("native",)
 
 
 def addresses(batch: RaggedBatch) -> tuple[int, int, int, int]:
     """Return where the batch's arrays lie: cu_seqlens_q, seq_lens, block_table, extents."""
-    return (
-        _address(batch.cu_seqlens_q),
-        _address(batch.seq_lens),
-        _address(batch.block_table),
-        _address(batch.extents),
-    )
+    seqs = _address(batch.cu_seqlens_q), _address(batch.seq_lens)
+    return *seqs, _address(batch.block_table), _address(batch.extents)
 
 
 def _address(array: npt.NDArray[np.int64]) -> int:
@@ -35,16 +32,10 @@ def _address(array: npt.NDArray[np.int64]) -> int:
     return int(array.ctypes.data)
 
 
-@register_native("attention", NATIVE_LEVELS)
+@op.attention.native(NATIVE_LEVELS)
 def attention(
-    isa: str,
-    q: torch.Tensor,
-    kv: KvView,
-    batch: RaggedBatch,
-    shape: AttentionShape,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """``q [num_tokens, num_heads, head_dim]`` → ``[num_tokens, num_heads, v_head_dim]``."""
+    isa: str, q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None
+) -> Tensor:
     tokens, num_heads, head_dim = q.shape
     pieces = kv.pieces
     if q.stride(2) != 1 or q.stride(1) != head_dim:
@@ -53,10 +44,9 @@ def attention(
     assert sinks is None or sinks.dtype == torch.float32
     y = empty(tokens, num_heads, kv.v_head_dim, dtype=q.dtype)
     native.attention(
-        num_native_threads(), isa, q.dtype == torch.bfloat16, pieces.dtype == torch.bfloat16, kv.layout == "tiles",
-        pieces.dtype == torch.int8, q.data_ptr(), q.stride(0), pieces.data_ptr(), pieces.stride(0),
-        pieces.stride(1), address(sinks), y.data_ptr(), *batch.plan(_KEY, lambda: addresses(batch)), num_heads,
-        pieces.shape[1], head_dim, kv.v_head_dim, kv.block_size, shape.window or 0, shape.scale,
-        shape.soft_cap or 0.0, kv.v_in_k,
+        *call_of(isa, q), pieces.dtype == torch.bfloat16, kv.layout == "tiles", pieces.dtype == torch.int8,
+        q.data_ptr(), q.stride(0), *heads_of(pieces), address(sinks), y.data_ptr(),
+        *batch.plan(_KEY, lambda: addresses(batch)), num_heads, pieces.shape[1], head_dim, kv.v_head_dim, kv.block_size,
+        shape.window or 0, shape.scale, shape.soft_cap or 0.0, kv.v_in_k,
     )  # fmt: skip
     return y

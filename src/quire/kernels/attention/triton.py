@@ -18,42 +18,42 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from quire.kernels import attention as op
 from quire.kernels.attention import flashinfer
 from quire.kernels.attention.batch import AttentionShape, DeviceBatch, LayerKind, RaggedBatch
 from quire.kernels.attention.triton_plan import DeviceWork, device_batch, device_plan
 from quire.kernels.kv_blocks import KvView
-from quire.kernels.registry import register
+from quire.kernels.workspace import unit_stride
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # the maximum of a row that has seen nothing; exp2(−inf − LOWEST) = 0
 
 
-@register("attention", "triton")
+@op.attention.version("triton")
 def attention(
-    q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """``q [num_tokens, num_heads, head_dim]`` → ``[num_tokens, num_heads, v_head_dim]``."""
+    q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None
+) -> Tensor:
     return _attend(q, kv, batch, shape, sinks, invariant=False)
 
 
-@register("attention", "invariant")
+@op.attention.version("invariant")
 def attention_invariant(
-    q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: torch.Tensor | None
-) -> torch.Tensor:
+    q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None
+) -> Tensor:
     """The same with one tile shape and fixed splits: bits do not depend on the batch or on how a prompt is cut."""
     return _attend(q, kv, batch, shape, sinks, invariant=True)
 
 
 def _attend(
-    q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: torch.Tensor | None, *,
+    q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None, *,
     invariant: bool,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     num_tokens, num_heads, head_dim = q.shape
     assert kv.layout == "rows", "GPU kernels read rows"
     assert head_dim == kv.head_dim, (head_dim, kv.head_dim)
-    if q.stride(2) != 1:
-        q = q.contiguous()
+    q = unit_stride(q)
     out = torch.empty(num_tokens, num_heads, kv.v_head_dim, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
@@ -69,8 +69,8 @@ def _attend(
 
 
 def _run(
-    q: torch.Tensor, kv: KvView, batch: DeviceBatch, shape: AttentionShape, sinks: torch.Tensor | None,
-    out: torch.Tensor, work: DeviceWork,
+    q: Tensor, kv: KvView, batch: DeviceBatch, shape: AttentionShape, sinks: Tensor | None,
+    out: Tensor, work: DeviceWork,
 ) -> None:  # fmt: skip
     kv_heads, group = kv.num_kv_heads, shape.num_heads // kv.num_kv_heads
     num_items = work.items.shape[0]

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.attention import flashinfer
+from quire.kernels.attention import flashinfer, planner
 from quire.kernels.attention.batch import (
     DeviceBatch,
     HostPlan,
@@ -34,7 +34,6 @@ from quire.kernels.attention.batch import (
     padded,
 )
 from quire.kernels.block_sizes import block_sizes
-from quire.kernels.registry import register
 
 SPLIT = 512  # positions per split of the invariant version: a constant, since it is part of the result
 DECODE_ROWS = 16  # rows of a tile in decode: the least that a matrix unit takes
@@ -122,8 +121,8 @@ class TritonPlanner:
         return HostPlan(arrays, restore)
 
 
-register("attention.planner", "triton")(partial(TritonPlanner, invariant=False))
-register("attention.planner", "invariant")(partial(TritonPlanner, invariant=True))
+planner.version("triton")(partial(TritonPlanner, invariant=False))
+planner.version("invariant")(partial(TritonPlanner, invariant=True))
 
 
 def device_batch(batch: RaggedBatch, device: torch.device) -> DeviceBatch:

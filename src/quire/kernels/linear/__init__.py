@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from quire.kernels.linear import native, reference  # noqa: F401  registers both
+import quire.kernels.linear.reference  # noqa: F401  registers it
 from quire.kernels.linear.packed import RANGE, HeadMatrices, PackedLinear, QuantizedWeight, stacked
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, Backend, find

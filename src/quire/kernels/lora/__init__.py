@@ -13,51 +13,101 @@ adapters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from quire.kernels.lora import native, reference  # noqa: F401  registers both
-from quire.kernels.lora.stack import (
-    RANK_ALIGN,
-    AdapterRows,
-    DeviceRows,
-    LoraStack,
-    LowRank,
-    group_rows,
-    most_tiles,
-    tiles_of,
-)
-from quire.kernels.registry import Backend, find
+from quire.kernels.linear.packed import PackedLinear
+from quire.kernels.linear.reference import linear, pack_empty, write_rows
+from quire.kernels.registry import Backend, find, register
 
-__all__ = [
-    "AdapterRows", "DeviceRows", "LoraStack", "LowRank", "add_lora", "group_rows", "most_tiles", "stack_empty",
-    "tiles_of", "write_slot",
-]  # fmt: skip
+TILE_ROWS = 16  # rows per tile of a GPU's kernels
+RANK_ALIGN = 16  # ranks that lie together in the native layout
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One part's adapter: the linear gains ``scale · b a x``."""
+
+    a: Tensor  # [rank, in_features]
+    b: Tensor  # [part's out_features, rank]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(slots=True)
+class LoraStack:
+    """``widths``: output features of each part of the linear. ``a``, ``b`` and ``packed`` are the backend's own."""
+
+    widths: tuple[int, ...]
+    in_features: int
+    num_slots: int
+    max_rank: int  # a multiple of RANK_ALIGN
+    dtype: torch.dtype
+    backend: Backend
+    ranks: Tensor  # int64 [num_slots, parts]; 0: the part is not adapted
+    scales: Tensor  # fp32, the same shape
+    a: Tensor = field(default_factory=lambda: torch.empty(0))
+    b: Tensor = field(default_factory=lambda: torch.empty(0))
+    packed: dict[tuple[int, int], tuple[PackedLinear, PackedLinear]] = field(default_factory=dict)
+
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """The grouping on a GPU: ``order [num_rows]`` and its tiles, ``[num_tiles, 3]`` (`tiles_of`)."""
+
+    order: Tensor
+    tiles: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Rows grouped by slot: slot s (from 1 on; 0 is the base model) has ``order[starts[s - 1] : starts[s]]``.
+
+    ``order [num_rows]`` has room for all rows of the step; entries from ``starts[-1]`` on are not read.
+    """
+
+    order: IntArray
+    starts: IntArray  # [num_slots + 1]
+    there: DeviceRows | None = None  # where the runner uploaded it
+
+    def group(self, slots: IntArray) -> None:
+        """Write the grouping of rows whose slots are ``slots [num_rows]``."""
+        num_slots = len(self.starts) - 1
+        counts = np.bincount(slots, minlength=num_slots + 1)
+        self.starts[0] = 0
+        np.cumsum(counts[1:], out=self.starts[1:])
+        num_adapted = int(self.starts[-1])
+        if num_adapted:
+            self.order[:num_adapted] = np.argsort(slots, kind="stable")[counts[0] :]
+
+    def take(self, indices: IntArray) -> AdapterRows:
+        """Return the grouping of the rows ``indices`` of these, in memory of its own."""
+        num_slots = len(self.starts) - 1
+        slots = np.zeros(len(self.order), np.int64)
+        slots[self.order[: self.starts[-1]]] = np.repeat(np.arange(1, num_slots + 1), np.diff(self.starts))
+        return group_rows(slots[indices], num_slots)
 
 
 def stack_empty(
-    widths: Sequence[int],
-    in_features: int,
-    num_slots: int,
-    max_rank: int,
-    dtype: torch.dtype,
-    *,
-    backend: Backend,
-) -> LoraStack:
+    widths: Sequence[int], in_features: int, num_slots: int, max_rank: int, dtype: torch.dtype, *, backend: Backend
+) -> LoraStack:  # fmt: skip
     """Return slots 1 … ``num_slots``, all empty. Memory that no adapter was written to costs nothing on a CPU."""
     assert num_slots >= 1
     assert max_rank >= 1
     shape = (num_slots, len(widths))
-    stack = LoraStack(
-        tuple(widths),
-        in_features,
-        num_slots,
-        -(-max_rank // RANK_ALIGN) * RANK_ALIGN,
-        dtype,
-        backend,
-        ranks=torch.zeros(shape, dtype=torch.int64),
-        scales=torch.zeros(shape),
-    )
+    most = -(-max_rank // RANK_ALIGN) * RANK_ALIGN
+    ranks, scales = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    stack = LoraStack(tuple(widths), in_features, num_slots, most, dtype, backend, ranks, scales)
     find("lora.allocate", backend)(stack)
     return stack
 
@@ -75,7 +125,7 @@ def write_slot(stack: LoraStack, slot: int, parts: Mapping[int, LowRank]) -> Non
         stack.scales[slot - 1, index] = part.scale
 
 
-def add_lora(x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows: AdapterRows) -> None:
+def add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: AdapterRows) -> None:
     """Add to ``y [num_rows, sum of the widths]`` in place; ``x [num_rows, in_features]``, both of the stack's dtype."""
     assert x.dtype == y.dtype == stack.dtype, (x.dtype, y.dtype, stack.dtype)
     assert x.shape == (y.shape[0], stack.in_features), (x.shape, y.shape, stack.in_features)
@@ -83,3 +133,60 @@ def add_lora(x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows: AdapterRo
     assert len(rows.starts) == stack.num_slots + 1, (len(rows.starts), stack.num_slots)
     assert len(rows.order) >= y.shape[0], (len(rows.order), y.shape)
     find("lora", stack.backend)(x, y, stack, rows)
+
+
+@register("lora.allocate", "reference")
+def _allocate(stack: LoraStack) -> None:
+    """Nothing to allocate: matrices are stored when an adapter is written."""
+
+
+@register("lora.write", "reference")
+def _write(stack: LoraStack, slot: int, part: int, adapter: LowRank) -> None:
+    stack.packed[slot, part] = (_packed(adapter.a, stack.dtype), _packed(adapter.b, stack.dtype))
+
+
+def _packed(matrix: Tensor, dtype: torch.dtype) -> PackedLinear:
+    packed = pack_empty(matrix.shape[0], matrix.shape[1], dtype)
+    write_rows(packed, 0, matrix)
+    return packed
+
+
+@register("lora", "reference")
+def _add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: AdapterRows) -> None:
+    """Two exact linears (kernels/linear/reference.py) for each part and each slot that has rows."""
+    for slot in range(stack.num_slots):
+        start, stop = rows.starts[slot : slot + 2].tolist()
+        if start == stop:
+            continue
+        ids = torch.from_numpy(rows.order[start:stop])
+        column = 0
+        for part, width in enumerate(stack.widths):
+            if stack.ranks[slot, part]:
+                a, b = stack.packed[slot, part]
+                low = linear(x[ids], a, torch.float32, None) * stack.scales[slot, part]
+                delta = linear(low.to(stack.dtype), b, torch.float32, None)
+                columns = slice(column, column + width)
+                y[ids, columns] = (y[ids, columns].float() + delta).to(y.dtype)
+            column += width
+
+
+def group_rows(slots: IntArray, num_slots: int) -> AdapterRows:
+    """Return the grouping of rows with ``slots [num_rows]``, in memory of its own."""
+    rows = AdapterRows(np.zeros(len(slots), np.int64), np.zeros(num_slots + 1, np.int64))
+    rows.group(slots)
+    return rows
+
+
+def tiles_of(rows: AdapterRows) -> IntArray:
+    """Return int64 ``[num_tiles, 3]``: slot from 0 on, first and end place in ``rows.order``."""
+    counts = -(-np.diff(rows.starts) // TILE_ROWS)
+    slot = np.repeat(np.arange(len(counts)), counts)
+    first = (
+        rows.starts[slot] + (np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_ROWS
+    )
+    return np.stack((slot, first, np.minimum(first + TILE_ROWS, rows.starts[slot + 1])), axis=1)
+
+
+def most_tiles(num_rows: int, num_slots: int) -> int:
+    """Return how many tiles so many rows can have at most."""
+    return num_rows // TILE_ROWS + num_slots

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quire.kernels import huge_pages
 from quire.kernels.linear.native import STEP
-from quire.kernels.lora.stack import AdapterRows, LoraStack, LowRank
+from quire.kernels.lora import AdapterRows, LoraStack, LowRank
 from quire.kernels.registry import native, register_native
-from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import empty
+from quire.kernels.workspace import call_of, empty, rows_of
 
 COLUMNS = 16  # columns of A and of B that lie together
 MAX_PARTS = 3
@@ -38,7 +38,7 @@ def write(stack: LoraStack, slot: int, part: int, adapter: LowRank) -> None:
     _write_panels(adapter.b, stack.b[slot, before:])
 
 
-def _write_panels(matrix: torch.Tensor, target: torch.Tensor) -> None:
+def _write_panels(matrix: Tensor, target: Tensor) -> None:
     """``[columns, k]`` → ``[columns/16, k/step, 16, step]``, filled up with zeros, at the start of ``target``."""
     columns, k = matrix.shape
     step = STEP[target.dtype]
@@ -49,16 +49,14 @@ def _write_panels(matrix: torch.Tensor, target: torch.Tensor) -> None:
 
 
 @register_native("lora")
-def add_lora(isa: str, x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows: AdapterRows) -> None:
-    assert x.stride(1) == 1
-    assert y.stride(1) == 1
+def add_lora(isa: str, x: Tensor, y: Tensor, stack: LoraStack, rows: AdapterRows) -> None:
     num_rows, num_parts = y.shape[0], len(stack.widths)
     if num_rows == 0:
         return
     scratch = empty(num_rows, num_parts * stack.max_rank, dtype=stack.dtype)
     native.add_lora(
-        num_native_threads(), isa, stack.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), y.data_ptr(),
-        y.stride(0), scratch.data_ptr(), stack.a.data_ptr(), stack.b.data_ptr(), rows.order.ctypes.data,
-        rows.starts.ctypes.data, stack.ranks.data_ptr(), stack.scales.data_ptr(), num_rows, stack.in_features,
-        stack.num_slots, num_parts, stack.max_rank, (*stack.widths, *(0,) * (MAX_PARTS - num_parts)),
+        *call_of(isa, scratch), *rows_of(x), *rows_of(y), scratch.data_ptr(), stack.a.data_ptr(), stack.b.data_ptr(),
+        rows.order.ctypes.data, rows.starts.ctypes.data, stack.ranks.data_ptr(), stack.scales.data_ptr(), num_rows,
+        stack.in_features, stack.num_slots, num_parts, stack.max_rank,
+        (*stack.widths, *(0,) * (MAX_PARTS - num_parts)),
     )  # fmt: skip

@@ -13,9 +13,11 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from quire.kernels.lora.stack import TILE_ROWS, AdapterRows, DeviceRows, LoraStack, LowRank, tiles_of
+from quire.kernels.lora import TILE_ROWS, AdapterRows, DeviceRows, LoraStack, LowRank, tiles_of
 from quire.kernels.registry import register
+from quire.kernels.workspace import unit_stride
 
 RANKS, INNER, COLUMNS, SPLITS = 16, 128, 64, 4
 MAX_PARTS = 3
@@ -38,14 +40,14 @@ def write(stack: LoraStack, slot: int, part: int, adapter: LowRank) -> None:
 
 
 @register("lora", "triton")
-def add_lora(x: torch.Tensor, y: torch.Tensor, stack: LoraStack, rows: AdapterRows) -> None:
+def add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: AdapterRows) -> None:
     there = rows.there or DeviceRows(
         *(torch.from_numpy(part).to(x.device) for part in (rows.order, tiles_of(rows)))
     )
     num_tiles, parts = there.tiles.shape[0], len(stack.widths)
     if num_tiles == 0:
         return
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = unit_stride(x)
     assert y.stride(1) == 1
     low = torch.empty(SPLITS, y.shape[0], parts, stack.max_rank, dtype=torch.float32, device=x.device)
     per_split = triton.cdiv(stack.in_features, INNER * SPLITS) * INNER

@@ -6,14 +6,15 @@ from array import array
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from quire.kernels import moe
 from quire.kernels.linear import PackedLinear
 from quire.kernels.linear.native import STEP, TYPES, format_words
-from quire.kernels.moe import reference
-from quire.kernels.moe.reference import ExpertStack
-from quire.kernels.pointwise.native import GATES
+from quire.kernels.moe import ExpertStack
+from quire.kernels.pointwise import GATES
 from quire.kernels.quantized_rows import row_stride
-from quire.kernels.registry import NATIVE_LEVELS, native, register_native
+from quire.kernels.registry import NATIVE_LEVELS, native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, empty
 from quire.modelspec import MoeSpec
@@ -21,10 +22,8 @@ from quire.modelspec import MoeSpec
 SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
 
 
-@register_native("moe.route", NATIVE_LEVELS, takes_level=False)
-def route(
-    router_logits: torch.Tensor, spec: MoeSpec, correction: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+@moe.route.native(NATIVE_LEVELS)
+def route(isa: str, router_logits: Tensor, spec: MoeSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     assert router_logits.is_contiguous()
     num_tokens = router_logits.shape[0]
     weights = empty(max(num_tokens, 1), spec.top_k, dtype=torch.float32)[:num_tokens]
@@ -37,13 +36,11 @@ def route(
     return weights, ids
 
 
-@register_native("moe.experts", NATIVE_LEVELS)
-def experts(
-    isa: str, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, stack: ExpertStack
-) -> torch.Tensor:
+@moe.experts.native(NATIVE_LEVELS)
+def experts(isa: str, x: Tensor, weights: Tensor, expert_ids: Tensor, stack: ExpertStack) -> Tensor:
     up, down = stack.gate_up[0], stack.down[0]
     if any(not m.format.quantized and m.in_features % STEP[x.dtype] for m in (up, down)):
-        return reference.experts(x, weights, expert_ids, stack)  # the kernels read whole pairs
+        return moe.experts(x, weights, expert_ids, stack)  # the kernels read whole pairs
     if stack.addresses is None:
         stack.addresses = (_addresses(stack.gate_up), _addresses(stack.down))
     num_tokens, top_k = expert_ids.shape

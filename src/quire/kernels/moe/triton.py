@@ -10,41 +10,35 @@ from collections.abc import Sequence
 
 import torch
 import triton
+from torch import Tensor
 
+from quire.kernels import moe
 from quire.kernels.block_sizes import Sizes, block_sizes
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.linear.triton import quantize_rows_to_fp8
 from quire.kernels.linear.triton_matmul import ExpertStrides, held, launch
-from quire.kernels.moe.reference import ExpertStack
+from quire.kernels.moe import ExpertStack
 from quire.kernels.pointwise.triton import gated
-from quire.kernels.registry import register
+from quire.kernels.workspace import unit_stride
 
 MANY = 64  # rows per expert, beyond which the tiles for many rows are taken
 
 
-@register("moe.experts", "triton")
-def experts(
-    x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, stack: ExpertStack
-) -> torch.Tensor:
-    """``x [num_tokens, hidden]`` → the same shape; `kernels.moe.experts`."""
+@moe.experts.version("triton")
+def experts(x: Tensor, weights: Tensor, expert_ids: Tensor, stack: ExpertStack) -> Tensor:
     many = expert_ids.numel() > MANY * len(stack.down)
     shape = f"{stack.down[0].format.kind}_k{x.shape[1]}"
-    return _experts(
-        x, weights, expert_ids, stack, block_sizes("grouped_large" if many else "grouped_small", shape)
-    )
+    sizes = block_sizes("grouped_large" if many else "grouped_small", shape)
+    return _experts(x, weights, expert_ids, stack, sizes)
 
 
-@register("moe.experts", "invariant")
-def experts_invariant(
-    x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, stack: ExpertStack
-) -> torch.Tensor:
+@moe.experts.version("invariant")
+def experts_invariant(x: Tensor, weights: Tensor, expert_ids: Tensor, stack: ExpertStack) -> Tensor:
     """The same with tiles of one shape: a token's bits do not depend on the tokens that share its experts."""
     return _experts(x, weights, expert_ids, stack, block_sizes("matmul_invariant", "all"))
 
 
-def _experts(
-    x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, stack: ExpertStack, sizes: Sizes
-) -> torch.Tensor:
+def _experts(x: Tensor, weights: Tensor, expert_ids: Tensor, stack: ExpertStack, sizes: Sizes) -> Tensor:
     num_tokens, top_k = expert_ids.shape
     if num_tokens == 0:
         return torch.empty_like(x)
@@ -53,7 +47,7 @@ def _experts(
     pairs = chosen.numel()
     in_order = torch.arange(pairs, dtype=torch.int32, device=x.device)
     token_of = torch.div(order, top_k, rounding_mode="floor").to(torch.int32)
-    hidden = _grouped(x if x.stride(1) == 1 else x.contiguous(), token_of, stack.gate_up, tiles, pairs, sizes)
+    hidden = _grouped(unit_stride(x), token_of, stack.gate_up, tiles, pairs, sizes)
     out = _grouped(gated(hidden, stack.activation), in_order, stack.down, tiles, pairs, sizes)
     taken = torch.empty_like(out)
     taken[order] = out
@@ -64,7 +58,7 @@ def _experts(
     return total.to(x.dtype)
 
 
-def cut_tiles(chosen: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
+def cut_tiles(chosen: Tensor, num_experts: int, rows: int) -> Tensor:
     """Cut the sorted ``chosen [pairs]`` into tiles of up to ``rows`` of one expert.
 
     Returns int32 ``[as many as there can be, 3]``: expert, first row, end row of the expert; empty ones come last.
@@ -83,13 +77,8 @@ def cut_tiles(chosen: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor
 
 
 def _grouped(
-    x: torch.Tensor,
-    row_index: torch.Tensor,
-    matrices: Sequence[PackedLinear],
-    tiles: torch.Tensor,
-    pairs: int,
-    sizes: Sizes,
-) -> torch.Tensor:
+    x: Tensor, row_index: Tensor, matrices: Sequence[PackedLinear], tiles: Tensor, pairs: int, sizes: Sizes
+) -> Tensor:
     """Row i is ``x[row_index[i]]`` times the matrix of its tile's expert: ``[pairs, out_features]``."""
     one = matrices[0]
     out = torch.empty(pairs, one.out_features, dtype=x.dtype, device=x.device)

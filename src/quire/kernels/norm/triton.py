@@ -11,58 +11,49 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from quire.kernels.registry import register
+from quire.kernels import norm
+from quire.kernels.quantized_rows import QuantizedRows
+from quire.kernels.workspace import unit_stride
 
 
-@register("rms_norm", "triton")
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x [..., size]`` → the same shape and dtype; ``weight [size]`` or, for ``x [tokens, heads, size]``, per head."""
-    size = x.shape[-1]
-    rows = x if x.dim() == 3 else x.reshape(-1, 1, size)
-    if rows.stride(2) != 1:
-        rows = rows.contiguous()
+@norm.rms_norm.version("triton")
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows = unit_stride(x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1]))
     y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     _launch(rows, None, weight, eps, y, None, None)
     return y.view(x.shape)
 
 
-@register("add_rms_norm", "triton")
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both ``[num_tokens, size]`` → (normed, sum); the sum is rounded to the dtype before the norm."""
+@norm.add_rms_norm.version("triton")
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, total = torch.empty_like(x), torch.empty_like(x)
     _launch(_heads(x), _heads(residual), weight, eps, y.unsqueeze(1), total.unsqueeze(1), None)
     return y, total
 
 
-@register("add_rms_norm_to_fp8", "triton")
+@norm.add_rms_norm_to_fp8.version("triton")
 def add_rms_norm_to_fp8(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The norm as fp8 rows with a scale each: (``[num_tokens, size]``, fp32 ``[num_tokens]``, sum)."""
-    y = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    total = x if residual is None else torch.empty_like(x)
-    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    other = None if residual is None else _heads(residual)
-    _launch(_heads(x), other, weight, eps, y.unsqueeze(1), total.unsqueeze(1), scales)
-    return y, scales, total
+    x: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[QuantizedRows, Tensor]:
+    y = torch.empty(residual.shape, dtype=torch.float8_e4m3fn, device=residual.device)
+    total = residual if x is None else torch.empty_like(residual)
+    scales = torch.empty(residual.shape[0], dtype=torch.float32, device=residual.device)
+    other = None if x is None else _heads(x)
+    _launch(_heads(residual), other, weight, eps, y.unsqueeze(1), total.unsqueeze(1), scales)
+    no_sums = scales.new_empty(len(scales), 0, dtype=torch.int32)
+    return QuantizedRows(y, scales.unsqueeze(1), no_sums, y.shape[1], None, residual.dtype), total
 
 
-def _heads(x: torch.Tensor) -> torch.Tensor:
-    return (x if x.stride(1) == 1 else x.contiguous()).unsqueeze(1)
+def _heads(x: Tensor) -> Tensor:
+    return unit_stride(x).unsqueeze(1)
 
 
 def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    y: torch.Tensor,
-    total: torch.Tensor | None,
-    scales: torch.Tensor | None,
-) -> None:
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, total: Tensor | None,
+    scales: Tensor | None,
+) -> None:  # fmt: skip
     tokens, heads, size = x.shape
     if tokens == 0:
         return

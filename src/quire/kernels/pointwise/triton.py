@@ -8,23 +8,22 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.registry import register
+from quire.kernels import pointwise
+from quire.kernels.pointwise import GATES, ActivationKind
+from quire.kernels.workspace import unit_stride
 
-KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_oai": 3}
 BLOCK = 1024
 
 
-@register("gated", "triton")
-def gated(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-    """``[num_tokens, 2 · size]`` → ``[num_tokens, size]``."""
-    if gate_up.stride(1) != 1:
-        gate_up = gate_up.contiguous()
+@pointwise.gated.version("triton")
+def gated(gate_up: torch.Tensor, kind: ActivationKind) -> torch.Tensor:
+    gate_up = unit_stride(gate_up)
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         block = min(BLOCK, triton.next_power_of_2(size))
         gate_times_up[(tokens, triton.cdiv(size, block))](
-            gate_up, gate_up.stride(0), y, size, KIND=KINDS[kind], BLOCK=block, num_warps=4
+            gate_up, gate_up.stride(0), y, size, KIND=GATES[kind], BLOCK=block, num_warps=4
         )
     return y
 

@@ -3,91 +3,72 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from quire.kernels import rope
 from quire.kernels.kv_blocks import KvView
-from quire.kernels.registry import native, register_native
-from quire.kernels.rope.reference import QkNorm
-from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import address, empty
+from quire.kernels.registry import native
+from quire.kernels.rope import QkNorm
+from quire.kernels.workspace import call_of, empty, heads_of, rows_of, unit_stride
 
 
-@register_native("apply_rope")
-def apply_rope(
-    isa: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    """``x [num_tokens, num_heads, head_dim]``; ``cos, sin [num_tokens, half]`` fp32."""
-    tokens, heads, head_dim = x.shape
-    half = cos.shape[-1]
+@rope.apply_rope.native()
+def apply_rope(isa: str, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    (tokens, heads, head_dim), half = x.shape, cos.shape[-1]
     assert 2 * half <= head_dim
     assert cos.is_contiguous()
     assert sin.is_contiguous()
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    y = empty(tokens, heads, head_dim, dtype=x.dtype)
+    x, y = unit_stride(x), empty(tokens, heads, head_dim, dtype=x.dtype)
     native.rope(
-        num_native_threads(), isa, x.dtype == torch.bfloat16, interleaved, x.data_ptr(), x.stride(0), x.stride(1),
-        cos.data_ptr(), sin.data_ptr(), y.data_ptr(), tokens, heads, head_dim, half,
+        *call_of(isa, x), interleaved, *heads_of(x), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), tokens, heads,
+        head_dim, half,
     )  # fmt: skip
     return y
 
 
-@register_native("store_kv")
-def store_kv(
-    isa: str,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    kv: KvView,
-    block_ids: torch.Tensor,
-    offsets: torch.Tensor,
-) -> None:
-    """Write the tokens of a step into the cache."""
-    pieces = kv.pieces
+@rope.store_kv.native()
+def store_kv(isa: str, k: Tensor, v: Tensor | None, kv: KvView, block_ids: Tensor, offsets: Tensor) -> None:
+    pieces, k, v_heads = kv.pieces, unit_stride(k), (0, 0, 0)
     assert kv.layout == "rows" or k.dtype == torch.bfloat16, k.dtype
-    if k.stride(2) != 1:
-        k = k.contiguous()
+    assert (v is None) == kv.v_in_k
     if v is not None:
         assert v.dtype == k.dtype, (v.dtype, k.dtype)
-        if v.stride(2) != 1:
-            v = v.contiguous()
+        v = unit_stride(v)
+        v_heads = heads_of(v)
     native.store_kv(
-        num_native_threads(), isa, k.dtype == torch.bfloat16, pieces.dtype == torch.bfloat16, kv.layout == "tiles",
-        pieces.dtype == torch.int8, k.data_ptr(), k.stride(0), k.stride(1), address(v),
-        0 if v is None else v.stride(0), 0 if v is None else v.stride(1), pieces.data_ptr(), pieces.stride(0),
-        pieces.stride(1), block_ids.data_ptr(), offsets.data_ptr(), k.shape[0], k.shape[1], kv.head_dim,
-        kv.v_head_dim, kv.block_size,
+        *call_of(isa, k), pieces.dtype == torch.bfloat16, kv.layout == "tiles", pieces.dtype == torch.int8,
+        *heads_of(k), *v_heads, *heads_of(pieces), block_ids.data_ptr(), offsets.data_ptr(), k.shape[0],
+        k.shape[1], kv.head_dim, kv.v_head_dim, kv.block_size,
     )  # fmt: skip
 
 
-@register_native("rope_store")
+@rope.rope_store.native()
 def rope_store(
-    isa: str,
-    qkv: torch.Tensor,
-    num_heads: int,
-    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
-    norm: QkNorm | None,
-    kv: KvView,
-    block_ids: torch.Tensor,
-    offsets: torch.Tensor,
-    interleaved: bool,
-) -> torch.Tensor:
-    """``qkv [num_tokens, …]`` → q ``[num_tokens, num_heads, head_dim]``; k and v go to the cache."""
-    pieces, tokens = kv.pieces, qkv.shape[0]
+    isa: str, qkv: Tensor, num_heads: int, cos_sin: tuple[Tensor, Tensor] | None, norm: QkNorm | None, kv: KvView,
+    block_ids: Tensor, offsets: Tensor, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    pieces, qkv, angles = kv.pieces, unit_stride(qkv), (0, 0, 0)
+    q_weight, k_weight, over_all, eps = 0, 0, False, 0.0
     assert not kv.v_in_k
     assert kv.layout == "rows" or qkv.dtype == torch.bfloat16, qkv.dtype
     assert qkv.shape[1] == (num_heads + kv.num_kv_heads) * kv.head_dim + kv.num_kv_heads * kv.v_head_dim
-    if qkv.stride(1) != 1:
-        qkv = qkv.contiguous()
-    for part in cos_sin or ():
-        assert part.is_contiguous()
-    q = empty(tokens, num_heads, kv.head_dim, dtype=qkv.dtype)
+    if cos_sin is not None:
+        cos, sin = cos_sin
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
+        angles = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+    if norm is not None:
+        q_weight, k_weight, over_all, eps = (
+            norm.q_weight.data_ptr(),
+            norm.k_weight.data_ptr(),
+            norm.over_all,
+            norm.eps,
+        )
+    q = empty(qkv.shape[0], num_heads, kv.head_dim, dtype=qkv.dtype)
     native.rope_store(
-        num_native_threads(), isa, qkv.dtype == torch.bfloat16, pieces.dtype == torch.bfloat16,
-        kv.layout == "tiles", pieces.dtype == torch.int8, interleaved, qkv.data_ptr(), qkv.stride(0),
-        cos_sin[0].data_ptr() if cos_sin is not None else 0, cos_sin[1].data_ptr() if cos_sin is not None else 0,
-        cos_sin[0].shape[1] if cos_sin is not None else 0, norm.q_weight.data_ptr() if norm is not None else 0,
-        norm.k_weight.data_ptr() if norm is not None else 0, norm is not None and norm.over_all,
-        norm.eps if norm is not None else 0.0, q.data_ptr(), pieces.data_ptr(), pieces.stride(0), pieces.stride(1),
-        block_ids.data_ptr(), offsets.data_ptr(), tokens, num_heads, kv.num_kv_heads, kv.head_dim, kv.v_head_dim,
+        *call_of(isa, qkv), pieces.dtype == torch.bfloat16, kv.layout == "tiles", pieces.dtype == torch.int8,
+        interleaved, *rows_of(qkv), *angles, q_weight, k_weight, over_all, eps, q.data_ptr(), *heads_of(pieces),
+        block_ids.data_ptr(), offsets.data_ptr(), qkv.shape[0], num_heads, kv.num_kv_heads, kv.head_dim, kv.v_head_dim,
         kv.block_size,
     )  # fmt: skip
     return q

@@ -12,27 +12,21 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from quire.kernels import rope
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.norm.triton import rms_norm
-from quire.kernels.registry import register
-from quire.kernels.rope.reference import QkNorm
+from quire.kernels.rope import QkNorm
+from quire.kernels.workspace import unit_stride
 
 
-@register("rope_store", "triton")
+@rope.rope_store.version("triton")
 def rope_store(
-    qkv: torch.Tensor,
-    num_heads: int,
-    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
-    norm: QkNorm | None,
-    kv: KvView,
-    block_ids: torch.Tensor,
-    offsets: torch.Tensor,
-    interleaved: bool,
-) -> torch.Tensor:
-    """``qkv [num_tokens, …]`` → q ``[num_tokens, num_heads, head_dim]``; k and v go to the cache."""
-    if qkv.stride(1) != 1:
-        qkv = qkv.contiguous()
+    qkv: Tensor, num_heads: int, cos_sin: tuple[Tensor, Tensor] | None, norm: QkNorm | None, kv: KvView,
+    block_ids: Tensor, offsets: Tensor, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    qkv = unit_stride(qkv)
     if norm is not None and norm.over_all:  # one norm over all heads: before, on its own
         q_width, k_width = num_heads * kv.head_dim, kv.num_kv_heads * kv.head_dim
         qkv = qkv.clone()
@@ -46,26 +40,17 @@ def rope_store(
     return q
 
 
-@register("store_kv", "triton")
-def store_kv(
-    k: torch.Tensor, v: torch.Tensor | None, kv: KvView, block_ids: torch.Tensor, offsets: torch.Tensor
-) -> None:
-    """Write the tokens of a step into the cache."""
+@rope.store_kv.version("triton")
+def store_kv(k: Tensor, v: Tensor | None, kv: KvView, block_ids: Tensor, offsets: Tensor) -> None:
+    assert (v is None) == kv.v_in_k
     rows = k.flatten(1) if v is None else torch.cat((k.flatten(1), v.flatten(1)), dim=1)
     _launch(rows, 0, None, None, kv, block_ids, offsets, False, rows)
 
 
 def _launch(
-    qkv: torch.Tensor,
-    num_heads: int,
-    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
-    norm: QkNorm | None,
-    kv: KvView,
-    block_ids: torch.Tensor,
-    offsets: torch.Tensor,
-    interleaved: bool,
-    q: torch.Tensor,
-) -> None:
+    qkv: Tensor, num_heads: int, cos_sin: tuple[Tensor, Tensor] | None, norm: QkNorm | None, kv: KvView,
+    block_ids: Tensor, offsets: Tensor, interleaved: bool, q: Tensor,
+) -> None:  # fmt: skip
     assert kv.layout == "rows", "GPU kernels write rows"
     tokens, half = qkv.shape[0], 0 if cos_sin is None else cos_sin[0].shape[1]
     if tokens == 0:

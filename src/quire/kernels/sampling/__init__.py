@@ -2,11 +2,9 @@
 
     sample             logits [rows, vocab] + the parameters of each row -> token ids
     token_logprobs     logits [rows, vocab] + token ids -> logprobs, ranks and the most likely ids
-    gumbel_argmax      scores [rows, vocab] + streams -> token ids [rows]
-    gumbel_noise       streams x token ids -> noise, float64
-    typical_ids        logits of one row -> the ids that typical_p keeps
-    top_candidates     scores [rows, vocab] -> the best k of each row, ties to the lowest id
-    exp_f32, log_f64, tree_sum     the same bits on every device, for every batch and thread count
+
+`noise`, `truncate` and `exact_math` beside this file have what the references are made of. `COLUMNS`, the record of
+numbers that they read of each row, is laid out as csrc/cpu/sampling.h has it.
 
 **Streams.** The noise of one token id is named by (seed, sample_index, position, token id, purpose). Philox4x32-10
 (Salmon et al. 2011) maps it one-to-one to a 64-bit key, a 128-bit counter and one of four output words::
@@ -25,44 +23,151 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.registry import Backend, find
-from quire.kernels.sampling import native, reference  # noqa: F401  registers both
+from quire.kernels.registry import op
 from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
-from quire.kernels.sampling.noise import Streams, gumbel_argmax, gumbel_argmax_of, gumbel_noise
-from quire.kernels.sampling.truncate import keep_typical, top_candidates, typical_ids
+from quire.kernels.sampling.noise import Streams, gumbel_argmax, gumbel_argmax_of
+from quire.kernels.sampling.truncate import Truncation, apply_min_p, top_candidates, truncate
 from quire.request import TokenLogprobs
 
-__all__ = [
-    "Streams", "exp_f32", "gumbel_argmax", "gumbel_argmax_of", "gumbel_noise", "keep_typical", "log_f64",
-    "sample", "token_logprobs", "top_candidates", "tree_sum", "typical_ids",
-]  # fmt: skip
+# Bits of the `features` column.
+RANDOM = 1  # temperature > 0
+TRUNCATED = 2  # top_k or top_p
+MIN_P = 4
+EDITED = 8  # bias, penalties or constraints
+LOGPROBS = 16
+
+COLUMNS = np.dtype(
+    [
+        ("features", np.int64),
+        ("temperature", np.float32),
+        ("top_k", np.int64),  # vocab_size: off
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.int64),
+        ("sample_index", np.int64),
+        ("position", np.int64),  # absolute position of the sampled token
+        ("num_logprobs", np.int64),
+    ],
+    align=True,
+)
+_SCRATCH_ELEMENTS = 1 << 22  # rows are copied in slices of this many numbers
 
 
+@op("sample")
 def sample(
-    logits: Tensor, edited: Mapping[int, Tensor], columns: NDArray[np.void], *, purpose: int, backend: Backend
+    logits: Tensor, edited: Mapping[int, Tensor], columns: NDArray[np.void], purpose: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Sample one token per row: temperature, min_p, top_k, top_p, Gumbel-max; rows without noise take the largest.
 
-    ``logits: [rows, vocab] float32`` stays as it is; ``edited[row]: [vocab]`` stands in for a row of it. ``columns``:
-    `reference.COLUMNS [rows]`. Returns (ids, largest logits), both ``[rows]``; a row whose largest logit is not finite
-    (a NaN counts as the largest) has no valid id.
+    ``logits: [rows, vocab] float32``, on the CPU, stays as it is; ``edited[row]: [vocab]`` stands in for a row of it.
+    ``columns``: `COLUMNS [rows]`. Returns (ids, largest logits), both ``[rows]``; a row whose largest logit is not
+    finite (a NaN counts as the largest) has no valid id.
     """
-    assert logits.shape[0] == columns.size
-    sampled: tuple[NDArray[np.int64], NDArray[np.float32]] = find("sample", backend)(
-        logits, edited, columns, purpose
-    )
-    return sampled
+    rows = columns.size
+    assert logits.shape[0] == rows
+    ids, best = np.empty(rows, np.int64), np.empty(rows, np.float32)
+    random = (columns["features"] & RANDOM).astype(np.bool_)
+    step = max(1, _SCRATCH_ELEMENTS // logits.shape[1])
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        scores = logits[part]
+        if changed := [row for row in edited if part.start <= row < part.stop]:
+            scores = scores.clone()
+            for row in changed:
+                scores[row - start] = edited[row]
+        tokens, largest = _argmax(scores)
+        best[part] = largest.numpy()
+        chosen = np.flatnonzero(random[part] & np.isfinite(best[part]))
+        if chosen.size:
+            index = torch.from_numpy(chosen)
+            tokens[index] = _sample_random(scores[index], columns[part][chosen], purpose)
+        ids[part] = tokens.numpy()
+    return ids, best
 
 
-def token_logprobs(
-    logits: Tensor, token_ids: Tensor, num_top: Sequence[int], *, backend: Backend = "reference"
-) -> list[TokenLogprobs]:
+def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """(lowest id of the largest score, that score) of each row; a NaN is larger than everything."""
+    ids = scores.argmax(dim=1)
+    return ids, scores.gather(1, ids[:, None]).squeeze(1)
+
+
+def _sample_random(scores: Tensor, columns: NDArray[np.void], purpose: int) -> Tensor:
+    """Temperature, truncation and Gumbel-max over ``scores: [rows, vocab]``, which is overwritten."""
+    features = columns["features"]
+    scores.sub_(scores.amax(dim=1, keepdim=True))  # so that no temperature, however small, overflows
+    scores.div_(_column(columns, "temperature")[:, None])
+    seeds, indices, positions = (_column(columns, name) for name in ("seed", "sample_index", "position"))
+    streams = Streams(seeds, indices, positions, purpose)
+    limits = Truncation(*(_column(columns, name) for name in ("top_k", "top_p", "min_p")))
+    rows = torch.from_numpy(np.flatnonzero(features & MIN_P))
+    if rows.numel():
+        scores[rows] = apply_min_p(scores[rows], limits.min_p[rows])
+    truncated = (features & TRUNCATED).astype(np.bool_)
+    if not truncated.any():
+        return gumbel_argmax(scores, streams)
+    tokens = torch.empty(columns.size, dtype=torch.int64)
+    rows = torch.from_numpy(np.flatnonzero(truncated))
+    tokens[rows] = gumbel_argmax_of(*truncate(scores[rows], limits.take(rows)), streams.take(rows))
+    rows = torch.from_numpy(np.flatnonzero(~truncated))
+    if rows.numel():
+        tokens[rows] = gumbel_argmax(scores[rows], streams.take(rows))
+    return tokens
+
+
+def _column(columns: NDArray[np.void], name: str) -> Tensor:
+    return torch.from_numpy(columns[name].copy())
+
+
+def log_normalizer(logits: Tensor) -> Tensor:
+    """log Σ exp of each row of ``logits: [rows, vocab] float32``, float64 ``[rows]``; bits depend on the row alone."""
+    best = logits.amax(dim=1, keepdim=True)
+    return best.squeeze(1).to(torch.float64) + log_f64(tree_sum(exp_f32(logits - best)))
+
+
+@op("token_logprobs")
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Logprob and rank of ``token_ids: [rows]`` and the ``num_top[row]`` most likely ids of each row.
 
-    ``logits: [rows, vocab]`` are raw. Equal logits rank by id, so ranks are distinct and the lists deterministic.
+    ``logits: [rows, vocab]`` are raw: before bias, penalties, masks, temperature and truncation. Equal logits rank by
+    id, so ranks are distinct and the lists deterministic.
     """
-    found: list[TokenLogprobs] = find("token_logprobs", backend)(logits, token_ids, num_top)
-    return found
+    found = logprob_tensors(logits, token_ids, min(max(num_top), logits.shape[1]))
+    return assemble(token_ids.tolist(), num_top, *(part.tolist() for part in found))
+
+
+def logprob_tensors(logits: Tensor, token_ids: Tensor, widest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logprob float64, rank) of ``token_ids``, both ``[rows]``, and (ids, logprobs) of the best, ``[rows, widest]``.
+
+    All are on the device of ``logits``; the host does not wait for a GPU.
+    """
+    normalizer = log_normalizer(logits)
+    chosen = logits.gather(1, token_ids[:, None])
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    ahead = (logits > chosen) | ((logits == chosen) & (ids < token_ids[:, None]))
+    logprobs = chosen.squeeze(1).to(torch.float64) - normalizer
+    ranks = ahead.sum(dim=1) + 1
+    if widest == 0:
+        return logprobs, ranks, token_ids.new_empty(len(ranks), 0), logprobs.new_empty(len(ranks), 0)
+    values, best_ids = top_candidates(logits, widest)
+    return logprobs, ranks, best_ids, values.to(torch.float64) - normalizer[:, None]
+
+
+def assemble(
+    token_ids: Sequence[int],
+    num_top: Sequence[int],
+    logprobs: list[float],
+    ranks: list[int],
+    top_ids: list[list[int]],
+    top_logprobs: list[list[float]],
+) -> list[TokenLogprobs]:
+    """Return one entry per row of what `logprob_tensors` found, on the host."""
+    return [
+        TokenLogprobs(
+            token_id, logprobs[row], ranks[row], tuple(top_ids[row][:k]), tuple(top_logprobs[row][:k])
+        )
+        for row, (token_id, k) in enumerate(zip(token_ids, num_top, strict=True))
+    ]

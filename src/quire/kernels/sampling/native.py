@@ -8,17 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.registry import native, register_native
-from quire.kernels.sampling.reference import COLUMNS
+from quire.kernels import sampling
+from quire.kernels.registry import native
+from quire.kernels.sampling import COLUMNS, assemble
 from quire.kernels.threads import num_native_threads
 from quire.request import TokenLogprobs
 
 
-@register_native("sample")
+@sampling.sample.native()
 def sample(
     isa: str, logits: Tensor, edited: Mapping[int, Tensor], columns: NDArray[np.void], purpose: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """See `quire.kernels.sampling.sample`."""
+    assert logits.shape[0] == columns.size
     assert columns.flags.c_contiguous
     assert columns.dtype == COLUMNS
     addresses = _addresses(logits)
@@ -34,11 +35,10 @@ def sample(
     return ids, best
 
 
-@register_native("token_logprobs")
+@sampling.token_logprobs.native()
 def token_logprobs(
     isa: str, logits: Tensor, token_ids: Tensor, num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """See `quire.kernels.sampling.token_logprobs`."""
     rows, vocab = logits.shape
     wanted = np.minimum(np.array(num_top, np.int64), vocab)
     width = int(wanted.max(initial=0))
@@ -50,18 +50,8 @@ def token_logprobs(
         num_native_threads(), isa, addresses.ctypes.data, chosen.ctypes.data, wanted.ctypes.data, rows, vocab,
         width, logprobs.ctypes.data, ranks.ctypes.data, top_ids.ctypes.data, top_logprobs.ctypes.data,
     )  # fmt: skip
-    return [
-        TokenLogprobs(token_id, logprob, rank, tuple(best[:k]), tuple(best_logprobs[:k]))
-        for token_id, logprob, rank, best, best_logprobs, k in zip(
-            chosen.tolist(),
-            logprobs.tolist(),
-            ranks.tolist(),
-            top_ids.tolist(),
-            top_logprobs.tolist(),
-            wanted.tolist(),
-            strict=True,
-        )
-    ]
+    found = (logprobs.tolist(), ranks.tolist(), top_ids.tolist(), top_logprobs.tolist())
+    return assemble(chosen.tolist(), wanted.tolist(), *found)
 
 
 def _addresses(logits: Tensor) -> NDArray[np.int64]:

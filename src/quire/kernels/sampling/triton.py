@@ -22,7 +22,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.sampling.reference import LOGPROBS, MIN_P, RANDOM, TRUNCATED
+from quire.kernels.sampling import LOGPROBS, MIN_P, RANDOM, TRUNCATED
 
 CHUNK = 1024  # ids per program
 CANDIDATES = 1024  # per row, where top_k and top_p look first

@@ -1,17 +1,25 @@
-"""From a prompt and `SamplingParams` to a `Request`: the one place that resolves defaults and checks limits.
+"""Prompts on the API side: conversations and texts to token ids, and token ids with `SamplingParams` to a `Request`.
 
-The online frontend and the offline `LLM` both call `prepare_request`, so both reject the same requests with the same
-words.
+`prepare_request` is the one place that resolves defaults and checks limits: the online frontend and the offline `LLM`
+both call it, so both reject the same requests with the same words.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from quire.errors import RequestError, clip
+from quire.engine import helper_pool
+from quire.engine.helper_pool import Head, HelperPool
+from quire.engine.large_input import INLINE_CHARS, LargeBodies, LongTexts, off_loop
+from quire.errors import ModelLoadError, RequestError, clip
+from quire.http.limits import TEXT_CHARACTERS, too_many
 from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams
+from quire.text.chat_template import ChatTemplate, over_limit
 from quire.text.tokenizer import Tokenizer
 
 # A seed of 53 bits in JSON survives clients that read numbers as doubles.
@@ -170,3 +178,128 @@ class ModelInfo:
             RequestError: a value is not allowed; names the field.
         """
         return SamplingParams(**{**self.generation_defaults, **given})
+
+
+class RenderedChat(NamedTuple):
+    """What a chat template makes of a conversation."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
+class Prompts:
+    """The tokenizer and the chat template of one model. Safe to share between threads."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self._helpers = HelperPool("template", self._sources)
+        self._texts = LongTexts(tokenizer)
+        self.bodies = LargeBodies()
+
+    async def start(self) -> None:
+        """Start a helper if the template needs one, so that the first request does not wait for it.
+
+        Raises:
+            ModelLoadError: the template does not compile.
+        """
+        if self.chat_template.is_known:
+            return
+        greeting = await asyncio.to_thread(self._helpers.greeting)
+        if greeting is None:
+            raise ModelLoadError("The chat template takes too much time or memory to compile.")
+        if "error" in greeting:
+            raise ModelLoadError(greeting["error"])
+
+    def close(self) -> None:
+        """End the helpers."""
+        self._helpers.close()
+        self._texts.close()
+        self.bodies.close()
+
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> Sequence[int]:
+        """Return the ids of ``text``. ``most_tokens``: reject a text that is certain to have more, at once.
+
+        Raises:
+            RequestError: the text is too long, or not Unicode.
+            CapacityError: too many long texts wait (retryable).
+        """
+        if len(text) <= INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        least = self.tokenizer.min_tokens(len(text))
+        if most_tokens is not None and least > most_tokens:
+            raise too_long(f"at least {least}", most_tokens)
+        if (least == 0 or most_tokens is None) and len(text) > TEXT_CHARACTERS:
+            raise too_many("A text of the prompt", len(text), TEXT_CHARACTERS, "characters", "prompt")
+        return await self._texts.encode(text, add_special_tokens=add_special_tokens)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        most_tokens: int | None = None,
+        **variables: Any,
+    ) -> RenderedChat:
+        """Return text and token ids of a conversation. The template writes BOS itself, so tokenizing adds none.
+
+        ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are
+        further variables for the template (`enable_thinking` …). ``most_tokens``: as for `tokenize`.
+
+        Raises:
+            RequestError: there is no template, or it rejects the messages, fails on them, or takes too much.
+            CapacityError: too many conversations wait for a helper process (retryable: 503).
+        """
+        options: dict[str, Any] = {
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": (
+                not continue_final_message if add_generation_prompt is None else add_generation_prompt
+            ),
+            "continue_final_message": continue_final_message,
+            "variables": variables,
+        }
+        if self.chat_template.is_known:
+            text = await off_loop(len(messages), partial(self.chat_template.render, messages, **options))
+        else:
+            text = await asyncio.wrap_future(self._submit(messages, options))
+        ids = await self.tokenize(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
+        return RenderedChat(text, ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """As `ChatTemplate.render`, in a helper if need be; blocks: for a thread other than the event loop's."""
+        if self.chat_template.is_known:
+            return self.chat_template.render(messages, **options)
+        return self._submit(messages, options).result()
+
+    def _sources(self) -> Head:
+        special = self.chat_template.special
+        return {
+            "templates": self.chat_template.sources,
+            "roles": dict(special.roles),
+            "additional": list(special.additional),
+        }
+
+    def _submit(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> Future[str]:
+        now = self.chat_template.clock().isoformat()
+        try:
+            return self._helpers.submit({"messages": list(messages), "now": now, **options}, _text_of)
+        except RecursionError:
+            raise RequestError("messages or tools are nested too deeply.", param="messages") from None
+
+
+def _text_of(answer: Head | None, late: bool) -> str:
+    if answer is None and late:
+        raise over_limit(f"it takes longer than {helper_pool.TASK_LIMIT_S:g} s")
+    if answer is None:
+        raise over_limit("it takes more memory or stack than is allowed")
+    if "error" in answer:
+        raise RequestError(answer["error"], param=answer["param"], code=answer["code"])
+    text: str = answer["text"]
+    return text

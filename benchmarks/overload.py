@@ -1,0 +1,198 @@
+"""Admission under overload: 0.9, 1.5 and 3 × the sustainable rate, simulated by seed, or live on Quill.
+
+    python benchmarks/overload.py [--seeds 1,2,3]
+    python benchmarks/overload.py --live [--seconds 20]     a server of Quill with one thread, and `quire bench serve`
+
+For each load: requests, admitted, p50 and p99 TTFT of the admitted ones, and goodput (requests that ended within the
+run, per second). Simulated, each rejected client also comes back once after the time it was told: how many are served?
+Live, the sustainable rate is measured first: completions per second of a closed loop with all seats taken. The limit
+``--max-ttft-ms`` is set to three times the p50 at 0.9 of that rate, and 1 s at the least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import aiohttp
+from slo_live import server
+
+from quire.bench.summary import RequestRecord, percentile
+from quire.config import CacheConfig, SchedulerConfig
+from quire.plan.cost_model import CostModel, Curve
+from quire.sim.cluster import ClusterConfig
+from quire.sim.run import simulate
+from quire.workload.build import Synthetic
+from quire.workload.distributions import Arrivals, Uniform
+
+LOADS = (0.9, 1.5, 3.0)
+HEAD = "| load | requests | admitted | TTFT p50 s | TTFT p99 s | goodput/s |\n|---|---|---|---|---|---|"
+
+
+@dataclass(slots=True)
+class Row:
+    """One request: when it was sent, its first token and its end (seconds of the run); status 200 if it was served."""
+
+    sent_s: float
+    first_s: float
+    end_s: float
+    status: int
+    retry_after_s: float = 0.0
+
+
+def show(load: float, rows: Sequence[Row], duration_s: float) -> tuple[float, float]:
+    """Print a row; return p99 TTFT and goodput."""
+    done = [row for row in rows if row.status == 200]
+    ttft = sorted(row.first_s - row.sent_s for row in done)
+    p50, p99 = percentile(ttft, 50) or 0.0, percentile(ttft, 99) or 0.0
+    good = sum(row.end_s <= duration_s for row in done) / duration_s
+    print(f"| {load:g} | {len(rows)} | {len(done)} | {p50:.2f} | {p99:.2f} | {good:.2f} |", flush=True)
+    return p99, good
+
+
+def verdict(found: dict[float, tuple[float, float]]) -> str:
+    peak = max(good for _, good in found.values())
+    p99, good = found[LOADS[-1]]
+    below, _ = found[LOADS[0]]
+    return f"p99 TTFT at 3 ×: {p99 / below:.2f} × that at 0.9 ×; goodput {good / peak:.0%} of its peak\n"
+
+
+# -- simulated --
+
+STEP = CostModel(fixed_s=0.020, rows=Curve((1.0, 1025.0), (0.0, 0.400)))
+SUSTAINABLE, SECONDS = 4.7, 200
+
+
+def simulated(load: float, seed: int, retries: int = 0) -> tuple[RequestRecord, ...]:
+    rate = load * SUSTAINABLE
+    made = Synthetic(int(rate * SECONDS), Uniform(20, 400), Uniform(10, 150), Arrivals(rate)).build(seed)
+    scheduler = SchedulerConfig(
+        max_num_seqs=16, max_num_batched_tokens=256, max_model_len=1024, max_ttft_s=3.0
+    )
+    cluster = ClusterConfig(scheduler, CacheConfig(num_blocks=4096, model_key="sim"), retries=retries)
+    return simulate(cluster, STEP, made).records
+
+
+def simulate_all(seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        print(f"Simulated, seed {seed}, {SUSTAINABLE} requests/s sustainable, max_ttft_ms 3000\n\n{HEAD}")
+        found = {}
+        for load in LOADS:
+            records = simulated(load, seed)
+            rows = [
+                Row(r.sent_s, r.first_token_s or 0.0, r.end_s, 200 if r.status == "ok" else 503)
+                for r in records
+            ]
+            found[load] = show(load, rows, max(r.arrival_s for r in records))
+        print(f"\n{verdict(found)}")
+        back = [r for r in simulated(3.0, seed, retries=1) if r.sent_s > r.arrival_s]
+        served, told = sum(r.status == "ok" for r in back), [r.sent_s - r.arrival_s for r in back]
+        print(f"{len(back)} clients came back after {min(told):.0f} to {max(told):.0f} s: ", end="")
+        print(f"{served / len(back):.0%} served\n")
+
+
+# -- live --
+
+
+class Live:
+    """Sends completions to a server and keeps a `Row` for each."""
+
+    def __init__(self, port: int, seed: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/v1/completions"
+        self._rng = Random(seed)
+        self._start_s = time.perf_counter()
+
+    def body(self) -> bytes:
+        prompt = [self._rng.randrange(300, 4000) for _ in range(self._rng.randrange(20, 300))]
+        length = self._rng.randrange(20, 120)
+        return json.dumps(
+            {"prompt": prompt, "max_tokens": length, "ignore_eos": True, "stream": True}
+        ).encode()
+
+    async def one(self, session: aiohttp.ClientSession, body: bytes) -> Row:
+        sent_s = time.perf_counter() - self._start_s
+        headers = {"content-type": "application/json"}
+        async with session.post(self._url, data=body, headers=headers) as answer:
+            if answer.status != 200:
+                after_s = float(answer.headers.get("retry-after", "0"))
+                return Row(sent_s, 0.0, time.perf_counter() - self._start_s, answer.status, after_s)
+            first_s = 0.0
+            async for _ in answer.content:
+                first_s = first_s or time.perf_counter() - self._start_s
+            return Row(sent_s, first_s, time.perf_counter() - self._start_s, 200)
+
+    async def closed(self, users: int, seconds: float) -> float:
+        """Return completions per second of a closed loop."""
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            done, stop_s = 0, time.perf_counter() + seconds
+
+            async def user() -> None:
+                nonlocal done
+                while time.perf_counter() < stop_s:
+                    done += (await self.one(session, self.body())).end_s + self._start_s < stop_s
+
+            await asyncio.gather(*(user() for _ in range(users)))
+            return done / seconds
+
+    async def open(self, rate: float, seconds: float, *, retry: bool = False) -> tuple[list[Row], list[Row]]:
+        """Send at a Poisson rate; return the rows, and of those that came back once after the time told theirs."""
+        self._start_s = time.perf_counter()
+        again: list[Row] = []
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def client(body: bytes) -> Row:
+                row = await self.one(session, body)
+                if retry and row.retry_after_s:
+                    await asyncio.sleep(row.retry_after_s)
+                    again.append(await self.one(session, body))
+                return row
+
+            tasks = []
+            while time.perf_counter() - self._start_s < seconds:
+                await asyncio.sleep(self._rng.expovariate(rate))
+                tasks.append(asyncio.create_task(client(self.body())))
+            return list(await asyncio.gather(*tasks)), again
+
+
+def live(seconds: float, seed: int) -> None:
+    flags = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256")
+    with server(*flags) as (port, _):
+        rate = asyncio.run(Live(port, seed).closed(24, seconds))
+        rows, _ = asyncio.run(Live(port, seed).open(LOADS[0] * rate, seconds))
+    ttft = percentile(sorted(row.first_s - row.sent_s for row in rows if row.status == 200), 50) or 0.0
+    limit_ms = max(1000, round(3e3 * ttft))
+    print(f"Quill, seed {seed}, {rate:.2f} requests/s sustainable, --max-ttft-ms {limit_ms}\n\n{HEAD}")
+    found = {}
+    with server(*flags, "--max-ttft-ms", str(limit_ms)) as (port, _):
+        for load in LOADS:
+            rows, _ = asyncio.run(Live(port, seed).open(load * rate, seconds))
+            found[load] = show(load, rows, seconds)
+        rows, again = asyncio.run(Live(port, seed + 1).open(LOADS[-1] * rate, seconds, retry=True))
+    print(f"\n{verdict(found)}")
+    told = [row.retry_after_s for row in rows if row.retry_after_s]
+    served = sum(row.status == 200 for row in again)
+    print(
+        f"{len(again)} clients came back after {min(told):.0f} to {max(told):.0f} s: {served / len(again):.0%} served"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--live", action="store_true")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    args = parser.parse_args()
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    if args.live:
+        live(args.seconds, seeds[0])
+    else:
+        simulate_all(seeds)
+
+
+if __name__ == "__main__":
+    main()

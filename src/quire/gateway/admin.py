@@ -1,0 +1,122 @@
+"""``/admin/…``: what the gateway knows, and what an operator may change. It has a key of its own."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.gateway.fleet import Backend
+from quire.gateway.state import GatewayState
+from quire.http.body import json_response, read_json, send_json
+from quire.http.edge import Edge, NoBrowsers, error_handlers, id_source
+from quire.http.listen import is_loopback
+from quire.http.refusals import Refusal
+from quire.http.wire import Wire, parse
+from quire.metrics.log import Log
+
+log = Log("gateway")
+MAX_BODY_BYTES = 1 << 20
+
+
+class BackendPatch(Wire):
+    """Body of ``PATCH /admin/backends/{name}``."""
+
+    state: Literal["active", "draining"]
+
+
+def admin_app(state: GatewayState) -> ASGIApp:
+    """Return the application. Without ``admin_key`` it answers only where the gateway listens on this machine alone."""
+    server, admin = state.config.server, Admin(state)
+    if server.admin_key is None and not is_loopback(server.host):
+        return _closed
+    return Starlette(
+        routes=[
+            Route("/admin/backends", admin.backends, methods=["GET"]),
+            Route("/admin/backends/{name:path}", admin.backend, methods=["GET"]),
+            Route("/admin/backends/{name:path}", admin.change, methods=["PATCH"]),
+            Route("/admin/routing", admin.routing, methods=["GET"]),
+        ],
+        middleware=[
+            Middleware(NoBrowsers),
+            Middleware(Edge, api_keys=(server.admin_key,) if server.admin_key else (), new_id=id_source()),
+        ],
+        exception_handlers=error_handlers(
+            lambda status: state.metrics.requests.update([("/admin", str(status), "refused")])
+        ),
+    )
+
+
+async def _closed(scope: Scope, receive: Receive, send: Send) -> None:
+    refusal = Refusal(
+        403, "The admin surface is closed: set admin_key in the gateway's configuration.", code="closed"
+    )
+    await send_json(send, refusal.status, refusal.body())
+
+
+class Admin:
+    """The handlers."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+
+    async def backends(self, request: Request) -> Response:
+        """Every backend: what it serves, its health and its load."""
+        return json_response({"object": "list", "data": [self._card(b) for b in self._state.fleet]})
+
+    async def backend(self, request: Request) -> Response:
+        """One of them."""
+        return json_response(self._card(self._state.fleet.named(request.path_params["name"])))
+
+    async def change(self, request: Request) -> Response:
+        """Drain a backend, or let it take requests again. Its running requests go on."""
+        backend = self._state.fleet.named(request.path_params["name"])
+        patch = parse(BackendPatch, await read_json(request.scope, request.receive, MAX_BODY_BYTES))
+        if backend.is_draining and patch.state == "active":
+            backend.breaker.recover(self._state.now())
+        backend.is_draining = patch.state == "draining"
+        log.info("backend_changed", backend=backend.name, state=patch.state)
+        return json_response(self._card(backend))
+
+    async def routing(self, request: Request) -> Response:
+        """The policy, the models and their splits, and the retry budget."""
+        state = self._state
+        models = {
+            name: {"split": dict(model.split), "fallbacks": model.fallbacks}
+            for name, model in state.config.models.items()
+        }
+        budget = state.budget
+        return json_response(
+            {
+                "policy": state.router.policy,
+                "max_load_ratio": state.config.routing.max_load_ratio,
+                "models": models,
+                "served": {name: [b.name for b in state.fleet.serving(name)] for name in state.fleet.models},
+                "retries": {"balance": round(budget.balance, 2), "taken": budget.num_taken,
+                            "refused": budget.num_refused},
+            }
+        )  # fmt: skip
+
+    def _card(self, backend: Backend) -> dict[str, Any]:
+        state, now = self._state, self._state.now()
+        load = state.router.loads[backend.number]
+        return {
+            "name": backend.name,
+            "url": backend.url,
+            "source": backend.source,
+            "models": sorted(backend.models),
+            "state": "draining" if backend.is_draining else "ready" if backend.is_ready else "unready",
+            "why": backend.failure,
+            "breaker": backend.breaker.state(now),
+            "share": round(backend.breaker.share(now), 3),
+            "ejections": backend.breaker.num_ejections,
+            "requests": load.requests,
+            "tokens": load.tokens,
+            "queued_tokens": load.queued_tokens,
+            "ttft_ms_per_token": round(1e3 * state.router.ttft.per_token_s(backend.number), 4),
+        }

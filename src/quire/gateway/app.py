@@ -1,0 +1,134 @@
+"""`create_gateway`: the routes of the gateway around one `GatewayState`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
+
+from quire.gateway.admin import admin_app
+from quire.gateway.discovery import Discovery
+from quire.gateway.health import Poller
+from quire.gateway.prefix_index import TICKS_TO_LIVE
+from quire.gateway.proxy import Proxy
+from quire.gateway.state import GatewayState
+from quire.http.body import json_response
+from quire.http.edge import Edge, error_handlers, id_source
+
+# What a replica of Quire serves, and what other servers with OpenAI's API have beside it.
+POST_PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score",
+    "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/v1/chat/completions/render",
+    "/v1/messages/count_tokens", "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/pooling",
+    "/classify",
+)  # fmt: skip
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create_gateway(state: GatewayState) -> ASGIApp:
+    """Return the gateway's application; the backends of the configuration are added when it starts."""
+    probes = Probes(state)
+    get: dict[str, Handler] = {
+        "/livez": probes.livez,
+        "/readyz": probes.readyz,
+        "/startupz": probes.readyz,
+        "/health": probes.readyz,
+        "/metrics": probes.metrics,
+        "/v1/models": probes.models,
+        "/v1/models/{model_id:path}": probes.model,
+    }
+    app = Starlette(
+        routes=[
+            *(Route(path, Proxy(state, path), methods=["POST"]) for path in POST_PATHS),
+            *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
+        ],
+        middleware=[Middleware(Edge, api_keys=state.config.server.api_keys, new_id=id_source())],
+        exception_handlers=error_handlers(
+            lambda status: state.metrics.requests.update([("other", str(status), "refused")])
+        ),
+        lifespan=_lifespan(state),
+    )
+    app.router.redirect_slashes = False
+    return _Split(app, admin_app(state))
+
+
+class _Split:
+    """ASGI: ``/admin/…`` has its own key and application."""
+
+    def __init__(self, app: ASGIApp, admin: ASGIApp) -> None:
+        self._app = app
+        self._admin = admin
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_admin = scope["type"] == "http" and scope["path"].startswith("/admin/")
+        await (self._admin if is_admin else self._app)(scope, receive, send)
+
+
+class Probes:
+    """GET endpoints of the gateway itself."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+
+    async def livez(self, request: Request) -> Response:
+        """200 while the process answers."""
+        return json_response({"status": "alive"})
+
+    async def readyz(self, request: Request) -> Response:
+        """200 if any backend takes requests; 503 otherwise, and while draining."""
+        if self._state.is_draining:
+            return json_response({"status": "draining"}, 503)
+        is_ready = any(b.is_ready for b in self._state.fleet)
+        return json_response({"status": "ready" if is_ready else "starting"}, 200 if is_ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Metrics in Prometheus's text form, or OpenMetrics."""
+        body, content_type = self._state.metrics.exposition(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    async def models(self, request: Request) -> Response:
+        """The models that clients may name."""
+        cards = [_card(name) for name in self._state.catalog.names()]
+        return json_response({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        """One of them, or 404."""
+        name = request.path_params["model_id"]
+        self._state.catalog.targets(name)
+        return json_response(_card(name))
+
+
+def _card(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "quire"}
+
+
+def _lifespan(state: GatewayState) -> Lifespan[Starlette]:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
+        state.start()
+        poller = Poller(state)
+        discovery = Discovery(state, poller)
+        discovery.start()
+        ageing = asyncio.create_task(_age(state))
+        try:
+            yield
+        finally:
+            ageing.cancel()
+            await discovery.close()
+            await poller.close()
+            await state.close()
+
+    return lifespan
+
+
+async def _age(state: GatewayState) -> None:
+    while True:
+        await asyncio.sleep(state.config.routing.index_ttl_s / TICKS_TO_LIVE)
+        state.router.prefixes.tick()

@@ -1,0 +1,96 @@
+"""`Asked`: what the gateway reads of a request, of any dialect. Everything else passes through unread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from quire.errors import RequestError, clip
+from quire.gateway.digest import text_of
+from quire.http.body import header, read_bytes
+from quire.http.limits import decode
+from quire.http.wire import not_allowed
+
+DEFAULT_OUTPUT_TOKENS = 256  # counted for a request that names no limit
+_MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_SESSION_HEADERS = (b"x-session-id", b"x-session-affinity")
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of a client."""
+
+    path: str
+    raw: bytes
+    body: Mapping[str, Any]
+    model: str | None
+    streams: bool
+    text: bytes  # of the prompt, as `gateway.digest` lays it out
+    num_output_tokens: int  # at most, over all choices
+    session: bytes
+
+    def with_model(self, model: str) -> bytes:
+        """Return the body with another model's name; every other field keeps its bytes."""
+        if model == self.model:
+            return self.raw
+        fields = _fields(self.raw)
+        fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+        return msgspec.json.encode(fields)
+
+
+async def read_asked(scope: Scope, receive: Receive, max_bytes: int) -> Asked:
+    """Read a request whose body is a JSON object.
+
+    Raises:
+        HttpError: 413 beyond ``max_bytes``, 415 for another media type.
+        RequestError: not a JSON object, or ``model``, ``stream`` or a limit of tokens has the wrong type.
+        Disconnected: the client left.
+    """
+    raw = await read_bytes(scope, receive, max_bytes, "max_body_mib")
+    body = decode(raw)
+    if not isinstance(body, dict):
+        raise RequestError(f"The body {clip(body)} is not allowed: it must be an object.")
+    model, stream = body.get("model"), body.get("stream")
+    if model is not None and not isinstance(model, str):
+        raise not_allowed("model", model, "a string", "invalid_type")
+    if stream is not None and not isinstance(stream, bool):
+        raise not_allowed("stream", stream, "true or false", "invalid_type")
+    return Asked(
+        path=scope["path"],
+        raw=raw,
+        body=body,
+        model=model,
+        streams=bool(stream),
+        text=text_of(body),
+        num_output_tokens=_num_output_tokens(body),
+        session=_session(scope, body),
+    )
+
+
+def _num_output_tokens(body: Mapping[str, Any]) -> int:
+    limit = DEFAULT_OUTPUT_TOKENS
+    for name in _MAX_TOKENS:
+        value = body.get(name)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise not_allowed(name, value, "an integer of 0 or more", "invalid_type")
+            limit = min(value, 1 << 31)
+            break
+    num = body.get("n")
+    return limit * (min(num, 1024) if isinstance(num, int) and num > 1 else 1)
+
+
+def _session(scope: Scope, body: Mapping[str, Any]) -> bytes:
+    for name in _SESSION_HEADERS:
+        if value := header(scope, name):
+            return value
+    for field in _SESSION_FIELDS:
+        if isinstance(value := body.get(field), str):
+            return value.encode("utf-8", "surrogatepass")
+    return b""

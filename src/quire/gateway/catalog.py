@@ -1,0 +1,75 @@
+"""`Catalog`: from the name that a client sends to names that backends serve, in the order to try them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from quire.errors import NotFoundError, RequestError, clip, nearest
+from quire.gateway.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One name that backends serve."""
+
+    model: str
+    is_fallback: bool = False
+    when_saturated: bool = False  # taken, too, when the backends of the targets before it have no room
+
+
+class Catalog:
+    """The models that clients may name: those of the configuration and those that backends serve."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelConfig],
+        default: str | None,
+        served: Callable[[], list[str]],
+        random: Random,
+    ) -> None:
+        self._models = models
+        self._default = default
+        self._served = served
+        self._random = random
+
+    def names(self) -> list[str]:
+        """Return the names that ``/v1/models`` lists."""
+        return list(dict.fromkeys((*self._models, *self._served())))
+
+    def targets(self, name: str | None) -> list[Target]:
+        """Return what to try for a request that names the model ``name``, in order.
+
+        Raises:
+            RequestError: no name is given and no default can be told.
+            NotFoundError: the name is not known; lists those that are.
+        """
+        name = name or self._default or self._only()
+        model = self._models.get(name)
+        if model is None:
+            if name not in self._served():
+                known = self.names()
+                listed = ", ".join(map(repr, known)) or "none (no backend is up)"
+                text = f"The model {clip(name)} is not served here{nearest(name, known)}. Served: {listed}."
+                raise NotFoundError(text, param="model", code="model_not_found")
+            return [Target(name)]
+        targets = [Target(self._pick(model.split))]
+        for fallback in model.fallbacks:
+            other = self._models.get(fallback)
+            served = self._pick(other.split) if other is not None else fallback
+            targets.append(Target(served, is_fallback=True, when_saturated=model.when_saturated))
+        return targets
+
+    def _pick(self, split: Mapping[str, float]) -> str:
+        if len(split) == 1:
+            return next(iter(split))
+        return self._random.choices(list(split), list(split.values()))[0]
+
+    def _only(self) -> str:
+        names = self.names()
+        primary = {model.name for model in self._models.values()} or set(names)
+        if len(primary) == 1:
+            return primary.pop()
+        listed = ", ".join(map(repr, names)) or "none (no backend is up)"
+        raise RequestError(f"model is required: it must be one of {listed}.", param="model")

@@ -1,0 +1,287 @@
+"""`GatewayConfig`: the gateway's TOML file as frozen data. An error names the key, its value and what is allowed.
+
+    host = "0.0.0.0"
+    [routing]
+    policy = "prefix-predicted"
+    [[backends]]
+    url = "http://10.0.0.1:8000"
+    [[models]]
+    name = "chat"
+    split = { quill-v1 = 9, quill-v2 = 1 }
+    fallbacks = ["quill-small"]
+
+Names, types and defaults are the dataclasses below; ``settings.toml`` has their meaning and ranges.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from quire.args import make_args
+from quire.errors import ConfigError, nearest
+from quire.gateway.routing import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayArgs:
+    """Top-level keys."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
+    default_model: str | None = None
+    max_body_mib: int = 32
+    max_answer_mib: int = 64
+    drain_timeout_s: float = 30.0
+    access_log: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingArgs:
+    """``[routing]``"""
+
+    policy: Policy = "prefix-predicted"
+    max_load_ratio: float = 1.25
+    piece_bytes: int = 1024
+    index_pieces: int = 1 << 16
+    index_ttl_s: float = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutArgs:
+    """``[timeouts]``, and ``[timeouts.paths."/v1/…"]`` for one path."""
+
+    connect_s: float = 2.0
+    first_token_s: float = 30.0
+    idle_s: float = 60.0
+    total_s: float = 120.0
+    stream_total_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HealthArgs:
+    """``[health]``"""
+
+    interval_s: float = 2.0
+    timeout_s: float = 2.0
+    max_failures: int = 5
+    error_share: float = 0.5
+    slow_factor: float = 10.0
+    open_s: float = 5.0
+    max_open_s: float = 120.0
+    slow_start_s: float = 10.0
+    panic_share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class RetryArgs:
+    """``[retries]``"""
+
+    attempts: int = 3
+    budget: float = 0.2
+    reserve: int = 10
+
+
+@dataclass(frozen=True, slots=True)
+class BackendArgs:
+    """One of ``[[backends]]``; exactly one of ``url``, ``dns`` and ``file``."""
+
+    name: str | None = None
+    url: str | None = None
+    dns: str | None = None
+    file: str | None = None
+    models: tuple[str, ...] = ()
+    api_key: str | None = None
+    health_path: str | None = None
+    max_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArgs:
+    """One of ``[[models]]``. ``split`` is kept apart: name that backends serve → weight."""
+
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    fallback_when: Literal["failure", "saturated"] = "failure"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A model that clients may name."""
+
+    name: str
+    split: Mapping[str, float]  # name that backends serve → weight
+    fallbacks: tuple[str, ...] = ()
+    when_saturated: bool = False  # a fallback is also taken when no backend has room
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Everything that the gateway is built from."""
+
+    server: GatewayArgs = field(default_factory=GatewayArgs)
+    routing: RoutingArgs = field(default_factory=RoutingArgs)
+    timeouts: TimeoutArgs = field(default_factory=TimeoutArgs)
+    path_timeouts: Mapping[str, TimeoutArgs] = field(default_factory=dict)
+    health: HealthArgs = field(default_factory=HealthArgs)
+    retries: RetryArgs = field(default_factory=RetryArgs)
+    backends: tuple[BackendArgs, ...] = ()
+    models: Mapping[str, ModelConfig] = field(default_factory=dict)  # by name and alias
+
+    def timeouts_of(self, path: str) -> TimeoutArgs:
+        return self.path_timeouts.get(path, self.timeouts)
+
+
+_TABLES = ("routing", "timeouts", "health", "retries", "backends", "models")
+_Args = TypeVar("_Args", RoutingArgs, HealthArgs, RetryArgs)
+
+
+def read_config(path: Path) -> GatewayConfig:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or holds a wrong key or value.
+    """
+    try:
+        data = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--config {path}: cannot be read ({reason})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
+    return config_of(data, str(path))
+
+
+def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
+    """Return the configuration of decoded TOML; ``origin`` begins the errors.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is not allowed.
+    """
+    top = {key: value for key, value in data.items() if key not in _TABLES}
+    known = [f.name for f in fields(GatewayArgs)]
+    for key in top:
+        if key not in known:
+            raise ConfigError(f"{origin}: unknown key {key!r}{nearest(key, (*known, *_TABLES))}")
+    paths = dict(_table(data, "timeouts", origin))
+    own = paths.pop("paths", {})
+    timeouts = make_args(TimeoutArgs, paths, origin=f"{origin}: [timeouts]")
+    config = GatewayConfig(
+        server=make_args(GatewayArgs, top, origin=origin),
+        routing=_args(RoutingArgs, data, "routing", origin),
+        timeouts=timeouts,
+        path_timeouts=_path_timeouts(own, timeouts, origin),
+        health=_args(HealthArgs, data, "health", origin),
+        retries=_args(RetryArgs, data, "retries", origin),
+        backends=tuple(_backend(each, where) for each, where in _list(data, "backends", origin)),
+        models=_models(_list(data, "models", origin)),
+    )
+    _check_whole(config, origin)
+    return config
+
+
+def _check_whole(config: GatewayConfig, origin: str) -> None:
+    names = [backend.name for backend in config.backends if backend.name is not None]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{origin}: two backends have the name {name!r}; each needs its own")
+    for model in config.models.values():
+        for other in model.fallbacks:
+            if other in config.models and config.models[other] is model:
+                raise ConfigError(f"{origin}: model {model.name!r} has itself ({other!r}) as a fallback")
+    if any(not key for key in (*config.server.api_keys, config.server.admin_key or "x")):
+        raise ConfigError(f"{origin}: a key is the empty text; leave it out, or give one")
+
+
+def _table(data: Mapping[str, Any], key: str, origin: str) -> Mapping[str, Any]:
+    table = data.get(key, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{origin}: {key} = {table!r} must be a table ([{key}])")
+    return table
+
+
+def _args(kind: type[_Args], data: Mapping[str, Any], key: str, origin: str) -> _Args:
+    return make_args(kind, _table(data, key, origin), origin=f"{origin}: [{key}]")
+
+
+def _list(data: Mapping[str, Any], key: str, origin: str) -> list[tuple[dict[str, Any], str]]:
+    """Return each table of ``[[key]]``, with what an error says of its place."""
+    tables = data.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        raise ConfigError(f"{origin}: {key} = {tables!r} must be tables ([[{key}]])")
+    return [(each, f"{origin}: {key}[{index}]") for index, each in enumerate(tables)]
+
+
+def _path_timeouts(tables: Any, default: TimeoutArgs, origin: str) -> dict[str, TimeoutArgs]:
+    if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
+        raise ConfigError(
+            f'{origin}: timeouts.paths = {tables!r} must be tables ([timeouts.paths."/v1/completions"])'
+        )
+    found = {}
+    for path, values in tables.items():
+        where = f"{origin}: [timeouts.paths.{path!r}]"
+        if not path.startswith("/"):
+            raise ConfigError(f"{where}: a path begins with '/'")
+        make_args(TimeoutArgs, values, origin=where)
+        found[path] = replace(default, **values)
+    return found
+
+
+def _backend(values: dict[str, Any], where: str) -> BackendArgs:
+    backend = make_args(BackendArgs, values, origin=where)
+    given = [key for key in ("url", "dns", "file") if getattr(backend, key) is not None]
+    if len(given) != 1:
+        raise ConfigError(f"{where}: {' and '.join(given) or 'nothing'} given; give one of url, dns and file")
+    if backend.url is not None:
+        return replace(backend, url=checked_url(backend.url, f"{where}: url"))
+    if backend.dns is not None:
+        checked_url(f"http://{backend.dns}", f"{where}: dns", f"{backend.dns!r}", "host:port")
+    return backend
+
+
+def checked_url(url: str, where: str, shown: str | None = None, allowed: str = "http://host:port") -> str:
+    """Return the base URL of a backend without a slash at its end.
+
+    Raises:
+        ConfigError: it is not http(s), has no host, a port beyond 65535, a user, a query or a fragment.
+    """
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        good = good and not (parts.query or parts.fragment or parts.username) and url.isprintable()
+    except ValueError:
+        good = False
+    if not good or " " in url:
+        raise ConfigError(f"{where} = {shown or repr(url)} must be {allowed}")
+    return url.rstrip("/")
+
+
+def _models(tables: list[tuple[dict[str, Any], str]]) -> dict[str, ModelConfig]:
+    found: dict[str, ModelConfig] = {}
+    for values, where in tables:
+        split = values.get("split")
+        args = make_args(ModelArgs, {k: v for k, v in values.items() if k != "split"}, origin=where)
+        if not args.name:
+            raise ConfigError(f"{where}: name is required: it must be the name that clients send")
+        weights = {args.name: 1.0} if split is None else _split(split, where)
+        model = ModelConfig(args.name, weights, args.fallbacks, args.fallback_when == "saturated")
+        for name in (args.name, *args.aliases):
+            if name in found:
+                raise ConfigError(f"{where}: the name {name!r} belongs to {found[name].name!r} already")
+            found[name] = model
+    return found
+
+
+def _split(split: Any, where: str) -> dict[str, float]:
+    wrong = not isinstance(split, dict) or not split
+    wrong = wrong or any(type(w) not in (int, float) or not 0 <= w < 1e9 for w in split.values())
+    if wrong or not any(split.values()):
+        raise ConfigError(f"{where}: split = {split!r} must be a table of weights ≥ 0, not all of them 0")
+    return {name: float(weight) for name, weight in split.items()}

@@ -1,0 +1,71 @@
+"""`Exchange`: one request of a client, from its arrival to its end, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from starlette.types import Scope, Send
+
+from quire.gateway.asked import Asked
+from quire.gateway.catalog import Target
+from quire.gateway.fleet import Backend
+from quire.gateway.headers import Pairs
+from quire.gateway.upstream import BackendFailed
+from quire.gateway.usage import Usage
+
+Outcome = Literal[
+    "ok", "refused", "failed", "broken", "left"
+]  # broken: after the first bytes; left: the client did
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """The state of a request's walk; `Proxy` alone changes it."""
+
+    scope: Scope
+    send: Send
+    request_id: str
+    path: str
+    arrival_s: float
+    asked: Asked | None = None
+    targets: list[Target] = field(default_factory=list)
+    tried: set[str] = field(default_factory=set)  # names of backends
+    num_attempts: int = 0
+    backend: Backend | None = None  # of the last attempt
+    target: Target | None = None
+    failure: BackendFailed | None = None  # of the last attempt
+    extra_headers: Pairs = field(default_factory=list)  # of the answer, from the gateway
+    has_begun: bool = False  # bytes went to the client
+    status: int = 0
+    first_s: float | None = None  # of the clock: the first bytes of the answer came
+    usage: Usage = field(default_factory=Usage)
+    outcome: Outcome = "ok"
+    client_left: bool = False
+    is_writing: bool = False  # waits for the client to take bytes
+
+    @property
+    def explains(self) -> bool:
+        """Whether the client asks why its request goes where it goes."""
+        return any(name == b"x-quire-explain" for name, _ in self.scope["headers"])
+
+    async def begin(self, status: int, headers: Pairs) -> None:
+        """Send the head of the answer; from now on no other backend can answer instead."""
+        self.has_begun = True
+        self.status = status
+        await self.send(
+            {"type": "http.response.start", "status": status, "headers": [*headers, *self.extra_headers]}
+        )
+
+    async def write(self, data: bytes) -> None:
+        self.is_writing = True
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        self.is_writing = False
+
+    async def end(self, data: bytes = b"") -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def answer(self, status: int, headers: Pairs, body: bytes) -> None:
+        """Send a whole answer."""
+        await self.begin(status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self.end(body)

@@ -1,0 +1,138 @@
+"""`Fleet`: the backends, what each serves, and which of them may get a request now."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+from quire.errors import NotFoundError, clip, nearest
+from quire.gateway.breaker import Breaker
+from quire.gateway.config import BackendArgs, HealthArgs
+from quire.gateway.routing import Router
+from quire.metrics.log import Log
+
+log = Log("gateway")
+Source = Literal["config", "dns", "file", "registered"]
+
+
+@dataclass(slots=True, eq=False)
+class Backend:
+    """One server that answers requests."""
+
+    name: str
+    url: str
+    args: BackendArgs
+    source: Source
+    number: int  # in the router
+    breaker: Breaker
+    models: frozenset[str] = frozenset()
+    is_ready: bool = False  # by the last polls
+    was_ready: bool = False  # at any time before
+    is_draining: bool = False  # by an operator
+    failure: str = "not polled yet"  # of the last poll or request
+    about: dict[str, object] = field(default_factory=dict)  # what it said of itself when it registered
+    probe: int = 0  # which of the usual probes it answers
+
+
+class Fleet:
+    """All backends by name."""
+
+    def __init__(self, router: Router, health: HealthArgs, random: Random) -> None:
+        self.router = router
+        self.health = health
+        self._random = random
+        self._backends: dict[str, Backend] = {}
+        self._by_model: dict[str, list[Backend]] = {}
+        self._free_numbers: list[int] = []
+
+    def __iter__(self) -> Iterator[Backend]:
+        return iter(list(self._backends.values()))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._backends
+
+    @property
+    def models(self) -> list[str]:
+        """The names that backends serve, in the order in which they came."""
+        return list(self._by_model)
+
+    def named(self, name: str) -> Backend:
+        """Raises `NotFoundError`, which lists the backends."""
+        if name not in self._backends:
+            known = ", ".join(map(repr, self._backends)) or "none"
+            text = f"There is no backend {clip(name)}{nearest(name, self._backends)}. Backends: {known}."
+            raise NotFoundError(text, code="backend_not_found")
+        return self._backends[name]
+
+    def add(self, name: str, url: str, args: BackendArgs, source: Source) -> Backend:
+        """Add a backend, which is not ready until it has been polled."""
+        assert name not in self._backends, name
+        if self._free_numbers:
+            number = self._free_numbers.pop()
+            self.router.revive(number)
+        else:
+            number = self.router.add_replica()
+        backend = Backend(name, url, args, source, number, Breaker(self.health))
+        self._backends[name] = backend
+        self.serves(backend, args.models)
+        log.info("backend_added", backend=name, url=url, source=source)
+        return backend
+
+    def remove(self, backend: Backend) -> None:
+        """Send it no more requests; those in flight go on."""
+        del self._backends[backend.name]
+        backend.is_ready = False
+        self.serves(backend, ())
+        self.router.lose(backend.number)
+        self._free_numbers.append(backend.number)
+        log.info("backend_removed", backend=backend.name, url=backend.url)
+
+    def serves(self, backend: Backend, models: Collection[str]) -> None:
+        """``backend`` serves these models from now on."""
+        if backend.models == frozenset(models):
+            return
+        backend.models = frozenset(models)
+        self._by_model = {}
+        for each in self._backends.values():
+            for model in sorted(each.models):
+                self._by_model.setdefault(model, []).append(each)
+
+    def set_ready(self, backend: Backend, ready: bool, why: str, now: float) -> None:
+        """A poll, or a refused connection, says whether the backend takes requests."""
+        backend.failure = "" if ready else why
+        if backend.is_ready == ready:
+            return
+        backend.is_ready = ready
+        if ready and backend.was_ready:
+            backend.breaker.recover(now)
+        backend.was_ready |= ready
+        if ready:
+            log.info("backend_ready", backend=backend.name, models=",".join(sorted(backend.models)))
+        else:
+            log.warning("backend_unready", backend=backend.name, why=why)
+
+    def serving(self, model: str) -> list[Backend]:
+        """Return the backends that serve a model, whatever their state."""
+        return self._by_model.get(model, [])
+
+    def candidates(self, model: str, now: float, without: Collection[str] = ()) -> list[Backend]:
+        """Return the backends that may get a request for ``model`` now, in order of their numbers.
+
+        Backends whose breaker is open are left out, unless most are: then the breakers tell more of the load than of
+        the backends, and all that are ready are used. A recovered backend is left out at random as its share says.
+        """
+        ready = [b for b in self.serving(model) if b.is_ready and not b.is_draining]
+        allowed = [b for b in ready if b.breaker.allows(now)]
+        if len(allowed) < self.health.panic_share * len(ready):
+            allowed = ready
+        loads = self.router.loads
+        free = [
+            b
+            for b in allowed
+            if b.name not in without
+            and (b.args.max_requests is None or loads[b.number].requests < b.args.max_requests)
+        ]
+        warm = [b for b in free if (share := b.breaker.share(now)) == 1.0 or self._random.random() < share]
+        return warm or free

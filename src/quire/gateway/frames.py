@@ -1,0 +1,47 @@
+"""`Frames`: a stream of server-sent events in whole frames, and the frame that ends a broken one.
+
+Only whole frames go to the client: a stream that breaks can then be continued, or ended with an error event.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.http.body import named_event
+from quire.http.refusals import ANTHROPIC_ROOT, Refusal
+
+MAX_FRAME_BYTES = 8 << 20
+
+
+class Frames:
+    """Cuts bytes at the ends of frames (an empty line). A frame beyond `MAX_FRAME_BYTES` raises `ValueError`."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the whole frames among the bytes so far that have not been returned."""
+        if not self._rest and data.endswith(b"\n\n"):
+            return data
+        data = self._rest + data
+        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
+        if end < 4 and not data.startswith(b"\n\n"):
+            end = 0  # rfind found neither
+        self._rest = data[end:]
+        if len(self._rest) > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame has more than {MAX_FRAME_BYTES} bytes")
+        return data[:end]
+
+    def end(self) -> bytes:
+        """Return what is left at the end of the stream."""
+        return self._rest
+
+
+def error_frame(path: str, refusal: Refusal) -> bytes:
+    """Return the event that ends a stream of ``path`` that broke, as the client's library expects it."""
+    if path == ANTHROPIC_ROOT:
+        return b"event: error\ndata: %b\n\n" % refusal.body(path)
+    if path == "/v1/responses":
+        error = refusal.error()
+        return named_event("error", {"code": error["code"], "message": error["message"], "param": None})
+    return b"data: %b\n\n" % msgspec.json.encode({"error": refusal.error()})

@@ -1,0 +1,100 @@
+"""`Poller`: asks every backend whether it takes requests, and which models it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import msgspec
+
+from quire.gateway.fleet import Backend, Fleet
+from quire.gateway.state import GatewayState
+from quire.gateway.upstream import BackendFailed, Whole
+
+_PATHS = ("/readyz", "/health", "/v1/models")  # Quire, vLLM and others, any
+_JITTER = 0.25  # of the interval, either way, so that gateways do not poll in step
+_MISSES = 2  # polls in a row that fail before a ready backend is not
+_LIST_EVERY = 10  # polls
+
+
+class _Card(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+class Poller:
+    """One task for each backend, as long as the backend is in the fleet."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+        self._tasks: dict[Backend, asyncio.Task[None]] = {}
+
+    @property
+    def _fleet(self) -> Fleet:
+        return self._state.fleet
+
+    def sync(self) -> None:
+        """Poll the backends that the fleet has now, and no others."""
+        present = set(self._fleet)
+        for backend in present - self._tasks.keys():
+            self._tasks[backend] = asyncio.create_task(self._watch(backend))
+        for backend in self._tasks.keys() - present:
+            self._tasks.pop(backend).cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _watch(self, backend: Backend) -> None:
+        misses = polls = 0
+        random, args = self._state.random, self._state.config.health
+        while True:
+            why = await self.poll(backend, lists=not backend.is_ready or polls % _LIST_EVERY == 0)
+            misses = misses + 1 if why else 0
+            if not why or misses >= _MISSES or not backend.is_ready:
+                self._fleet.set_ready(backend, not why, why, self._state.now())
+            polls += 1
+            await asyncio.sleep(args.interval_s * random.uniform(1 - _JITTER, 1 + _JITTER))
+
+    async def poll(self, backend: Backend, *, lists: bool) -> str:
+        """Return why the backend takes no requests; an empty text: it does. ``lists``: ask for its models, too."""
+        try:
+            path = await self._probe(backend)
+            if lists and not backend.args.models:
+                self._fleet.serves(backend, await self._models(backend))
+            if not backend.models:
+                return "it serves no model"
+        except BackendFailed as error:
+            return str(error)
+        return "" if path else "none of its probes answers 200"
+
+    async def _probe(self, backend: Backend) -> str:
+        """Return the path that answered 200, or an empty text. A path that a backend lacks is not asked again."""
+        paths = (backend.args.health_path,) if backend.args.health_path else _PATHS
+        for path in paths[backend.probe :] if len(paths) > 1 else paths:
+            answer = await self._get(backend, path)
+            if answer.status == 200:
+                return path
+            if answer.status != 404:
+                raise BackendFailed("status", f"{path} answered {answer.status}.")
+            backend.probe += len(paths) > 1 and backend.probe < len(paths) - 1
+        return ""
+
+    async def _models(self, backend: Backend) -> list[str]:
+        answer = await self._get(backend, "/v1/models")
+        try:
+            return [card.id for card in msgspec.json.decode(answer.body, type=_Models).data]
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise BackendFailed("garbage", f"/v1/models is not a list of models: {error}.") from error
+
+    async def _get(self, backend: Backend, path: str) -> Whole:
+        args = self._state.config.health
+        return await self._state.upstream.get(f"{backend.url}{path}", args.timeout_s, backend.args.api_key)

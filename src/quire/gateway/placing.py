@@ -1,0 +1,131 @@
+"""`Placing`: which backend gets a request, by health, targets and the routing policy; the seam to `Router`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.gateway.asked import Asked
+from quire.gateway.catalog import Target
+from quire.gateway.digest import digests, root_of
+from quire.gateway.exchange import Exchange
+from quire.gateway.fleet import Backend, Fleet
+from quire.gateway.routing import Demand, Router
+
+_BYTES_PER_TOKEN = 4.0  # of a model whose answers have said nothing yet
+_LEARNING = 0.05  # weight of one answer in a model's ratio
+_MIN_OBSERVED = 10  # first tokens of a backend, before one can be called late
+_LATE_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """One attempt at one backend."""
+
+    id: str  # in the router
+    backend: Backend
+    target: Target
+    placed_s: float
+    predicted_s: float  # time to first token
+    is_late: bool = False  # the first token came far later than that
+
+
+class Placing:
+    """Places requests, and reports to the router what came of them."""
+
+    def __init__(self, fleet: Fleet, router: Router, piece_bytes: int, now: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._router = router
+        self._piece_bytes = piece_bytes
+        self._now = now
+        self._bytes_per_token: dict[str, float] = {}
+
+    def place(self, exchange: Exchange) -> Placed | None:
+        """Choose a backend for the next attempt and count the request there until `over`; None where none is left."""
+        asked = exchange.asked
+        assert asked is not None
+        now = self._now()
+        target, candidates = self._target(exchange, now)
+        if target is None:
+            return None
+        demand = self._demand(asked, target.model)
+        among = {b.number: b for b in candidates}
+        if exchange.explains:
+            exchange.extra_headers = [self._explanation(demand, among)]
+        attempt_id = f"{exchange.request_id}/{id(exchange):x}/{exchange.num_attempts}"
+        number = self._router.route(attempt_id, demand, among)
+        assert number is not None
+        backend = among[number]
+        backend.breaker.taken(now)
+        if exchange.explains:
+            exchange.extra_headers.append((b"x-quire-backend", backend.name.encode()))
+        if target.is_fallback:
+            exchange.extra_headers = [
+                *exchange.extra_headers,
+                (b"x-quire-fallback-model", target.model.encode()),
+            ]
+        return Placed(attempt_id, backend, target, now, self._router.predicted_s(attempt_id))
+
+    def started(self, placed: Placed) -> None:
+        """The first token came."""
+        ttft_s = self._now() - placed.placed_s
+        observed = self._router.ttft.num_observed(placed.backend.number)
+        limit_s = max(_LATE_S, self._fleet.health.slow_factor * placed.predicted_s)
+        placed.is_late = observed >= _MIN_OBSERVED and ttft_s > limit_s
+        self._router.started(placed.id, ttft_s)
+
+    def over(self, placed: Placed, is_good: bool | None) -> None:
+        """The attempt has ended. ``is_good``: what it says of the backend's health; None: nothing."""
+        self._router.finished(placed.id)
+        breaker, now = placed.backend.breaker, self._now()
+        if is_good is None:
+            breaker.withdrawn()
+        elif is_good and not placed.is_late:
+            breaker.succeeded(now)
+        else:
+            breaker.failed(now)
+
+    def learn(self, asked: Asked, model: str, num_prompt_tokens: int) -> None:
+        """An answer says how many tokens the text of its prompt has."""
+        if num_prompt_tokens > 0 and asked.text:
+            ratio = len(asked.text) / num_prompt_tokens
+            before = self._bytes_per_token.get(model, ratio)
+            self._bytes_per_token[model] = before + _LEARNING * (ratio - before)
+
+    def num_tokens(self, asked: Asked, model: str) -> int:
+        """Return the prompt tokens of a request by the model's bytes per token."""
+        return int(len(asked.text) / self._bytes_per_token.get(model, _BYTES_PER_TOKEN)) + 1
+
+    def _target(self, exchange: Exchange, now: float) -> tuple[Target | None, list[Backend]]:
+        """Return the first target with a backend that may be tried.
+
+        A fallback that is not for saturation is skipped while the backends before it are well and only have no room.
+        """
+        is_full = exchange.failure is not None and exchange.failure.tells_of_load
+        for target in exchange.targets:
+            if target.is_fallback and is_full and not target.when_saturated:
+                continue
+            candidates = self._fleet.candidates(target.model, now, exchange.tried)
+            if candidates:
+                return target, candidates
+            is_full |= any(
+                b.is_ready and not b.is_draining and b.name not in exchange.tried
+                for b in self._fleet.serving(target.model)
+            )
+        return None, []
+
+    def _demand(self, asked: Asked, model: str) -> Demand:
+        chain: list[bytes] = []
+        if self._router.needs_chains:
+            salt = asked.body.get("cache_salt")
+            root = root_of(model, salt if isinstance(salt, str) else "")
+            chain = digests(root, asked.text, self._piece_bytes)
+        return Demand(chain, self.num_tokens(asked, model), asked.num_output_tokens, asked.session)
+
+    def _explanation(self, demand: Demand, among: dict[int, Backend]) -> tuple[bytes, bytes]:
+        scores = self._router.explain(demand, among)
+        named = {among[number].name: each for number, each in scores.items()}
+        value = {"policy": self._router.policy, "pieces": len(demand.chain), "backends": named}
+        return b"x-quire-route", msgspec.json.encode(value)

@@ -1,0 +1,220 @@
+"""`Proxy`: the walk of one request through the gateway.
+
+    read → targets → place → attempt ─ first whole frame or whole answer → relay → end
+                       ▲        │
+                       └─ retry ┘   while no byte went to the client, within the retry budget
+
+A stream is relayed in whole frames. Each `send` waits until the client takes the bytes, and the backend's connection
+is not read meanwhile, so the slowest side sets the pace. A client that leaves cancels the walk, which closes the
+connection to the backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from aiohttp import ClientResponse
+from starlette.types import Receive, Scope, Send
+
+from quire.errors import QuireError
+from quire.gateway.asked import read_asked
+from quire.gateway.exchange import Exchange
+from quire.gateway.frames import Frames, error_frame
+from quire.gateway.headers import to_backend, to_client
+from quire.gateway.placing import Placed
+from quire.gateway.state import GatewayState
+from quire.gateway.upstream import BackendFailed, closing, failures, read_whole
+from quire.http.body import Disconnected
+from quire.http.edge import request_id_of
+from quire.http.refusals import HttpError, Refusal, busy, refusal_of
+from quire.metrics.log import Log
+
+log = Log("gateway")
+RETRIED_STATUS = frozenset((429, 500, 502, 503))
+LEFT = 499  # nginx's number for a client that disconnected; it is only counted
+
+
+class Proxy:
+    """An ASGI application for one POST path."""
+
+    def __init__(self, state: GatewayState, path: str) -> None:
+        self._state = state
+        self._path = path
+        self._timeouts = state.config.timeouts_of(path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self._state
+        exchange = Exchange(scope, send, request_id_of(scope), self._path, state.now())
+        state.num_open += 1
+        try:
+            if state.is_draining:
+                raise HttpError(
+                    busy("The gateway is draining: send the request to another one.", "draining", 1)
+                )
+            exchange.asked = await read_asked(scope, receive, state.config.server.max_body_mib << 20)
+            exchange.targets = state.catalog.targets(exchange.asked.model)
+            async with _cancelled_when_left(exchange, receive):
+                await self._serve(exchange)
+        except Disconnected:
+            exchange.outcome, exchange.status = "left", LEFT
+        except BackendFailed as error:
+            await self._give_up(exchange, error)
+        except Exception as error:
+            if not isinstance(error, QuireError):
+                log.exception("request_crashed", request_id=exchange.request_id, path=self._path)
+            await self._refuse(exchange, refusal_of(error))
+        finally:
+            state.num_open -= 1
+            state.settle(exchange)
+
+    async def _serve(self, exchange: Exchange) -> None:
+        """Try backends until one has answered, or no more may be tried."""
+        retries = self._state.config.retries
+        self._state.budget.earn()
+        while (placed := self._state.placing.place(exchange)) is not None:
+            exchange.num_attempts += 1
+            exchange.backend, exchange.target = placed.backend, placed.target
+            try:
+                await self._attempt(exchange, placed)
+                return
+            except BackendFailed as error:
+                exchange.failure = error
+                exchange.tried.add(placed.backend.name)
+                self._state.count_failure(placed, error)
+                if exchange.has_begun or exchange.num_attempts >= retries.attempts:
+                    raise
+                if not self._state.budget.take():
+                    raise
+        raise exchange.failure or _none_left(exchange)
+
+    async def _attempt(self, exchange: Exchange, placed: Placed) -> None:
+        """Send the request to one backend and relay its answer.
+
+        Raises:
+            BackendFailed: before or after the first byte went to the client.
+        """
+        state, asked, backend = self._state, exchange.asked, placed.backend
+        assert asked is not None
+        headers = to_backend(
+            exchange.scope,
+            exchange.request_id,
+            backend.args.api_key,
+            pass_keys=not state.config.server.api_keys,
+        )
+        body = asked.with_model(placed.target.model)
+        timeouts = self._timeouts
+        limit_s = timeouts.first_token_s if asked.streams else timeouts.total_s
+        is_good: bool | None = None
+        try:
+            with failures():
+                async with asyncio.timeout(limit_s) as deadline:
+                    query = exchange.scope["query_string"].decode("latin-1")
+                    url = f"{backend.url}{self._path}{'?' + query if query else ''}"
+                    response = await state.upstream.open("POST", url, headers, body)
+                    with closing(response):
+                        await self._relay(exchange, placed, response, deadline)
+            is_good = True
+        except BackendFailed as error:
+            if exchange.is_writing:  # the time passed while the client took nothing
+                raise Disconnected from error
+            is_good = None if error.tells_of_load else False
+            raise
+        finally:
+            state.placing.over(placed, is_good)
+
+    async def _relay(
+        self, exchange: Exchange, placed: Placed, response: ClientResponse, deadline: asyncio.Timeout
+    ) -> None:
+        """Relay one answer: a stream as it comes, any other once it is whole."""
+        kind = response.headers.get("content-type", "")
+        if response.status == 200 and kind.startswith("text/event-stream"):
+            await self._relay_stream(exchange, placed, response, deadline)
+            return
+        whole = await read_whole(response, self._state.config.server.max_answer_mib << 20)
+        if whole.status in RETRIED_STATUS:
+            raise BackendFailed("status", f"The backend answered {whole.status}.", whole)
+        if whole.status == 200 and "json" in kind and not exchange.usage.read(whole.body):
+            raise BackendFailed("garbage", "The backend's answer says that it is JSON, and is not.")
+        await exchange.answer(whole.status, whole.headers, whole.body)
+
+    async def _relay_stream(
+        self, exchange: Exchange, placed: Placed, response: ClientResponse, deadline: asyncio.Timeout
+    ) -> None:
+        """Relay server-sent events from the first whole frame on."""
+        now, timeouts, frames = self._state.now, self._timeouts, Frames()
+        loop_s = asyncio.get_running_loop().time() - now()  # the loop's clock may have another origin
+        total_s = timeouts.stream_total_s
+        end_s = exchange.arrival_s + total_s if total_s is not None else float("inf")
+        try:
+            async for piece in response.content.iter_any():
+                whole = frames.feed(piece)
+                if not whole:
+                    continue
+                if exchange.first_s is None:
+                    exchange.first_s = now()
+                    self._state.placing.started(placed)
+                    await exchange.begin(response.status, to_client(response.raw_headers))
+                exchange.usage.read_frames(whole)
+                await exchange.write(whole)
+                deadline.reschedule(min(now() + timeouts.idle_s, end_s) + loop_s)
+        except ValueError as error:
+            raise BackendFailed("garbage", f"The backend's stream is not one of events: {error}.") from error
+        if exchange.first_s is None:
+            raise BackendFailed("garbage", "The backend's stream ended without an event.")
+        await exchange.end(frames.end())
+
+    async def _give_up(self, exchange: Exchange, error: BackendFailed) -> None:
+        """Every backend that may be tried has failed, or a stream broke."""
+        if exchange.has_begun or error.answer is None:
+            await self._refuse(exchange, _refusal(error))
+        else:
+            exchange.outcome = "failed"
+            await exchange.answer(error.answer.status, error.answer.headers, error.answer.body)
+
+    async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
+        """Answer with an error; a stream that has begun ends with one."""
+        if exchange.has_begun:
+            exchange.outcome = "broken"
+            await exchange.end(error_frame(self._path, refusal))
+            return
+        exchange.outcome = "refused" if refusal.status < 500 else "failed"
+        headers = [(b"content-type", b"application/json"), *refusal.headers]
+        await exchange.answer(refusal.status, headers, refusal.body(self._path))
+
+
+@asynccontextmanager
+async def _cancelled_when_left(exchange: Exchange, receive: Receive) -> AsyncGenerator[None, None]:
+    """Cancel the block when the client leaves; raises `Disconnected` then."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        exchange.client_left = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not exchange.client_left:
+            raise
+        task.uncancel()
+        raise Disconnected from None
+    finally:
+        watcher.cancel()
+
+
+def _none_left(exchange: Exchange) -> HttpError:
+    model = exchange.targets[0].model
+    return HttpError(busy(f"No backend for the model {model!r} can take the request now.", "no_backend", 1))
+
+
+def _refusal(error: BackendFailed) -> Refusal:
+    """Return the answer for a failure that had no answer of its own."""
+    if error.kind == "timeout":
+        return Refusal(504, str(error), code="backend_timeout")
+    return Refusal(502, str(error), code=f"backend_{error.kind}")

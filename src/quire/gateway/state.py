@@ -1,0 +1,101 @@
+"""`GatewayState`: what the parts of one gateway share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from quire.gateway.catalog import Catalog
+from quire.gateway.config import GatewayConfig
+from quire.gateway.exchange import Exchange
+from quire.gateway.fleet import Fleet
+from quire.gateway.metrics import GatewayMetrics
+from quire.gateway.placing import Placed, Placing
+from quire.gateway.retries import RetryBudget
+from quire.gateway.routing import Router
+from quire.gateway.upstream import BackendFailed, Upstream
+from quire.metrics.log import Log
+
+log = Log("gateway")
+
+
+@dataclass(slots=True, eq=False)
+class GatewayState:
+    """The configuration, the backends and the books. ``upstream`` is there while the application runs."""
+
+    config: GatewayConfig
+    router: Router
+    fleet: Fleet
+    catalog: Catalog
+    placing: Placing
+    budget: RetryBudget
+    metrics: GatewayMetrics
+    now: Callable[[], float]  # monotonic seconds
+    random: Random
+    is_draining: bool = False
+    num_open: int = 0
+    _upstream: list[Upstream] = field(default_factory=list)
+
+    @property
+    def upstream(self) -> Upstream:
+        return self._upstream[0]
+
+    def start(self) -> None:
+        """Open the client side; called in the loop that serves."""
+        self._upstream.append(Upstream(self.config.timeouts.connect_s))
+
+    async def close(self) -> None:
+        await self._upstream.pop().close()
+
+    def count_failure(self, placed: Placed, error: BackendFailed) -> None:
+        """One attempt failed. A refused connection says more than a poll: the backend is down until one succeeds."""
+        backend = placed.backend
+        self.metrics.failures[backend.name, error.kind] += 1
+        if error.kind == "connect":
+            self.fleet.set_ready(backend, False, str(error), self.now())
+        log.debug("attempt_failed", backend=backend.name, kind=error.kind, error=str(error))
+
+    def settle(self, exchange: Exchange) -> None:
+        """A request has ended: count it, learn from its usage, and log it."""
+        now, usage, backend = self.now(), exchange.usage, exchange.backend
+        self.metrics.ended(exchange, now)
+        if exchange.asked is not None and exchange.target is not None and usage.prompt_tokens is not None:
+            self.placing.learn(exchange.asked, exchange.target.model, usage.prompt_tokens)
+        if self.config.server.access_log:
+            log.info(
+                "request",
+                request_id=exchange.request_id,
+                path=exchange.path,
+                status=exchange.status,
+                outcome=exchange.outcome,
+                model=exchange.asked.model if exchange.asked is not None else None,
+                backend=backend.name if backend is not None else None,
+                attempts=exchange.num_attempts,
+                ttft_ms=round(1e3 * (exchange.first_s - exchange.arrival_s), 1) if exchange.first_s else None,
+                ms=round(1e3 * (now - exchange.arrival_s), 1),
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                output_tokens=usage.output_tokens,
+            )
+
+
+def make_state(config: GatewayConfig, now: Callable[[], float], seed: int) -> GatewayState:
+    """Return the state of a gateway whose backends have not been polled yet."""
+    routing, random = config.routing, Random(seed)
+    router = Router(
+        routing.policy, seed=seed, max_load_ratio=routing.max_load_ratio, capacity=routing.index_pieces
+    )
+    fleet = Fleet(router, config.health, random)
+    budget = RetryBudget(config.retries.budget, config.retries.reserve)
+    return GatewayState(
+        config=config,
+        router=router,
+        fleet=fleet,
+        catalog=Catalog(config.models, config.server.default_model, lambda: fleet.models, random),
+        placing=Placing(fleet, router, routing.piece_bytes, now),
+        budget=budget,
+        metrics=GatewayMetrics(fleet, budget),
+        now=now,
+        random=random,
+    )

@@ -1,0 +1,138 @@
+"""`Upstream`: HTTP to backends, over one pool of connections. Every failure is a `BackendFailed`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import aiohttp
+
+from quire.errors import QuireError
+from quire.gateway.headers import Pairs, to_client
+
+# connect: no connection; broken: it ended early; timeout: too late; status: an answer that says so; garbage: no valid
+# answer. The breaker counts all of them, except a status that tells of load (429, 503).
+FailureKind = Literal["connect", "broken", "timeout", "status", "garbage"]
+KEEP_ALIVE_S = (
+    60.0  # less than the server's, so that a connection is not closed while a request is on its way
+)
+MAX_HEAD_BYTES = 32 * 1024  # of one header of an answer
+READ_BYTES = 64 * 1024
+_KEPT_BYTES = 1 << 20  # of a probe's answer
+_AT_ONCE_BYTES = 1 << 20  # a larger body is written in pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole answer."""
+
+    status: int
+    headers: Pairs
+    body: bytes
+
+
+class BackendFailed(QuireError):
+    """A backend gave no good answer. ``answer``: what it said instead, if anything."""
+
+    def __init__(self, kind: FailureKind, message: str, answer: Whole | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.answer = answer
+
+    @property
+    def tells_of_load(self) -> bool:
+        """Whether the backend is well and has no room."""
+        return self.answer is not None and self.answer.status in (429, 503)
+
+
+class Upstream:
+    """The client side of the gateway. Made in the loop that serves."""
+
+    def __init__(self, connect_s: float) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=5),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            read_bufsize=READ_BYTES,
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+
+    async def open(
+        self, method: str, url: str, headers: Sequence[tuple[str, str]], body: bytes | None
+    ) -> aiohttp.ClientResponse:
+        """Send a request and return its answer once the head is there; the caller closes it.
+
+        Raises:
+            BackendFailed: no connection, or no valid head.
+        """
+        with failures():
+            return await self._session.request(method, url, headers=headers, data=body, allow_redirects=False)
+
+    async def get(self, url: str, timeout_s: float, api_key: str | None = None) -> Whole:
+        """Return a small answer, as of a probe.
+
+        Raises:
+            BackendFailed: there was none within ``timeout_s``.
+        """
+        headers = [("authorization", f"Bearer {api_key}")] if api_key is not None else []
+        with failures():
+            async with asyncio.timeout(timeout_s):
+                response = await self.open("GET", url, headers, None)
+                with closing(response):
+                    return await read_whole(response, _KEPT_BYTES)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+async def read_whole(response: aiohttp.ClientResponse, max_bytes: int) -> Whole:
+    """Read an answer to its end.
+
+    Raises:
+        BackendFailed: it ends early, or has more than ``max_bytes``.
+    """
+    pieces, size = [], 0
+    with failures():
+        async for piece in response.content.iter_any():
+            size += len(piece)
+            if size > max_bytes:
+                raise BackendFailed(
+                    "garbage", f"The answer has more than {max_bytes} bytes (max_answer_mib)."
+                )
+            pieces.append(piece)
+    return Whole(response.status, to_client(response.raw_headers), b"".join(pieces))
+
+
+@contextmanager
+def failures() -> Generator[None, None, None]:
+    """Turn what goes wrong with a connection into `BackendFailed`."""
+    try:
+        yield
+    except TimeoutError as error:  # aiohttp's are TimeoutErrors, too
+        kind: FailureKind = "connect" if isinstance(error, aiohttp.ConnectionTimeoutError) else "timeout"
+        raise BackendFailed(kind, "The backend did not answer in time.") from error
+    except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
+        raise BackendFailed("connect", f"No connection to the backend: {error}.") from error
+    except (aiohttp.ClientResponseError, ValueError) as error:  # a head beyond its limits, or none at all
+        raise BackendFailed("garbage", f"The backend's answer is not HTTP: {_short(error)}.") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise BackendFailed("broken", f"The backend ended the connection early: {_short(error)}.") from error
+
+
+@contextmanager
+def closing(response: aiohttp.ClientResponse) -> Generator[None, None, None]:
+    """Close an answer that was not read to its end: the backend then stops working on it."""
+    try:
+        yield
+    finally:
+        response.close()  # without effect after the end, when the connection is in the pool again
+
+
+def _short(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__

@@ -1,0 +1,96 @@
+"""Overload: whether the queue has room for a request, and after which time a rejected one is told to try again.
+
+    │ running: seats │ waiting: at most max_queue sequences and max_queue_tokens tokens │ promised: rejected requests
+
+`place_s` predicts when seats come free, by the output that the running sequences are expected to give yet and by the
+time that steps take, both as measured. A rejected request is told when its place behind the queue, and behind the
+requests rejected before it, comes free (`quire.scheduler.promises`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from quire.request import Request
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.state import SchedulerState
+
+MARGIN = 1.1  # of the time told: the pace varies
+KEPT_SLACK = 1 / 8  # of the queue's limits: a request that comes when it was told to is let in beyond them
+ASSUMED_STEP_S = 0.05  # until a step was measured
+
+
+def place_s(state: SchedulerState, number: int) -> float:
+    """Return the seconds until the ``number``-th sequence (from 1) of the queue finds a seat."""
+    seats, typical_s = _seats(state)
+    turns, index = divmod(max(1, number) - 1, len(seats))
+    return seats[index] + turns * typical_s
+
+
+def full_queue(
+    state: SchedulerState, request: Request, now: float, *, kept: bool
+) -> tuple[str, float] | None:
+    """Return (text, seconds until there is room) where the queue has no room for ``request``.
+
+    ``kept``: the request comes when it was told to.
+    """
+    config, queue = state.config, state.waiting
+    num_waiting = len(queue) + len(state.loading)
+    slack = 1.0 + KEPT_SLACK if kept else 1.0
+    most, most_tokens = math.ceil(config.max_queue * slack), config.max_queue_tokens
+    held = held_tokens = 0
+    if num_waiting and not kept and len(state.promises):
+        held, held_tokens = state.promises.expected(now + place_s(state, num_waiting + 1))
+    if num_waiting + held >= most:
+        line, _ = state.promises.expected()
+        text = f"The queue is full: {num_waiting} sequences wait and at most {config.max_queue} may."
+        return text, place_s(state, num_waiting + line + 1 - config.max_queue)
+    num_tokens, own = queue.num_tokens, len(request.prompt_token_ids)
+    if most_tokens is None or not num_waiting or num_tokens + held_tokens + own <= most_tokens * slack:
+        return None
+    _, line_tokens = state.promises.expected()
+    share = (num_tokens + line_tokens + own - most_tokens) / max(1, num_tokens)
+    text = f"The queue is full: prompts of {num_tokens} tokens wait and of at most {most_tokens} tokens may."
+    return text, place_s(state, math.ceil(share * num_waiting))
+
+
+def promise(state: SchedulerState, request: Request, now: float, after_s: float) -> float:
+    """Promise a rejected request a place; return the whole seconds after which its client is to try again."""
+    wait_s = float(max(1, math.ceil(after_s * MARGIN + state.predictor.step_s)))
+    state.promises.make(request, now + wait_s)
+    return wait_s
+
+
+def _seats(state: SchedulerState) -> tuple[list[float], float]:
+    """Return in how many seconds each seat is free, the earliest first, and for how long one is taken.
+
+    Free seats are as many as max_num_seqs and the free blocks allow. Computed once per step: a burst of requests that
+    are rejected reads the same.
+    """
+    stamp = (state.next_step, len(state.running), len(state.in_flight))
+    if state.seats is not None and state.seats[0] == stamp:
+        return state.seats[1:]
+    predictor, running = state.predictor, state.running
+    step_s, mean = predictor.step_s or ASSUMED_STEP_S, predictor.mean_output
+    sample = state.waiting.first(64) or running  # of those that run, long outputs are the more frequent
+    typical = sum(_num_left(seq, mean, whole=True) for seq in sample) / max(1, len(sample))
+    free = state.config.max_num_seqs - len(running)
+    if running:
+        num_tokens = sum(seq.num_prompt for seq in running) / len(running) + typical
+        need = math.ceil(num_tokens / state.cache.block_size) * state.cache.windows.num_groups
+        free = min(free, state.cache.references.num_available // need)
+    taken = sorted(
+        _num_left(seq, mean) * step_s + max(0, seq.num_prompt - seq.num_planned) * predictor.prompt_token_s
+        for seq in running
+    )
+    state.seats = (stamp, [0.0] * max(0, free) + taken or [0.0], max(1.0, typical) * step_s)
+    return state.seats[1:]
+
+
+def _num_left(seq: Sequence, mean: float, *, whole: bool = False) -> float:
+    """Return the output tokens that a sequence is expected to give yet, or in all. ``mean``: of others; 0: unknown."""
+    done = 0 if whole else len(seq.token_ids) - seq.num_prompt
+    most = max(1, seq.max_total - seq.num_prompt - done)
+    if not mean or not (seq.stop_ids or seq.sampling.stop):
+        return most
+    return max(1.0, min(most, max(mean - done, mean / 4)))

@@ -1,0 +1,67 @@
+"""Overload in the simulator: the time told to rejected clients is honest, and what is admitted stays quick."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire.bench.summary import RequestRecord, percentile
+from quire.config import CacheConfig, SchedulerConfig
+from quire.plan.cost_model import CostModel, Curve
+from quire.sim.cluster import ClusterConfig
+from quire.sim.run import simulate
+from quire.workload.build import Synthetic
+from quire.workload.distributions import Arrivals, Uniform
+
+STEP = CostModel(fixed_s=0.020, rows=Curve((1.0, 1025.0), (0.0, 0.400)))
+SUSTAINABLE = 4.7  # requests per second of `run`'s workload
+
+
+def run(
+    load: float, seed: int, num: int = 400, retries: int = 0, **config: object
+) -> tuple[RequestRecord, ...]:
+    """Return the records of ``num`` requests at ``load`` × the rate that can be sustained."""
+    made = Synthetic(num, Uniform(20, 400), Uniform(10, 150), Arrivals(load * SUSTAINABLE)).build(seed)
+    scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=1024)
+    cluster = ClusterConfig(
+        replace(scheduler, **config),  # type: ignore[arg-type]
+        CacheConfig(num_blocks=4096, model_key="sim"),
+        retries=retries,
+    )
+    return simulate(cluster, STEP, made).records
+
+
+@pytest.mark.parametrize(
+    "bound", [{"max_queue": 32}, {"max_queue_tokens": 5000}, {"max_ttft_s": 3.0}], ids=str
+)
+@pytest.mark.parametrize("load", [3.0, 200.0], ids=["sustained", "burst"])
+def test_clients_that_wait_as_told_are_served(bound: dict[str, float], load: float) -> None:
+    seed = 11
+    records = run(load, seed, retries=1, **bound)
+    returned = [r for r in records if r.sent_s > r.arrival_s]
+    served = [r for r in returned if r.status == "ok"]
+    told = [r.sent_s - r.arrival_s for r in returned]
+    print(f"seed {seed}, {bound}: {len(served)} of {len(returned)} served, told {min(told)} to {max(told)} s")
+    assert len(returned) > 100
+    assert max(told) > 10
+    assert len(served) >= 0.8 * len(returned)
+
+
+def test_what_is_admitted_stays_quick_at_three_times_the_load() -> None:
+    def ttft_p99(records: tuple[RequestRecord, ...]) -> float:
+        found = percentile(sorted(r.first_token_s - r.arrival_s for r in records if r.first_token_s), 99)
+        assert found is not None
+        return found
+
+    def goodput(records: tuple[RequestRecord, ...]) -> float:
+        end_s = max(r.arrival_s for r in records)
+        return sum(r.status == "ok" and r.end_s <= end_s for r in records) / end_s
+
+    below, peak, above = (
+        run(load, 3, num, max_ttft_s=3.0) for load, num in ((0.9, 400), (1.5, 600), (3.0, 1200))
+    )
+    print(f"seed 3: p99 TTFT {ttft_p99(below):.2f} → {ttft_p99(above):.2f} s, goodput {goodput(above):.2f}/s")
+    assert ttft_p99(above) <= 2 * ttft_p99(below)
+    assert goodput(above) >= 0.9 * max(goodput(below), goodput(peak))
+    assert sum(r.status == "ok" for r in above) < 0.5 * len(above)
