@@ -18,8 +18,8 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.core import Call, EngineCore, Reply
-from quire.engine.output import RequestOutputState, RequestStream
 from quire.engine.large_input import LargeBodies
+from quire.engine.output import RequestOutputState, RequestStream
 from quire.engine.prompts import ModelInfo, RenderedChat, prepare_request
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats

@@ -199,6 +199,8 @@ class PromptStreams:
         try:
             for i, given in enumerate(job.prompts):
                 prompt = await self._cut(given)
+                if i:
+                    await asyncio.sleep(0)  # other requests have their turn between two prompts
                 if job.samples_nothing:
                     await self._wait_for_turn()
                 if job.echo:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from quire.engine import helper_pool
@@ -144,7 +144,8 @@ def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int, *,
     return asked
 
 
-def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+@lru_cache(32)  # a request for many prompts asks for each of them
+def bad_words_ids(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the id sequences that spell ``words``, at the start of a text and after a space.
 
     Inside a text, a word usually follows a space, which most vocabularies include in the word's token.

@@ -38,7 +38,7 @@ FIELDS: Mapping[str, Limit] = {
     "stop": Limit(64, 4096),
     "stop_sequences": Limit(64, 4096),
     "stop_token_ids": Limit(1024),
-    "bad_words": Limit(1024, 256),
+    "bad_words": Limit(512, 256),
     "logit_bias": Limit(4096),
     "allowed_token_ids": Limit(65_536),
     "guided_choice": Limit(8192),
@@ -73,9 +73,12 @@ WAITING_BYTES = 256 * 2**20
 
 def takes_long(pieces: Sequence[bytes]) -> bool:
     """Whether a body, given in pieces, is too large or has too many values to be parsed at once."""
-    if sum(map(len, pieces)) > INLINE_BYTES:
-        return True
-    return sum(piece.count(mark) for piece in pieces for mark in (b",", b"[", b"{")) > INLINE_MARKS
+    return sum(map(len, pieces)) > INLINE_BYTES or num_marks(pieces) > INLINE_MARKS
+
+
+def num_marks(pieces: Sequence[bytes]) -> int:
+    """Return the number of commas and opening brackets, an upper bound of the number of values."""
+    return sum(piece.count(mark) for piece in pieces for mark in (b",", b"[", b"{"))
 
 
 def decode(raw: bytes) -> Any:

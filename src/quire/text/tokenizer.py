@@ -76,6 +76,8 @@ class Tokenizer:
         special tokens written in ``text`` are encoded as plain characters, so that untrusted text cannot end a turn.
         Raises `RequestError` for text that is not Unicode (lone surrogates).
         """
+        if allow_special and len(text) > _LONG_CHARACTERS:
+            return self.encode_long([text], add_special_tokens)[0]
         with nullcontext() if allow_special else self._long_lock, self._lock:
             self._allow_special(allow_special)
             try:
@@ -165,6 +167,7 @@ class Tokenizer:
         return None if name is None else self.token_to_id(name)
 
 
+_LONG_CHARACTERS = 8192
 _NFC_CHARACTERS = 4  # Unicode's composition makes one character of at most so many
 
 
