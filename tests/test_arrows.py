@@ -136,7 +136,7 @@ TORCH_FREE = modules_of(
     *(name for rank, names in LINES if rank <= 2 for name in names if name != "_native"),
     "models.quill", "models.hub", "models.checkpoint", "lora.adapter",
     "executor.base",
-    "engine.core", "engine.inbox", "engine.client", "engine.prompts", "engine.frontend", "engine.supervisor",
+    "engine.core", "engine.client", "engine.frontend", "engine.heartbeat", "engine.quarantine", "engine.supervisor",
     "engine.process",
     "api", "jobs", "gateway", "bench.summary", "bench.serve", "bench.report", "sim", "cli",
 )  # fmt: skip

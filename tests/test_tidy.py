@@ -19,37 +19,48 @@ MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
 # Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
-    "": 2_273,
-    "api": 5_107,
+    "": 2_262,
+    "api": 5_059,
     "bench": 2_440,
     "cache": 1_199,
     "cli": 1_489,
-    "engine": 3_786,
+    "engine": 3_732,
     "executor": 444,
-    "families": 1_686,
+    "families": 1_612,
     "gateway": 321,
     "http": 928,
-    "jobs": 991,
-    "kernels": 5_851,
-    "layers": 777,
+    "jobs": 978,
+    "kernels": 5_747,
+    "layers": 773,
     "lora": 427,
     "metrics": 610,
-    "models": 1_575,
+    "models": 1_546,
     "plan": 1_821,
-    "quant": 406,
-    "runner": 2_129,
-    "sampling": 643,
+    "quant": 404,
+    "runner": 2_073,
+    "sampling": 627,
     "scheduler": 2_442,
     "sim": 1_508,
-    "text": 4_070,
+    "text": 3_937,
     "workload": 772,
 }
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
+    "keys, limits, ledger": {"cli": 180, "gateway": 1_170, "http": 310},
     "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
-    "overload": {"": 6, "bench": 1, "scheduler": 210, "sim": 16},
-    "speculation": {"": 40, "runner": 50, "speculate": 150},
+    "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 213, "sim": 16},
+    "no request stalls another": {"": 22, "api": 130, "engine": 360, "http": 180, "jobs": 40, "text": 75},
+    "hangs": {"": 12, "api": 14, "cli": 3, "engine": 512, "scheduler": 34},
+    "speculation": {
+        "": 60,
+        "engine": 70,
+        "metrics": 20,
+        "plan": 85,
+        "runner": 230,
+        "scheduler": 190,
+        "speculate": 290,
+    },
 }
 
 # Kernels and tables may be listed; each entry says why.
@@ -65,10 +76,12 @@ LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
     "cli/measure.py": "each command imports what it needs, so that --help is quick",
     "cli/serve.py": "the engine process is started before this process imports the web server",
+    "engine/helper.py": "each kind imports what it needs: a bare container compiles grammars without msgspec",
     "engine/build.py": "the choice of an executor",
     "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
     "__init__.py": "LLM and friends are resolved lazily",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
+    "gateway/ledger.py": "psycopg is the extra `postgres`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
 }
 

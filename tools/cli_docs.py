@@ -38,6 +38,12 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire doctor                   what this machine has, which kernels are used and why, what to install
     quire doctor --check MODEL     read all weights: do shapes and types fit config.json, is anything NaN or infinite
     quire plan [MODEL]             does it fit, how fast, at what cost: formulas (docs/planner.md)
+    quire keys create NAME         add an API key to a file and print it (docs/tenants.md)
+    quire keys list                names, tenants and rights of the keys
+    quire keys rotate NAME         replace a key by a new one
+    quire keys revoke NAME         remove a key
+    quire ledger report            requests, tokens and price by tenant, model, day …
+    quire ledger forget            delete the rows of requests older than some days
     quire version                  also quire --version
 
 MODEL is `quill` (the default), `quill-draft`, a local folder, a `.gguf` file, `folder:Q8_0` for one GGUF of several, or

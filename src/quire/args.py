@@ -54,6 +54,7 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     dynamic_max_wait_ms: float = 50.0
     speculate: str | None = None
+    draft_model: str | None = None
     spec_tokens: str | int = "auto"
     device: Literal["auto", "cpu", "cuda", "interpret"] = "auto"
     batch_invariant: bool = False
@@ -87,6 +88,7 @@ class ServerArgs:
     max_file_mib: int = 100
     drain_timeout_s: float = 30.0
     max_restarts: int = 3
+    hang_timeout_s: float = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     otlp_traces_endpoint: str | None = None

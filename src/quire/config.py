@@ -121,7 +121,8 @@ class SloConfig:
 class SpeculateConfig:
     """How drafts are proposed (docs/speculation.md)."""
 
-    method: Literal["ngram"]
+    method: Literal["ngram", "draft"]
+    draft: ModelConfig | None = None  # of "draft"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, prod
 from types import MappingProxyType
@@ -205,6 +205,12 @@ class ModelSpec:
             groups += [KvGroup(tuple(layers[begin:end]), window) for begin, end in pairwise(ends)]
         num_kv_heads = max(layer.attention.num_kv_heads for layer in self.layers)
         return KvLayout(tuple(groups), per_page, next(iter(elements)), num_kv_heads)
+
+    def draft_layout(self) -> KvLayout:
+        """Return the layout of this model's cache as a draft: one group that keeps every block."""
+        layout = self.kv_layout(self.max_position_embeddings)
+        layers = tuple(range(self.num_layers))
+        return replace(layout, groups=(KvGroup(layers, None),), layers_per_block=len(layers))
 
     def kv_bytes_per_token(self, group: KvGroup, dtype: str = "bfloat16") -> int:
         """Bytes of K and V of one token in the layers of ``group`` (without padding)."""

@@ -295,6 +295,17 @@ class Deadline:
     first_token_s: float | None = None
     total_s: float | None = None
 
+    def missed(self, name: str, num_output_tokens: int) -> str:
+        """Return the error of a sequence that missed the limit ``name``: "first_token" or "total"."""
+        limit_s = self.first_token_s if name == "first_token" else self.total_s
+        assert limit_s is not None
+        text = f"deadline_ms.{name} = {limit_s * 1e3:g} has passed"
+        return text + (
+            " before the first token."
+            if name == "first_token"
+            else f" after {num_output_tokens} output tokens."
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

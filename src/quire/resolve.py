@@ -17,20 +17,18 @@ from quire.config import (
     ModelConfig,
     RunnerConfig,
     SchedulerConfig,
-    SpeculateConfig,
 )
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
 from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, row_bytes
+from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
 from quire.plan.split import Split
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
 from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
 
 DEFAULT_LORA_RANK = 16
-MAX_DRAFTS = 32  # per sequence and step
-AUTO_DRAFTS = 8
 KV_SHARE = 0.5  # default share of the available memory that the weights leave
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -60,11 +58,12 @@ def resolve(
     tokenizer: str = "",
     stored: Mapping[str, WeightFormat] | None = None,
     adapters: Sequence[Adapter] = (),
+    draft: DraftCheckpoint | None = None,
 ) -> EngineConfig:
     """Choose every setting that ``args`` leave open. ``path`` and ``tokenizer``: where the two were found.
 
     ``stored``: the formats for the matrices that the checkpoint has quantized (`Checkpoint.formats`).
-    ``adapters``: those loaded from the start (`EngineArgs.lora`).
+    ``adapters``: those loaded from the start (`EngineArgs.lora`). ``draft``: the draft model.
 
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
@@ -76,12 +75,11 @@ def resolve(
     if lora is not None:
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
-    max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights)
+    drafts = draft_config(args, spec, draft, dtype)
+    if drafts is not None:
+        weights += drafts.spec.weight_bytes(dtype, drafts.formats)
+    max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights, drafts)
     layout = spec.kv_layout(max_model_len)
-    scope = (
-        f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{sorted(plan.formats.items(), key=itemgetter(0))!r}"
-    )
-    model_key = hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()
     return EngineConfig(
         model=ModelConfig(
             path=path,
@@ -103,34 +101,22 @@ def resolve(
             block_size=args.block_size,
             windows=tuple(group.window for group in layout.groups),
             enable_prefix_caching=args.enable_prefix_caching,
-            model_key=model_key,
+            model_key=_model_key(args, path, spec, dtype, kv_dtype, plan),
         ),
         scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
         runner=_runner(args, device),
         device=device,
         lora=lora,
-        speculate=_speculate(args, device),
+        speculate=speculate_config(args, device, drafts, max_model_len),
     )
 
 
-def _speculate(args: EngineArgs, device: DeviceInfo) -> SpeculateConfig | None:
-    if args.speculate is None:
-        return None
-    if device.kind != "cpu":
-        raise ConfigError(
-            f"speculate = {args.speculate!r} is for a CPU, and the model runs on {device.name}: leave it out"
-        )
-    return SpeculateConfig("ngram")
-
-
-def spec_tokens(args: EngineArgs) -> int:
-    """Return the most drafts per sequence and step; 0: without speculation."""
-    text = str(args.spec_tokens)
-    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_DRAFTS):
-        raise ConfigError(f"spec_tokens = {args.spec_tokens!r} must be 'auto' or a number in 1…{MAX_DRAFTS}")
-    if args.speculate is None:
-        return 0
-    return AUTO_DRAFTS if text == "auto" else int(text)
+def _model_key(
+    args: EngineArgs, path: str, spec: ModelSpec, dtype: str, kv_dtype: str, plan: WeightPlan
+) -> str:
+    formats = sorted(plan.formats.items(), key=itemgetter(0))
+    scope = f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{formats!r}"
+    return hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()
 
 
 def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
@@ -255,7 +241,12 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
 
 
 def _lengths(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, kv_dtype: str, weights: int
+    args: EngineArgs,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    kv_dtype: str,
+    weights: int,
+    drafts: ModelConfig | None,
 ) -> tuple[int, int]:
     """Return (max_model_len, num_blocks) so that at least one sequence of max_model_len fits."""
     asked_len = args.max_model_len
@@ -264,7 +255,9 @@ def _lengths(
             f"max_model_len = {asked_len} is more than the model's {spec.max_position_embeddings} positions"
         )
     wanted = asked_len or spec.max_position_embeddings
-    num_blocks = args.num_kv_blocks or _blocks_in_memory(args, spec, device, kv_dtype, wanted, weights)
+    num_blocks = args.num_kv_blocks or _blocks_in_memory(
+        args, spec, device, kv_dtype, wanted, weights, drafts
+    )
     while wanted > 1:
         need = blocks_for_sequence(spec, wanted, args.block_size, args.max_num_batched_tokens)
         if need <= num_blocks:
@@ -290,13 +283,21 @@ def blocks_for_sequence(spec: ModelSpec, length: int, block_size: int, chunk: in
 
 
 def _blocks_in_memory(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, kv_dtype: str, max_len: int, weights: int
+    args: EngineArgs,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    kv_dtype: str,
+    max_len: int,
+    weights: int,
+    drafts: ModelConfig | None,
 ) -> int:
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
     else:
         available = device.memory_available_bytes - step_bytes(args, spec)
     page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
+    if drafts is not None:
+        page += drafts.spec.draft_layout().block_bytes(args.block_size, drafts.kv_dtype)
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
         if weights + budget > available:

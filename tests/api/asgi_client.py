@@ -14,8 +14,7 @@ from tests.api.fake_frontend import FakeFrontend
 
 from quire.api.app import create_app
 from quire.api.state import ApiSettings, is_busy
-from quire.jobs.extension import jobs_of
-from quire.jobs.routes import JobSettings
+from quire.jobs.routes import JobSettings, jobs_of
 
 
 def app_with_jobs(frontend: Any, **settings: Any) -> Starlette:
@@ -45,7 +44,7 @@ class Api:
         try:
             return asyncio.run(go())
         finally:
-            self.frontend.prompts.bodies.close()  # ends the helper process that a large body starts
+            self.app.state.quire.bodies.close()  # ends the helper process that a large body starts
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.call("POST", path, json=body, **kwargs)

@@ -17,10 +17,11 @@ from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
+from quire.engine.client import EngineHealth
 from quire.engine.core import Call, EngineCore, Reply
-from quire.engine.large_input import LargeBodies
-from quire.engine.output import RequestOutputState, RequestStream
+from quire.engine.output import RequestOutputState
 from quire.engine.prompts import ModelInfo, RenderedChat, prepare_request
+from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import (
@@ -94,7 +95,6 @@ class FakeFrontend:
         self.chat_template = ChatTemplate({"default": template}, self.tokenizer.special, datetime.now)
         self.chat_template.is_known = True  # rendered without a helper process
         self.prompts = self  # `chat`, `render` and `tokenize` of `Prompts`
-        self.bodies = LargeBodies()
         self.model = ModelInfo(
             names=("tiny", "alias"),
             max_model_len=max_model_len,
@@ -103,6 +103,7 @@ class FakeFrontend:
             generation_defaults={"temperature": 0.5},
         )
         self.state = "ready"
+        self.engine_health = EngineHealth()
         self.adapters: AdapterRegistry | None = None
         self.info: EngineInfo | None = INFO
         self.submitted: list[Submitted] = []
@@ -186,6 +187,9 @@ class FakeFrontend:
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [END] * add_special_tokens + self.tokenizer.encode(text)
+
+    def health(self) -> EngineHealth:
+        return self.engine_health
 
     def stats(self) -> EngineStats:
         return EngineStats(num_running=self.num_requests, num_blocks=100, num_free_blocks=75)

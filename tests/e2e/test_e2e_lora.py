@@ -130,7 +130,7 @@ def test_a_restarted_engine_keeps_the_adapters(live: LiveServer, client: openai.
     text = next(stream).choices[0].text
     pid = live.process.pid
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"quire.engine.child" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"quire: engine" in Path(f"/proc/{child}/cmdline").read_bytes():
             os.kill(int(child), signal.SIGKILL)
     assert text + "".join(chunk.choices[0].text for chunk in stream) == alone
     assert text_of(client, "adapter-0", max_tokens=100) == alone

@@ -6,7 +6,8 @@ import queue
 from collections.abc import Callable
 
 from quire.engine.build import EngineInfo
-from quire.engine.core import AddRequest, Message, Reply
+from quire.engine.client import EngineHealth
+from quire.engine.core import AbortRequest, AddRequest, Message, Reply
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent
@@ -21,11 +22,21 @@ def token_of(request: Request, index: int, position: int) -> int:
 
 
 class ScriptedClient:
-    """Returns one token per request and `receive`, and dies after ``die_after`` of them."""
+    """Returns one token per request and `receive`; dies after ``die_after`` of them, or of certain requests."""
 
-    def __init__(self, *, die_after: int | None = None, load_error: QuireError | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        die_after: int | None = None,
+        dies_of: Callable[[set[str]], bool] = lambda running: False,
+        load_error: QuireError | None = None,
+    ) -> None:
         self.sent: list[Message] = []
         self.closed = False
+        self.most_running = 0
+        self.now_health = EngineHealth()
+        self._aborted: list[TokenEvent] = []
+        self._dies_of = dies_of
         self._die_after = die_after
         self._load_error = load_error
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -45,13 +56,17 @@ class ScriptedClient:
             return []
         if self._die_after == 0:
             raise EngineDeadError("The engine process was killed by SIGKILL.")
-        if not self._running:
+        if not self._running and not self._aborted:
             try:
                 self._take(self._queue.get(timeout=timeout_s))
             except queue.Empty:
                 return []
         while not self._queue.empty():
             self._take(self._queue.get())
+        self.most_running = max(self.most_running, len(self._running))
+        if self._dies_of(set(self._running)):
+            self._die_after = 0
+            raise EngineDeadError("The engine process was killed by SIGSEGV.")
         if self._die_after is not None:
             self._die_after -= 1
         return self._step()
@@ -62,6 +77,12 @@ class ScriptedClient:
     def stats(self) -> EngineStats:
         return EngineStats()
 
+    def health(self) -> EngineHealth:
+        return self.now_health
+
+    def dump(self) -> str:
+        return ""
+
     def close(self) -> None:
         self.closed = True
         self._queue.put(None)
@@ -71,11 +92,16 @@ class ScriptedClient:
             request = message.request
             done = request.output_token_ids or ((),) * request.sampling.n
             self._running[request.request_id] = (request, [len(ids) for ids in done])
-        elif message is not None:
-            self._running.pop(message.request_id, None)
+        elif isinstance(message, AbortRequest) and message.request_id in self._running:
+            request, _ = self._running.pop(message.request_id)
+            self._aborted += [
+                TokenEvent(message.request_id, i, finish_reason=FinishReason.ABORT)
+                for i in range(request.sampling.n)
+                if i not in request.finished_samples
+            ]
 
     def _step(self) -> list[TokenEvent]:
-        events = []
+        events, self._aborted = self._aborted, []
         for name, (request, done) in list(self._running.items()):
             limit = request.sampling.max_tokens
             assert limit is not None

@@ -180,6 +180,34 @@ def test_no_orphan_stays_when_the_parent_is_killed() -> None:
     wait_for(lambda: not Path(directory).exists())
 
 
+def test_a_stopped_engine_ends_with_its_parent() -> None:
+    code = (
+        "from tests.engine.toy import engine_config\n"
+        "from quire.engine.process import ProcessClient\n"
+        "client = ProcessClient(engine_config(), executor='tests.fakes.engine:build')\n"
+        "client.wait_ready()\n"
+        "print(client.pid, flush=True)\n"
+        "client.receive()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+    wait_for(lambda: gone(pid))
+
+
+def test_closing_a_hung_engine_does_not_wait_for_it(client: ProcessClient) -> None:
+    client.wait_ready()
+    os.kill(client.pid, signal.SIGSTOP)
+    wait_for(lambda: client.receive(0.1) == [] and client.health().status == "hung")
+    begin_s = time.monotonic()
+    client.close()
+    assert time.monotonic() - begin_s < 4.0
+    assert gone(client.pid)
+
+
 def test_streams_survive_sigkill_of_the_engine() -> None:
     config = engine_config()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,9 @@ from tests.engine.scripted import ScriptedClient, clients, token_of
 
 from quire.clock import VirtualClock
 from quire.engine.core import AbortRequest, AddRequest, ChangePolicy, FinishSample, Message, Reply
+from quire.engine.in_flight import InFlight
 from quire.engine.process import decode, encode
-from quire.engine.supervisor import InFlight, RestartPolicy, Supervisor
+from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.scheduler.policy import PolicyChange
@@ -86,7 +88,7 @@ def test_requests_between_two_engines_run_exactly_once() -> None:
 
 def test_too_many_restarts_end_every_request_once() -> None:
     dying = [ScriptedClient(die_after=1) for _ in range(4)]
-    policy = RestartPolicy(max_restarts=3, backoff_s=0.0, max_deaths=99)
+    policy = RestartPolicy(max_restarts=3, backoff_s=0.0, suspect_deaths=99)
     supervisor = Supervisor(dying[0], clients(*dying[1:]), VirtualClock(), policy)
     supervisor.send(AddRequest(request("a", n=3)))
     reader = Reader()
@@ -107,7 +109,7 @@ def test_too_many_restarts_end_every_request_once() -> None:
 
 def test_failed_restarts_count_and_old_ones_do_not() -> None:
     clock = VirtualClock()
-    policy = RestartPolicy(max_restarts=2, window_s=60.0, backoff_s=0.0, max_deaths=99)
+    policy = RestartPolicy(max_restarts=2, window_s=60.0, backoff_s=0.0, suspect_deaths=99)
     made = [
         ScriptedClient(load_error=ModelLoadError("the file is gone")),
         ScriptedClient(die_after=1),
@@ -125,18 +127,84 @@ def test_failed_restarts_count_and_old_ones_do_not() -> None:
     assert supervisor.num_restarts == 3
 
 
-def test_a_request_in_every_death_is_failed() -> None:
-    policy = RestartPolicy(max_restarts=9, backoff_s=0.0, max_deaths=2)
-    made = [ScriptedClient(die_after=1), ScriptedClient()]
-    supervisor = Supervisor(ScriptedClient(die_after=1), clients(*made), VirtualClock(), policy)
-    supervisor.send(AddRequest(request("poison")))
-    supervisor.receive()
-    supervisor.receive()
-    supervisor.send(AddRequest(request("later", max_tokens=2)))
+def killer(*names: str, alone: bool = True) -> ScriptedClient:
+    """An engine that dies of the requests ``names``; with ``alone`` False, only when it has others, too."""
+    return ScriptedClient(dies_of=lambda running: bool(running & set(names)) and (alone or len(running) > 1))
+
+
+def test_a_request_that_kills_alone_fails_alone() -> None:
+    made = [killer("poison") for _ in range(4)]
+    supervisor = Supervisor(made[0], clients(*made[1:]), VirtualClock(), NO_PAUSE)
+    asked = [request("good", max_tokens=20), request("poison"), request("other", n=2, max_tokens=9, seed=8)]
+    for one in asked:
+        supervisor.send(AddRequest(one))
     reader = Reader()
-    reader.read(supervisor, until=2)
-    assert reader.ends["poison", 0][0].finish_reason is FinishReason.ERROR
-    assert reader.tokens["later", 0] == undisturbed(request("later", max_tokens=2))[0]
+    reader.read(supervisor, until=4)
+    (end,) = reader.ends["poison", 0]
+    assert (end.finish_reason, end.error_kind) == (FinishReason.ERROR, "internal")
+    assert "alone" in (end.error or "")
+    assert supervisor.num_restarts == 3
+    assert reader.tokens["good", 0] == undisturbed(asked[0])[0]
+    for index in range(2):
+        assert reader.tokens["other", index] == undisturbed(asked[2])[index]
+    assert made[2].most_running == 1, "suspects run one at a time"
+    assert supervisor.health().status == "ready"
+
+
+def test_others_wait_until_suspects_have_run_alone() -> None:
+    made = [ScriptedClient(die_after=1), ScriptedClient(die_after=1), ScriptedClient()]
+    supervisor = Supervisor(made[0], clients(*made[1:]), VirtualClock(), NO_PAUSE)
+    asked = [request(name, max_tokens=30, seed=i) for i, name in enumerate("abc")]
+    for one in asked:
+        supervisor.send(AddRequest(one))
+    reader = Reader()
+    reader.read(supervisor, until=3)
+    kinds = [
+        (type(m).__name__, m.request.request_id if isinstance(m, AddRequest) else m.request_id)  # type: ignore[union-attr]
+        for m in made[2].sent
+    ]
+    trials = [(kind, name) for name in "abc" for kind in ("AddRequest", "AbortRequest")]
+    assert kinds == [*trials, *(("AddRequest", name) for name in "abc")]
+    for one in asked:
+        assert reader.tokens[one.request_id, 0] == undisturbed(one)[0]
+        assert len(reader.ends[one.request_id, 0]) == 1
+
+
+def test_a_cleared_suspect_is_not_tried_again_at_once() -> None:
+    made = [
+        ScriptedClient(die_after=1),
+        ScriptedClient(die_after=1),
+        ScriptedClient(die_after=8),
+        ScriptedClient(),
+    ]
+    supervisor = Supervisor(made[0], clients(*made[1:]), VirtualClock(), NO_PAUSE)
+    supervisor.send(AddRequest(request("a", max_tokens=30)))
+    reader = Reader()
+    reader.read(supervisor, until=1)
+    assert [type(m) for m in made[3].sent] == [AddRequest], "one death since it ran alone"
+    assert reader.tokens["a", 0] == undisturbed(request("a", max_tokens=30))[0]
+
+
+def test_backoff_has_a_ceiling_and_is_told() -> None:
+    clock = VirtualClock()
+    seen = []
+
+    def restart() -> ScriptedClient:
+        seen.append(supervisor.health())
+        return ScriptedClient(load_error=ModelLoadError("the disk is gone"))
+
+    policy = RestartPolicy(max_restarts=60, backoff_s=1e-4, max_backoff_s=2e-3)
+    supervisor = Supervisor(ScriptedClient(die_after=0), restart, clock, policy)
+    begin_s = time.monotonic()
+    supervisor.receive()
+    assert time.monotonic() - begin_s < 10.0
+    assert len(seen) == 60
+    assert {health.status for health in seen} == {"restarting"}
+    assert "SIGKILL" in (seen[0].reason or "")
+    assert "disk is gone" in (seen[-1].reason or "")
+    assert [health.num_restarts for health in seen] == list(range(1, 61))
+    assert max(health.retry_in_s for health in seen) == pytest.approx(2e-3)
+    assert supervisor.health().status == "dead"
 
 
 def test_a_load_error_at_first_start_is_raised_as_it_is() -> None:

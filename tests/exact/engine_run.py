@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tests.exact.models import MAX_MODEL_LEN
@@ -33,12 +33,14 @@ from quire.weight_format import WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """gate × order × budget, and who drafts: no proposer, prompt lookup, or one that is right more often than not."""
+    """gate × order × budget, and who drafts: no proposer, prompt lookup, the model itself in its own type, in another
+    type, or a proposer that knows the output and errs at times.
+    """
 
     gate: GateKind
     order: OrderKind
     budget: int
-    drafts: Literal["none", "ngram", "oracle"] = "none"
+    drafts: Literal["none", "ngram", "self", "other", "oracle"] = "none"
 
 
 @dataclass(slots=True)
@@ -110,18 +112,26 @@ def engine_config(
     """A configuration by hand: `resolve` has no say in how small a pool may be."""
     layout = spec.kv_layout(max_model_len)
     windows = tuple(group.window for group in layout.groups)
+    model = ModelConfig(
+        path,
+        "tiny",
+        spec,
+        dtype,
+        kv_dtype or dtype,
+        max_model_len,
+        "auto" if path else "random",
+        seed=1,
+        formats=formats or {},
+    )
+    speculate = None
+    if policy.drafts in ("self", "other"):
+        other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+        own = other if policy.drafts == "other" else dtype
+        speculate = SpeculateConfig("draft", replace(model, dtype=own, kv_dtype=own))
+    elif policy.drafts != "none":
+        speculate = SpeculateConfig("ngram")
     return EngineConfig(
-        model=ModelConfig(
-            path,
-            "tiny",
-            spec,
-            dtype,
-            kv_dtype or dtype,
-            max_model_len,
-            "auto" if path else "random",
-            seed=1,
-            formats=formats or {},
-        ),
+        model=model,
         kv_layout=layout,
         cache=CacheConfig(num_blocks, block_size, windows),
         scheduler=SchedulerConfig(
@@ -135,7 +145,7 @@ def engine_config(
         ),
         runner=runner_config(cpu_isa, num_threads),
         device=DeviceInfo("cpu", "test", 1, 2**30, 2**30),
-        speculate=None if policy.drafts == "none" else SpeculateConfig("ngram"),
+        speculate=speculate,
     )
 
 

@@ -28,9 +28,15 @@ from quire.weight_format import WeightFormat, parse_format
 from quire.weight_plan import role_of
 
 BUDGETS = (16, 48, 256, 2048)
-DRAFTS: tuple[Literal["none", "ngram", "oracle"], ...] = ("none", "ngram", "oracle")
+DRAFTS: tuple[Literal["none", "ngram", "self", "other", "oracle"], ...] = (
+    "none",
+    "ngram",
+    "self",
+    "other",
+    "oracle",
+)
 POLICIES = [
-    Policy(*triple, DRAFTS[index // 6 % 3])
+    Policy(*triple, DRAFTS[index // 6 % 5])
     for index, triple in enumerate(itertools.product(GATES, ORDERS, BUDGETS))
 ]
 NUM_TOKENS = {
@@ -202,6 +208,11 @@ def serve_and_check(
     assert not other, f"{here}: logits of {len(other)} draws differ from alone: {other[:5]}"
     other = [key for key, draw in draws.items() if draw != truth.draws[key]]
     assert not other, f"{here}: equal logits, other samples: {other[:5]}"
+    if policy.drafts == "self":
+        assert run.tally.num_accepted > 0, here
+        assert run.tally.num_rejected == 0, (
+            f"{here}: the model disagrees with itself: K or V of drafts are wrong"
+        )
     for (request_id, index), ended in run.ended.items():
         _check_client(f"{here}, {request_id}[{index}]", ended, truth.outputs[request_id, index])
     return run

@@ -16,7 +16,8 @@ from tests.api.asgi_client import Api, error_of
 from tests.api.fake_frontend import FakeFrontend
 from tests.faults.hostile import ATTACKS, words
 
-from quire.engine.large_input import LargeBodies, LongTexts
+from quire.engine.large_body import LargeBodies
+from quire.engine.large_input import LongTexts
 from quire.errors import RequestError, clip
 from quire.http import limits
 from quire.http.limits import FIELDS, check_fields, check_whole

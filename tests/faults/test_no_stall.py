@@ -14,7 +14,14 @@ from tests.faults.hostile import ATTACKS, words
 from tests.faults.probe import Probe, send_raw
 
 # Each held the process for seconds: with these alone the default run is short.
-QUICK = ("words_4mb", "many_messages", "stop_1m", "detokenize_1m", "empty_objects_1mb", "header_parameters_100k")
+QUICK = (
+    "words_4mb",
+    "many_messages",
+    "stop_1m",
+    "detokenize_1m",
+    "empty_objects_1mb",
+    "header_parameters_100k",
+)
 
 
 def undisturbed_ms(server: LiveServer) -> float:
@@ -82,9 +89,7 @@ def test_a_client_that_leaves_ends_its_many_texts(server: LiveServer, path: str)
     sock = begin(server, path, body)
     until(server, "vllm:num_requests_running", True)
     start_s = time.monotonic()
-    short = httpx.post(
-        server.url + "/v1/completions", json={"prompt": "Once", "max_tokens": 1}, timeout=120
-    )
+    short = httpx.post(server.url + "/v1/completions", json={"prompt": "Once", "max_tokens": 1}, timeout=120)
     short_s = time.monotonic() - start_s
     assert short.status_code == 200
     still = server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting")

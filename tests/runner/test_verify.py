@@ -52,8 +52,7 @@ class Oracle(Driver):
         return [self._propose(each) for each in wanted]
 
     def _propose(self, wanted: Wanted) -> tuple[int, ...]:
-        table, ids = self.executor.worker.seqs, wanted.token_ids
-        seq_id = next(i for i in self.seqs if (seq := table.find(i)) is not None and seq.row == wanted.row)
+        seq_id, ids = wanted.seq_id, wanted.token_ids
         known = self.seqs[seq_id]
         assert ids[: len(known.prompt)].tolist() == list(known.prompt)
         rest = self.truth[seq_id][len(ids) - len(known.prompt) :][: wanted.limit]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -46,7 +47,7 @@ class PostEndpoint:
         try:
             pieces = await read_pieces(scope, receive, self._state.settings.max_body_bytes, "--max-body-mib")
             client.watch()
-            body = await decode_body(pieces, self._state.frontend.prompts.bodies.decode)
+            body = await decode_body(pieces, self._state.bodies.decode)
             del pieces
             await self._run(body, arrival_s, scope, client, send)
         except Disconnected:
@@ -134,7 +135,10 @@ class GenerateEndpoint(PostEndpoint):
         try:
             if not generation.job.in_background:
                 await generation.submit()
-            client.on_leave = generation.client_left
+            in_background = generation.job.in_background
+            client.on_leave = (
+                partial(generation.cancel, CANCELLED_BY_CLIENT) if in_background else generation.disconnect
+            )
             await generation.answer(send, ignored_header(ignored))
         except QuireError:
             if not generation.disconnected:
@@ -239,13 +243,6 @@ class Generation:
             await self._answer_stream(send, headers)
         else:
             await self._answer_whole(send, headers)
-
-    async def client_left(self) -> None:
-        """The client disconnected: it wants the answer no more, or cancels its response in the background."""
-        if self.job.in_background:
-            await self.cancel(CANCELLED_BY_CLIENT)
-        else:
-            await self.disconnect()
 
     async def disconnect(self) -> None:
         """The client disconnected: abort, so that the blocks are free in the next step.

@@ -14,9 +14,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Probes:
-    """GET endpoints that report the engine's state: ``starting`` → ``ready`` → ``draining`` or ``dead``.
+    """GET endpoints that report the state of the server: ``starting`` → ``ready`` → ``draining`` or ``dead``.
 
-    The body of each probe is ``{"status": …}``.
+    ``/livez`` tells of this process, ``/readyz`` of the engine, too: ``restarting``, ``hung`` or ``unsound``. The body
+    of each probe is ``{"status": …}``; where the engine is at fault, with ``reason``, ``restarts`` and ``retry_in_s``.
     """
 
     def __init__(self, state: ApiState) -> None:
@@ -31,8 +32,21 @@ class Probes:
         return self._status(self._state.frontend.state in ("ready", "draining"))
 
     async def readyz(self, request: Request) -> Response:
-        """200 if a new request would be accepted; 503 while loading, draining or dead."""
-        return self._status(self._state.frontend.state == "ready")
+        """200 if a new request would be computed at once; 503 while loading, draining, restarting, hung or dead."""
+        frontend = self._state.frontend
+        if frontend.state == "ready":
+            health = frontend.health()
+            if health.status != "ready":
+                return json_response(
+                    {
+                        "status": health.status,
+                        "reason": health.reason,
+                        "restarts": health.num_restarts,
+                        "retry_in_s": round(health.retry_in_s, 3),
+                    },
+                    503,
+                )
+        return self._status(frontend.state == "ready")
 
     async def health(self, request: Request) -> Response:
         """200 while the engine works, 503 otherwise (vLLM's probe)."""

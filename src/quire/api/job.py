@@ -6,14 +6,15 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from quire.api.protocol import RequestFields, SampledFields, deadline_of
 from quire.api.state import ApiState, Ticket
-from quire.engine.output import OutputChunk, RequestStream
+from quire.engine.output import OutputChunk
+from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip
 from quire.http.refusals import Refusal
 from quire.metrics.prometheus import RequestMetrics
@@ -176,21 +177,19 @@ def _num_tokens(prompt: _Started) -> int:
     return len(prompt.stream.prompt_token_ids)
 
 
+@dataclass(slots=True, eq=False)
 class PromptStreams:
     """The prompts of a job as streams of the frontend, counted for usage, metrics and forecast."""
 
-    def __init__(
-        self, state: ApiState, job: Job, arrival_s: float, request_id: str, trace: Mapping[str, str]
-    ) -> None:
-        self.usage = Usage()
-        self.echoes: list[str] = []  # the text of each prompt, with `Job.echo`
-        self._state = state
-        self._job = job
-        self._arrival_s = arrival_s
-        self._request_id = request_id
-        self._trace = trace
-        self._prompts: list[_Started] = []
-        self._open: deque[_Started] = deque()  # not known to have ended
+    _state: ApiState
+    _job: Job
+    _arrival_s: float
+    _request_id: str
+    _trace: Mapping[str, str]
+    usage: Usage = field(default_factory=Usage)
+    echoes: list[str] = field(default_factory=list)  # the text of each prompt, with `Job.echo`
+    _prompts: list[_Started] = field(default_factory=list)
+    _open: deque[_Started] = field(default_factory=deque)  # not known to have ended
 
     async def submit(self) -> None:
         """Start all prompts, or none."""

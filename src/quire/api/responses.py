@@ -70,9 +70,9 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
             plan,
             _echoed(request, sampling),
             store,
+            items,
+            TextLogprobs(names, plan, tokenizer, skip_special_tokens=sampling.skip_special_tokens),
             streamed=request.stream or request.background,
-            input_items=items,
-            logprobs=TextLogprobs(names, plan, tokenizer, skip_special_tokens=sampling.skip_special_tokens),
         )
 
     background = request.background

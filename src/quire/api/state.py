@@ -13,13 +13,14 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.frontend import Frontend
+from quire.engine.large_body import LargeBodies
 from quire.engine.prompts import ModelInfo
 from quire.errors import NotFoundError, clip
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.request import Adapter
-from quire.text.output import FORMATS, OutputFormat, detect_format
+from quire.text.output.formats import FORMATS, OutputFormat, detect_format
 from quire.workload.slo import Slo
 
 
@@ -54,6 +55,7 @@ class ApiState:
     started_unix: int
     responses: ResponseStore
     running: RunningRequests
+    bodies: LargeBodies
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 
@@ -62,14 +64,9 @@ class ApiState:
         if self.settings.tool_format != "auto":
             return FORMATS[self.settings.tool_format]
         template = self.frontend.chat_template
-        if template is None or not template.names:
+        if not template.names:
             return FORMATS["plain"]
         return detect_format(template.source(has_tools))
-
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """The texts of special tokens, which are hidden in answers."""
-        return self.frontend.tokenizer.special_texts
 
     @property
     def model(self) -> ModelInfo:
@@ -220,16 +217,14 @@ class ResponseStore:
         return stored is not None
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One prompt on its way. Call `first` at its first token and `leave` at its end; later calls count for nothing."""
 
-    __slots__ = ("_forecast", "num_tokens", "predicted_s", "state")
-
-    def __init__(self, forecast: TtftForecast, num_tokens: int, predicted_s: float) -> None:
-        self._forecast = forecast
-        self.num_tokens = num_tokens
-        self.predicted_s = predicted_s
-        self.state = "waiting"  # then "decoding", then "gone"
+    _forecast: TtftForecast
+    num_tokens: int
+    predicted_s: float
+    state: str = "waiting"  # then "decoding", then "gone"
 
     def first(self, measured_s: float) -> float:
         """The first token came ``measured_s`` after arrival. Return measured / predicted."""

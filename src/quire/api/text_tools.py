@@ -11,7 +11,8 @@ from pydantic import Field
 from quire.api.chat import chat_conversation, chat_job
 from quire.api.protocol import ChatPrompt
 from quire.api.state import ApiState
-from quire.engine.large_input import json_in_pieces, off_loop
+from quire.engine.large_body import json_in_pieces
+from quire.engine.large_input import off_loop
 from quire.errors import RequestError, clip
 from quire.http.wire import Boolean, Text, TokenIds, Wire, parse
 

@@ -11,6 +11,8 @@ import typer
 from quire import __version__
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.flags import ChatArgs, ModelArgument, PlanArgs, RunArgs, command_with, pick, with_model
+from quire.cli.keys import keys_app
+from quire.cli.ledger import ledger_app
 from quire.cli.measure import bench_app, profile, simulate
 from quire.errors import QuireError
 
@@ -40,6 +42,8 @@ def _top(
 
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
+app.add_typer(ledger_app, name="ledger")
 app.command()(profile)
 app.command()(simulate)
 

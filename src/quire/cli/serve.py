@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from setproctitle import setproctitle
+
 from quire import __version__
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.flags import pick
@@ -18,6 +20,7 @@ WORTH_SAYING = ("linears", "output matrix", "embedding table")
 def serve(settings: dict[str, Any]) -> int:
     """Run the server until a signal; return the exit status."""
     begin = time.monotonic()
+    setproctitle("quire: api")
     engine_args, server_args = pick(EngineArgs, settings), pick(ServerArgs, settings)
     process = EngineProcess()
     try:
@@ -49,7 +52,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     from quire.engine.build import EngineInfo
     from quire.engine.frontend import Frontend
     from quire.http.listen import bind
-    from quire.jobs.extension import jobs_of
+    from quire.jobs.routes import jobs_of
 
     names = tuple(name.strip() for name in (server_args.served_model_name or "").split(",") if name.strip())
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
@@ -58,7 +61,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         first,
         lambda: ProcessClient(config, **child_log),
         clock,
-        RestartPolicy(max_restarts=server_args.max_restarts),
+        RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s),
     )
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     api = api_settings(server_args, config, __version__)

@@ -16,6 +16,7 @@ from typing import Any
 from quire.args import EngineArgs, make_args
 from quire.config import DeviceInfo, EngineConfig
 from quire.engine.adapters import AdapterRegistry, read_adapters
+from quire.engine.draft_model import find_draft
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
@@ -55,6 +56,7 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
         tokenizer=str(args.tokenizer or checkpoint.tokenizer),
         stored=checkpoint.formats,
         adapters=read_adapters(args.lora, checkpoint.spec),
+        draft=find_draft(args, checkpoint),
     )
     return config, checkpoint
 

@@ -67,11 +67,17 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
 def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
     """Return what an engine of ``config`` reports. Call it after `build_core`, which registers the kernels."""
     blocks = config.cache.num_blocks
+    block_bytes = config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype)
+    weight_bytes = config.model.spec.weight_bytes(config.model.dtype, config.model.formats)
+    draft = None if config.speculate is None else config.speculate.draft
+    if draft is not None:
+        block_bytes += draft.spec.draft_layout().block_bytes(config.cache.block_size, draft.kv_dtype)
+        weight_bytes += draft.spec.weight_bytes(draft.dtype, draft.formats)
     full = sum(window is None for window in config.cache.windows) or len(config.cache.windows)
     return EngineInfo(
         num_kv_tokens=blocks * config.cache.block_size // full,
-        kv_bytes=blocks * config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype),
-        weight_bytes=config.model.spec.weight_bytes(config.model.dtype, config.model.formats),
+        kv_bytes=blocks * block_bytes,
+        weight_bytes=weight_bytes,
         kernels=_kernels(config, executor),
         determinism=config.determinism,
         load_s=load_s,

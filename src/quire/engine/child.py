@@ -9,6 +9,7 @@ SIGTERM are for the parent to handle (it drains); this process ends when its con
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import shutil
@@ -17,17 +18,23 @@ import socket
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import IO, Any
 
 import zmq
+from setproctitle import setproctitle
 
 from quire.clock import Clock, WallClock
 from quire.engine.build import build_core, describe, preload
 from quire.engine.core import EngineCore
+from quire.engine.heartbeat import IDLE_TICK_S, Heartbeat, Ticker
 from quire.engine.process import Boot, Events, Failure, decode, encode
+from quire.engine.spawn import HEARTBEAT, PLANS, STACKS, wake_at_parents_end
 from quire.errors import QuireError
 from quire.metrics.log import Log, configure
 from quire.scheduler.scheduler import Sleep
+from quire.scheduler.scheduler import describe as describe_plan
+from quire.step import StepPlan
 
 STATS_INTERVAL_S = 0.5
 log = Log("engine")
@@ -35,10 +42,13 @@ log = Log("engine")
 
 def main(argv: list[str]) -> None:
     """Run until the parent goes away."""
+    setproctitle("quire: engine")
     life_fd, directory, executor = int(argv[1]), argv[2], argv[3]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_die_with_parent, args=(life_fd, directory), daemon=True).start()
+    wake_at_parents_end()
+    dump, heartbeat = _Dump(directory), Heartbeat(Path(directory, HEARTBEAT))
+    threading.Thread(target=_follow_parent, args=(life_fd, directory, dump), daemon=True).start()
     stderr = sys.stderr
     sys.stderr = sys.stdout = _Prefixed(stderr)
     context = zmq.Context()
@@ -62,8 +72,11 @@ def main(argv: list[str]) -> None:
         clock = WallClock()
         start_s = clock.now()
         core = build_core(boot.config, executor, clock)
+        dump.core = core
+        core.on_tick = ticker = Ticker(heartbeat, core.scheduler, clock)
+        ticker.idle(clock.now())
         outbox.send_multipart(encode(describe(boot.config, executor, clock.now() - start_s)))
-        serve(core, inbox, outbox, clock)
+        serve(core, inbox, outbox, clock, ticker)
     except Exception as error:
         if log.debugging or not isinstance(error, QuireError):
             traceback.print_exc()
@@ -73,12 +86,18 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1) from None
 
 
-def serve(core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], clock: Clock) -> None:
+def serve(
+    core: EngineCore,
+    inbox: zmq.Socket[bytes],
+    outbox: zmq.Socket[bytes],
+    clock: Clock,
+    ticker: Ticker,
+) -> None:
     """The loop: drain the inbox, step, send the step's events as one message."""
     stats_s = clock.now()
     outbox.send_multipart(encode(core.stats()))
     while True:
-        _wait(core, inbox, clock)
+        _wait(core, inbox, clock, ticker)
         for message in _drain(inbox):
             core.put(message)
         events = core.step()
@@ -93,13 +112,16 @@ def serve(core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes],
             stats_s = now_s
 
 
-def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock) -> None:
-    """Wait until there is something to do; do not wait while there is work."""
+def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock, ticker: Ticker) -> None:
+    """Wait until there is something to do, with a tick every `IDLE_TICK_S`; do not wait while there is work."""
     rest = core.rest
-    if isinstance(rest, Sleep):
-        inbox.poll(math.ceil(max(0.0, rest.until_s - clock.now()) * 1e3))
-    elif rest is not None:
-        inbox.poll()
+    if rest is None:
+        return
+    until_s = rest.until_s if isinstance(rest, Sleep) else math.inf
+    while (now_s := clock.now()) < until_s:
+        ticker.idle(now_s)
+        if inbox.poll(math.ceil(min(IDLE_TICK_S, until_s - now_s) * 1e3)):
+            return
 
 
 def _drain(inbox: zmq.Socket[bytes]) -> list[Any]:
@@ -111,8 +133,34 @@ def _drain(inbox: zmq.Socket[bytes]) -> list[Any]:
         return messages
 
 
-def _die_with_parent(life_fd: int, directory: str) -> None:
-    socket.socket(fileno=life_fd).recv(1)  # returns when the parent closes its end or dies
+class _Dump:
+    """Answers the parent, which believes that the loop hangs: stacks and plans, in a file of the private directory."""
+
+    def __init__(self, directory: str) -> None:
+        self.core: EngineCore | None = None
+        self._plans = Path(directory, PLANS)
+        # Open for as long as the process lives.
+        self._stacks = Path(directory, STACKS).open("w")  # noqa: SIM115
+        # In C: needs neither the GIL nor a thread that runs.
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+
+    def write_plans(self) -> None:
+        if self.core is not None:
+            core = self.core
+            plans = [
+                describe_plan(core.scheduler, out) for out in tuple(core.out) if isinstance(out, StepPlan)
+            ]
+            self._plans.write_text("\n".join(plans) or "no step is out")
+
+
+def _follow_parent(life_fd: int, directory: str, dump: _Dump) -> None:
+    """Write a dump for each byte from the parent; end when the parent closes its end or dies."""
+    life = socket.socket(fileno=life_fd)
+    while life.recv(1):
+        try:
+            dump.write_plans()
+        except Exception as error:  # the loop may have moved on meanwhile
+            log.warning("dump_failed", error=error)
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 

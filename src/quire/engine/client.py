@@ -13,7 +13,8 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from quire.clock import Clock
 from quire.config import EngineConfig
@@ -23,6 +24,19 @@ from quire.errors import CapacityError, ConfigError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
 from quire.scheduler.scheduler import Sleep, Wait
+
+LOADING = "the model is being loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """What an engine does now, for probes. Only "ready" means that a new request would be computed at once."""
+
+    status: Literal["ready", "loading", "restarting", "hung", "unsound", "dead"] = "ready"
+    reason: str | None = None  # one line, unless it is ready
+    overdue_s: float = 0.0  # how far the running step is beyond its predicted end
+    num_restarts: int = 0
+    retry_in_s: float = 0.0  # what is left of the pause before the next restart
 
 
 class EngineClient(Protocol):
@@ -55,6 +69,17 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the engine's latest statistics, at most about a second old. Does not block."""
+        ...
+
+    def health(self) -> EngineHealth:
+        """Return what the engine does now. Does not block."""
+        ...
+
+    def dump(self) -> str:
+        """Return the plans that are out and the stacks of the engine's threads, as far as it can still write them.
+
+        Blocks for up to half a second. Empty where the engine is in this process, or cannot write.
+        """
         ...
 
     def close(self) -> None:
@@ -92,7 +117,6 @@ class InProcessClient:
         return describe(self._config, self._executor, self._clock.now() - start_s)
 
     def send(self, message: Message) -> None:
-        """As `EngineClient.send`."""
         with self._lock:
             if self._core is None:
                 self._early.append(message)
@@ -117,16 +141,21 @@ class InProcessClient:
             raise EngineDeadError(f"The engine stopped: {type(error).__name__}: {error}") from error
 
     def replies(self) -> list[Reply]:
-        """As `EngineClient.replies`."""
         replies, self.core.replies = self.core.replies, []
         return replies
 
     def stats(self) -> EngineStats:
-        """As `EngineClient.stats`."""
         return EngineStats() if self._core is None else self._core.stats()
 
+    def health(self) -> EngineHealth:
+        """As `EngineClient.health`; it cannot hang without its caller."""
+        return EngineHealth() if self._core is not None else EngineHealth("loading", LOADING)
+
+    def dump(self) -> str:
+        """As `EngineClient.dump`."""
+        return ""
+
     def close(self) -> None:
-        """As `EngineClient.close`."""
         self._closed = True
         self._arrived.set()
         if self._core is not None:

@@ -10,6 +10,7 @@ The messages of the inbox are frozen and fit for msgpack; they are taken in at s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +41,12 @@ class EngineCore:
         self.executor = executor
         self.clock = clock
         self.controller = controller
+        # Called with the steps out before the loop may block; see `engine.heartbeat`.
+        self.on_tick: Callable[[Sequence[StepPlan | StepResult]], None] | None = None
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
         self.replies: list[Reply] = []  # to calls; the caller of `step` takes them out
         self._inbox: deque[Message | ControlPolicy] = deque()  # append and popleft are atomic
-        self._out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
+        self.out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
         self._draining = False
         self._rest: Sleep | Wait | None = Wait()
 
@@ -54,7 +57,7 @@ class EngineCore:
     def step(self) -> list[TokenEvent]:
         """Take in messages, submit what can be computed, apply one result. Blocks while a result is computed."""
         events = self.begin()
-        return events + self.finish() if self._out else events
+        return events + self.finish() if self.out else events
 
     def begin(self) -> list[TokenEvent]:
         """The first half of `step`, which never blocks: take in messages, submit what can be computed."""
@@ -65,8 +68,10 @@ class EngineCore:
 
     def finish(self) -> list[TokenEvent]:
         """The second half: wait for the oldest step out and apply its result. The simulator comes in between."""
-        out = self._out.popleft()
-        result = self._collect(out)
+        if self.on_tick is not None:
+            self.on_tick(self.out)
+        result = self._collect(self.out[0])
+        self.out.popleft()
         now = self.clock.now()
         events = self.scheduler.apply(result, now)
         self._rest = None  # the result may have made room for a step
@@ -78,24 +83,24 @@ class EngineCore:
 
     def fail_in_flight(self, error: str) -> list[TokenEvent]:
         """The executor lost all that it was given: fail the steps and the transfers that are out."""
-        self._out.clear()
+        self.out.clear()
         self._rest = None
         return self.scheduler.fail_in_flight(error, self.clock.now())
 
     @property
     def has_work(self) -> bool:
         """Whether a message, a step, a transfer or a sequence has not come to its end."""
-        return bool(self._inbox or self._out) or self.scheduler.has_work
+        return bool(self._inbox or self.out) or self.scheduler.has_work
 
     @property
     def rest(self) -> Sleep | Wait | None:
         """What the loop may do before the next `step`; None: call it at once. A message always ends the rest."""
-        return None if self._inbox or self._out else self._rest
+        return None if self._inbox or self.out else self._rest
 
     @property
     def num_out(self) -> int:
         """Steps submitted and not applied."""
-        return len(self._out)
+        return len(self.out)
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
@@ -167,20 +172,24 @@ class EngineCore:
 
         A plan that was not accepted fails in its turn; nothing is planned on top of it before that.
         """
-        while len(self._out) < self.executor.max_in_flight:
-            if self._out and isinstance(self._out[-1], StepResult):
+        while len(self.out) < self.executor.max_in_flight:
+            if self.out and isinstance(self.out[-1], StepResult):
                 return
             action = self.scheduler.next_action(self.clock.now())
             if not isinstance(action, Step):
                 self._rest = action
                 return
             plan = action.plan
+            self.out.append(plan)
+            if (
+                self.on_tick is not None and self.executor.max_in_flight > 1
+            ):  # else it is computed when collected
+                self.on_tick(self.out)
             try:
                 self.executor.submit(plan)
             except Exception as error:  # whatever it is, the step failed and the engine goes on
-                self._out.append(StepResult(plan.step, error=_text(error)))
+                self.out[-1] = StepResult(plan.step, error=_text(error))
                 return
-            self._out.append(plan)
 
     def _collect(self, out: StepPlan | StepResult) -> StepResult:
         if isinstance(out, StepResult):

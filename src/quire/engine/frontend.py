@@ -20,6 +20,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from quire.clock import Clock
@@ -28,8 +29,9 @@ from quire.engine.build import EngineInfo
 from quire.engine.client import Calls, EngineClient
 from quire.engine.core import AbortRequest, AddRequest, Call, Message, Reply
 from quire.engine.helper_pool import GrammarChecker
-from quire.engine.output import RequestOutputState, RequestStream
+from quire.engine.output import RequestOutputState
 from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, prepare_request
+from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
@@ -38,6 +40,7 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 FrontendState = Literal["starting", "ready", "draining", "dead"]
+DEADLINE_GRACE_S = 0.1  # for the engine, which knows best when a deadline has passed
 log = Log("frontend")
 
 
@@ -63,6 +66,7 @@ class Frontend:
         self.info: EngineInfo | None = None  # set when ready
         self.failure: QuireError | None = None  # why the state is "dead"
         self._client = client
+        self.health = client.health  # what the engine does now
         self._clock = clock
         self._new_seed = new_seed
         self.prompts = Prompts(tokenizer, chat_template)
@@ -152,7 +156,7 @@ class Frontend:
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
         stream = RequestStream(name, state, lambda: self.streams.abandon(request.request_id))
         self._client.send(AddRequest(request))  # may fail, so the stream is open only after it
-        self.streams.add(request.request_id, stream)
+        self.streams.add(request.request_id, stream, self._clock.now())
         return stream
 
     def stats(self) -> EngineStats:
@@ -250,9 +254,29 @@ class OpenStreams:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, request_id: str, stream: RequestStream) -> None:
+    def add(self, request_id: str, stream: RequestStream, now_s: float) -> None:
+        """Take a stream in. Its deadline is kept here too, for an engine that is late itself, or hangs."""
         self._open[request_id] = stream
         self._idle.clear()
+        request = stream.output.request
+        if request.deadline is None:
+            return
+        loop, begin_s = asyncio.get_running_loop(), request.arrival_s - now_s + DEADLINE_GRACE_S
+        limits = ("first_token", request.deadline.first_token_s), ("total", request.deadline.total_s)
+        for name, limit_s in limits:
+            if limit_s is not None:
+                delay_s = max(0.0, begin_s + limit_s)
+                stream.timers.append(loop.call_later(delay_s, self._expire, request_id, name))
+
+    def _expire(self, request_id: str, name: str) -> None:
+        """End what has missed a limit, if the engine has not done so."""
+        stream = self._open.get(request_id)
+        if stream is None:
+            return
+        for event in stream.output.missed(name):
+            stream.feed(event)
+        if stream.output.finished:
+            self.abandon(request_id)
 
     def abandon(self, request_id: str) -> None:
         """Forget a stream that has no reader any more, and abort its request in the engine."""
@@ -297,12 +321,15 @@ class OpenStreams:
         self._idle.set()
 
     def _forget(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
+        stream = self._open.pop(request_id, None)
+        for timer in () if stream is None else stream.timers:
+            timer.cancel()
         self._left.set()
         if not self._open:
             self._idle.set()
 
 
+@dataclass(eq=False)
 class EventPump:
     """A thread that receives from the engine and calls back in the event loop's thread.
 
@@ -310,22 +337,14 @@ class EventPump:
     and ``on_death`` at most once, but not after `stop`.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        on_ready: Callable[[EngineInfo], None],
-        on_events: Callable[[list[TokenEvent]], None],
-        on_replies: Callable[[list[Reply]], None],
-        on_death: Callable[[QuireError], None],
-    ) -> None:
-        self._client = client
-        self._loop = loop
-        self._on_ready = on_ready
-        self._on_events = on_events
-        self._on_replies = on_replies
-        self._on_death = on_death
+    client: EngineClient
+    loop: asyncio.AbstractEventLoop
+    on_ready: Callable[[EngineInfo], None]
+    on_events: Callable[[list[TokenEvent]], None]
+    on_replies: Callable[[list[Reply]], None]
+    on_death: Callable[[QuireError], None]
+
+    def __post_init__(self) -> None:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="quire-events", daemon=True)
 
@@ -335,19 +354,19 @@ class EventPump:
     async def stop(self) -> None:
         """Close the client, which wakes the thread, and wait for the thread to end."""
         self._stopping = True
-        await asyncio.to_thread(self._client.close)
+        await asyncio.to_thread(self.client.close)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
         try:
-            self._post(self._on_ready, self._client.wait_ready())
+            self._post(self.on_ready, self.client.wait_ready())
             while not self._stopping:
-                events = self._client.receive()
+                events = self.client.receive()
                 if events:
-                    self._post(self._on_events, events)
-                if replies := self._client.replies():
-                    self._post(self._on_replies, replies)
+                    self._post(self.on_events, events)
+                if replies := self.client.replies():
+                    self._post(self.on_replies, replies)
         except QuireError as error:
             self._die(error)
         except Exception as error:  # a bug, but the streams have to end
@@ -356,9 +375,9 @@ class EventPump:
 
     def _die(self, error: QuireError) -> None:
         if not self._stopping:
-            self._post(self._on_death, error)
+            self._post(self.on_death, error)
 
     def _post(self, call: Callable[..., None], argument: object) -> None:
         # If the loop was closed meanwhile, there is nothing left to call.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call, argument)
+            self.loop.call_soon_threadsafe(call, argument)

@@ -28,14 +28,14 @@ import time
 from array import array
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
+from setproctitle import setproctitle
 from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, RequestError
-from quire.http.limits import BODY_VALUES, IDS_CODE, LIST_IDS, check_fields, check_whole, decode, too_many
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import build_grammar
 from quire.text.grammar_matcher import TokenTable, compile_matcher, first_error, ll_tokenizer
@@ -44,14 +44,13 @@ from quire.text.tokenizer import SpecialTokens
 Answer = dict[str, Any]
 Perform = Callable[[bytes], bytes]
 _MAX_ERROR_CHARS = 600
-_MIN_PACKED = 64  # shorter lists of ids stay lists
-_ID_LIMIT = 2**32
 # The engine compiles a grammar again while other requests wait for tokens. The slowest of JSONSchemaBench takes 0.2 s.
 CPU_LIMIT_S = 0.5
 
 
 def main(kind: str, tasks: BinaryIO, answers: BinaryIO) -> None:
     """Answer tasks until the parent closes the pipe."""
+    setproctitle("quire: helper")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     head = json.loads(_read(tasks))
     greeting, perform = {"grammar": _grammars, "template": _templates, "text": _texts, "body": _bodies}[kind](
@@ -150,43 +149,11 @@ def _texts(head: dict[str, Any]) -> tuple[Answer, Perform]:
 
 
 def _bodies(head: dict[str, Any]) -> tuple[Answer, Perform]:
+    from quire.engine.large_body import parse
+
     _limit_memory(head["memory"])
     gc.disable()  # values of JSON have no cycles, and every collection would walk over all of them
-
-    def parse(task: bytes) -> bytes:
-        try:
-            body = decode(task)
-            check_fields(body)
-            for name in {"prompt", "input"} & body.keys() if isinstance(body, dict) else ():
-                body[name] = packed(name, body[name])
-            check_whole(body, head["characters"])
-            return b"=" + msgspec.msgpack.encode(body)
-        except RequestError as error:
-            return json.dumps(_refused(error)).encode()
-        except MemoryError:
-            return json.dumps(
-                _refused(too_many("The body", BODY_VALUES, BODY_VALUES, "values or more"))
-            ).encode()
-
-    return {}, parse
-
-
-def packed(name: str, value: Any) -> Any:
-    """Return ``value`` with each list of token ids (the value, or an element of it) as packed integers."""
-    if not isinstance(value, list):
-        return value
-    if value and isinstance(value[0], list):
-        return [packed(name, item) if isinstance(item, list) else item for item in value]
-    if (
-        len(value) < _MIN_PACKED
-        or not set(map(type, value)) <= {int}
-        or min(value) < 0
-        or max(value) >= _ID_LIMIT
-    ):
-        return value
-    if len(value) > LIST_IDS:
-        raise too_many(name, len(value), LIST_IDS, "token ids")
-    return msgspec.msgpack.Ext(IDS_CODE, array("I", value).tobytes())
+    return {}, partial(parse, max_characters=head["characters"])
 
 
 def _limit_memory(extra_bytes: int) -> None:

@@ -10,9 +10,7 @@ when no stop string can begin in it, so nothing that was streamed is ever taken 
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quire.engine.core import FinishSample
@@ -44,7 +42,7 @@ class OutputChunk:
     # The stop token id, the stop string, or the deadline's name; None for EOS.
     stop_reason: int | str | None = None
     error: str | None = None  # with FinishReason.ERROR and FinishReason.DEADLINE
-    # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline".
+    # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline", "slow_reader".
     error_kind: str | None = None
     retry_after_s: float = 0.0  # with "hopeless"
 
@@ -222,6 +220,22 @@ class RequestOutputState:
                 chunks.append(chunk)
         return chunks
 
+    def missed(self, name: str) -> list[TokenEvent]:
+        """Return the terminal events of the open samples that have missed the limit ``name`` of the deadline."""
+        deadline = self.request.deadline
+        assert deadline is not None
+        return [
+            TokenEvent(
+                self.request.request_id,
+                index,
+                finish_reason=FinishReason.DEADLINE,
+                error=deadline.missed(name, sample.num_tokens),
+                error_kind="deadline",
+            )
+            for index, sample in enumerate(self._samples)
+            if not sample.finished and not (name == "first_token" and sample.num_tokens)
+        ]
+
     @property
     def _eos(self) -> Sequence[int]:
         return self.request.sampling.eos_token_ids
@@ -277,102 +291,3 @@ class RequestOutputState:
             error_kind=event.error_kind if reason in _WITH_ERROR else None,
             retry_after_s=event.retry_after_s,
         )
-
-
-class RequestStream:
-    """What `Frontend.submit` returns. Iterate over it once, or `collect` it; leaving it early aborts the request.
-
-        async with contextlib.aclosing(await frontend.submit(prompt, sampling)) as stream:
-            async for chunk in stream:
-                ...
-
-    Exactly one chunk of each of the n samples carries a ``finish_reason``; after the last of them the iteration ends.
-    An engine error is a chunk with `FinishReason.ERROR`, not an exception.
-    Leaving early means break, an exception, cancellation or `aclose`. Belongs to the event loop's thread.
-    """
-
-    def __init__(self, request_id: str, state: RequestOutputState, abandon: Callable[[], None]) -> None:
-        """``abandon`` takes the request out of the engine; it is called at most once."""
-        self.request_id = request_id
-        self.prompt_token_ids = state.request.prompt_token_ids
-        self.adapter = state.request.adapter
-        seed = state.request.sampling.seed
-        assert seed is not None
-        self.seed = seed  # the request's own, or the one chosen for it
-        self.output = state  # only this class changes it
-        self._abandon = abandon
-        self._chunks: deque[OutputChunk] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
-        try:
-            while True:
-                while self._chunks:
-                    for chunk in self._take():
-                        yield chunk
-                if self.output.finished:
-                    return
-                await self._news()
-        finally:
-            await self.abort()
-
-    async def ended(self) -> None:
-        """Wait, before reading, until every sample has its terminal chunk; the chunks stay readable."""
-        while not self.output.finished:
-            await self._news()
-
-    async def _news(self) -> None:
-        """Wait until chunks are added."""
-        assert self._waiter is None, "one reader at a time"
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-        self._waiter = None
-
-    def _take(self) -> list[OutputChunk]:
-        """Return the waiting chunks. If the reader fell behind, the chunks of each sample are merged into one."""
-        if len(self._chunks) == 1:
-            return [self._chunks.popleft()]
-        samples: dict[int, list[OutputChunk]] = {}
-        for chunk in self._chunks:
-            samples.setdefault(chunk.index, []).append(chunk)
-        self._chunks.clear()
-        return [merge(chunks) for chunks in samples.values()]
-
-    async def collect(self) -> tuple[OutputChunk, ...]:
-        """Wait for the end and return one chunk per sample, by index."""
-        chunks: list[list[OutputChunk]] = [[] for _ in range(self.output.request.sampling.num_samples)]
-        async for chunk in self:
-            chunks[chunk.index].append(chunk)
-        return tuple(merge(each) for each in chunks)
-
-    async def abort(self) -> None:
-        """End the request now: open samples get a terminal chunk with `FinishReason.ABORT`. No effect once finished."""
-        if not self.output.finished:
-            self._push(self.output.end(FinishReason.ABORT))
-            self._abandon()
-
-    async def aclose(self) -> None:
-        """Leave the stream: `abort`, and drop unread chunks."""
-        await self.abort()
-        self._chunks.clear()
-
-    def feed(self, event: TokenEvent) -> None:
-        """Turn an event into text and wake the reader (called by `OpenStreams`)."""
-        try:
-            chunk = self.output.feed(event)
-        except Exception as error:  # an error in one request's text must not end the other streams
-            log.exception("output_failed", request_id=self.request_id)
-            self._push(self.output.end(FinishReason.ERROR, f"{type(error).__name__}: {error}", "internal"))
-            self._abandon()
-            return
-        if chunk is not None:
-            self._push([chunk])
-
-    def fail(self, error: str, error_kind: str) -> None:
-        """End every open sample with an error (called by `OpenStreams`)."""
-        self._push(self.output.end(FinishReason.ERROR, error, error_kind))
-
-    def _push(self, chunks: list[OutputChunk]) -> None:
-        self._chunks.extend(chunks)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

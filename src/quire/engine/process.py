@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+import time
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -20,8 +21,10 @@ import zmq
 from quire import errors
 from quire.config import EngineConfig
 from quire.engine.build import EngineInfo
+from quire.engine.client import LOADING, EngineHealth
 from quire.engine.core import Message, Reply
-from quire.engine.spawn import EngineProcess
+from quire.engine.heartbeat import HangWatch, Heartbeat
+from quire.engine.spawn import HEARTBEAT, EngineProcess
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import LogStyle
@@ -59,14 +62,15 @@ class ProcessClient:
         self._dead: EngineDeadError | None = None
         self._stats = EngineStats()
         self._replies: list[Reply] = []
-        self._send(Boot(config, log_level, log_format))
+        self._heartbeat = Heartbeat(self._process.directory / HEARTBEAT)
+        self._watch = HangWatch(self._heartbeat, time.monotonic())
+        self.send(Boot(config, log_level, log_format))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def wait_ready(self) -> EngineInfo:
-        """As `EngineClient.wait_ready`."""
         value = self._next(None)
         if isinstance(value, Failure):
             raise _load_error(value)
@@ -75,12 +79,12 @@ class ProcessClient:
         assert isinstance(value, EngineInfo)
         return value
 
-    def send(self, message: Message) -> None:
-        """As `EngineClient.send`."""
-        self._send(message)
+    def send(self, message: Message | Boot) -> None:
+        with self._sending:
+            if not self._closed:
+                self._inbox.send_multipart(encode(message))
 
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
-        """As `EngineClient.receive`."""
         while True:
             value = self._next(timeout_s)
             if isinstance(value, Events):
@@ -96,16 +100,31 @@ class ProcessClient:
                 return []
 
     def replies(self) -> list[Reply]:
-        """As `EngineClient.replies`."""
         replies, self._replies = self._replies, []
         return replies
 
     def stats(self) -> EngineStats:
-        """As `EngineClient.stats`."""
         return self._stats
 
+    def health(self) -> EngineHealth:
+        if self._dead is not None or self._closed:
+            return EngineHealth("dead", str(self._dead or "the engine was closed"))
+        pulse = self._watch.look(time.monotonic())
+        if pulse.is_loading:
+            return EngineHealth("loading", LOADING)
+        if not pulse.is_hung:
+            return EngineHealth(overdue_s=pulse.overdue_s)
+        reason = (
+            f"step {pulse.step} was expected to take {pulse.predicted_s:.3g} s, and the engine (process {self.pid}, "
+            f"state {self._process.state()}) has given no sign of life for {pulse.age_s:.3g} s"
+        )
+        return EngineHealth("hung", reason, pulse.overdue_s)
+
+    def dump(self) -> str:
+        return self._process.dump()
+
     def close(self) -> None:
-        """As `EngineClient.close`."""
+        grace_s = 0.0 if self.health().status == "hung" else 5.0
         with self._sending:
             if self._closed:
                 return
@@ -113,14 +132,9 @@ class ProcessClient:
         self._wake.send(b"x")
         with self._receiving, self._sending:
             self._context.destroy(linger=0)
-            self._process.close()
+            self._process.close(grace_s)
             self._wake.close()
             self._woken.close()
-
-    def _send(self, value: Any) -> None:
-        with self._sending:
-            if not self._closed:
-                self._inbox.send_multipart(encode(value))
 
     def _next(self, timeout_s: float | None) -> Any:
         """Return the next value from the child; None after the timeout, once closed, or if the child is dead."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from quire.engine import helper_pool
 from quire.engine.helper_pool import Head, HelperPool
-from quire.engine.large_input import INLINE_CHARS, LargeBodies, LongTexts, off_loop
+from quire.engine.large_input import INLINE_CHARS, LongTexts, off_loop
 from quire.errors import ModelLoadError, RequestError, clip
 from quire.http.limits import TEXT_CHARACTERS, too_many
 from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams
@@ -196,7 +196,6 @@ class Prompts:
         self.chat_template = chat_template
         self._helpers = HelperPool("template", self._sources)
         self._texts = LongTexts(tokenizer)
-        self.bodies = LargeBodies()
 
     async def start(self) -> None:
         """Start a helper if the template needs one, so that the first request does not wait for it.
@@ -216,7 +215,6 @@ class Prompts:
         """End the helpers."""
         self._helpers.close()
         self._texts.close()
-        self.bodies.close()
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None

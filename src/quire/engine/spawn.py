@@ -7,6 +7,8 @@ orphan, and no stream waits for a dead child.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -14,10 +16,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import quire
 
+# Files of the private directory, see `quire.engine.heartbeat` and `quire.engine.child`.
+HEARTBEAT, STACKS, PLANS = "heartbeat", "stacks", "plans"
+_PR_SET_PDEATHSIG = 1
 # The path of a Unix socket is limited to 107 bytes on Linux, so a long TMPDIR cannot be used.
 _MAX_DIR_BYTES = 80
 
@@ -58,15 +64,43 @@ class EngineProcess:
             return f"was killed by {name}{hint}"
         return f"exited with status {status}"
 
-    def close(self) -> None:
-        """End the child (it exits when its connection closes; it is killed if it does not) and clean up."""
+    def state(self) -> str:
+        """Return the kernel's letter for what the child does: R runs, S sleeps, D waits for a device, T is stopped."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "?"
+
+    def dump(self, wait_s: float = 0.5) -> str:
+        """Ask the child, which is loaded, for its plans and its stacks; return what it has written by then."""
+        self._popen.send_signal(signal.SIGUSR1)
+        with contextlib.suppress(OSError):  # it is dead already
+            self.life.send(b"d", socket.MSG_DONTWAIT)
+        time.sleep(wait_s)
+        texts = []
+        for name in (PLANS, STACKS):
+            with contextlib.suppress(OSError):
+                texts.append((self.directory / name).read_text(errors="replace"))
+        return "\n".join(filter(None, texts))
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """End the child (it exits when its connection closes; it is killed after ``grace_s``) and clean up."""
         self.life.close()
         try:
-            self._popen.wait(timeout=5.0)
+            self._popen.wait(timeout=grace_s)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def wake_at_parents_end() -> None:
+    """Have the kernel continue this process when its parent ends, if it is stopped then: so it sees the end of file.
+
+    Only Linux can do that. The signal also comes when the thread that started this process ends, and does no harm then.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def child_environment() -> dict[str, str]:

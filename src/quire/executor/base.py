@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 from quire.step import StepPlan, StepResult
+
+_log = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
@@ -39,3 +42,9 @@ class Executor(Protocol):
     def close(self) -> None:
         """Free what the executor holds. Nothing is submitted any more."""
         ...
+
+
+def failed(plan: StepPlan, error: Exception) -> StepResult:
+    """Return the result of a step that raised: the core fails its sequences with the text, and the engine goes on."""
+    _log.error("step %d failed", plan.step, exc_info=error)
+    return StepResult(plan.step, error=f"{type(error).__name__}: {error}")

@@ -16,6 +16,7 @@ import torch
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.executor.base import failed
 from quire.kernels.triton_interpreter import interpreting
 from quire.models.loader import iter_weights
 from quire.quant.stored import Weight
@@ -60,7 +61,7 @@ class DeviceExecutor:
         try:
             self._out.append(self.worker.launch(plan))
         except Exception as error:
-            self._out.append(_failed(plan, error))
+            self._out.append(failed(plan, error))
 
     def collect(self) -> StepResult:
         """Wait for the oldest plan, and return its result."""
@@ -74,18 +75,12 @@ class DeviceExecutor:
                 self.worker.runner.idle()
             return result
         except Exception as error:
-            return _failed(oldest.plan, error)
+            return failed(oldest.plan, error)
 
     def close(self) -> None:
         """Give the weights and the KV cache back. Nothing is submitted any more."""
         self._out.clear()
         del self.worker
-
-
-def _failed(plan: StepPlan, error: Exception) -> StepResult:
-    """Whatever it is, the engine has to go on: the core fails this step's sequences with the text."""
-    _log.error("step %d failed", plan.step, exc_info=error)
-    return StepResult(plan.step, error=f"{type(error).__name__}: {error}")
 
 
 def _check_device(config: EngineConfig) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
+from quire.executor.base import failed
 from quire.kernels.threads import choose_threads
 from quire.models.loader import iter_weights
 from quire.quant.stored import Weight
 from quire.runner.memory import keep_freed_memory, torch_dtype
 from quire.runner.worker import Worker
 from quire.step import StepPlan, StepResult
-
-_log = logging.getLogger(__name__)
 
 
 class LocalExecutor:
@@ -54,9 +52,7 @@ class LocalExecutor:
         try:
             return self.worker.execute(plan)
         except Exception as error:
-            # Whatever it is, the engine has to go on: the core fails this step's sequences with the text.
-            _log.exception("step %d failed", plan.step)
-            return StepResult(plan.step, error=f"{type(error).__name__}: {error}")
+            return failed(plan, error)
 
     def close(self) -> None:
         """Give the weights and the KV cache back. Nothing is submitted any more."""

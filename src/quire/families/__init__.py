@@ -18,23 +18,10 @@ from quire.modelspec import ModelSpec
 __all__ = ["SUPPORTED", "Family", "Take", "WeightMap", "quantization_of", "spec_from_config", "weight_map"]
 
 _FAMILIES: tuple[Family, ...] = (
-    llama.LLAMA,
-    llama.MISTRAL,
-    qwen.QWEN2,
-    qwen.QWEN3,
-    gemma.GEMMA2,
-    gemma.GEMMA3,
-    llama.PHI3,
-    llama.OLMO2,
-    llama.GRANITE,
-    llama.SMOLLM3,
-    llama.MIXTRAL,
-    qwen.QWEN2_MOE,
-    qwen.QWEN3_MOE,
-    gpt_oss.FAMILY,
-    deepseek.DEEPSEEK_V2,
+    llama.LLAMA, llama.MISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA2, gemma.GEMMA3, llama.PHI3, llama.OLMO2,
+    llama.GRANITE, llama.SMOLLM3, llama.MIXTRAL, qwen.QWEN2_MOE, qwen.QWEN3_MOE, gpt_oss.FAMILY, deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3,
-)
+)  # fmt: skip
 
 # Names as in "architectures" of config.json.
 SUPPORTED: tuple[str, ...] = tuple(family.architecture for family in _FAMILIES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config, scaled_rope, scaling_fields
-from quire.families.shape import activation, assemble, attention, layer_types, window_of
+from quire.families.shape import activation, assemble, attention, biases, layer_types, window_of
 from quire.families.weights import LLAMA_NAMES, SANDWICH_NORMS, Family, WeightMap, build_map
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
@@ -40,18 +40,11 @@ def read_gemma3(f: Fields) -> ModelSpec:
 def _attention(
     f: Fields, rope: RopeSpec, kind: str, *, soft_cap: float | None, qk_norm: bool = False
 ) -> AttentionSpec:
-    bias = f.flag("attention_bias", False)
+    scale = f.number("query_pre_attn_scalar", 256.0) ** -0.5
     return attention(
-        f,
-        rope=rope,
-        window=window_of(f, kind),
-        scale=f.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        soft_cap=soft_cap,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm="head" if qk_norm else "none",
-        head_dim=f.integer("head_dim", 256),
-    )
+        f, rope=rope, window=window_of(f, kind), scale=scale, soft_cap=soft_cap, head_dim=f.integer("head_dim", 256),
+        qk_norm="head" if qk_norm else "none", **biases(f),
+    )  # fmt: skip
 
 
 def _assemble(f: Fields, family: str, attentions: list[AttentionSpec]) -> ModelSpec:

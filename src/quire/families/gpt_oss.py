@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config
-from quire.families.shape import assemble, attention, layer_types, window_of
+from quire.families.shape import assemble, attention, biases, layer_types, window_of
 from quire.families.weights import LLAMA_NAMES, Family, Shape, Take, WeightMap, build_map
 from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
@@ -31,7 +31,6 @@ def read(f: Fields) -> ModelSpec:
         f = Fields({**f.values, "rope_scaling": _DEFAULT_ROPE}, f.where)
     head_dim = f.integer("head_dim", 64)
     rope = rope_from_config(f, head_dim, default_theta=150_000.0)
-    bias = f.flag("attention_bias", True)
     moe = MoeSpec(
         num_experts=f.integer("num_local_experts", f.optional_integer("num_experts", minimum=1)),
         top_k=f.integer("num_experts_per_tok", f.optional_integer("experts_per_token", minimum=1)),
@@ -44,14 +43,11 @@ def read(f: Fields) -> ModelSpec:
         raise f.wrong("num_experts_per_tok", f"at most num_local_experts = {moe.num_experts}")
     kinds = layer_types(f, ["full_attention" if i % 2 else "sliding_attention" for i in range(count)])
     mlp = MlpSpec(moe.intermediate_size, "swiglu_oai", moe=moe)
-    layers = []
-    for kind in kinds:
-        window = window_of(f, kind)
-        attn = attention(
-            f, rope=rope, window=window, qkv_bias=bias, o_bias=bias, sinks=True, head_dim=head_dim
-        )
-        layers.append(LayerSpec(attn, mlp))
-    return assemble(f, "gpt_oss", layers)
+    attentions = [
+        attention(f, rope=rope, window=window_of(f, kind), sinks=True, head_dim=head_dim, **biases(f, True))
+        for kind in kinds
+    ]
+    return assemble(f, "gpt_oss", [LayerSpec(each, mlp) for each in attentions])
 
 
 def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:

@@ -8,11 +8,13 @@ from quire.families.shape import (
     activation,
     assemble,
     attention,
+    biases,
+    dense,
     head_dim_of,
     layer_types,
     uniform_window,
     window_of,
-)
+)  # fmt: skip
 from quire.families.weights import LLAMA_NAMES, Family, Take, WeightMap, build_map, expert_takes
 from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
@@ -25,47 +27,28 @@ _POST_NORM_NAMES = {
 
 def read_llama(f: Fields) -> ModelSpec:
     """Llama 2, 3, 3.1, 3.2, 3.3 (Touvron et al. 2023; Grattafiori et al. 2024) and models of the same architecture."""
-    bias = f.flag("attention_bias", False)
-    layer = LayerSpec(
-        attention(f, rope=rope_from_config(f, head_dim_of(f)), qkv_bias=bias, o_bias=bias),
-        MlpSpec(f.integer("intermediate_size"), activation(f), f.flag("mlp_bias", False)),
-    )
-    return assemble(f, "llama", [layer] * f.integer("num_hidden_layers"))
+    attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), **biases(f))
+    return assemble(f, "llama", LayerSpec(attn, dense(f, bias=f.flag("mlp_bias", False))))
 
 
 def read_granite(f: Fields) -> ModelSpec:
     """IBM Granite 3 (dense): Llama with multipliers on embedding, attention, residual and logits."""
-    bias = f.flag("attention_bias", False)
+    rope, scale = rope_from_config(f, head_dim_of(f)), f.number("attention_multiplier", 1.0)
     layer = LayerSpec(
-        attention(
-            f,
-            rope=rope_from_config(f, head_dim_of(f)),
-            scale=f.number("attention_multiplier", 1.0),
-            qkv_bias=bias,
-            o_bias=bias,
-        ),
-        MlpSpec(f.integer("intermediate_size"), activation(f), f.flag("mlp_bias", False)),
+        attention(f, rope=rope, scale=scale, **biases(f)), dense(f, bias=f.flag("mlp_bias", False))
     )
     return assemble(
-        f,
-        "granite",
-        [layer] * f.integer("num_hidden_layers"),
+        f, "granite", layer,
         embedding_scale=f.number("embedding_multiplier", 1.0),
         residual_scale=f.number("residual_multiplier", 1.0),
         logits_scale=1.0 / f.number("logits_scaling", 1.0),
-    )
+    )  # fmt: skip
 
 
 def read_olmo2(f: Fields) -> ModelSpec:
     """OLMo 2 (arXiv:2501.00656): norms after the blocks, RMSNorm over the whole projection of q and of k."""
-    bias = f.flag("attention_bias", False)
-    rope = rope_from_config(f, head_dim_of(f))
-    layer = LayerSpec(
-        attention(f, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm="full"),
-        MlpSpec(f.integer("intermediate_size"), activation(f)),
-        norms="post",
-    )
-    return assemble(f, "olmo2", [layer] * f.integer("num_hidden_layers"))
+    attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), qk_norm="full", **biases(f))
+    return assemble(f, "olmo2", LayerSpec(attn, dense(f), norms="post"))
 
 
 def olmo2_weights(spec: ModelSpec) -> WeightMap:
@@ -85,15 +68,12 @@ def read_smollm3(f: Fields) -> ModelSpec:
         f, ["sliding_attention" if slides and not rotates else "full_attention" for rotates in has_rope]
     )
     rope = rope_from_config(f, head_dim_of(f), default_theta=2e6)
-    bias = f.flag("attention_bias", False)
-    mlp = MlpSpec(f.integer("intermediate_size"), activation(f), f.flag("mlp_bias", False))
+    mlp = dense(f, bias=f.flag("mlp_bias", False))
     layers = []
     for rotates, kind in zip(has_rope, kinds, strict=True):
         window = window_of(f, kind) if slides else None
         layers.append(
-            LayerSpec(
-                attention(f, rope=rope if rotates else None, window=window, qkv_bias=bias, o_bias=bias), mlp
-            )
+            LayerSpec(attention(f, rope=rope if rotates else None, window=window, **biases(f)), mlp)
         )
     return assemble(f, "smollm3", layers, tied=True)
 
@@ -106,11 +86,8 @@ SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", read_smollm3, build_map)
 
 def read_mistral(f: Fields) -> ModelSpec:
     """Mistral 7B and its successors (Jiang et al. 2023): Llama with one sliding window for all layers, or none."""
-    layer = LayerSpec(
-        attention(f, rope=rope_from_config(f, head_dim_of(f)), window=uniform_window(f)),
-        MlpSpec(f.integer("intermediate_size"), activation(f)),
-    )
-    return assemble(f, "mistral", [layer] * f.integer("num_hidden_layers"))
+    attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), window=uniform_window(f))
+    return assemble(f, "mistral", LayerSpec(attn, dense(f)))
 
 
 def read_mixtral(f: Fields) -> ModelSpec:
@@ -123,11 +100,8 @@ def read_mixtral(f: Fields) -> ModelSpec:
     if moe.top_k > moe.num_experts:
         raise f.wrong("num_experts_per_tok", f"at most num_local_experts = {moe.num_experts}")
     rope = rope_from_config(f, head_dim_of(f), default_theta=1e6)
-    layer = LayerSpec(
-        attention(f, rope=rope, window=uniform_window(f)),
-        MlpSpec(moe.intermediate_size, activation(f), moe=moe),
-    )
-    return assemble(f, "mixtral", [layer] * f.integer("num_hidden_layers"))
+    mlp = MlpSpec(moe.intermediate_size, activation(f), moe=moe)
+    return assemble(f, "mixtral", LayerSpec(attention(f, rope=rope, window=uniform_window(f)), mlp))
 
 
 def _mixtral_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
@@ -154,11 +128,8 @@ MIXTRAL = Family("mixtral", "MixtralForCausalLM", read_mixtral, mixtral_weights)
 def read_phi3(f: Fields) -> ModelSpec:
     """Phi-3, Phi-3.5 mini and Phi-4 (arXiv:2404.14219): fused projections and, for long contexts, LongRoPE."""
     f = _longrope_by_its_old_name(f)
-    layer = LayerSpec(
-        attention(f, rope=rope_from_config(f, head_dim_of(f)), window=uniform_window(f)),
-        MlpSpec(f.integer("intermediate_size"), activation(f)),
-    )
-    return assemble(f, "phi3", [layer] * f.integer("num_hidden_layers"))
+    attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), window=uniform_window(f))
+    return assemble(f, "phi3", LayerSpec(attn, dense(f)))
 
 
 def _longrope_by_its_old_name(f: Fields) -> Fields:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 from quire.families.fields import Fields
 from quire.families.rope import rope_from_config
-from quire.families.shape import activation, assemble, attention, head_dim_of, layer_types, window_of
+from quire.families.shape import (
+    activation,
+    assemble,
+    attention,
+    biases,
+    dense,
+    head_dim_of,
+    layer_types,
+    window_of,
+)
 from quire.families.weights import LLAMA_NAMES, Family, WeightMap, build_map, expert_rules
 from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
@@ -26,57 +35,35 @@ def layer_kinds(f: Fields) -> tuple[str, ...]:
 
 
 def read_qwen2(f: Fields) -> ModelSpec:
-    rope = rope_from_config(f, head_dim_of(f))
-    mlp = MlpSpec(f.integer("intermediate_size"), activation(f))
-    layers = [
-        LayerSpec(attention(f, rope=rope, window=window_of(f, kind), qkv_bias=True), mlp)
-        for kind in layer_kinds(f)
+    rope, mlp = rope_from_config(f, head_dim_of(f)), dense(f)
+    attentions = [
+        attention(f, rope=rope, window=window_of(f, kind), qkv_bias=True) for kind in layer_kinds(f)
     ]
-    return assemble(f, "qwen2", layers)
+    return assemble(f, "qwen2", [LayerSpec(each, mlp) for each in attentions])
 
 
 def read_qwen3(f: Fields) -> ModelSpec:
-    head_dim = f.integer("head_dim", 128)
-    rope = rope_from_config(f, head_dim)
-    mlp = MlpSpec(f.integer("intermediate_size"), activation(f))
-    bias = f.flag("attention_bias", False)
-    layers = [
-        LayerSpec(
-            attention(
-                f,
-                rope=rope,
-                window=window_of(f, kind),
-                qkv_bias=bias,
-                o_bias=bias,
-                qk_norm="head",
-                head_dim=head_dim,
-            ),
-            mlp,
-        )
-        for kind in layer_kinds(f)
-    ]
-    return assemble(f, "qwen3", layers)
+    head_dim, mlp = f.integer("head_dim", 128), dense(f)
+    shared: dict[str, Any] = {"rope": rope_from_config(f, head_dim), "qk_norm": "head", "head_dim": head_dim}
+    shared |= biases(f)
+    attentions = [attention(f, window=window_of(f, kind), **shared) for kind in layer_kinds(f)]
+    return assemble(f, "qwen3", [LayerSpec(each, mlp) for each in attentions])
 
 
 def read_qwen2_moe(f: Fields) -> ModelSpec:
     """Qwen1.5-MoE, Qwen2-57B-A14B: a gated shared expert."""
     shared = f.integer("shared_expert_intermediate_size")
-    return _read_moe(
-        f, "qwen2_moe", qkv_bias=f.flag("qkv_bias", True), o_bias=False, qk_norm="none", shared=shared
-    )
+    return _read_moe(f, "qwen2_moe", shared, qkv_bias=f.flag("qkv_bias", True))
 
 
 def read_qwen3_moe(f: Fields) -> ModelSpec:
     """Qwen3-30B-A3B, -235B-A22B."""
-    bias = f.flag("attention_bias", False)
-    return _read_moe(f, "qwen3_moe", qkv_bias=bias, o_bias=bias, qk_norm="head", shared=0)
+    return _read_moe(f, "qwen3_moe", 0, qk_norm="head", **biases(f))
 
 
-def _read_moe(
-    f: Fields, family: str, *, qkv_bias: bool, o_bias: bool, qk_norm: Literal["none", "head"], shared: int
-) -> ModelSpec:
+def _read_moe(f: Fields, family: str, shared: int, **of_attention: Any) -> ModelSpec:
+    """``shared``: the intermediate size of the shared expert; 0: there is none."""
     f.refuse("use_sliding_window", unless=(False,), why="no published checkpoint of this family slides")
-    count = f.integer("num_hidden_layers")
     moe = MoeSpec(
         num_experts=f.integer("num_experts", f.optional_integer("num_local_experts", minimum=1)),
         top_k=f.integer("num_experts_per_tok"),
@@ -89,17 +76,16 @@ def _read_moe(
         raise f.wrong("num_experts_per_tok", f"at most the {moe.num_experts} experts")
     step = f.integer("decoder_sparse_step", 1)
     dense_layers = set(f.integers("mlp_only_layers"))
-    attn = attention(
-        f, rope=rope_from_config(f, head_dim_of(f)), qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm
+    attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), **of_attention)
+    sparse = LayerSpec(attn, MlpSpec(moe.intermediate_size, activation(f), moe=moe))
+    return assemble(
+        f,
+        family,
+        [
+            LayerSpec(attn, dense(f)) if index in dense_layers or (index + 1) % step else sparse
+            for index in range(f.integer("num_hidden_layers"))
+        ],
     )
-    act = activation(f)
-    layers = []
-    for index in range(count):
-        if index in dense_layers or (index + 1) % step:
-            layers.append(LayerSpec(attn, MlpSpec(f.integer("intermediate_size"), act)))
-        else:
-            layers.append(LayerSpec(attn, MlpSpec(moe.intermediate_size, act, moe=moe)))
-    return assemble(f, family, layers)
 
 
 def moe_weights(spec: ModelSpec) -> WeightMap:

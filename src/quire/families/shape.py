@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from quire.errors import UnsupportedModelError
 from quire.families.fields import Fields
-from quire.modelspec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 _ACTIVATIONS: dict[str, Activation] = {
@@ -31,38 +31,29 @@ def head_dim_of(f: Fields) -> int:
 
 
 def attention(
-    f: Fields,
-    *,
-    rope: RopeSpec | None,
-    window: int | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    qk_norm: Literal["none", "head", "full"] = "none",
-    sinks: bool = False,
-    head_dim: int | None = None,
+    f: Fields, *, rope: RopeSpec | None, scale: float | None = None, head_dim: int | None = None, **more: Any
 ) -> AttentionSpec:
-    """Return multi-head or grouped-query attention; ``scale`` defaults to head_dim ** −½."""
+    """Return multi-head or grouped-query attention; ``scale`` defaults to head_dim ** −½.
+
+    ``more``: further fields of `AttentionSpec`.
+    """
     heads = f.integer("num_attention_heads")
     kv_heads = f.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise f.wrong("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
     dim = head_dim if head_dim is not None else head_dim_of(f)
-    return AttentionSpec(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        v_head_dim=dim,
-        scale=dim**-0.5 if scale is None else scale,
-        rope=rope,
-        window=window,
-        soft_cap=soft_cap,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        qk_norm=qk_norm,
-        sinks=sinks,
-    )
+    return AttentionSpec(heads, kv_heads, dim, dim, dim**-0.5 if scale is None else scale, rope, **more)
+
+
+def biases(f: Fields, default: bool = False) -> dict[str, bool]:
+    """Return the fields of `AttentionSpec` that ``attention_bias`` says: biases of all four projections, or of none."""
+    bias = f.flag("attention_bias", default)
+    return {"qkv_bias": bias, "o_bias": bias}
+
+
+def dense(f: Fields, *, bias: bool = False) -> MlpSpec:
+    """Return the dense block of ``intermediate_size`` and ``hidden_act``."""
+    return MlpSpec(f.integer("intermediate_size"), activation(f), bias)
 
 
 def activation(f: Fields, key: str = "hidden_act", default: str = "silu") -> Activation:
@@ -100,12 +91,14 @@ def uniform_window(f: Fields) -> int | None:
 
 
 def assemble(
-    f: Fields, family: str, layers: Sequence[LayerSpec], *, tied: bool = False, **more: Any
+    f: Fields, family: str, layers: Sequence[LayerSpec] | LayerSpec, *, tied: bool = False, **more: Any
 ) -> ModelSpec:
-    """Put the layers and the fields that all families share into a `ModelSpec`.
+    """Put the layers (one spec: all are alike) and the fields that all families share into a `ModelSpec`.
 
     ``tied``: the family's default of ``tie_word_embeddings``. ``more``: further fields of `ModelSpec`.
     """
+    if isinstance(layers, LayerSpec):
+        layers = [layers] * f.integer("num_hidden_layers")
     bos = f.integers("bos_token_id")
     longest = f.integer("max_position_embeddings")
     rope = next((layer.attention.rope for layer in layers if layer.attention.rope is not None), None)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import RequestError, clip
-from quire.http.limits import check_fields, decode, takes_long
+from quire.http.limits import check_fields, takes_long
 from quire.http.refusals import HttpError, Refusal
 from quire.http.wire import not_allowed
 
@@ -26,6 +26,8 @@ STREAM_HEADERS = (
 STREAM_DONE = b"data: [DONE]\n\n"  # the end of OpenAI's streams
 
 _encode = msgspec.json.Encoder().encode
+
+_decode = msgspec.json.Decoder().decode
 
 
 class Disconnected(Exception):
@@ -67,6 +69,25 @@ async def decode_body(pieces: list[bytes], decode_large: DecodeLarge | None = No
     body = decode(b"".join(pieces))
     check_fields(body)
     return body
+
+
+def decode(raw: bytes) -> Any:
+    """Decode JSON from a client.
+
+    Raises:
+        RequestError: ``raw`` is not JSON, or nested too deeply.
+    """
+    try:
+        return _decode(raw)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except (msgspec.DecodeError, UnicodeError) as error:
+        reason = str(error)
+    shown = "The body is empty" if not raw else "The body is not JSON"
+    raise RequestError(
+        f"{shown}: {reason}. Send a JSON object in UTF-8 (NaN and Infinity are not JSON).",
+        code="invalid_json",
+    )
 
 
 async def body_pieces(

@@ -11,12 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from quire.errors import RequestError, clip
-
-IDS_CODE = 1  # msgpack's extension type of a list of token ids, uint32 each
-_decode = msgspec.json.Decoder().decode
 
 
 class Limit(NamedTuple):
@@ -79,25 +74,6 @@ def takes_long(pieces: Sequence[bytes]) -> bool:
 def num_marks(pieces: Sequence[bytes]) -> int:
     """Return the number of commas and opening brackets, an upper bound of the number of values."""
     return sum(piece.count(mark) for piece in pieces for mark in (b",", b"[", b"{"))
-
-
-def decode(raw: bytes) -> Any:
-    """Decode JSON from a client.
-
-    Raises:
-        RequestError: ``raw`` is not JSON, or nested too deeply.
-    """
-    try:
-        return _decode(raw)
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except (msgspec.DecodeError, UnicodeError) as error:
-        reason = str(error)
-    shown = "The body is empty" if not raw else "The body is not JSON"
-    raise RequestError(
-        f"{shown}: {reason}. Send a JSON object in UTF-8 (NaN and Infinity are not JSON).",
-        code="invalid_json",
-    )
 
 
 def check_fields(body: Any) -> None:

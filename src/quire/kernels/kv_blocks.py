@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 Layout = Literal["rows", "tiles"]
 TILE = 16  # positions
@@ -32,7 +33,7 @@ SCALE_BYTES = 8  # per position and head in 8 bits: one fp32 for K, one for V
 class KvView:
     """One layer of the cache. ``pieces [num_blocks, num_kv_heads, piece_elements]`` is a view of the storage."""
 
-    pieces: torch.Tensor
+    pieces: Tensor
     block_size: int
     head_dim: int
     v_head_dim: int
@@ -49,7 +50,7 @@ class KvView:
         return self.pieces.dtype.itemsize == 1
 
     @property
-    def keys(self) -> torch.Tensor:
+    def keys(self) -> Tensor:
         """View ``[num_blocks, num_kv_heads, block_size, head_dim]`` of rows."""
         assert self.layout == "rows"
         return torch.unflatten(
@@ -57,7 +58,7 @@ class KvView:
         )
 
     @property
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         """View ``[num_blocks, num_kv_heads, block_size, v_head_dim]`` of rows."""
         assert self.layout == "rows"
         if self.v_in_k:
@@ -66,7 +67,7 @@ class KvView:
         end = start + self.block_size * self.v_head_dim
         return torch.unflatten(self.pieces[..., start:end], -1, (self.block_size, self.v_head_dim))
 
-    def read(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Copy blocks out of any layout: K and V ``[len(block_ids), num_kv_heads, block_size, dim]``, int8 as fp32."""
         pieces = _gather(self.pieces, block_ids)
         picked = KvView(pieces, self.block_size, self.head_dim, self.v_head_dim, self.v_in_k, self.layout)
@@ -83,9 +84,7 @@ class KvView:
         scales = picked._scales().transpose(2, 3).reshape(*shape[:2], 2, -1, 1)
         return rows[0] * scales[:, :, 0], rows[1] * scales[:, :, 1]
 
-    def write(
-        self, k: torch.Tensor, v: torch.Tensor | None, block_ids: torch.Tensor, offsets: torch.Tensor
-    ) -> None:
+    def write(self, k: Tensor, v: Tensor | None, block_ids: Tensor, offsets: Tensor) -> None:
         """Write row i of ``k`` and ``v [n, num_kv_heads, dim]`` at position ``offsets[i]`` of ``block_ids[i]``."""
         dtype = self.pieces.dtype
         if self.layout == "rows" and self.scaled:
@@ -116,7 +115,7 @@ class KvView:
         keys[block_ids, :, tile, :, place] = torch.unflatten(k.to(dtype), -1, (-1, 2))
         values[block_ids, :, tile, place // 2, :, place % 2] = v.to(dtype)
 
-    def _tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tiles(self) -> tuple[Tensor, Tensor]:
         """Views K ``[num_blocks, num_kv_heads, tiles, head_dim / 2, 16, 2]``, V ``[…, tiles, 8, v_head_dim, 2]``."""
         assert self.layout == "tiles"
         tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
@@ -124,18 +123,18 @@ class KvView:
         keys, values = tiles[..., :k_size], tiles[..., k_size : k_size + v_size]
         return torch.unflatten(keys, -1, (-1, TILE, 2)), torch.unflatten(values, -1, (TILE // 2, -1, 2))
 
-    def _row_scales(self) -> torch.Tensor:
+    def _row_scales(self) -> Tensor:
         """View ``[num_blocks, num_kv_heads, 2, block_size]`` of 8-bit rows: fp32 scales of K, of V."""
         scales = self.pieces[..., -SCALE_BYTES * self.block_size :].view(torch.float32)
         return torch.unflatten(scales, -1, (2, self.block_size))
 
-    def _scales(self) -> torch.Tensor:
+    def _scales(self) -> Tensor:
         """View ``[num_blocks, num_kv_heads, tiles, 2, 16]`` of int8 tiles: fp32 scales of K, of V."""
         tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
         return torch.unflatten(tiles[..., -SCALE_BYTES * TILE :].view(torch.float32), -1, (2, TILE))
 
 
-def _to_8_bits(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _to_8_bits(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x [n, heads, dim]`` → the same in −127 … 127 (whole numbers) or −448 … 448, and scales ``[n, heads]``."""
     limit = 127.0 if dtype == torch.int8 else 448.0
     most = x.float().abs().amax(-1)
@@ -152,7 +151,7 @@ def can_tile(dtype: torch.dtype, block_size: int, head_dim: int, *, v_in_k: bool
     )
 
 
-def _gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _gather(rows: Tensor, index: Tensor) -> Tensor:
     """``rows.index_select(0, index)``, four bytes at a time: torch gathers bf16 five times slower."""
     sizes = (*rows.stride()[:-1], rows.shape[-1], rows.storage_offset())
     if rows.dtype.itemsize == 2 and all(size % 2 == 0 for size in sizes):
@@ -161,16 +160,9 @@ def _gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def view_layer(
-    storage: torch.Tensor,
-    slot: int,
-    *,
-    num_kv_heads: int,
-    block_size: int,
-    head_dim: int,
-    v_head_dim: int,
-    v_in_k: bool = False,
-    layout: Layout = "rows",
-) -> KvView:
+    storage: Tensor, slot: int, *, num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int,
+    v_in_k: bool = False, layout: Layout = "rows",
+) -> KvView:  # fmt: skip
     """Return the view of layer slot ``slot`` over ``storage [num_blocks, block_elements]``."""
     assert layout == "rows" or can_tile(storage.dtype, block_size, head_dim, v_in_k=v_in_k)
     piece = block_size * (head_dim if v_in_k else head_dim + v_head_dim)
@@ -183,7 +175,7 @@ def view_layer(
     return KvView(pieces, block_size, head_dim, v_head_dim, v_in_k, layout)
 
 
-def copy_blocks(storage: torch.Tensor, moves: Sequence[tuple[int, int]]) -> None:
+def copy_blocks(storage: Tensor, moves: Sequence[tuple[int, int]]) -> None:
     """Copy blocks ``(source, target)`` of ``storage [num_blocks, block_elements]`` in list order, on any device.
 
     In order means that a later move may read a block that an earlier move wrote. Moves that do not touch what others
@@ -200,7 +192,7 @@ def copy_blocks(storage: torch.Tensor, moves: Sequence[tuple[int, int]]) -> None
     _copy(storage, pending)
 
 
-def _copy(storage: torch.Tensor, moves: list[tuple[int, int]]) -> None:
+def _copy(storage: Tensor, moves: list[tuple[int, int]]) -> None:
     if storage.dtype.itemsize == 1:
         storage = storage.view(torch.int8)  # torch scatters no fp8
     if len(moves) == 1:
@@ -210,7 +202,7 @@ def _copy(storage: torch.Tensor, moves: list[tuple[int, int]]) -> None:
         storage.index_copy_(0, targets, storage.index_select(0, sources))
 
 
-def clear_blocks(storage: torch.Tensor, block_ids: torch.Tensor) -> None:
+def clear_blocks(storage: Tensor, block_ids: Tensor) -> None:
     """Fill the blocks ``block_ids [n]`` int64 of ``storage [num_blocks, block_elements]`` with zeros."""
     if storage.dtype.itemsize == 1:
         storage = storage.view(torch.int8)  # torch fills no fp8

@@ -17,13 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quire.kernels.registry import native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import Arena, allocating_in
-
-try:
-    from quire import _native as native
-except ImportError:  # no compiler at install
-    native = None  # type: ignore[assignment]
 
 
 class NotRecordable(Exception):

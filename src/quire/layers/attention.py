@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from quire.kernels.attention import attention
 from quire.kernels.attention.batch import AttentionShape
@@ -29,7 +30,7 @@ from quire.modelspec import AttentionSpec
 from quire.quant.stored import Weight
 from quire.weight_format import WeightFormat
 
-CosSin = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[Tensor, Tensor]
 
 
 class Attention:
@@ -72,13 +73,9 @@ class Attention:
         return self._qkv, self._o
 
     def __call__(
-        self,
-        x: torch.Tensor | QuantizedRows,
-        cos_sin: CosSin | None,
-        group: GroupBatch,
-        kv: KvView,
+        self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView,
         adapters: AdapterRows | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:  # fmt: skip
         """``x [num_tokens, hidden_size]`` → the same shape. ``cos_sin`` is None on layers without RoPE."""
         spec = self._spec
         interleaved = spec.rope is not None and spec.rope.interleaved
@@ -130,7 +127,7 @@ class LatentAttention:
 
     def _load_kv_b(self, weight: Weight) -> None:
         """``[num_heads · (nope + v_head_dim), lora]`` → the two matrices of each head."""
-        assert isinstance(weight, torch.Tensor)  # `weight_plan` never quantizes it
+        assert isinstance(weight, Tensor)  # `weight_plan` never quantizes it
         spec, dtype = self._spec, self._dtype
         heads = torch.unflatten(weight, 0, (spec.num_heads, -1))
         device = self._device
@@ -148,13 +145,9 @@ class LatentAttention:
         return (self._down, self._o) if self._q_b is None else (self._down, self._q_b, self._o)
 
     def __call__(
-        self,
-        x: torch.Tensor | QuantizedRows,
-        cos_sin: CosSin | None,
-        group: GroupBatch,
-        kv: KvView,
+        self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView,
         adapters: AdapterRows | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:  # fmt: skip
         """``x [num_tokens, hidden_size]`` → the same shape."""
         spec, num_tokens = self._spec, x.shape[0]
         assert cos_sin is not None

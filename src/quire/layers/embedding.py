@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from quire.kernels.linear import PackedLinear, pack_empty, read_rows
 from quire.kernels.pointwise import scale_rows, take_rows
@@ -27,7 +28,7 @@ class Embedding:
         self._head = Linear(
             {"head": vocab_size}, hidden_size, replace(build, formats={"head.weight": of_head})
         )
-        self._table: torch.Tensor | None = None
+        self._table: Tensor | None = None
         # Holds the rows where there is no table.
         self._packed: PackedLinear | None = self._head.packed if tied else None
         if not tied and held.quantized:
@@ -47,7 +48,7 @@ class Embedding:
         assert self._table is not None
         return {"embed.weight": copy_into(self._table), "lm_head.weight": head}
 
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor) -> Tensor:
         """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, scaled (Gemma, Granite)."""
         if self._packed is not None:
             rows = read_rows(self._packed, input_ids)
@@ -56,6 +57,6 @@ class Embedding:
             rows = self._take_rows(self._table, input_ids)
         return rows if self._scale == 1.0 else self._scale_rows(rows, self._scale)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """``hidden [num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``."""
         return self._head(hidden, out_dtype=torch.float32)

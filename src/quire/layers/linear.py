@@ -7,6 +7,7 @@ from functools import partial
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty, write_bias
 from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
@@ -74,26 +75,26 @@ class Linear:
 
     def __call__(
         self,
-        x: torch.Tensor | QuantizedRows,
+        x: Tensor | QuantizedRows,
         adapters: AdapterRows | None = None,
         *,
         out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``, in x's dtype by default.
 
         ``adapters``: which rows have which adapter, for a linear with slots.
         """
         y = self._base(x, out_dtype)
         if self.lora is not None and adapters is not None:
-            assert isinstance(x, torch.Tensor)
+            assert isinstance(x, Tensor)
             add_lora(x, y, self.lora, adapters)
         return y
 
-    def _base(self, x: torch.Tensor | QuantizedRows, out_dtype: torch.dtype | None) -> torch.Tensor:
+    def _base(self, x: Tensor | QuantizedRows, out_dtype: torch.dtype | None) -> Tensor:
         if len(self.segments) == 1:
             return linear(x, self.segments[0], out_dtype=out_dtype)
-        num_tokens = x.shape[0] if isinstance(x, torch.Tensor) else x.num_tokens
-        device = x.device if isinstance(x, torch.Tensor) else x.q.device
+        num_tokens = x.shape[0] if isinstance(x, Tensor) else x.num_tokens
+        device = x.device if isinstance(x, Tensor) else x.q.device
         y = empty(num_tokens, sum(self.parts.values()), dtype=out_dtype or x.dtype, device=device)
         start = 0
         for packed in (

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from quire.kernels.linear import PackedLinear, pack_many, write_bias
 from quire.kernels.lora import AdapterRows
@@ -43,7 +44,7 @@ class Mlp:
         """Return the linears that an adapter may change."""
         return self._gate_up, self._down
 
-    def __call__(self, x: torch.Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
         gate_up = self._gate_up(x, adapters)
         if self._down.reads.kind in ("int8", "int4"):  # `linear` itself makes fp8 rows
@@ -114,9 +115,9 @@ class MoeBlock:
         """Return the linears that an adapter may change."""
         return () if self._shared is None else self._shared.linears()
 
-    def __call__(self, x: torch.Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
-        assert isinstance(x, torch.Tensor)
+        assert isinstance(x, Tensor)
         wide = x if x.dtype == torch.float32 else self._widen(x)
         weights, ids = self._route(self._router(wide), self._moe, self._correction)
         y = self._experts(x, weights, ids, self._stack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quire.kernels.norm import (
     add_rms_norm,
@@ -45,17 +46,15 @@ class RmsNorm:
     def weight_loaders(self) -> dict[str, WeightLoader]:
         return {"weight": self.load}
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Normalise over the last dimension; same shape and dtype."""
         return self._norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(norm(residual + x), residual + x)``."""
         return self._add(x, residual, self.weight, self.eps)
 
-    def enter(
-        self, x: torch.Tensor | None, residual: torch.Tensor
-    ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
+    def enter(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor | QuantizedRows, Tensor]:
         """Return ``(norm(residual + x), residual + x)``, the norm as its reader takes it; x None: nothing to add."""
         if self._reader.kind == "fp8":
             return self._add_to_fp8(x, residual, self.weight, self.eps)

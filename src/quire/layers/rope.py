@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from quire.modelspec import RopeSpec
 
@@ -35,7 +36,7 @@ class RopeTable:
         self.cos, self.sin = cos.to(device), sin.to(device)
 
 
-def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
+def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> Tensor:
     """Return fp32 ``[dim / 2]``: the angle per position of each pair."""
     exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim
     if spec.kind == "dynamic":
@@ -60,7 +61,7 @@ def _dynamic_theta(spec: RopeSpec, max_model_len: int) -> float:
     return float(spec.theta * stretch ** (spec.dim / (spec.dim - 2)))
 
 
-def _llama3(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
+def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
     """Long wavelengths are stretched, short ones kept, those between blended."""
     length = spec.original_max_position
     wavelength = 2.0 * math.pi / plain
@@ -70,7 +71,7 @@ def _llama3(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     return torch.where(wavelength < length / spec.high_freq_factor, plain, stretched)
 
 
-def _yarn(spec: RopeSpec, exponents: torch.Tensor) -> torch.Tensor:
+def _yarn(spec: RopeSpec, exponents: Tensor) -> Tensor:
     """Interpolate the slow dimensions, keep the fast ones, with a ramp between (YaRN, §3.2)."""
 
     def dimension(rotations: float) -> float:

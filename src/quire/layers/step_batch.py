@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from quire.kernels.attention.batch import RaggedBatch
 from quire.kernels.lora import AdapterRows
@@ -14,8 +14,8 @@ from quire.kernels.lora import AdapterRows
 class GroupBatch:
     """One cache group. slot_mapping = ``slot_blocks`` · block_size + ``slot_offsets``, both ``[num_tokens]`` int64."""
 
-    slot_blocks: torch.Tensor
-    slot_offsets: torch.Tensor
+    slot_blocks: Tensor
+    slot_offsets: Tensor
     ragged: RaggedBatch  # cu_seqlens_q, seq_lens, block_table
 
 
@@ -34,9 +34,9 @@ class StepBatch:
     ``adapters`` is None in an engine without adapters.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    logits_indices: torch.Tensor
+    input_ids: Tensor
+    positions: Tensor
+    logits_indices: Tensor
     groups: tuple[GroupBatch, ...]
     adapters: AdapterBatch | None = None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from quire.config import LoraConfig
 from quire.errors import ModelLoadError
@@ -35,29 +36,17 @@ class Decoder:
     """Build, `load` every weight, then `forward` and `logits`."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        kv_layout: KvLayout,
-        max_model_len: int,
-        dtype: torch.dtype,
-        kernels: KernelChoice,
-        *,
-        formats: Formats = NO_FORMATS,
-        lora: LoraConfig | None = None,
-    ) -> None:
+        self, spec: ModelSpec, kv_layout: KvLayout, max_model_len: int, dtype: torch.dtype, kernels: KernelChoice, *,
+        formats: Formats = NO_FORMATS, lora: LoraConfig | None = None,
+    ) -> None:  # fmt: skip
         """``formats``: canonical name → how a quantized weight is held (`weight_plan`)."""
         self.spec = spec
         self.dtype = dtype
         self._shapes = weight_shapes(spec)
         self._missing = set(self._shapes)
         build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats)
-        self._embedding = Embedding(
-            spec.vocab_size,
-            spec.hidden_size,
-            build,
-            tied=spec.tie_word_embeddings,
-            scale=spec.embedding_scale,
-        )
+        tied, scale = spec.tie_word_embeddings, spec.embedding_scale
+        self._embedding = Embedding(spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale)
         self._layers = [
             DecoderLayer(layer, spec, build.under(f"layers.{index}."), lora)
             for index, layer in enumerate(spec.layers)
@@ -108,7 +97,7 @@ class Decoder:
             some = ", ".join(sorted(self._missing)[:3])
             raise ModelLoadError(f"{len(self._missing)} weights are missing from the checkpoint: {some}, …")
 
-    def forward(self, batch: StepBatch, kv: Sequence[KvView]) -> torch.Tensor:
+    def forward(self, batch: StepBatch, kv: Sequence[KvView]) -> Tensor:
         """Compute all tokens of the step, storing their K and V; ``kv`` has one view per layer.
 
         Returns the hidden states that give logits, after the last norm: ``[num_logits, hidden_size]``.
@@ -118,7 +107,7 @@ class Decoder:
             for rope, table in self._ropes.items()
         }
         residual = self._embedding(batch.input_ids)
-        delta: torch.Tensor | None = None
+        delta: Tensor | None = None
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             rope = layer.spec.attention.rope
@@ -129,7 +118,7 @@ class Decoder:
         assert delta is not None
         return self._norm.add(delta, residual)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """``[num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``, scaled and capped as the model defines."""
         logits, scale, cap = self._embedding.logits(hidden), self.spec.logits_scale, self.spec.logits_soft_cap
         return logits if scale == 1.0 and cap is None else self._cap_logits(logits, scale, cap)
@@ -184,15 +173,9 @@ class DecoderLayer:
         }
 
     def __call__(
-        self,
-        delta: torch.Tensor | None,
-        residual: torch.Tensor,
-        cos_sin: CosSin | None,
-        group: GroupBatch,
-        kv: KvView,
-        rows: torch.Tensor | None = None,
-        adapters: AdapterBatch | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, delta: Tensor | None, residual: Tensor, cos_sin: CosSin | None, group: GroupBatch, kv: KvView,
+        rows: Tensor | None = None, adapters: AdapterBatch | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return (delta, residual) of this layer, given those of the layer before it.
 
         The residual stream is ``residual + delta``: the addition is deferred and fused into the next norm.
@@ -208,8 +191,8 @@ class DecoderLayer:
         return self._leave("mlp_post_norm", self._mlp(x, of_rows)), residual
 
     def _enter(
-        self, name: str, delta: torch.Tensor | None, residual: torch.Tensor
-    ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
+        self, name: str, delta: Tensor | None, residual: Tensor
+    ) -> tuple[Tensor | QuantizedRows, Tensor]:
         norm = self._norms.get(name)
         if norm is not None:
             return norm.enter(delta, residual)
@@ -217,7 +200,7 @@ class DecoderLayer:
             residual = self._add_rows(residual, delta)
         return residual, residual
 
-    def _leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def _leave(self, name: str, x: Tensor) -> Tensor:
         norm = self._norms.get(name)
         if norm is not None:
             x = norm(x)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from quire.config import ModelConfig
 from quire.errors import ModelLoadError
@@ -97,7 +98,7 @@ def _weight(
     return matrix.expand(dtype)
 
 
-def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> torch.Tensor:
+def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> Tensor:
     """Apply the steps of a `Take`, in the order that its docstring gives."""
     cut: list[slice] = [slice(None)] * (take.dim + 1)
     cut[take.dim] = slice(take.start, take.stop, take.step)
@@ -119,7 +120,7 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
     return tensor.to(dtype).contiguous()
 
 
-def expand_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def expand_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``[…, rows, 32 · groups]`` of ``dtype``: value = fp4 · 2 ** (scale − 127), exact in bfloat16 too.
 
     ``blocks [..., rows, groups, 16]`` uint8, two values per byte, the low half first;

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from quire.modelspec import ModelSpec, weight_shapes
 
@@ -22,7 +23,7 @@ _CPU = torch.device("cpu")
 
 def random_weights(
     spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device = _CPU
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (canonical name, tensor) in the order of `weight_shapes`: the same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.empty(POOL, device="cpu").normal_(0.0, STD, generator=generator).to(device)
@@ -44,7 +45,7 @@ def _is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 
 
-def _cut(pool: torch.Tensor, name: str, seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+def _cut(pool: Tensor, name: str, seed: int, shape: tuple[int, ...]) -> Tensor:
     """Return ``shape`` numbers of the repeated pool, from the place that name and seed give."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     start = int.from_bytes(digest, "little") % POOL

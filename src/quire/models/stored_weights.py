@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import Take
@@ -18,19 +19,14 @@ from quire.quant.gguf_blocks import decode_rows
 from quire.quant.stored import AWQ_ORDER, StoredMatrix, StoredStack, exchange, regroup, unpack
 from quire.weight_format import WeightFormat
 
-_TORCH = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "int32": torch.int32,
-    "int64": torch.int64,
+Tensors = Mapping[str, Tensor]  # by part
+_TORCH: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float32", "float16", "bfloat16", "uint8", "int8", "float8_e4m3fn", "int32", "int64")
 }
 
 
-def view(stored: StoredTensor) -> torch.Tensor:
+def view(stored: StoredTensor) -> Tensor:
     """Return the stored tensor as a view of the mapping; a quantized one of GGUF as its bytes, ``[rows, bytes]``."""
     if stored.num_bytes == 0:
         return torch.empty(stored.shape, dtype=_TORCH[stored.dtype])
@@ -43,7 +39,7 @@ def view(stored: StoredTensor) -> torch.Tensor:
     return raw.view(dtype).view(stored.shape)
 
 
-def unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def unpermute(tensor: Tensor, heads: int) -> Tensor:
     """Undo llama.cpp's order of the rows of q and k: pairs (i, i + dim/2) lie side by side there."""
     half = tensor.shape[0] // heads // 2
     return tensor.view(heads, half, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
@@ -106,12 +102,7 @@ def _open_parts(
 
 
 def _word_rows(
-    scheme: Scheme,
-    tensors: Mapping[str, torch.Tensor],
-    held: WeightFormat,
-    low: int,
-    high: int,
-    in_features: int,
+    scheme: Scheme, tensors: Tensors, held: WeightFormat, low: int, high: int, in_features: int
 ) -> QuantizedWeight:
     """Decode the outputs ``low … high − 1``, multiples of 8, of a matrix in int32 words."""
     bits, per_word = scheme.bits, 32 // scheme.bits
@@ -136,7 +127,7 @@ def _word_rows(
 
 
 def _int8_rows(
-    tensors: Mapping[str, torch.Tensor], held: WeightFormat, low: int, high: int, in_features: int
+    tensors: Tensors, held: WeightFormat, low: int, high: int, in_features: int
 ) -> QuantizedWeight:
     q, scale = tensors["q"][low:high], tensors["scale"][low:high].float()
     offset = -scale * tensors["zero"][low:high].float() if "zero" in tensors else None
@@ -144,12 +135,7 @@ def _int8_rows(
 
 
 def _fp8_rows(
-    scheme: Scheme,
-    tensors: Mapping[str, torch.Tensor],
-    held: WeightFormat,
-    low: int,
-    high: int,
-    in_features: int,
+    scheme: Scheme, tensors: Tensors, held: WeightFormat, low: int, high: int, in_features: int
 ) -> QuantizedWeight:
     """Each row gets the scale of its block, or of the whole matrix."""
     scale = tensors["scale"].float()
@@ -160,7 +146,7 @@ def _fp8_rows(
     return QuantizedWeight(held, tensors["q"][low:high], each[rows % len(each)].unsqueeze(1))
 
 
-def _check_index(index: torch.Tensor, scheme: Scheme, name: str) -> None:
+def _check_index(index: Tensor, scheme: Scheme, name: str) -> None:
     """Check that groups are of consecutive inputs, the only groups that the kernels support."""
     group = scheme.group or index.shape[0]
     if not torch.equal(index.long(), torch.arange(index.shape[0]) // group):
@@ -170,7 +156,7 @@ def _check_index(index: torch.Tensor, scheme: Scheme, name: str) -> None:
         )
 
 
-def _check_zeros(zero: torch.Tensor, scheme: Scheme, name: str) -> None:
+def _check_zeros(zero: Tensor, scheme: Scheme, name: str) -> None:
     """Check that every zero point of a symmetric checkpoint is the middle."""
     middle = 0
     if scheme.encoding in ("gptq", "awq", "packed"):  # as a word of zero points

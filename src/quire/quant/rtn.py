@@ -16,6 +16,7 @@ The torch version is the reference, in an order of summation that every level of
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quire.kernels.linear.native import BITS
 from quire.kernels.linear.packed import QuantizedWeight
@@ -23,7 +24,7 @@ from quire.kernels.linear.reference import scaled_to_fp8
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import NATIVE_LEVELS, Backend, native, op
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import address
+from quire.kernels.workspace import address, rows_of, unit_stride
 from quire.weight_format import WeightFormat
 
 # The largest weight of a group becomes −divisor: beyond 8 it is cut off, below it not all levels are used.
@@ -34,7 +35,7 @@ PARTIALS = 4  # partial sums of Σ w·q: weight i of a group belongs to sum i mo
 SMALLEST = 2.0**-100  # a group whose largest weight is no larger is all zeros
 
 
-def quantize(weight: torch.Tensor, held: WeightFormat, *, backend: Backend = "reference") -> QuantizedWeight:
+def quantize(weight: Tensor, held: WeightFormat, *, backend: Backend = "reference") -> QuantizedWeight:
     """``weight [out, in]`` → ``held``, which has no offset; the last group may be short. fp8: one scale per row."""
     assert held.quantized
     assert not held.has_offset
@@ -45,7 +46,7 @@ def quantize(weight: torch.Tensor, held: WeightFormat, *, backend: Backend = "re
 
 
 @op("round_to_nearest")
-def round_to_nearest(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
+def round_to_nearest(weight: Tensor, held: WeightFormat) -> QuantizedWeight:
     """``weight [out, in]`` → ``held``, of integers."""
     if held.two_level:
         return _two_levels(weight, held)
@@ -62,13 +63,13 @@ def round_to_nearest(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeigh
     return QuantizedWeight(held, q.flatten(1)[:, :in_features].contiguous(), scale.view(num_rows, -1))
 
 
-def _int8(values: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _int8(values: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """``[out, groups, group]`` → q of that shape and scale ``[out, groups, 1]``, both fp32."""
     inverse = torch.full_like(largest, 127.0) / largest  # not 127.0 / largest: torch makes that a reciprocal
     return (values * inverse).round_().clamp_(-127, 127), largest / 127.0
 
 
-def _int4(values: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _int4(values: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     # With its sign: it becomes −8, the one level without a twin.
     extreme = torch.where(-low >= high, low, high)
@@ -87,7 +88,7 @@ def _int4(values: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch
     return _levels(values, inverse), scale
 
 
-def _two_levels(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
+def _two_levels(weight: Tensor, held: WeightFormat) -> QuantizedWeight:
     assert held.group is not None
     in_features = weight.shape[1]
     padded = torch.nn.functional.pad(weight.float(), (0, -in_features % held.group))
@@ -123,17 +124,17 @@ def _two_levels(weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
     )
 
 
-def _side_levels(values: torch.Tensor, inverse: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+def _side_levels(values: Tensor, inverse: Tensor, m: Tensor) -> Tensor:
     """−7 … 8 for odd multipliers, −8 … 7 for even ones."""
     odd = m % 2
     return torch.minimum(torch.maximum((values * inverse).round_(), odd - 8.0), odd + 7.0)
 
 
-def _levels(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+def _levels(values: Tensor, inverse: Tensor) -> Tensor:
     return (values * inverse).round_().clamp_(-8, 7)
 
 
-def _sum(products: torch.Tensor) -> torch.Tensor:
+def _sum(products: Tensor) -> Tensor:
     """Sum ``[..., group]`` to ``[..., 1]`` in a stated order."""
     steps = torch.unflatten(products, -1, (-1, PARTIALS)).unbind(-2)
     partial = steps[0].clone()
@@ -143,19 +144,16 @@ def _sum(products: torch.Tensor) -> torch.Tensor:
 
 
 @round_to_nearest.native(NATIVE_LEVELS)
-def round_to_nearest_native(isa: str, weight: torch.Tensor, held: WeightFormat) -> QuantizedWeight:
+def round_to_nearest_native(isa: str, weight: Tensor, held: WeightFormat) -> QuantizedWeight:
     if weight.dtype not in (torch.bfloat16, torch.float32):
         weight = weight.float()
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
-    num_rows, in_features = weight.shape
+    weight, (num_rows, in_features) = unit_stride(weight), weight.shape
     q = torch.empty(num_rows, in_features, dtype=torch.int8)
     groups = num_groups(in_features, held.group)
     scale = torch.empty(num_rows, 1 if held.two_level else groups)
     multiplier = torch.empty(num_rows, groups, dtype=torch.uint8) if held.two_level else None
     native.quantize_weights(
         num_native_threads(), isa, BITS[held.kind], held.group or in_features, weight.dtype == torch.bfloat16,
-        weight.data_ptr(), weight.stride(0), num_rows, in_features, q.data_ptr(), scale.data_ptr(),
-        address(multiplier),
+        *rows_of(weight), num_rows, in_features, q.data_ptr(), scale.data_ptr(), address(multiplier),
     )  # fmt: skip
     return QuantizedWeight(held, q, scale, multiplier=multiplier)

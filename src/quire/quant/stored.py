@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quire.kernels.linear import reference
 from quire.kernels.linear.packed import QuantizedWeight
@@ -44,7 +45,7 @@ class StoredMatrix:
         for start, stop in row_ranges(*self.shape):
             yield start, self.read(start, stop)
 
-    def expand(self, dtype: torch.dtype) -> torch.Tensor:
+    def expand(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix as plain numbers."""
         out = torch.empty(self.shape, dtype=dtype)
         for start, rows in self.ranges():
@@ -66,14 +67,14 @@ class StoredStack:
     def shape(self) -> tuple[int, int, int]:
         return len(self.matrices), *self.matrices[0].shape
 
-    def expand(self, dtype: torch.dtype) -> torch.Tensor:
+    def expand(self, dtype: torch.dtype) -> Tensor:
         return torch.stack([matrix.expand(dtype) for matrix in self.matrices])
 
 
-Weight = torch.Tensor | StoredMatrix | StoredStack
+Weight = Tensor | StoredMatrix | StoredStack
 
 
-def dequantize(weight: QuantizedWeight) -> torch.Tensor:
+def dequantize(weight: QuantizedWeight) -> Tensor:
     """Return fp32 ``[out, in]``: scale · q + offset."""
     group = weight.shape[1] // weight.scale.shape[1]
     return reference.dequantize(weight.integers, weight.scale, weight.offset, group)
@@ -93,16 +94,14 @@ def regroup(weight: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place in the word of the outputs 8i, 8i + 1, …
 
 
-def unpack(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+def unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """``[rows, n]`` int32 → ``[rows, n · 32 / bits]`` uint8."""
     count = 32 // bits
     places = torch.tensor(order or range(count), dtype=torch.int32) * bits
     return (words.unsqueeze(-1) >> places & (1 << bits) - 1).flatten(1).to(torch.uint8)
 
 
-def exchange(
-    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, held: WeightFormat
-) -> QuantizedWeight:
+def exchange(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int, held: WeightFormat) -> QuantizedWeight:
     """Unsigned ``q [out, in]``, ``scale`` and ``zero [out, groups]`` (None: the middle) → ``held``.
 
     w = scale · (q − zero), and with q′ = q − middle: scale · q′ + scale · (middle − zero).

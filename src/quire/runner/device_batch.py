@@ -49,14 +49,8 @@ class DeviceBatches:
     """Makes the tensors of each step."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        layout: KvLayout,
-        views: Sequence[KvView],
-        device: torch.device,
-        *,
-        backend: Backend,
-    ) -> None:
+        self, spec: ModelSpec, layout: KvLayout, views: Sequence[KvView], device: torch.device, *, backend: Backend
+    ) -> None:  # fmt: skip
         """``backend``: the attention's."""
         self._block_size = views[0].block_size
         self.upload = StepUpload(device, torch.int32)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
+from torch import Tensor
 
 import quire.kernels.triton_ops  # noqa: F401  registers
 from quire.clock import Clock, WallClock
@@ -26,7 +26,7 @@ from quire.runner.device_sampler import DeviceSampler
 from quire.runner.graphs import StepGraphs
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
-from quire.runner.model_runner import Ints, ObserveLogits, PendingResult, observe
+from quire.runner.model_runner import Ints, ObserveLogits, PendingResult, observe, with_hidden_of
 from quire.runner.sequences import WorkerSeq
 from quire.sampling.grammars import Grammars
 from quire.sampling.sampler import SeqSample
@@ -92,31 +92,21 @@ class DeviceRunner:
         return self._sample(step, logits, rows) if step.sampling else list
 
     @torch.inference_mode()
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], torch.Tensor]:
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], Tensor]:
         """As `Runner.run_with_hidden`; the hidden states come to the host."""
         _no_drafts(step)
         made = self._batches.put(step)
-        indices = torch.cat(
-            (made.batch.logits_indices, torch.from_numpy(tokens).to(self.device, torch.int32))
-        )
-        adapters = made.batch.adapters
-        if adapters is not None:
-            of = np.concatenate((step.buffers.logits_indices[: step.num_logits], tokens))
-            adapters = replace(adapters, logits=adapters.tokens.take(of))
-        batch = replace(made.batch, logits_indices=indices, adapters=adapters)
-        hidden = self._forward(replace(made, batch=batch))
+        hidden = self._forward(replace(made, batch=with_hidden_of(made.batch, step, tokens)))
         samples: list[SeqSample] = []
         if step.sampling:
             samples = self._sample(step, self.decoder.logits(hidden[: step.num_logits]), made.rows)()
         return samples, hidden[step.num_logits :].cpu()
 
     @torch.inference_mode()
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden.to(self.device)).cpu()
 
-    def score(
-        self, logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
-    ) -> list[TokenLogprobs]:
+    def score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
         return token_logprobs(logits, torch.tensor(token_ids), num_top)
 
     @torch.inference_mode()
@@ -132,7 +122,7 @@ class DeviceRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _logits(self, step: PreparedStep) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logits(self, step: PreparedStep) -> tuple[Tensor, Tensor]:
         """Return ``[num_logits, vocab_size]`` fp32, and the rows of `WorkerSeqs` whose next tokens they give."""
         shape = None
         if self._graphs is not None:
@@ -148,14 +138,14 @@ class DeviceRunner:
         logits = self._graphs.run(shape, lambda: self.decoder.logits(self._forward(made)))
         return logits[: step.num_logits], made.rows[: step.num_logits]
 
-    def _forward(self, made: OnDevice) -> torch.Tensor:
+    def _forward(self, made: OnDevice) -> Tensor:
         """Hidden states of the tokens that sample. A negative id stands for a token that only the device knows."""
         ids = made.batch.input_ids
         newest = self._last_ids.index_select(0, (-1 - ids).clamp_min(0))
         batch = replace(made.batch, input_ids=torch.where(ids < 0, newest, ids))
         return self.decoder.forward(batch, self.kv.views)
 
-    def _sample(self, step: PreparedStep, logits: torch.Tensor, rows: torch.Tensor) -> PendingResult:
+    def _sample(self, step: PreparedStep, logits: Tensor, rows: Tensor) -> PendingResult:
         """Sample the next tokens of ``rows`` of `WorkerSeqs`."""
         if self.observe_logits is not None:
             observe(self.observe_logits, step, logits.cpu())

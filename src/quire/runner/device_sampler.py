@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import triton
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.kernels.sampling import EDITED, assemble, logprob_tensors
 from quire.kernels.sampling.triton import edit_rows, facts_of, logprobs_wanted, sample_rows, truncated
@@ -33,16 +34,16 @@ CHUNK = 1024  # ids of a program
 LEAST_ROWS = 8  # of the table of counts
 
 Ints = NDArray[np.int64]
-Counted = tuple[torch.Tensor, torch.Tensor]  # rows whose tokens are counted, and the row of the table of each
+Counted = tuple[Tensor, Tensor]  # rows whose tokens are counted, and the row of the table of each
 
 
 @dataclass(slots=True)
 class PendingSamples:
     """A step's tokens on their way to the host; a call waits for them, and has them from then on."""
 
-    ids: torch.Tensor
-    best: torch.Tensor  # the largest logits, not finite where a row failed
-    logprobs: tuple[torch.Tensor, ...]
+    ids: Tensor
+    best: Tensor  # the largest logits, not finite where a row failed
+    logprobs: tuple[Tensor, ...]
     logprob_rows: Ints
     num_logprobs: list[int]
     errors: dict[int, str]  # row → why its grammar cannot go on
@@ -106,8 +107,8 @@ class DeviceSampler:
             self._processors.release(seq.processors)
 
     def sample(
-        self, logits: torch.Tensor, seqs: Sequence[WorkerSeq], columns: Columns
-    ) -> tuple[torch.Tensor, PendingSamples]:
+        self, logits: Tensor, seqs: Sequence[WorkerSeq], columns: Columns
+    ) -> tuple[Tensor, PendingSamples]:
         """Sample the next token of each of ``seqs``: (int64 ids on the device, the pending result).
 
         ``logits [len(seqs), vocab_size]`` fp32 are not changed.
@@ -124,7 +125,7 @@ class DeviceSampler:
         rows, wanted = logprobs_wanted(columns)
         facts, rows_there = self._facts.put([facts_of(columns), rows])
         ids, best = sample_rows(source, facts, Purpose.TOKEN, cut=truncated(columns))
-        found: tuple[torch.Tensor, ...] = ()
+        found: tuple[Tensor, ...] = ()
         if wanted:
             of, of_ids = logits, ids
             if len(wanted) < len(seqs):
@@ -164,7 +165,7 @@ class DeviceSampler:
                 masks[row] = bits
         return masks
 
-    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fetch(self, tensor: Tensor) -> Tensor:
         """Begin to copy to the host; there once an event behind it has come."""
         pinned = self._device.type == "cuda"
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
@@ -195,8 +196,8 @@ class DeviceProcessors:
             self._free.append(row)
 
     def apply(
-        self, logits: torch.Tensor, of_rows: Sequence[LogitsProcessors | None], masks: Mapping[int, NDArray[np.int32]]
-    ) -> tuple[torch.Tensor, Counted]:  # fmt: skip
+        self, logits: Tensor, of_rows: Sequence[LogitsProcessors | None], masks: Mapping[int, NDArray[np.int32]]
+    ) -> tuple[Tensor, Counted]:  # fmt: skip
         """Return a changed copy of ``logits [rows, vocab_size]``, and what `count` is to be told with the ids sampled.
 
         ``masks``: row → bits of the ids allowed, `bitmask_words` of them.
@@ -243,7 +244,7 @@ class DeviceProcessors:
                     processor.apply(out[at])
         return out, (rows_there, of_there)
 
-    def count(self, counted: Counted, ids: torch.Tensor) -> None:
+    def count(self, counted: Counted, ids: Tensor) -> None:
         """Count the tokens sampled, ``ids [rows]`` int64."""
         places = counted[1] * self._vocab_size + ids.index_select(0, counted[0])
         twos = torch.full(places.shape, 2, dtype=torch.int32, device=self._device)

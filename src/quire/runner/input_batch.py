@@ -111,14 +111,17 @@ class InputBatch:
     """Makes the step of each plan. Steps that fit share `buffers`; a larger one gets its own."""
 
     def __init__(
-        self, seqs: WorkerSeqs, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_loras: int = 0
+        self, seqs: WorkerSeqs, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_loras: int = 0,
+        only_group: int | None = None,
     ) -> None:  # fmt: skip
+        """``only_group``: the one cache group whose blocks a draft model's layers use."""
         self._seqs = seqs
         self._block_size = block_size
         # A step's tokens and its logits rows must differ in number where it is recorded (`kernels.tape`).
         max_seqs = min(max_num_seqs, max_num_batched_tokens)
         max_tokens = max(max_num_batched_tokens, max_seqs + 1)
-        tables = seqs.block_tables
+        self._groups = slice(None) if only_group is None else slice(only_group, only_group + 1)
+        tables = seqs.block_tables[self._groups]
         self._shape = (tables[0].shape[1], len(tables), max_loras)
         self.buffers = StepBuffers(max_tokens, max_seqs, *self._shape)
 
@@ -171,7 +174,7 @@ class InputBatch:
         longest = int(seq_lens.max(initial=1))
         width = -(-longest // self._block_size)
         for blocks, slot_blocks, block_table in zip(
-            table.block_tables, to.slot_blocks, to.block_tables, strict=True
+            table.block_tables[self._groups], to.slot_blocks, to.block_tables, strict=True
         ):
             slot_blocks[:num_tokens] = blocks[token_rows, in_table]
             block_table[:num_seqs, :width] = blocks[rows, :width]

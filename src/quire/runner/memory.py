@@ -56,15 +56,9 @@ class KvCache:
     """Blocks of all layers: ``storage [num_blocks, block_elements]``. `kernels.kv_blocks` says what a block holds."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        layout: KvLayout,
-        num_blocks: int,
-        block_size: int,
-        dtype: str,
-        kernels: KernelChoice,
+        self, spec: ModelSpec, layout: KvLayout, num_blocks: int, block_size: int, dtype: str, kernels: KernelChoice,
         device: torch.device = _CPU,
-    ) -> None:
+    ) -> None:  # fmt: skip
         block_elements = layout.block_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
         kind = _EIGHT_BITS.get(dtype) or torch_dtype(dtype)
         if device.type == "cpu":
@@ -95,28 +89,15 @@ class KvCache:
 def _view(
     storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, block_size: int, tiles: bool
 ) -> KvView:
-    a = spec.layers[index].attention
-    _, slot = layout.group_of_layer(index)
+    a, (_, slot) = spec.layers[index].attention, layout.group_of_layer(index)
+    heads, dim, v_dim = a.num_kv_heads, a.head_dim, a.v_head_dim
     if a.is_mla:
-        return view_layer(
-            storage,
-            slot,
-            num_kv_heads=1,
-            block_size=block_size,
-            head_dim=a.kv_elements_per_token,
-            v_head_dim=a.kv_lora_rank,
-            v_in_k=True,
-        )
-    tiles = tiles and can_tile(storage.dtype, block_size, a.head_dim, v_in_k=False)
+        heads, dim, v_dim = 1, a.kv_elements_per_token, a.kv_lora_rank
+    tiles = tiles and can_tile(storage.dtype, block_size, dim, v_in_k=a.is_mla)
     return view_layer(
-        storage,
-        slot,
-        num_kv_heads=a.num_kv_heads,
-        block_size=block_size,
-        head_dim=a.head_dim,
-        v_head_dim=a.v_head_dim,
+        storage, slot, num_kv_heads=heads, block_size=block_size, head_dim=dim, v_head_dim=v_dim, v_in_k=a.is_mla,
         layout="tiles" if tiles else "rows",
-    )
+    )  # fmt: skip
 
 
 def _reserve(num_blocks: int, block_elements: int, dtype: torch.dtype) -> torch.Tensor:

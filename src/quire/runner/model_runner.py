@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels import registry
@@ -32,7 +33,7 @@ from quire.sampling.sampler import Sampler, SeqSample
 _log = logging.getLogger(__name__)
 
 PendingResult = Callable[[], list[SeqSample]]  # waits for what a step sampled, and returns it
-ObserveLogits = Callable[[int, int, torch.Tensor], None]
+ObserveLogits = Callable[[int, int, Tensor], None]
 Ints = npt.NDArray[np.int64]
 
 
@@ -56,20 +57,18 @@ class Runner(Protocol):
         """Begin to compute the step, if not do it; the result is in the order of ``step.sampling``."""
         ...
 
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], torch.Tensor]:
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], Tensor]:
         """Compute the step; also return the hidden states of ``tokens`` of it: ``[len(tokens), hidden_size]``.
 
         They are those after the last norm.
         """
         ...
 
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, hidden: Tensor) -> Tensor:
         """``hidden [rows, hidden_size]`` → fp32 ``[rows, vocab_size]``, both in the host's memory."""
         ...
 
-    def score(
-        self, logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
-    ) -> list[TokenLogprobs]:
+    def score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
         """Log-probabilities of ``token_ids`` in rows of raw ``logits``, as `kernels.sampling.token_logprobs`."""
         ...
 
@@ -138,49 +137,54 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: PreparedStep) -> list[SeqSample]:
         """Compute the step; return what `PreparedStep.sampling` got."""
+        return self._sample(step, self.compute(step))
+
+    def compute(self, step: PreparedStep) -> torch.Tensor:
+        """Compute the step; return its logits: fp32 ``[num_logits, vocab_size]``."""
         if self.tape is not None and step.buffers is self._taped:
             step.buffers.set_num_seqs(step.num_seqs)
-            logits = self.tape.run(step.num_tokens, step.num_logits)
-        else:
-            logits = self._logits(step.batch)
-        return self._sample(step, logits)
+            return self.tape.run(step.num_tokens, step.num_logits)
+        return self._logits(step.batch)
 
     @torch.inference_mode()
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], torch.Tensor]:
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], Tensor]:
         """As `Runner.run_with_hidden`.
 
         Call by call, since a recorded step has no more than the rows that sample after its last layer.
         """
-        batch = step.batch
-        indices = torch.cat((batch.logits_indices, torch.from_numpy(tokens)))
-        adapters = batch.adapters
-        if adapters is not None:
-            adapters = replace(adapters, logits=adapters.tokens.take(indices.numpy()))
-        batch = replace(batch, logits_indices=indices, adapters=adapters)
-        hidden = self.decoder.forward(batch, self.kv.views)
+        hidden = self.decoder.forward(with_hidden_of(step.batch, step, tokens), self.kv.views)
         sampling, others = hidden[: step.num_logits], hidden[step.num_logits :]
         return (self._sample(step, self.decoder.logits(sampling)) if step.sampling else []), others
 
     @torch.inference_mode()
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
 
-    def score(
-        self, logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
-    ) -> list[TokenLogprobs]:
+    def score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
         return self._token_logprobs(logits, torch.tensor(token_ids), num_top)
 
-    def _sample(self, step: PreparedStep, logits: torch.Tensor) -> list[SeqSample]:
+    def _sample(self, step: PreparedStep, logits: Tensor) -> list[SeqSample]:
         if self.observe_logits is not None:
             observe(self.observe_logits, step, logits)
         return verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
 
-    def _logits(self, batch: StepBatch) -> torch.Tensor:
+    def _logits(self, batch: StepBatch) -> Tensor:
         """``[num_logits, vocab_size]`` fp32."""
         return self.decoder.logits(self.decoder.forward(batch, self.kv.views))
 
 
-def observe(observer: ObserveLogits, step: PreparedStep, logits: torch.Tensor) -> None:
+def with_hidden_of(batch: StepBatch, step: PreparedStep, tokens: Ints) -> StepBatch:
+    """Return the ``batch`` of ``step`` whose last layer also continues with ``tokens``, after those that sample."""
+    indices = np.concatenate((step.buffers.logits_indices[: step.num_logits], tokens))
+    adapters = batch.adapters
+    if adapters is not None:
+        adapters = replace(adapters, logits=adapters.tokens.take(indices))
+    return replace(
+        batch, logits_indices=torch.from_numpy(indices).to(batch.logits_indices), adapters=adapters
+    )
+
+
+def observe(observer: ObserveLogits, step: PreparedStep, logits: Tensor) -> None:
     """Show ``observer`` each row of ``logits: [num_logits, vocab_size]``, on the host, with its position."""
     owners = [seq for seq in step.sampling for _ in range(1 + len(seq.draft_ids))]
     positions = step.buffers.positions[step.buffers.logits_indices[: step.num_logits]].tolist()

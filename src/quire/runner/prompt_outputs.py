@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.request import Pooling, TokenLogprobs
-from quire.step import NewSeq, SeqPlan
+from quire.step import SeqPlan
 
 _LOGITS_AT_ONCE = 1 << 22  # numbers
 _NOT_FINITE = (
@@ -30,16 +31,14 @@ _NOT_FINITE = (
 Score = Callable[[Tensor, Sequence[int], Sequence[int]], list[TokenLogprobs]]
 
 
+@dataclass(slots=True, eq=False)
 class PromptState:
     """A prompt of which something is wanted."""
 
-    __slots__ = ("num_logprobs", "pooling", "token_ids", "total")
-
-    def __init__(self, new: NewSeq) -> None:
-        self.token_ids = new.prompt_token_ids
-        self.num_logprobs = new.prompt_logprobs
-        self.pooling = new.pooling
-        self.total: NDArray[np.float64] | None = None  # of the rows so far, for a mean
+    token_ids: Sequence[int]
+    num_logprobs: int | None
+    pooling: Pooling | None
+    total: NDArray[np.float64] | None = None  # of the rows so far, for a mean
 
     def positions(self) -> range:
         """Return the positions whose rows are wanted."""

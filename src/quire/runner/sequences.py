@@ -11,6 +11,7 @@ is taken at admission and given back when the sequence goes. A row of token ids:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,54 +28,30 @@ from quire.step import NewSeq, SeqPlan
 Ints = npt.NDArray[np.int64]
 
 
+@dataclass(slots=True, eq=False)
 class WorkerSeq:
     """One sequence, from its admission until it goes or is admitted again. ``row`` is −1 from then on."""
 
-    __slots__ = (
-        "draft_ids",
-        "draft_state",
-        "drafts",
-        "epoch",
-        "grammar",
-        "pending",
-        "processors",
-        "prompt",
-        "refusal",
-        "row",
-        "seq_id",
-    )
-
-    def __init__(self, new: NewSeq, row: int) -> None:
-        self.seq_id = new.seq_id
-        self.epoch = new.epoch
-        self.row = row  # of the arrays of `WorkerSeqs`
-        self.refusal: str | None = None  # why it cannot run or go on
-        self.processors: LogitsProcessors | None = None  # None: its logits are sampled as they are
-        self.grammar: GrammarState | None = None
-        self.prompt: PromptState | None = None  # where something of its prompt's own tokens is wanted
-        self.drafts: tuple[int, ...] = ()  # proposed for the next step
-        self.draft_ids: tuple[int, ...] = ()  # being verified
-        self.draft_state: Any = None  # of the proposer; None: it has not seen the sequence
-        self.pending: Callable[[], list[SeqSample]] | None = (
-            None  # on a GPU: has the id that the next mask depends on
-        )
+    seq_id: int
+    epoch: int
+    row: int  # of the arrays of `WorkerSeqs`
+    refusal: str | None = None  # why it cannot run or go on
+    processors: LogitsProcessors | None = None  # None: its logits are sampled as they are
+    grammar: GrammarState | None = None
+    prompt: PromptState | None = None  # where something of its prompt's own tokens is wanted
+    drafts: tuple[int, ...] = ()  # proposed for the next step
+    draft_ids: tuple[int, ...] = ()  # being verified
+    draft_state: Any = None  # of the proposer; None: it has not seen the sequence
+    pending: Callable[[], list[SeqSample]] | None = None  # on a GPU: has the id that the next mask depends on
 
 
 class WorkerSeqs:
     """The sequences of a worker, by id."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        max_num_seqs: int,
-        max_tokens: int,
-        *,
-        max_blocks: int,
-        num_groups: int,
-        grammars: Grammars,
-        lora: LoraSlots | None = None,
-        release: Callable[[WorkerSeq], None] = lambda seq: None,
-    ) -> None:
+        self, vocab_size: int, max_num_seqs: int, max_tokens: int, *, max_blocks: int, num_groups: int,
+        grammars: Grammars, lora: LoraSlots | None = None, release: Callable[[WorkerSeq], None] = lambda seq: None,
+    ) -> None:  # fmt: skip
         """``max_tokens``: of one sequence. ``release`` frees what a runner keeps elsewhere of one that goes."""
         self._vocab_size = vocab_size
         self._grammars = grammars
@@ -103,7 +80,7 @@ class WorkerSeqs:
         self.drop(new.seq_id)
         if not self._free:
             self._grow()
-        seq = self._seqs[new.seq_id] = WorkerSeq(new, self._free.pop())
+        seq = self._seqs[new.seq_id] = WorkerSeq(new.seq_id, new.epoch, self._free.pop())
         seq.refusal = self._why_not(new)
         if seq.refusal is not None:
             return seq
@@ -111,7 +88,7 @@ class WorkerSeqs:
         seq.processors = processors if processors else None
         seq.grammar = self._grammars.begin(new)
         if new.pooling is not None or new.prompt_logprobs is not None:
-            seq.prompt = PromptState(new)
+            seq.prompt = PromptState(new.prompt_token_ids, new.prompt_logprobs, new.pooling)
         row, ids = seq.row, (*new.prompt_token_ids, *new.output_token_ids)
         self.token_ids[row, : len(ids)] = ids
         self.num_tokens[row] = self.num_settled[row] = len(ids)

@@ -21,7 +21,7 @@ from quire.quant.stored import Weight
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner, PendingResult, Runner
 from quire.runner.prompt_outputs import PromptOutput, PromptScorer, spans_of
-from quire.runner.proposers import make_proposer
+from quire.runner.proposers import make_draft_model, make_proposer
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import SeqSample
 from quire.speculate.proposer import Proposer, Wanted
@@ -58,7 +58,6 @@ class Worker:
     ) -> None:
         self._clock = clock
         self.runner = runner(config, weights)
-        self.proposer = make_proposer(config)
         self._lora: LoraSlots | None = None
         if config.lora is not None:
             self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets())
@@ -71,6 +70,8 @@ class Worker:
             num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
             release=self.runner.release,
         )  # fmt: skip
+        self.draft_model = make_draft_model(config, self.seqs)
+        self.proposer = make_proposer(config, self.draft_model)
         self._inputs = InputBatch(
             self.seqs,
             block_size,
@@ -92,6 +93,8 @@ class Worker:
             self.seqs.drop(seq_id)
         if plan.kv_moves:
             self.runner.kv.copy(plan.kv_moves)
+            if self.draft_model is not None:
+                self.draft_model.copy(plan.kv_moves)
         for slot, adapter in plan.adapter_moves:
             if self._lora is None:
                 raise StepError("This worker runs no adapters, and the plan moves some.")
@@ -150,7 +153,10 @@ class Worker:
                 self._inputs.force(plan, seq)
             if plan.num_draft_tokens:
                 self.seqs.take_drafts(plan, seq)
-        self.runner.kv.clear(self._inputs.update_tables(plans, seqs))
+        fresh = self._inputs.update_tables(plans, seqs)
+        self.runner.kv.clear(fresh)
+        if self.draft_model is not None:
+            self.draft_model.forget(fresh)
         self._compute_in_memory(plans, seqs, launched)
 
     def _compute_in_memory(
@@ -241,7 +247,7 @@ class Worker:
             if limit > 0:
                 if seq.draft_state is None:
                     seq.draft_state = proposer.begin()
-                wanted.append(Wanted(seq.row, ids, limit, seq.draft_state))
+                wanted.append(Wanted(seq.seq_id, ids, limit, seq.draft_state))
                 owners.append((place, seq))
         if not wanted:
             return results

@@ -29,20 +29,12 @@ from quire.text.constraint import AllowedTokens, BoolMask, TokenConstraint, buil
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits of one sequence; its state follows the output ids."""
+    """Changes the logits of one sequence."""
 
     fused: bool  # on a GPU one kernel does it, together with the others that are fused
 
     def apply(self, row: Tensor) -> None:
         """Change ``row: [vocab_size] float32`` in place."""
-        ...
-
-    def advance(self, token_id: int) -> None:
-        """Take the next output token."""
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Forget the last ``num_tokens`` output tokens (rejected drafts)."""
         ...
 
 
@@ -55,12 +47,6 @@ class LogitBias:
 
     def apply(self, row: Tensor) -> None:
         row[_tensor(self.ids, row)] += _tensor(self.biases, row)
-
-    def advance(self, token_id: int) -> None:
-        """The same at every position."""
-
-    def rollback(self, num_tokens: int) -> None:
-        """The same at every position."""
 
 
 class Penalties:
@@ -181,12 +167,6 @@ class TypicalP:
     def apply(self, row: Tensor) -> None:
         keep_typical(row, self._temperature, self._typical_p)
 
-    def advance(self, token_id: int) -> None:
-        """It reads logits alone."""
-
-    def rollback(self, num_tokens: int) -> None:
-        """It reads logits alone."""
-
 
 class LogitsProcessors:
     """The logits processors that one sequence needs, in order."""
@@ -202,6 +182,8 @@ class LogitsProcessors:
         self._in_order: list[LogitsProcessor] = [
             each for each in (self.bias, self.penalties, self.mask, typical) if each is not None
         ]
+        # Those whose state follows the output ids.
+        self._following = [each for each in (self.penalties, self.mask) if each is not None]
         for token_id in new.output_token_ids:
             self.advance(token_id)
 
@@ -220,11 +202,13 @@ class LogitsProcessors:
             each.apply(row)
 
     def advance(self, token_id: int) -> None:
-        for each in self._in_order:
+        """Take the next output token."""
+        for each in self._following:
             each.advance(token_id)
 
     def rollback(self, num_tokens: int) -> None:
-        for each in self._in_order:
+        """Forget the last ``num_tokens`` output tokens (rejected drafts)."""
+        for each in self._following:
             each.rollback(num_tokens)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from quire.config import OrderKind
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.overload import KEPT_SLACK, place_s
+from quire.scheduler.overload import TTFT_SLACK, place_s
 from quire.scheduler.predictor import Backlog
 from quire.scheduler.sequence import RequestState, Sequence
 from quire.scheduler.state import SchedulerState
@@ -41,11 +41,7 @@ def end_late(state: SchedulerState, seq: Sequence, missed: str) -> TokenEvent:
     """End a sequence that missed the limit named ``missed``."""
     deadline = seq.group.request.deadline
     assert deadline is not None
-    limit_s = deadline.first_token_s if missed == "first_token" else deadline.total_s
-    assert limit_s is not None
-    num_output = len(seq.token_ids) - seq.num_prompt
-    text = f"deadline_ms.{missed} = {limit_s * 1e3:g} has passed"
-    text += " before the first token." if missed == "first_token" else f" after {num_output} output tokens."
+    text = deadline.missed(missed, len(seq.token_ids) - seq.num_prompt)
     return state.end(seq, FinishReason.DEADLINE, error=text, error_kind="deadline")
 
 
@@ -122,7 +118,7 @@ def _limits(state: SchedulerState, request: Request, kept: bool) -> Iterator[tup
             if limit_s is not None:
                 yield f"deadline_ms.{name}", "hopeless", limit_s
     if state.config.max_ttft_s is not None:
-        yield "max_ttft_ms", "capacity", state.config.max_ttft_s * (1.0 + KEPT_SLACK * kept)
+        yield "max_ttft_ms", "capacity", state.config.max_ttft_s * (1.0 + TTFT_SLACK * kept)
 
 
 def _first_s(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
 from quire.scheduler.adapters import AdapterGate
 from quire.scheduler.beam_steps import fork_beams
+from quire.scheduler.drafts import choose_drafts, room_for_drafts
 from quire.scheduler.sequence import Sequence, SequenceState, SortKey
 from quire.scheduler.state import SchedulerState, StepRecord
 from quire.step import NewSeq, SeqPlan, StepPlan
@@ -44,7 +43,8 @@ class Planner:
         self._budget.left -= len(decodes)
         drafts: dict[Sequence, int] = {}
         if state.config.max_num_drafts and self._starved is None:
-            drafts = choose_drafts(state, decodes, self._budget)
+            drafts = choose_drafts(state, decodes, self._budget.left)
+            self._budget.left -= sum(drafts.values())
         for seq in sorted(prefills, key=lambda s: s.key):
             if self._budget.left == 0:
                 break
@@ -231,15 +231,15 @@ class Planner:
         assert end + num_drafts <= table.capacity
         self._register(seq)
         samples = end >= len(seq.token_ids)
+        next_drafts = 0
+        if samples and state.config.max_num_drafts:
+            next_drafts = room_for_drafts(state, seq, end, num_drafts)
         state.counters.num_chunks += not samples
         state.counters.num_computed_tokens += end + num_drafts - start
         seq.num_planned = end + num_drafts
         table.last_step = self._step
         if start < seq.num_prompt:
             state.cache.publisher.publish(table, seq.token_ids, min(end, seq.num_prompt), planned=True)
-        next_drafts = 0
-        if samples and state.config.max_num_drafts:
-            next_drafts = min(state.config.max_num_drafts, max(0, seq.max_planned - end - 1))
         block_start, new_block_ids = table.take_unsent()
         if new_block_ids and seq.told_first:
             state.find_next_event(seq)
@@ -318,25 +318,6 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     match = state.cache.match
     nearest.sort(key=lambda seq: -match(seq.table, seq.token_ids).num_tokens)  # stable: ties by arrival
     return nearest[:count]
-
-
-def choose_drafts(state: SchedulerState, decodes: Iterable[Sequence], budget: Budget) -> dict[Sequence, int]:
-    """Return how many drafts each decode verifies: as many as its worker holds and tokens and free blocks allow.
-
-    No sequence is preempted for a draft.
-    """
-    chosen: dict[Sequence, int] = {}
-    for seq in decodes:
-        start, table = seq.num_planned + 1, seq.table
-        num_drafts = min(seq.num_drafts, budget.left, seq.max_planned - start)
-        if num_drafts <= 0 or seq.state is not SequenceState.RUNNING:
-            continue
-        if not state.cache.allocate(table, start + num_drafts):
-            num_drafts = min(num_drafts, table.capacity - start)
-        if num_drafts > 0:
-            chosen[seq] = num_drafts
-            budget.left -= num_drafts
-    return chosen
 
 
 class Budget:

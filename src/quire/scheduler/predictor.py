@@ -18,6 +18,7 @@ from quire.plan.cost_model import StepFeatures, StepTime, features
 from quire.step import SeqPlan, StepPlan
 
 _KEPT = 0.95  # share of the decaying sums that stays at each step
+FIRST_STEP_S = 30.0  # expected of a step before any was measured
 _WEIGHT = 0.1  # of the newest step in the running means
 
 
@@ -68,6 +69,9 @@ class Predictor:
     ) -> None:
         """A step that was planned at ``planned_s`` was applied."""
         took_s = max(0.0, applied_s - max(planned_s, self._applied_s))  # steps in flight wait for each other
+        if self._num_steps and (self._num_prompt_tokens or not num_prompt_tokens):
+            # A process that was stopped for an hour says nothing of the next step.
+            took_s = min(took_s, 2 * self.expected_s(num_prompt_tokens) + 1.0)
         self._applied_s = applied_s
         self._num_steps = self._num_steps * _KEPT + 1
         self._steps_s = self._steps_s * _KEPT + took_s
@@ -97,6 +101,22 @@ class Predictor:
     def step_s(self) -> float:
         """Seconds per step; 0 before the first."""
         return self._steps_s / self._num_steps if self._num_steps else 0.0
+
+    def expected_s(self, num_prompt_tokens: int) -> float:
+        """Return how long a step with so many prompt tokens may well take: generous, to tell a slow step from a hang.
+
+        A mean step, and its prompt tokens on top. A first step may compile kernels and touch every weight.
+        """
+        if not self._num_steps:
+            return FIRST_STEP_S
+        learned_s = self.step_s + num_prompt_tokens * self.prompt_token_s
+        if self.step_time is None:
+            return learned_s
+        num_decodes = self.num_decodes
+        modelled_s = (
+            self.mixed_s(num_decodes, num_prompt_tokens) if num_prompt_tokens else self.decode_s(num_decodes)
+        )
+        return max(learned_s, modelled_s)
 
     @property
     def prompt_token_s(self) -> float:

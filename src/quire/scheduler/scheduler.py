@@ -157,6 +157,11 @@ class Scheduler:
         """Change settings from the next plan on; ConfigError where a value is not allowed."""
         change_policy(self._state, change)
 
+    def expected_s(self) -> float:
+        """Return how many seconds the steps in flight may well take; see `Predictor.expected_s`."""
+        expected_s = self.predictor.expected_s
+        return sum(expected_s(record.num_prompt_tokens) for record in self._state.in_flight)
+
     @property
     def has_work(self) -> bool:
         """Whether any sequence has not ended, or any step or transfer is in flight."""
@@ -183,3 +188,18 @@ class Scheduler:
             step_tokens=tuple(state.step_tokens.counts),
             **{name: getattr(state.counters, name) for name in Counters.__slots__},
         )
+
+
+def describe(scheduler: Scheduler, plan: StepPlan) -> str:
+    """Return in words what ``plan``, which is in flight, computes: a line, and one for each sequence."""
+    lines = [
+        f"step {plan.step}: {len(plan.seqs)} sequences, {len(plan.new_seqs)} of them new, "
+        f"{len(plan.kv_moves)} block copies, {len(plan.adapter_moves)} adapters to load"
+    ]
+    for each in plan.seqs:
+        seq = scheduler._state.sequences.get(each.seq_id)
+        of = "ended" if seq is None else f"request {seq.request_id} sample {seq.sample_index}"
+        first, end = each.num_computed_tokens, each.num_computed_tokens + each.num_scheduled_tokens
+        drafts = f", {each.num_draft_tokens} of them drafts" if each.num_draft_tokens else ""
+        lines.append(f"  sequence {each.seq_id} epoch {each.epoch} ({of}): tokens {first}…{end - 1}{drafts}")
+    return "\n".join(lines)

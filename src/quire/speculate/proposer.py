@@ -16,7 +16,7 @@ import numpy.typing as npt
 class Wanted(NamedTuple):
     """A sequence that may verify up to ``limit`` ≥ 1 drafts in its next step."""
 
-    row: int  # of the worker's tables
+    seq_id: int
     token_ids: npt.NDArray[np.int32]  # known, prompt and output: a view
     limit: int
     state: Any  # of `Proposer.begin`

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 from quire.kernels.kv_blocks import KvView
 
@@ -86,9 +86,9 @@ class StepLimits:
 class DeviceBatch:
     """The arrays of a `RaggedBatch` on the device, int32."""
 
-    cu_seqlens_q: torch.Tensor  # [num_seqs + 1]
-    seq_lens: torch.Tensor  # [num_seqs]
-    block_table: torch.Tensor  # [num_seqs, max_blocks]
+    cu_seqlens_q: Tensor  # [num_seqs + 1]
+    seq_lens: Tensor  # [num_seqs]
+    block_table: Tensor  # [num_seqs, max_blocks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class HostPlan:
     """
 
     arrays: list[IntArray]
-    restore: Callable[[RaggedBatch, DeviceBatch, Iterator[torch.Tensor]], None]
+    restore: Callable[[RaggedBatch, DeviceBatch, Iterator[Tensor]], None]
 
 
 Planner = Callable[[RaggedBatch, StepLimits | None], HostPlan]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.block_sizes import Sizes
@@ -31,14 +32,14 @@ def wanted(sizes: Sizes, kv: KvView) -> bool:
     return plain and kv.head_dim == kv.v_head_dim and kv.head_dim in DIMS
 
 
-def attend(q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, out: torch.Tensor) -> None:
+def attend(q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, out: Tensor) -> None:
     """Compute the whole ``batch`` into ``out``. The first layer of a kind plans the step for all of them."""
     key = ("flashinfer", shape, kv.num_kv_heads, kv.head_dim)
     wrapper = batch.plan(key, lambda: _planned(q, kv, batch, shape))
     out.copy_(wrapper.run(q.contiguous(), (kv.keys, kv.values)))
 
 
-def _planned(q: torch.Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape) -> Any:
+def _planned(q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape) -> Any:
     blocks = -(-batch.seq_lens // kv.block_size)
     rows = np.arange(batch.block_table.shape[1]) < blocks[:, None]
     arrays = (

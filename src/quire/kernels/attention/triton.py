@@ -13,6 +13,7 @@ bits are then those of its own keys: a masked key has the weight 0, a split that
 
 from __future__ import annotations
 
+from functools import partial
 from typing import no_type_check
 
 import torch
@@ -31,25 +32,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # the maximum of a row that has seen nothing; exp2(−inf − LOWEST) = 0
 
 
-@op.attention.version("triton")
-def attention(
-    q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None
+def attend(
+    q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None, *, invariant: bool
 ) -> Tensor:
-    return _attend(q, kv, batch, shape, sinks, invariant=False)
-
-
-@op.attention.version("invariant")
-def attention_invariant(
-    q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None
-) -> Tensor:
-    """The same with one tile shape and fixed splits: bits do not depend on the batch or on how a prompt is cut."""
-    return _attend(q, kv, batch, shape, sinks, invariant=True)
-
-
-def _attend(
-    q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None, *,
-    invariant: bool,
-) -> Tensor:  # fmt: skip
     num_tokens, num_heads, head_dim = q.shape
     assert kv.layout == "rows", "GPU kernels read rows"
     assert head_dim == kv.head_dim, (head_dim, kv.head_dim)
@@ -66,6 +51,10 @@ def _attend(
     for work in plan.works or ():
         _run(q, kv, there, shape, sinks, out, work)
     return out
+
+
+op.attention.version("triton")(partial(attend, invariant=False))
+op.attention.version("invariant")(partial(attend, invariant=True))
 
 
 def _run(

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from quire.kernels.attention import flashinfer, planner
 from quire.kernels.attention.batch import (
@@ -40,6 +41,7 @@ DECODE_ROWS = 16  # rows of a tile in decode: the least that a matrix unit takes
 PROGRAMS_PER_UNIT = 4  # items that a multiprocessor should have to hide its memory's latency
 LEAST_SPLIT = 128  # positions
 WHOLE = 1 << 30  # positions: a split that no context reaches
+Array = TypeVar("Array")
 DEVICE_BATCH = ("device",)  # the key of a `DeviceBatch` among a batch's plans
 
 
@@ -54,24 +56,19 @@ class TileShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Work(Generic[Array]):
     """``items [num_items, 4]``, ``tiles [num_tiles, 4]``, int32. A row may see nothing of an item.
 
     An item: sequence, first row, first position, end position. A tile: sequence, first row, first item, items.
     """
 
-    items: npt.NDArray[np.int32]
-    tiles: npt.NDArray[np.int32]
+    items: Array
+    tiles: Array
     shape: TileShape
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceWork:
-    """A `Work` on the device."""
-
-    items: torch.Tensor
-    tiles: torch.Tensor
-    shape: TileShape
+HostWork = Work[npt.NDArray[np.int32]]
+DeviceWork = Work[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ class TritonPlanner:
                 arrays += [padded(work.items, items), padded(work.tiles, tiles)]
             assert most is None or len(most) == len(works or ()), (most, works)
 
-        def restore(batch: RaggedBatch, there: DeviceBatch, views: Iterator[torch.Tensor]) -> None:
+        def restore(batch: RaggedBatch, there: DeviceBatch, views: Iterator[Tensor]) -> None:
             batch.plans[DEVICE_BATCH] = there
             for key, of_kind in shapes:
                 works = None
@@ -162,7 +159,7 @@ def plan_works(
     invariant: bool,
     mixed: bool = False,
     library: bool = False,
-) -> list[Work] | None:
+) -> list[HostWork] | None:
     """Return the work of the sequences that decode, and of those that do not; None where FlashInfer computes the step.
 
     ``mixed``: both, even where one is empty, for a captured step that has both. ``library``: FlashInfer may compute a
@@ -220,7 +217,7 @@ def most_works(kind: LayerKind, limits: StepLimits, *, units: int, invariant: bo
 
 def cut_work(
     batch: RaggedBatch, seqs: npt.NDArray[np.int64], kind: LayerKind, shape: TileShape, split: int
-) -> Work:
+) -> HostWork:
     """Cut the sequences ``seqs``. Items start at multiples of ``shape.keys``, before what is masked."""
     split = split // shape.keys * shape.keys
     tiles = cut_rows(batch, seqs, group=kind.group, rows=shape.rows, window=kind.window)
@@ -259,5 +256,5 @@ def _shape_key(kind: LayerKind) -> str:
     return f"d{kind.kv.head_dim}_g{kind.group}_b{kind.kv.pieces.dtype.itemsize}"
 
 
-def _upload(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+def _upload(array: npt.NDArray[np.int32], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 import quire.kernels.linear.reference  # noqa: F401  registers it
 from quire.kernels.linear.packed import RANGE, HeadMatrices, PackedLinear, QuantizedWeight, stacked
@@ -32,14 +33,9 @@ __all__ = [
 
 
 def pack_empty(
-    out_features: int,
-    in_features: int,
-    dtype: torch.dtype,
-    *,
-    bias: bool,
-    backend: Backend,
+    out_features: int, in_features: int, dtype: torch.dtype, *, bias: bool, backend: Backend,
     format: WeightFormat = PLAIN,
-) -> PackedLinear:
+) -> PackedLinear:  # fmt: skip
     """Return a matrix in the layout of ``backend``, to be filled with `write_rows`. ``dtype`` is the activations'."""
     packed: PackedLinear
     if format.quantized:
@@ -56,24 +52,19 @@ def pack_empty(
 
 
 def pack_many(
-    count: int,
-    out_features: int,
-    in_features: int,
-    dtype: torch.dtype,
-    *,
-    bias: bool,
-    backend: Backend,
+    count: int, out_features: int, in_features: int, dtype: torch.dtype, *, bias: bool, backend: Backend,
     format: WeightFormat = PLAIN,
-) -> list[PackedLinear]:
+) -> list[PackedLinear]:  # fmt: skip
     """Return ``count`` equal matrices, the experts of a block; on a GPU they lie side by side in memory."""
+    num_made = 1 if backend in GPU_KERNELS else count
+    made = [
+        pack_empty(out_features, in_features, dtype, bias=bias, backend=backend, format=format)
+        for _ in range(num_made)
+    ]
+    return stacked(made[0], count) if backend in GPU_KERNELS else made
 
-    def one() -> PackedLinear:
-        return pack_empty(out_features, in_features, dtype, bias=bias, backend=backend, format=format)
 
-    return stacked(one(), count) if backend in GPU_KERNELS else [one() for _ in range(count)]
-
-
-def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor | QuantizedWeight) -> None:
+def write_rows(packed: PackedLinear, start: int, weight: Tensor | QuantizedWeight) -> None:
     """Write ``weight [n, in_features]`` to output features ``start … start + n − 1``, quantized if ``packed`` is."""
     num_rows, in_features = weight.shape
     assert in_features == packed.in_features, (weight.shape, packed.in_features)
@@ -89,15 +80,15 @@ def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor | Quantize
         find("linear.write_rows", packed.backend)(packed, start, weight)
 
 
-def write_bias(packed: PackedLinear, start: int, bias: torch.Tensor) -> None:
+def write_bias(packed: PackedLinear, start: int, bias: Tensor) -> None:
     """Write ``bias [n]`` to the output features ``start … start + n − 1``."""
     assert packed.bias is not None
     packed.bias[start : start + bias.shape[0]].copy_(bias)
 
 
-def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+def read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
     """Return rows of the matrix, ``[len(ids), in_features]``: the embedding look-up of a tied output matrix."""
-    rows: torch.Tensor = find(f"{op_of(packed.format)}.read_rows", packed.backend)(packed, ids)
+    rows: Tensor = find(f"{op_of(packed.format)}.read_rows", packed.backend)(packed, ids)
     return rows
 
 
@@ -107,7 +98,7 @@ def op_of(format: WeightFormat) -> str:
 
 
 def quantize_rows(
-    x: torch.Tensor, group: int | None, *, fp8: bool = False, backend: Backend = "reference"
+    x: Tensor, group: int | None, *, fp8: bool = False, backend: Backend = "reference"
 ) -> QuantizedRows:
     """``x [num_tokens, in_features]`` as int8, or fp8, for linears of that group (`WeightFormat.group`)."""
     rows: QuantizedRows = find("quantize_rows_to_fp8" if fp8 else "quantize_rows", backend)(x, group)
@@ -115,56 +106,51 @@ def quantize_rows(
 
 
 def linear(
-    x: torch.Tensor | QuantizedRows,
+    x: Tensor | QuantizedRows,
     packed: PackedLinear,
     *,
     out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]`` (rows may be strided).
 
     The result is in x's dtype, or in ``out_dtype`` (float32 returns a native sum as it is). It is written into ``out``
     where that is given, of that shape and dtype, such as a range of the columns of a wider result.
     """
-    y: torch.Tensor
     if out is not None:
-        assert out.shape == (x.shape[0] if isinstance(x, torch.Tensor) else x.num_tokens, packed.out_features)
+        assert out.shape == (x.shape[0] if isinstance(x, Tensor) else x.num_tokens, packed.out_features)
         assert out.dtype == (out_dtype or x.dtype), (out.dtype, out_dtype, x.dtype)
         assert out.stride(1) == 1, out.stride()
     op = op_of(packed.format)
     if not packed.reads_quantized:
-        assert isinstance(x, torch.Tensor), "rows are quantized for weights that read them only"
-        y = find(op, packed.backend)(x, packed, out_dtype or x.dtype, out)
-        return y
+        assert isinstance(x, Tensor), "rows are quantized for weights that read them only"
+        return find(op, packed.backend)(x, packed, out_dtype or x.dtype, out)  # type: ignore[no-any-return]
     rows = x
-    if isinstance(rows, torch.Tensor):
+    if isinstance(rows, Tensor):
         fp8 = packed.format.kind == "fp8"
         rows = quantize_rows(rows, packed.format.group, fp8=fp8, backend=packed.backend)
     assert rows.in_features == packed.in_features, (rows.in_features, packed.in_features)
     assert rows.group == packed.format.group, (rows.group, packed.format)
     if out_dtype is not None:
         rows = replace(rows, dtype=out_dtype)
-    y = find(op, packed.backend)(rows, packed, out)
-    return y
+    return find(op, packed.backend)(rows, packed, out)  # type: ignore[no-any-return]
 
 
-def pack_heads(weight: torch.Tensor, *, backend: Backend = "reference") -> HeadMatrices:
+def pack_heads(weight: Tensor, *, backend: Backend = "reference") -> HeadMatrices:
     """``weight [num_heads, in_size, out_size]`` in the layout that `head_linear` multiplies with."""
     data = find("head_linear.pack", backend)(weight)
     num_heads, in_size, out_size = weight.shape
     return HeadMatrices(num_heads, in_size, out_size, data, backend)
 
 
-def head_linear(x: torch.Tensor, heads: HeadMatrices, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def head_linear(x: Tensor, heads: HeadMatrices, *, out: Tensor | None = None) -> Tensor:
     """A small matrix for every head (MLA): ``x [num_tokens, num_heads, in_size]`` → ``[..., out_size]``.
 
     Written into ``out`` where that is given, such as a part of wider heads.
     """
-    y = out
+    y, (num_tokens, num_heads, _) = out, x.shape
     if y is None:
-        y = empty(max(x.shape[0], 1), x.shape[1], heads.out_size, dtype=x.dtype, device=x.device)[
-            : x.shape[0]
-        ]
+        y = empty(max(num_tokens, 1), num_heads, heads.out_size, dtype=x.dtype, device=x.device)[:num_tokens]
     assert y.shape == (*x.shape[:2], heads.out_size), (y.shape, x.shape, heads.out_size)
     find("head_linear", heads.backend)(x, heads, y)
     return y

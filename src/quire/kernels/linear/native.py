@@ -7,13 +7,14 @@ the reference's bits at every level.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quire.kernels import huge_pages
 from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, num_groups
 from quire.kernels.registry import NATIVE_LEVELS, native, register_native
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import address, empty
+from quire.kernels.workspace import address, call_of, empty, rows_of, unit_stride
 from quire.weight_format import TWO_LEVEL_BLOCK, WeightFormat
 
 PANEL = 32  # columns that lie together
@@ -31,7 +32,7 @@ def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> Packe
 
 
 @register_native("linear.write_rows", NATIVE_LEVELS, takes_level=False)
-def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
+def write_rows(packed: PackedLinear, start: int, weight: Tensor) -> None:
     source = weight.to(packed.data.dtype).contiguous()
     native.pack(
         num_native_threads(), TYPES[packed.data.dtype], source.data_ptr(), source.shape[0], source.shape[1], start,
@@ -40,40 +41,33 @@ def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
 
 
 @register_native("linear.read_rows", NATIVE_LEVELS)
-def read_rows(isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+def read_rows(isa: str, packed: PackedLinear, ids: Tensor) -> Tensor:
     assert ids.dtype == torch.int64, ids.dtype
     assert ids.is_contiguous()
     y = empty(ids.shape[0], packed.in_features, dtype=packed.data.dtype)
     # A stride of 0 says that the table is packed.
-    native.gather(
-        num_native_threads(), isa, packed.data.dtype == torch.bfloat16, packed.data.data_ptr(), 0, ids.data_ptr(),
-        y.data_ptr(), *y.shape,
-    )  # fmt: skip
+    native.gather(*call_of(isa, y), packed.data.data_ptr(), 0, ids.data_ptr(), y.data_ptr(), *y.shape)
     return y
 
 
 @register_native("linear", NATIVE_LEVELS)
-def linear(
-    isa: str, x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: torch.Tensor | None
-) -> torch.Tensor:
+def linear(isa: str, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     dtype = packed.data.dtype
     assert x.dtype == dtype, (x.dtype, dtype)
     num_tokens, in_features = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = unit_stride(x)
     if in_features % STEP[dtype]:  # the kernel reads whole pairs
         x = torch.nn.functional.pad(x, (0, 1))
     y = empty(num_tokens, packed.out_features, dtype=out_dtype) if out is None else out
     native.linear(
-        num_native_threads(), isa, TYPES[dtype], x.data_ptr(), x.stride(0), packed.data.data_ptr(),
-        address(packed.bias), y.data_ptr(), y.stride(0), TYPES[out_dtype], num_tokens, packed.out_features,
-        in_features,
+        num_native_threads(), isa, TYPES[dtype], *rows_of(x), packed.data.data_ptr(), address(packed.bias), *rows_of(y),
+        TYPES[out_dtype], num_tokens, packed.out_features, in_features,
     )  # fmt: skip
     return y
 
 
 @register_native("head_linear.pack", NATIVE_LEVELS, takes_level=False)
-def pack_heads(weight: torch.Tensor) -> list[PackedLinear]:
+def pack_heads(weight: Tensor) -> list[PackedLinear]:
     """One packed matrix per head of ``[num_heads, in_size, out_size]``."""
     _, in_size, out_size = weight.shape
     matrices = []
@@ -85,7 +79,7 @@ def pack_heads(weight: torch.Tensor) -> list[PackedLinear]:
 
 
 @register_native("head_linear", NATIVE_LEVELS)
-def head_linear(isa: str, x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None:
+def head_linear(isa: str, x: Tensor, heads: HeadMatrices, out: Tensor) -> None:
     """The native linear for each head, reading and writing its part of the rows."""
     assert isinstance(heads.data, list)
     for head, packed in enumerate(heads.data):
@@ -102,18 +96,10 @@ def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) ->
     """uint8 ``[out/32, blocks, block bytes]``; fp32 ``[out]`` scales, of groups the powers of two; whole panels."""
     panels = -(-out_features // PANEL)
     block = native.quantized_block_bytes(*format_words(format), in_features)
-    return PackedLinear(
-        out_features,
-        in_features,
-        huge_pages.zeros(
-            panels,
-            num_groups(in_features, TWO_LEVEL_BLOCK if format.two_level else format.group),
-            block,
-            dtype=torch.uint8,
-        ),
-        scale=torch.zeros(panels * PANEL),
-        offset=torch.zeros(panels * PANEL) if format.has_offset and format.group is None else None,
-    )
+    blocks = num_groups(in_features, TWO_LEVEL_BLOCK if format.two_level else format.group)
+    data, scale = huge_pages.zeros(panels, blocks, block, dtype=torch.uint8), torch.zeros(panels * PANEL)
+    offset = torch.zeros_like(scale) if format.has_offset and format.group is None else None
+    return PackedLinear(out_features, in_features, data, scale=scale, offset=offset)
 
 
 @register_native("quantized_linear.write_rows", NATIVE_LEVELS, takes_level=False)
@@ -123,8 +109,8 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
     if count == 0:
         return
     place = slice(start, start + count)
-    scale: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
+    scale: Tensor | None = None
+    offset: Tensor | None = None
     if weight.multiplier is not None:
         packed.scale[place], scale = weight.scale[:, 0], weight.multiplier
     elif packed.format.group is None:
@@ -141,7 +127,7 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
 
 
 @register_native("quantized_linear.read_rows", NATIVE_LEVELS)
-def int_read_rows(isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+def int_read_rows(isa: str, packed: PackedLinear, ids: Tensor) -> Tensor:
     assert packed.scale is not None
     assert ids.dtype == torch.int64, ids.dtype
     assert ids.is_contiguous()
@@ -154,26 +140,24 @@ def int_read_rows(isa: str, packed: PackedLinear, ids: torch.Tensor) -> torch.Te
 
 
 @register_native("quantize_rows", NATIVE_LEVELS)
-def quantize_rows(isa: str, x: torch.Tensor, group: int | None) -> QuantizedRows:
+def quantize_rows(isa: str, x: Tensor, group: int | None) -> QuantizedRows:
     num_tokens, in_features = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    rows = empty_rows(num_tokens, in_features, group, x.dtype)
+    x, rows = unit_stride(x), empty_rows(num_tokens, in_features, group, x.dtype)
     native.quantize_rows(
-        num_native_threads(), isa, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), num_tokens, in_features,
-        group or 0, rows.q.data_ptr(), rows.q.stride(0), rows.scale.data_ptr(), rows.sums.data_ptr(),
+        *call_of(isa, x), *rows_of(x), num_tokens, in_features, group or 0, *rows_of(rows.q), rows.scale.data_ptr(),
+        rows.sums.data_ptr(),
     )  # fmt: skip
     return rows
 
 
 @register_native("quantized_linear", NATIVE_LEVELS)
-def int_linear(isa: str, rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
+def int_linear(isa: str, rows: QuantizedRows, packed: PackedLinear, out: Tensor | None) -> Tensor:
     assert packed.scale is not None
     y = empty(rows.num_tokens, packed.out_features, dtype=rows.dtype) if out is None else out
     native.quantized_linear(
-        num_native_threads(), isa, *format_words(packed.format), rows.q.data_ptr(), rows.q.stride(0),
-        rows.scale.data_ptr(), rows.sums.data_ptr(), packed.data.data_ptr(), packed.scale.data_ptr(),
-        address(packed.offset), address(packed.bias), rows.dtype == torch.bfloat16, y.data_ptr(), y.stride(0),
-        rows.num_tokens, packed.out_features, packed.in_features,
+        num_native_threads(), isa, *format_words(packed.format), *rows_of(rows.q), rows.scale.data_ptr(),
+        rows.sums.data_ptr(), packed.data.data_ptr(), packed.scale.data_ptr(), address(packed.offset),
+        address(packed.bias), rows.dtype == torch.bfloat16, *rows_of(y), rows.num_tokens, packed.out_features,
+        packed.in_features,
     )  # fmt: skip
     return y

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import GPU_KERNELS, Backend
@@ -21,11 +22,11 @@ class QuantizedWeight:
     """
 
     format: WeightFormat
-    q: torch.Tensor  # int8 [out, in]: −127 … 127, or −8 … 7 for int4; fp8: float8_e4m3fn
-    scale: torch.Tensor  # fp32 [out, in / group]
-    offset: torch.Tensor | None = None  # fp32, the same shape; present where format.has_offset
+    q: Tensor  # int8 [out, in]: −127 … 127, or −8 … 7 for int4; fp8: float8_e4m3fn
+    scale: Tensor  # fp32 [out, in / group]
+    offset: Tensor | None = None  # fp32, the same shape; present where format.has_offset
     # uint8 [out, in / 16] where format.two_level; scale is then [out, 1].
-    multiplier: torch.Tensor | None = None
+    multiplier: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.format.quantized
@@ -48,7 +49,7 @@ class QuantizedWeight:
         return self.q.shape
 
     @property
-    def integers(self) -> torch.Tensor:
+    def integers(self) -> Tensor:
         """int8 ``[out, in]``: what scales multiply. Of two levels m · (q + m mod 2), within −112 … 120."""
         if self.multiplier is None:
             return self.q
@@ -64,15 +65,15 @@ class PackedLinear:
 
     out_features: int
     in_features: int
-    data: torch.Tensor
+    data: Tensor
     # [out_features]: fp32, but the weights' dtype for plain torch backends.
-    bias: torch.Tensor | None = None
+    bias: Tensor | None = None
     backend: Backend = "reference"
     format: WeightFormat = PLAIN
     dtype: torch.dtype = torch.float32  # of the result of `read_rows`: the model's
-    scale: torch.Tensor | None = None  # fp32
-    offset: torch.Tensor | None = None  # fp32
-    group_scale: torch.Tensor | None = None  # GPU kernels: fp16, with fp8 fp32
+    scale: Tensor | None = None  # fp32
+    offset: Tensor | None = None  # fp32
+    group_scale: Tensor | None = None  # GPU kernels: fp16, with fp8 fp32
 
     @property
     def reads_quantized(self) -> bool:
@@ -87,7 +88,7 @@ class HeadMatrices:
     num_heads: int
     in_size: int
     out_size: int
-    data: torch.Tensor | list[PackedLinear]
+    data: Tensor | list[PackedLinear]
     backend: Backend
 
 
@@ -101,9 +102,7 @@ def stacked(one: PackedLinear, count: int) -> list[PackedLinear]:
     return [replace(one, **{name: part[i] for name, part in parts.items()}) for i in range(count)]
 
 
-def storable_scales(
-    scale: torch.Tensor, offset: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def storable_scales(scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Scales and offsets of groups, fp32 ``[out, groups]``, as fp16 times a power of two of the output feature.
 
     Returns (fp16 scales, fp16 offsets, fp32 ``[out]`` powers). A scale that is an fp16 or bf16 number is held exactly,

@@ -37,6 +37,7 @@ are in fp64: a product of two e4m3 numbers has at most 8 bits, so every D is exa
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
 from quire.kernels.quantized_rows import SMALLEST, QuantizedRows, num_groups, padded_size, row_stride
@@ -65,20 +66,18 @@ def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> Packe
 
 
 @register("linear.write_rows", "reference")
-def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
+def write_rows(packed: PackedLinear, start: int, weight: Tensor) -> None:
     packed.data[start : start + weight.shape[0], : packed.in_features].copy_(weight)
 
 
 @register("linear.read_rows", "reference")
-def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+def read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
     return packed.data.index_select(0, ids)[:, : packed.in_features]
 
 
 @register("linear", "reference")
-def linear(
-    x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: torch.Tensor | None
-) -> torch.Tensor:
-    """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``, one GEMM for every 32 rows."""
+def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """One GEMM for every 32 rows."""
     num_tokens, in_features = x.shape
     num_rows = round_up(num_tokens, TILE_ROWS)
     weight = packed.data.t()
@@ -97,7 +96,7 @@ def linear(
 
 
 @register("head_linear.pack", "reference")
-def pack_heads(weight: torch.Tensor) -> torch.Tensor:
+def pack_heads(weight: Tensor) -> Tensor:
     """``[num_heads, in_size, out_size]`` → the same, both sizes padded with zeros to a multiple of 32."""
     heads, in_size, out_size = weight.shape
     packed = weight.new_zeros(heads, round_up(in_size, ALIGN), round_up(out_size, ALIGN))
@@ -106,9 +105,9 @@ def pack_heads(weight: torch.Tensor) -> torch.Tensor:
 
 
 @register("head_linear", "reference")
-def head_linear(x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None:
+def head_linear(x: Tensor, heads: HeadMatrices, out: Tensor) -> None:
     """One bmm for every 32 tokens."""
-    assert isinstance(heads.data, torch.Tensor)
+    assert isinstance(heads.data, Tensor)
     num_tokens, num_heads, in_size = x.shape
     tiles = x.new_zeros(num_heads, round_up(num_tokens, TILE_ROWS), heads.data.shape[1])
     tiles[:, :num_tokens, :in_size] = x.transpose(0, 1)
@@ -119,7 +118,7 @@ def head_linear(x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None
 
 
 @register("quantize_rows", "reference")
-def quantize_rows(x: torch.Tensor, group: int | None) -> QuantizedRows:
+def quantize_rows(x: Tensor, group: int | None) -> QuantizedRows:
     """``x [num_tokens, in_features]``; the contract is in `kernels.quantized_rows`."""
     in_features = x.shape[1]
     values = x.float()
@@ -146,13 +145,9 @@ def scale_group(format: WeightFormat) -> int | None:
 def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
     """int8 ``[out, in]`` (int4 too), scales and offsets fp32 ``[out, groups]`` as the native layouts can hold them."""
     groups = num_groups(in_features, scale_group(format))
-    return PackedLinear(
-        out_features,
-        in_features,
-        torch.zeros(out_features, in_features, dtype=torch.int8),
-        scale=torch.zeros(out_features, groups),
-        offset=torch.zeros(out_features, groups) if format.has_offset else None,
-    )
+    data, scale = torch.zeros(out_features, in_features, dtype=torch.int8), torch.zeros(out_features, groups)
+    offset = torch.zeros_like(scale) if format.has_offset else None
+    return PackedLinear(out_features, in_features, data, scale=scale, offset=offset)
 
 
 @register("quantized_linear.write_rows", "reference")
@@ -172,16 +167,14 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
 
 
 @register("quantized_linear.read_rows", "reference")
-def int_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+def int_read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
     assert packed.scale is not None
     offset = None if packed.offset is None else packed.offset[ids]
     plain = dequantize(packed.data[ids], packed.scale[ids], offset, scale_group(packed.format))
     return plain.to(packed.dtype)
 
 
-def dequantize(
-    q: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int | None
-) -> torch.Tensor:
+def dequantize(q: Tensor, scale: Tensor, offset: Tensor | None, group: int | None) -> Tensor:
     """``q [n, in]``, scale and offset ``[n, groups]`` → fp32 ``[n, in]``."""
     in_features = q.shape[1]
     repeats = group or in_features
@@ -190,8 +183,7 @@ def dequantize(
 
 
 @register("quantized_linear", "reference")
-def int_linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
-    """``rows`` of in_features → ``[num_tokens, out_features]`` in the dtype that they had."""
+def int_linear(rows: QuantizedRows, packed: PackedLinear, out: Tensor | None) -> Tensor:
     assert packed.scale is not None
     group = scale_group(packed.format)
     if group is None:
@@ -210,7 +202,7 @@ def int_linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | No
     return y if out is None else out.copy_(y)
 
 
-def _dots(x: torch.Tensor, w: torch.Tensor, start: int, end: int) -> torch.Tensor:
+def _dots(x: Tensor, w: Tensor, start: int, end: int) -> Tensor:
     """Exact ``x[:, start:end] · w[:, start:end]ᵀ`` as fp64 ``[num_tokens, out]``."""
     total = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float64)
     for first in range(start, end, EXACT_SUM):
@@ -219,11 +211,11 @@ def _dots(x: torch.Tensor, w: torch.Tensor, start: int, end: int) -> torch.Tenso
     return total
 
 
-def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def scaled_to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scaled_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 ``[..., n]`` → fp8 of that shape and one scale per last dimension, fp32 ``[..., 1]``."""
     largest = values.abs().amax(-1, keepdim=True)  # NaN and infinity are kept, and stay visible
     used = ~(largest < SMALLEST)
@@ -232,14 +224,14 @@ def scaled_to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @register("quantize_rows_to_fp8", "reference")
-def quantize_rows_to_fp8(x: torch.Tensor, group: int | None) -> QuantizedRows:
+def quantize_rows_to_fp8(x: Tensor, group: int | None) -> QuantizedRows:
     """``x [num_tokens, in_features]``; ``scale [num_tokens, groups]``."""
     groups = num_groups(x.shape[1], group)
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % (group or 1)))
     q, scale = scaled_to_fp8(torch.unflatten(padded, 1, (groups, -1)))
-    no_sums = torch.empty(x.shape[0], 0, dtype=torch.int32, device=x.device)
+    q = q.flatten(1)[:, : x.shape[1]]
     return QuantizedRows(
-        q.flatten(1)[:, : x.shape[1]], scale.squeeze(-1), no_sums, x.shape[1], group, x.dtype
+        q, scale.squeeze(-1), q.new_empty(len(q), 0, dtype=torch.int32), x.shape[1], group, x.dtype
     )
 
 
@@ -260,16 +252,13 @@ def fp8_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
 
 
 @register("fp8_linear.read_rows", "reference")
-def fp8_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+def fp8_read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
     assert packed.scale is not None
-    repeats = packed.format.group or packed.in_features
-    scale = packed.scale[ids].repeat_interleave(repeats, 1)[:, : packed.in_features]
-    return (packed.data[ids].float() * scale).to(packed.dtype)
+    return dequantize(packed.data[ids], packed.scale[ids], None, packed.format.group).to(packed.dtype)
 
 
 @register("fp8_linear", "reference")
-def fp8_linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
-    """``rows`` → ``[num_tokens, out_features]`` in the dtype that they had."""
+def fp8_linear(rows: QuantizedRows, packed: PackedLinear, out: Tensor | None) -> Tensor:
     assert packed.scale is not None
     total = torch.zeros(rows.num_tokens, packed.out_features, dtype=torch.float64)
     width = packed.format.group or packed.in_features

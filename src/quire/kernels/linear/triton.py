@@ -25,13 +25,15 @@ from functools import lru_cache
 
 import torch
 import triton
+from torch import Tensor
 
 from quire.kernels.block_sizes import block_sizes
 from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
-from quire.kernels.linear.reference import FP8
+from quire.kernels.linear.reference import FP8, dequantize
 from quire.kernels.linear.triton_matmul import matmul, rows_to_fp8
 from quire.kernels.quantized_rows import QuantizedRows, num_groups
 from quire.kernels.registry import GPU_KERNELS, register
+from quire.kernels.workspace import unit_stride
 from quire.weight_format import WeightFormat
 
 
@@ -42,40 +44,31 @@ def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> Packe
 
 
 @register("linear.write_rows", *GPU_KERNELS)
-def write_rows(packed: PackedLinear, start: int, weight: torch.Tensor) -> None:
+def write_rows(packed: PackedLinear, start: int, weight: Tensor) -> None:
     packed.data[start : start + weight.shape[0]].copy_(weight)
 
 
 @register("linear.read_rows", *GPU_KERNELS)
-def read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+def read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
     return packed.data.index_select(0, ids)
 
 
 @register("linear", "triton")
-def linear(
-    x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: torch.Tensor | None
-) -> torch.Tensor:
-    """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``."""
-    weight = packed.data.t()
+def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    weight, bias = packed.data.t(), packed.bias
     if out_dtype == x.dtype:
-        return (
-            torch.mm(x, weight, out=out)
-            if packed.bias is None
-            else torch.addmm(packed.bias, x, weight, out=out)
-        )
+        return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
     if x.is_cuda:
         y = torch.mm(x, weight, out_dtype=out_dtype)
     else:
         y = torch.mm(x.to(out_dtype), weight.to(out_dtype))
-    if packed.bias is not None:
-        y += packed.bias
+    if bias is not None:
+        y += bias
     return y if out is None else out.copy_(y)
 
 
 @register("linear", "invariant")
-def linear_invariant(
-    x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: torch.Tensor | None
-) -> torch.Tensor:
+def linear_invariant(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """The same; a row's bits do not depend on the other rows."""
     sizes = block_sizes("matmul_invariant", "all")
     if x.shape[0] > sizes["rows"]:
@@ -84,23 +77,23 @@ def linear_invariant(
 
 
 @register("head_linear", "triton")
-def head_linear(x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None:
+def head_linear(x: Tensor, heads: HeadMatrices, out: Tensor) -> None:
     """``x [num_tokens, num_heads, in_size]`` → ``out [num_tokens, num_heads, out_size]``: one bmm over the heads."""
-    assert isinstance(heads.data, torch.Tensor)
+    assert isinstance(heads.data, Tensor)
     out.copy_(torch.bmm(x.transpose(0, 1), heads.data).transpose(0, 1))
 
 
 @register("head_linear", "invariant")
-def head_linear_invariant(x: torch.Tensor, heads: HeadMatrices, out: torch.Tensor) -> None:
+def head_linear_invariant(x: Tensor, heads: HeadMatrices, out: Tensor) -> None:
     """Head by head through the product of fixed order."""
-    assert isinstance(heads.data, torch.Tensor)
+    assert isinstance(heads.data, Tensor)
     for head in range(x.shape[1]):
         weight = heads.data[head].t().contiguous()
         one = PackedLinear(heads.out_size, heads.in_size, weight)
         out[:, head] = linear_invariant(x[:, head], one, x.dtype, None)
 
 
-register("head_linear.pack", *GPU_KERNELS)(torch.Tensor.contiguous)
+register("head_linear.pack", *GPU_KERNELS)(Tensor.contiguous)
 
 
 @register("quantized_linear.pack_empty", *GPU_KERNELS)
@@ -143,7 +136,7 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
         packed.offset[:, place].copy_(offset.t())
 
 
-def _pack_int4(weight: QuantizedWeight) -> torch.Tensor:
+def _pack_int4(weight: QuantizedWeight) -> Tensor:
     group = weight.format.group
     assert group is not None
     rows, in_features = weight.shape
@@ -155,34 +148,27 @@ def _pack_int4(weight: QuantizedWeight) -> torch.Tensor:
 
 
 @register("quantized_linear.read_rows", *GPU_KERNELS)
-def int_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+def int_read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
     """Rows of the matrix in the model's dtype."""
     assert packed.scale is not None
     data, group = packed.data.index_select(0, ids), packed.format.group
     if packed.format.kind == "int4":
         assert group is not None
         halves = data.view(len(ids), -1, 1, group)
-        data = torch.cat((halves & 15, halves >> 4), dim=2).view(len(ids), -1)[:, : packed.in_features]
-        values = data.float() - 8.0
-    else:
-        values = data.float()
+        levels = torch.cat((halves & 15, halves >> 4), dim=2).view(len(ids), -1)
+        data = levels[:, : packed.in_features].to(torch.int8) - 8
+    offset = packed.offset
     if packed.group_scale is not None:
-        assert group is not None
-        repeated = packed.group_scale.index_select(1, ids).t().float().repeat_interleave(group, 1)
-        values *= repeated[:, : packed.in_features]
-        if packed.offset is not None:
-            repeated = packed.offset.index_select(1, ids).t().float().repeat_interleave(group, 1)
-            values += repeated[:, : packed.in_features]
-    elif packed.offset is not None:
-        values += packed.offset.index_select(0, ids).unsqueeze(1)
+        scale = packed.group_scale.index_select(1, ids).t().float()
+        offset = None if offset is None else offset.index_select(1, ids).t().float()
+        values = dequantize(data, scale, offset, group)
+    else:
+        values = data.float() if offset is None else data.float() + offset.index_select(0, ids).unsqueeze(1)
     return (values * packed.scale.index_select(0, ids).unsqueeze(1)).to(packed.dtype)
 
 
 @register("quantized_linear", "triton")
-def int_linear(
-    x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: torch.Tensor | None
-) -> torch.Tensor:
-    """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``."""
+def int_linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     size = "small" if x.shape[0] <= SMALL else "large"
     shape = f"{packed.format.kind}_n{packed.out_features}_k{packed.in_features}"
     return matmul(x, packed, out_dtype, out, block_sizes(f"int_linear_{size}", shape))
@@ -190,8 +176,8 @@ def int_linear(
 
 @register("quantized_linear", "invariant")
 def int_linear_invariant(
-    x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: torch.Tensor | None
-) -> torch.Tensor:
+    x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
     """The same with tiles of one shape and splits that depend on the matrix alone."""
     return matmul(x, packed, out_dtype, out, block_sizes("matmul_invariant", "all"), fixed_splits=True)
 
@@ -201,10 +187,8 @@ SCALED_MM = (9, 0)  # compute capability from which torch multiplies with scales
 
 
 @register("quantize_rows_to_fp8", *GPU_KERNELS)
-def quantize_rows_to_fp8(x: torch.Tensor, group: int | None) -> QuantizedRows:
-    """``x [num_tokens, in_features]``; ``scale [num_tokens, groups]``."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
+def quantize_rows_to_fp8(x: Tensor, group: int | None) -> QuantizedRows:
+    x = unit_stride(x)
     tokens, size = x.shape
     groups = num_groups(size, group)
     q = torch.empty(tokens, size, dtype=FP8, device=x.device)
@@ -239,19 +223,17 @@ def fp8_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
 
 
 @register("fp8_linear.read_rows", *GPU_KERNELS)
-def fp8_read_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+def fp8_read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
     """Rows of the matrix in the model's dtype."""
     assert packed.scale is not None
-    values = packed.data.view(torch.int8).index_select(0, ids).view(FP8).float()
-    if packed.group_scale is None:
-        return (values * packed.scale.index_select(0, ids).unsqueeze(1)).to(packed.dtype)
-    scale = packed.group_scale.index_select(1, ids).t().repeat_interleave(packed.format.group or 1, 1)
-    return (values * scale[:, : packed.in_features]).to(packed.dtype)
+    data, scale = packed.data.view(torch.int8).index_select(0, ids).view(FP8), packed.scale.unsqueeze(0)
+    if packed.group_scale is not None:
+        scale = packed.group_scale
+    return dequantize(data, scale.index_select(1, ids).t(), None, packed.format.group).to(packed.dtype)
 
 
 @register("fp8_linear", "triton")
-def fp8_linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
-    """``rows`` → ``[num_tokens, out_features]`` in the dtype that they had."""
+def fp8_linear(rows: QuantizedRows, packed: PackedLinear, out: Tensor | None) -> Tensor:
     if packed.group_scale is None and rows.dtype == torch.bfloat16 and multiplies(packed):
         return scaled_mm(rows, packed, out)
     shape = f"g{packed.format.group or 0}_n{packed.out_features}_k{packed.in_features}"
@@ -260,16 +242,16 @@ def fp8_linear(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | No
 
 
 @register("fp8_linear", "invariant")
-def fp8_linear_invariant(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
+def fp8_linear_invariant(rows: QuantizedRows, packed: PackedLinear, out: Tensor | None) -> Tensor:
     """The same with tiles of one shape and splits that depend on the matrix alone."""
     sizes = block_sizes("matmul_invariant", "all")
     return matmul(rows.q, packed, rows.dtype, out, sizes, row_scale=rows.scale, fixed_splits=True)
 
 
-def scaled_mm(rows: QuantizedRows, packed: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
+def scaled_mm(rows: QuantizedRows, packed: PackedLinear, out: Tensor | None) -> Tensor:
     """torch's own product, to bf16; the fp32 bias is added to the result."""
     assert packed.scale is not None
-    y: torch.Tensor = torch._scaled_mm(
+    y: Tensor = torch._scaled_mm(
         rows.q, packed.data.t(), scale_a=rows.scale, scale_b=packed.scale.unsqueeze(0), out_dtype=rows.dtype
     )
     if packed.bias is not None:

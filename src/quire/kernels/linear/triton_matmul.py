@@ -14,9 +14,11 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quire.kernels.block_sizes import Sizes
 from quire.kernels.linear.packed import PackedLinear
+from quire.kernels.workspace import unit_stride
 
 ENOUGH = 256  # programs; with fewer tiles than that, the inputs are split too
 LEAST_STEPS = 4  # of a split
@@ -47,23 +49,15 @@ def held(packed: PackedLinear, inner: int) -> Held:
 
 
 def matmul(
-    x: torch.Tensor,
-    packed: PackedLinear,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None,
-    sizes: Sizes,
-    *,
-    row_scale: torch.Tensor | None = None,
-    programs: int = ENOUGH,
-    fixed_splits: bool = False,
-) -> torch.Tensor:
+    x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None, sizes: Sizes, *,
+    row_scale: Tensor | None = None, fixed_splits: bool = False,
+) -> Tensor:  # fmt: skip
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``.
 
     ``row_scale``: of fp8 rows, fp32 ``[num_tokens, groups]``.
     ``fixed_splits``: the number of splits depends on the matrix alone, as if there were one tile of rows.
     """
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = unit_stride(x)
     tokens, columns = x.shape[0], packed.out_features
     y = torch.empty(tokens, columns, dtype=out_dtype, device=x.device) if out is None else out
     if tokens == 0:
@@ -71,7 +65,7 @@ def matmul(
     how = held(packed, sizes["inner"])
     tiles = triton.cdiv(columns, sizes["columns"])
     steps = triton.cdiv(packed.in_features, how.step)
-    wanted = programs // (tiles if fixed_splits else tiles * triton.cdiv(tokens, sizes["rows"]))
+    wanted = ENOUGH // (tiles if fixed_splits else tiles * triton.cdiv(tokens, sizes["rows"]))
     splits = max(1, min(wanted, steps // LEAST_STEPS))
     per_split = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, per_split)
@@ -91,20 +85,10 @@ def matmul(
 
 
 def launch(
-    x: torch.Tensor,
-    row_index: torch.Tensor,
-    packed: PackedLinear,
-    out: torch.Tensor,
-    out_stride: int,
-    tiles: torch.Tensor,
-    num_rows: int,
-    how: Held,
-    sizes: Sizes,
-    steps_per_split: int,
-    splits: int,
-    experts: ExpertStrides | None,
-    row_scale: torch.Tensor | None = None,
-) -> None:
+    x: Tensor, row_index: Tensor, packed: PackedLinear, out: Tensor, out_stride: int, tiles: Tensor, num_rows: int,
+    how: Held, sizes: Sizes, steps_per_split: int, splits: int, experts: ExpertStrides | None,
+    row_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     """One launch of the kernel; with ``experts``, ``tiles`` map rows to experts and ``packed`` is expert 0."""
     column_tiles = triton.cdiv(packed.out_features, sizes["columns"])
     row_tiles = tiles.shape[0] if experts is not None else triton.cdiv(num_rows, sizes["rows"])

@@ -40,12 +40,8 @@ class Streams(NamedTuple):
     positions: Tensor  # absolute position of the sampled token
     purpose: int = 0
 
-    def row_slice(self, start: int, stop: int) -> Streams:
-        rows = slice(start, stop)
-        return Streams(self.seeds[rows], self.sample_indices[rows], self.positions[rows], self.purpose)
-
-    def take(self, rows: Tensor) -> Streams:
-        """The streams of ``rows``: int64, any length."""
+    def take(self, rows: Tensor | slice) -> Streams:
+        """The streams of ``rows``, int64 of any length."""
         return Streams(self.seeds[rows], self.sample_indices[rows], self.positions[rows], self.purpose)
 
 
@@ -112,7 +108,7 @@ def gumbel_argmax(scores: Tensor, streams: Streams) -> Tensor:
     row_parts, id_parts = [], []
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        row_part, id_part = _survivors(scores[part], streams.row_slice(start, start + step))
+        row_part, id_part = _survivors(scores[part], streams.take(part))
         row_parts.append(row_part + start)
         id_parts.append(id_part)
     row_of, id_of = torch.cat(row_parts), torch.cat(id_parts)

@@ -1,0 +1,56 @@
+"""`find_draft`: the draft model that the settings ask for, checked against the model. Torch-free."""
+
+from __future__ import annotations
+
+from quire.args import EngineArgs
+from quire.errors import ConfigError
+from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
+from quire.models.hub import locate
+from quire.plan.speculation import DraftCheckpoint
+from quire.text.tokenizer import Tokenizer
+
+SELF = "self:"  # the model's own weights in another format
+
+
+def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | None:
+    """Return the draft model of ``args`` for the model in ``checkpoint``; None: there is none.
+
+    Raises:
+        ConfigError: its vocabulary differs, or the settings contradict each other.
+        ModelLoadError, UnsupportedModelError: it cannot be found, read or run.
+    """
+    if args.speculate == "ngram" and args.draft_model is not None:
+        raise ConfigError(
+            f"draft_model = {args.draft_model!r} has no use with speculate = 'ngram': leave one of them out"
+        )
+    if args.speculate != "draft" and args.draft_model is None:
+        return None
+    name = args.draft_model or ("quill-draft" if args.model == "quill" else "self:int4")
+    if name.startswith(SELF):
+        return DraftCheckpoint(
+            name,
+            str(checkpoint.path),
+            checkpoint.spec,
+            checkpoint.formats,
+            args.load_format,
+            quantize=name.removeprefix(SELF),
+        )
+    found = describe(locate(name), args.load_format)
+    if found.kind != "random":
+        check_vocabulary(name, read_tokenizer(found.tokenizer), read_tokenizer(checkpoint.tokenizer))
+    return DraftCheckpoint(name, str(found.path), found.spec, found.formats, args.load_format)
+
+
+def check_vocabulary(name: str, draft: Tokenizer, target: Tokenizer) -> None:
+    """Raise `ConfigError` with the first id that stands for another token in the draft model."""
+    for token_id in range(max(draft.vocab_size, target.vocab_size)):
+        theirs, ours = draft.id_to_token(token_id), target.id_to_token(token_id)
+        if theirs != ours:
+            raise ConfigError(
+                f"draft_model = {name!r} has another vocabulary: id {token_id} is {_said(theirs)} there and "
+                f"{_said(ours)} in the model. Take a draft model of the same family, or self:int4"
+            )
+
+
+def _said(token: str | None) -> str:
+    return "no token" if token is None else repr(token)

@@ -1,0 +1,146 @@
+"""`DraftModel`: a second, smaller model over the sequences of a worker; see `quire.speculate.draft`.
+
+Its K and V lie in blocks of their own shape, under the ids of the target's blocks: forks, prefix hits and evictions of
+a block hold for both. ``filled`` says how many leading slots of a block have K and V of known tokens (``_written``: of
+drafts, too); a block whose content came while the draft model was not asked is caught up when it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from quire.config import EngineConfig, ModelConfig
+from quire.kernels import registry
+from quire.models.loader import iter_weights
+from quire.runner.input_batch import InputBatch, PreparedStep
+from quire.runner.memory import torch_dtype
+from quire.runner.model_runner import ModelRunner
+from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.sampling.processors import LogitsProcessors
+from quire.sampling.sampler import Sampler
+from quire.speculate.draft import Rows
+from quire.step import SeqPlan
+
+Slots = np.ndarray[tuple[int], np.dtype[np.int32]]  # by block id
+
+
+class DraftModel:
+    """A `quire.speculate.draft.DraftForward` over ``seqs``."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, seqs: WorkerSeqs) -> None:
+        self._seqs = seqs
+        self._group = config.cache.windows.index(None)
+        self._block_size = config.cache.block_size
+        self._vocab_size = config.model.spec.vocab_size
+        self._own_vocab_size = model.spec.vocab_size
+        self.max_tokens = model.max_model_len
+        self.max_rows = config.scheduler.max_num_batched_tokens
+        own = replace(config, model=model, kv_layout=model.spec.draft_layout(), lora=None, speculate=None)
+        self.runner = ModelRunner(own, iter_weights(model, torch_dtype(model.dtype)))
+        self._inputs = InputBatch(
+            seqs, self._block_size, config.scheduler.max_num_seqs, self.max_rows, only_group=self._group
+        )
+        self.runner.record(self._inputs.buffers)
+        self._sampler = Sampler(self._vocab_size, registry.choose(config.runner))
+        self.filled, self._written = (np.zeros(config.cache.num_blocks, np.int32) for _ in range(2))  # slots
+
+    def copy(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target) in list order."""
+        self.runner.kv.copy(moves)
+        for source, target in moves:
+            self.filled[target] = self._written[target] = self.filled[source]
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """These blocks hold nothing yet."""
+        if block_ids:
+            self.runner.kv.clear(block_ids)
+            self.filled[block_ids] = self._written[block_ids] = 0
+
+    def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:
+        """As `DraftForward.num_computed`."""
+        seq = self._seq(seq_id)
+        count = self._leading(self.filled, seq, num_known)
+        return self._leading(self._written, seq, num_agreed) if count == num_known else count
+
+    def _leading(self, slots: Slots, seq: WorkerSeq, end: int) -> int:
+        """Return how many of the tokens below ``end`` are among the leading ``slots`` of the blocks, without a gap."""
+        counts = slots[self._blocks(seq, end)]
+        short = np.flatnonzero(counts < self._block_size)
+        if not short.size:
+            return end
+        first = int(short[0])
+        return min(end, first * self._block_size + int(counts[first]))
+
+    def forward(self, rows: Sequence[Rows]) -> list[int]:
+        """As `DraftForward.forward`."""
+        seqs = [self._seq(each.seq_id) for each in rows]
+        plans = [
+            SeqPlan(seq.seq_id, seq.epoch, each.start, each.end - each.start)
+            for each, seq in zip(rows, seqs, strict=True)
+        ]
+        step = self._inputs.prepare(plans, seqs)
+        ids = self._sample(step)
+        for each, seq in zip(rows, seqs, strict=True):
+            self._note(seq, each.end)
+        found = dict(zip((seq.seq_id for seq in step.sampling), ids, strict=True))
+        return [found.get(each.seq_id, -1) for each in rows]
+
+    def append(self, seq_id: int, token_id: int) -> None:
+        """As `DraftForward.append`."""
+        seq = self._seq(seq_id)
+        self._seqs.token_ids[seq.row, self._seqs.num_tokens[seq.row]] = token_id
+        self._seqs.num_tokens[seq.row] += 1
+        if seq.processors is not None:
+            seq.processors.advance(token_id)
+
+    def take_back(self, seq_id: int, num_drafts: int) -> None:
+        """As `DraftForward.take_back`."""
+        seq = self._seq(seq_id)
+        self._seqs.num_tokens[seq.row] -= num_drafts
+        if seq.processors is not None:
+            seq.processors.rollback(num_drafts)
+
+    @torch.inference_mode()
+    def _sample(self, step: PreparedStep) -> list[int]:
+        if self._own_vocab_size < self._vocab_size:
+            ids = step.buffers.input_ids[: step.num_tokens]
+            np.minimum(ids, self._own_vocab_size - 1, out=ids)
+        logits = self.runner.compute(step)
+        if not step.sampling:
+            return []
+        beyond = self._vocab_size - self._own_vocab_size
+        if beyond > 0:
+            logits = torch.nn.functional.pad(logits, (0, beyond), value=-torch.inf)
+        elif beyond < 0:
+            logits = logits[:, : self._vocab_size].contiguous()
+        processors: list[LogitsProcessors | None] = [seq.processors for seq in step.sampling]
+
+        def edit(row: int, logits: torch.Tensor) -> None:
+            of_row = processors[row]
+            assert of_row is not None
+            of_row.apply(logits)
+
+        ids, _ = self._sampler.sample(logits, step.columns, edit)
+        drafts: list[int] = np.maximum(ids, 0).tolist()
+        return drafts
+
+    def _note(self, seq: WorkerSeq, end: int) -> None:
+        """The tokens below ``end`` have K and V."""
+        num_known = int(self._seqs.num_settled[seq.row])
+        for slots, count in ((self.filled, min(end, num_known)), (self._written, end)):
+            blocks = self._blocks(seq, count)
+            slots[blocks[:-1]] = self._block_size
+            slots[blocks[-1]] = count - (len(blocks) - 1) * self._block_size
+
+    def _blocks(self, seq: WorkerSeq, end: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """The blocks of the tokens below ``end``."""
+        return self._seqs.block_tables[self._group][seq.row, : -(-end // self._block_size)]
+
+    def _seq(self, seq_id: int) -> WorkerSeq:
+        seq = self._seqs.find(seq_id)
+        assert seq is not None
+        return seq

@@ -1,0 +1,137 @@
+"""`DraftProposer`: a smaller model decodes ahead, and the target verifies what it sampled (Leviathan et al. 2023).
+
+The draft model samples with the noise of the target, so that a draft is accepted at any temperature where the two
+distributions are close enough. Its forward pass is a `DraftForward`, which the runner supplies. A step of the engine:
+
+    known tokens of a sequence          │ drafts
+    … computed │ to catch up …… last     │ d0 │ d1 │ d2
+                 one chunk, samples d0     then one row per draft but the last
+
+Sequences far behind (a long prompt) catch up over several steps, and have drafts once they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from quire.speculate.proposer import Wanted
+
+
+class Rows(NamedTuple):
+    """The tokens at ``start`` … ``end`` − 1 of a sequence."""
+
+    seq_id: int
+    start: int
+    end: int
+
+
+class DraftForward(Protocol):
+    """The draft model with its KV cache. A draft that is appended counts as a token until it is taken back."""
+
+    max_tokens: int  # of a sequence
+    max_rows: int  # of a forward pass
+
+    def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:
+        """Return how many leading tokens have K and V, without a gap: of ``num_known`` tokens known before, and behind
+        them of the drafts computed then that were right, up to token ``num_agreed``.
+        """
+        ...
+
+    def forward(self, rows: Sequence[Rows]) -> list[int]:
+        """Compute ``rows``, whose predecessors have K and V; return what is sampled behind each sequence's last token.
+
+        For a sequence whose rows end before its last token, the value has no meaning.
+        """
+        ...
+
+    def append(self, seq_id: int, token_id: int) -> None:
+        """Put a draft behind the last token of a sequence."""
+        ...
+
+    def take_back(self, seq_id: int, num_drafts: int) -> None:
+        """Take back as many appended drafts."""
+        ...
+
+
+UNKNOWN = 1 << 62  # more tokens than any sequence has
+
+
+@dataclass(slots=True)
+class DraftState:
+    """What the draft model computed last of a sequence."""
+
+    num_known: int = UNKNOWN  # tokens that were known then
+    drafts: tuple[int, ...] = ()  # computed behind them
+
+
+class DraftProposer:
+    """Drafts with another model."""
+
+    def __init__(self, model: DraftForward) -> None:
+        self._model = model
+
+    def begin(self) -> DraftState:
+        """As `Proposer.begin`."""
+        return DraftState()
+
+    def propose(self, wanted: list[Wanted]) -> list[tuple[int, ...]]:
+        """As `Proposer.propose`."""
+        model, drafts = self._model, {each.seq_id: list[int]() for each in wanted}
+        chunks = self._catch_up(wanted)
+        found = self._forward(chunks)
+        last = {rows.seq_id: rows.end for rows in chunks}
+        ready = [each for each in wanted if last.get(each.seq_id) == len(each.token_ids)]
+        for level in range(1, 1 + max((self._limit(each) for each in ready), default=0)):
+            rows = []
+            for each in ready:
+                drafts[each.seq_id].append(found[each.seq_id])
+                if level < self._limit(each):
+                    model.append(each.seq_id, found[each.seq_id])
+                    end = len(each.token_ids) + level
+                    rows.append(Rows(each.seq_id, end - 1, end))
+            ready = [each for each in ready if level < self._limit(each)]
+            found = self._forward(rows)
+        for each in wanted:
+            mine = drafts[each.seq_id]
+            if len(mine) > 1:
+                model.take_back(each.seq_id, len(mine) - 1)
+            each.state.drafts = tuple(mine[:-1])
+        return [tuple(drafts[each.seq_id]) for each in wanted]
+
+    def _forward(self, rows: Sequence[Rows]) -> dict[int, int]:
+        """Return what is sampled behind each sequence's rows."""
+        sampled = self._model.forward(rows) if rows else []
+        return {each.seq_id: token_id for each, token_id in zip(rows, sampled, strict=True)}
+
+    def _limit(self, wanted: Wanted) -> int:
+        return min(wanted.limit, self._model.max_tokens - len(wanted.token_ids))
+
+    def _catch_up(self, wanted: list[Wanted]) -> list[Rows]:
+        """Return the rows that the draft model has not computed, as many sequences as fit a forward pass."""
+        left = self._model.max_rows
+        chunks = []
+        for each in wanted:
+            state: DraftState = each.state
+            end = len(each.token_ids)
+            start = self._start(each)
+            state.num_known, state.drafts = end, ()
+            stop = min(end, start + left)
+            if stop == start or self._limit(each) <= 0:
+                continue
+            chunks.append(Rows(each.seq_id, start, stop))
+            left -= stop - start
+        return chunks
+
+    def _start(self, wanted: Wanted) -> int:
+        """Return the first token to compute: behind the tokens known last time, and the drafts that were right."""
+        state: DraftState = wanted.state
+        end = len(wanted.token_ids)
+        num_known = min(state.num_known, end - 1)
+        agreed = num_known
+        for draft, token_id in zip(state.drafts, wanted.token_ids[num_known:].tolist(), strict=False):
+            if draft != token_id:
+                break
+            agreed += 1
+        return self._model.num_computed(wanted.seq_id, num_known, min(agreed, end - 1))

@@ -1,0 +1,105 @@
+"""Draft models: what is refused, what the configuration counts, and answers that equal those without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.args import EngineArgs
+from quire.device import detect_device
+from quire.engine.assemble import configure
+from quire.engine.draft_model import check_vocabulary, find_draft
+from quire.errors import ConfigError
+from quire.models.checkpoint import describe, read_tokenizer
+from quire.models.quill import quill_path
+from quire.text.tokenizer import Tokenizer
+
+QUILL = EngineArgs(model="quill", kv_memory="16MiB", max_model_len=512)
+PROMPTS = ["It was a dark and", "The cat sat on the mat. The cat sat on", "Once upon a time"]
+
+
+@pytest.fixture(scope="module")
+def quill() -> Path:
+    return quill_path("quill")
+
+
+def outputs(**settings: object) -> tuple[list[object], int]:
+    llm = LLM("quill", kv_memory="16MiB", max_model_len=512, **settings)
+    params = [
+        SamplingParams(temperature=0.0, seed=1, max_tokens=40),
+        SamplingParams(temperature=0.9, seed=2, max_tokens=40, logprobs=1, frequency_penalty=0.4, n=2),
+        SamplingParams(temperature=0.7, seed=3, max_tokens=40, top_p=0.9, stop=[" the"]),
+    ]
+    found = [
+        [(o.token_ids, o.logprobs, o.text, o.finish_reason) for o in answer.outputs]
+        for each in params
+        for answer in llm.generate(PROMPTS, each)
+    ]
+    return found, llm._client.core.stats().num_steps
+
+
+def test_answers_equal_those_without_drafts() -> None:
+    plain, num_steps = outputs()
+    for settings in (
+        {"speculate": "ngram"},
+        {"speculate": "draft"},
+        {"draft_model": "self:int8", "spec_tokens": 3},
+    ):
+        found, fewer = outputs(**settings)
+        assert found == plain, settings
+        assert fewer < num_steps, settings
+
+
+def test_draft_weights_and_kv_are_counted() -> None:
+    device = detect_device()
+    plain, _ = configure(QUILL, device)
+    drafting, _ = configure(replace(QUILL, draft_model="self:int8"), device)
+    assert drafting.speculate is not None
+    draft = drafting.speculate.draft
+    assert draft is not None
+    assert {held.kind for held in draft.formats.values()} == {"int8"}
+    blocks, fewer = plain.cache.num_blocks, drafting.cache.num_blocks
+    assert fewer == blocks // 2, "the draft model's blocks have the size of the model's"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"spec_tokens": 0}, "spec_tokens = 0 must be 'auto' or a number in 1…32"),
+        ({"spec_tokens": "many"}, "spec_tokens = 'many' must be 'auto' or a number in 1…32"),
+        ({"speculate": "ngram", "draft_model": "self:int4"}, "has no use with speculate = 'ngram'"),
+        ({"draft_model": "self:int5"}, "int5"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        configure(replace(QUILL, **settings), detect_device())  # type: ignore[arg-type]
+
+
+def test_another_vocabulary_is_refused_with_the_first_difference(quill: Path) -> None:
+    class Other(Tokenizer):
+        """The same, but for two tokens."""
+
+        def __init__(self) -> None:
+            self.vocab_size = ours.vocab_size
+
+        def id_to_token(self, token_id: int) -> str | None:
+            return "other" if token_id in (77, 300) else ours.id_to_token(token_id)
+
+    ours = read_tokenizer(quill)
+    check_vocabulary("same", ours, ours)
+    with pytest.raises(
+        ConfigError, match="draft_model = 'another' has another vocabulary: id 77 is 'other' there"
+    ):
+        check_vocabulary("another", Other(), ours)
+
+
+def test_quill_has_a_draft_model_of_its_own(quill: Path) -> None:
+    checkpoint = describe(quill)
+    found = find_draft(replace(QUILL, speculate="draft"), checkpoint)
+    assert found is not None
+    assert found.path == str(quill_path("quill-draft"))
+    assert find_draft(QUILL, checkpoint) is None
