@@ -19,6 +19,7 @@ from quire.api.state import ApiState, Stored
 from quire.engine.large_input import off_loop
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of
+from quire.http.edge import TENANT
 from quire.http.wire import parse
 from quire.request import SamplingParams
 
@@ -117,7 +118,7 @@ def _pending(state: ApiState, response_id: str) -> Generation | None:
     """Return the background response of this id if it is still running."""
     for request in state.running.named(response_id):
         if isinstance(request, Generation) and request.job.in_background:
-            return request
+            return request if request.job.tenant == TENANT.get() or not TENANT.get() else None
     return None
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from quire.engine.core import FinishSample
 from quire.metrics.log import Log
-from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from quire.request import FinishReason, Request, SampleTiming, TokenEvent, TokenLogprobs
 from quire.text.stop import StopMatcher
 from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -68,16 +68,6 @@ def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
 class _Sample:
     """The text of one of the n samples."""
 
-    __slots__ = (
-        "detokenizer",
-        "finished",
-        "matcher",
-        "num_chunks",
-        "num_steps",
-        "num_tokens",
-        "started",
-    )
-
     def __init__(self, request: Request, tokenizer: Tokenizer, continues: bool) -> None:
         sampling = request.sampling
         self.detokenizer = IncrementalDetokenizer(
@@ -88,8 +78,7 @@ class _Sample:
             self.matcher = StopMatcher(
                 sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
             )
-        self.num_tokens = 0
-        self.num_steps = self.num_chunks = 0
+        self.num_tokens = self.num_steps = self.num_chunks = self.num_preemptions = 0
         self.started = False  # its first chunk was returned
         self.finished = False
 
@@ -98,6 +87,8 @@ class _Sample:
         if event.timing is not None:
             self.num_steps = max(self.num_steps, event.timing.num_steps)
             self.num_chunks = max(self.num_chunks, event.timing.num_chunks)
+            # A restarted engine counts from zero again, so a number never falls.
+            self.num_preemptions = max(self.num_preemptions, event.timing.num_preemptions)
         elif event.token_ids:
             self.num_steps += 1
 
@@ -143,13 +134,9 @@ class RequestOutputState:
             token_id not in special for token_id in reversed(request.prompt_token_ids)
         )
         self.request = request
-        self.num_cached_tokens = 0
-        self.queued_s = 0.0
-        self.ttft_s = 0.0
-        self.cache_miss = ""
+        self.timing = SampleTiming()  # of the first sample, with its first token
         self._send = send
         self._samples = [_Sample(request, tokenizer, continues) for _ in range(request.sampling.num_samples)]
-        self._preemptions = [0] * request.sampling.num_samples
         self._num_open = request.sampling.num_samples
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
 
@@ -159,7 +146,7 @@ class RequestOutputState:
 
     @property
     def num_preemptions(self) -> int:
-        return sum(self._preemptions)
+        return sum(sample.num_preemptions for sample in self._samples)
 
     @property
     def num_steps(self) -> int:
@@ -184,22 +171,26 @@ class RequestOutputState:
             self._prompt_logprobs += event.prompt_logprobs[len(self._prompt_logprobs) - event.prompt_start :]
         if sample.finished:
             return None
-        self._note(event)
+        sample.note_step(event)
+        if event.timing is not None and event.sample_index == 0 and sample.num_tokens == 0:
+            self.timing = event.timing
         pieces, used = [], 0
-        min_tokens = self.request.sampling.min_tokens
+        sampling = self.request.sampling
+        # Whether the last token is the stop token that ended the sample: counted, but without text.
+        silent_stop = event.stop_token_id is not None and not sampling.include_stop_str_in_output
         for token_id in event.token_ids:
             used += 1
-            if used == len(event.token_ids) and self._is_silent_stop(event):
+            if silent_stop and used == len(event.token_ids):
                 sample.num_tokens += 1
                 break
-            pieces.append(sample.feed(token_id, min_tokens))
+            pieces.append(sample.feed(token_id, sampling.min_tokens))
             if sample.matched is not None:
                 break
         reason = event.finish_reason
         stop_reason: int | str | None = None
         if sample.matched is None and reason is not None:
             pieces.append(sample.finish())
-            if event.stop_token_id is not None and event.stop_token_id not in self._eos:
+            if event.stop_token_id is not None and event.stop_token_id not in sampling.eos_token_ids:
                 stop_reason = event.stop_token_id
             elif reason is FinishReason.DEADLINE:
                 stop_reason = event.error
@@ -235,27 +226,6 @@ class RequestOutputState:
             for index, sample in enumerate(self._samples)
             if not sample.finished and not (name == "first_token" and sample.num_tokens)
         ]
-
-    @property
-    def _eos(self) -> Sequence[int]:
-        return self.request.sampling.eos_token_ids
-
-    def _is_silent_stop(self, event: TokenEvent) -> bool:
-        """Whether the last token of ``event`` is the stop token that ended the sample: counted, but without text."""
-        return event.stop_token_id is not None and not self.request.sampling.include_stop_str_in_output
-
-    def _note(self, event: TokenEvent) -> None:
-        index, timing = event.sample_index, event.timing
-        self._samples[index].note_step(event)
-        if timing is None:
-            return
-        # A restarted engine counts from zero again, so a number never falls.
-        self._preemptions[index] = max(self._preemptions[index], timing.num_preemptions)
-        if index == 0 and self._samples[0].num_tokens == 0:
-            self.cache_miss = timing.cache_miss
-            self.num_cached_tokens = timing.num_cached_tokens
-            self.queued_s = timing.queued_s
-            self.ttft_s = timing.ttft_s
 
     def _chunk(
         self,
