@@ -176,10 +176,6 @@ class _Started:
     ticket: Ticket | None  # of the forecast
 
 
-def _num_tokens(prompt: _Started) -> int:
-    return len(prompt.stream.prompt_token_ids)
-
-
 @dataclass(slots=True, eq=False)
 class PromptStreams:
     """The prompts of a job as streams of the frontend, counted for usage, metrics and forecast."""
@@ -232,7 +228,10 @@ class PromptStreams:
     async def _wait_for_turn(self) -> None:
         """Wait until few tokens of this request are left to compute, so that it shares the engine with others."""
         most = self._state.settings.tokens_at_once
-        while len(self._open) >= _PROMPTS_AT_ONCE or sum(map(_num_tokens, self._open)) >= most:
+        while (
+            len(self._open) >= _PROMPTS_AT_ONCE
+            or sum(len(prompt.stream.prompt_token_ids) for prompt in self._open) >= most
+        ):
             await self._open.popleft().stream.ended()
 
     def _text_of(self, prompt: str | Sequence[int]) -> str:
