@@ -164,7 +164,7 @@ def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str
 
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-_PROMPTS_AT_ONCE = 256  # of a request that samples nothing
+_LEAST = 16  # tokens that a prompt counts as
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +228,7 @@ class PromptStreams:
     async def _wait_for_turn(self) -> None:
         """Wait until few tokens of this request are left to compute, so that it shares the engine with others."""
         most = self._state.settings.tokens_at_once
-        while (
-            len(self._open) >= _PROMPTS_AT_ONCE
-            or sum(len(prompt.stream.prompt_token_ids) for prompt in self._open) >= most
-        ):
+        while sum(max(_LEAST, len(prompt.stream.prompt_token_ids)) for prompt in self._open) >= most:
             await self._open.popleft().stream.ended()
 
     def _text_of(self, prompt: str | Sequence[int]) -> str:
