@@ -59,7 +59,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 12,
         "scheduler": 66,
     },
-    "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 213, "sim": 16},
+    "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
     "speculation": {
         "": 60,
         "engine": 70,
