@@ -12,13 +12,14 @@ from tests.api.fake_frontend import FakeFrontend
 from quire.api import anthropic_request as anthropic
 from quire.api import protocol as wire
 from quire.api import response_request as responses
+from quire.api.answer_form import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from quire.api.app import create_app
-from quire.api.chat import Message, TextPart
-from quire.api.conversation import FUNCTION, TOOL
+from quire.api.chat_messages import Message, TextPart
 from quire.api.pooling import Document, EmbeddingRequest, RerankRequest, ScoreRequest
-from quire.api.protocol import DeadlineMs, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from quire.api.protocol import DeadlineMs
 from quire.api.state import ApiSettings
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
+from quire.api.tool_use import FUNCTION, TOOL
 from quire.http.wire import Table, Use, table_of
 from quire.jobs.routes import BatchRequest, ExpiresAfter
 

@@ -12,7 +12,7 @@ import yaml
 from tests.api.asgi_client import Api, error_of
 
 import quire.api.app  # noqa: F401 - every wire model is there then
-from quire.api.chat import Message
+from quire.api.chat_messages import Message
 from quire.api.pooling import EmbeddingRequest
 from quire.api.protocol import ChatRequest, CompletionRequest, StreamOptions
 from quire.http.wire import Table, Use, Wire, sections, table_of

@@ -6,10 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from quire.api.conversation import Conversation, Thinking, ToolUse, call_message, template_variables, tool_use
+from quire.api.conversation import Conversation, Thinking, call_message, template_variables
 from quire.api.protocol import EFFORTS, SampledFields, Tools
+from quire.api.tool_use import ToolUse, tool_use
 from quire.errors import RequestError, clip
-from quire.http.wire import INT64_MAX, AnyObject, Boolean, JsonSchema, Text, Texts, TypedObject, Wire, parse
+from quire.http.wire import (
+    INT64_MAX,
+    AnyObject,
+    Boolean,
+    JsonSchema,
+    Past,
+    Text,
+    Texts,
+    TypedObject,
+    Wire,
+    parse,
+)
 from quire.structured_outputs import StructuredOutputsParams
 
 # The blocks that a message of each role may hold.
@@ -52,28 +64,28 @@ class Metadata(Wire):
     user_id: Text = ""
 
 
-class Turn(Wire):
+class Turn(Past):
     """One of ``messages``."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
-class TextBlock(Wire):
+class TextBlock(Past):
     """A block of text."""
 
     type: Literal["text"]
     text: Text
 
 
-class ThinkingBlock(Wire):
+class ThinkingBlock(Past):
     """Reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: Text
 
 
-class ToolUseBlock(Wire):
+class ToolUseBlock(Past):
     """A call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -82,7 +94,7 @@ class ToolUseBlock(Wire):
     input: AnyObject
 
 
-class ToolResultBlock(Wire):
+class ToolResultBlock(Past):
     """The result of a call."""
 
     type: Literal["tool_result"]
