@@ -89,6 +89,7 @@ class ServerArgs:
     drain_timeout_s: float = 30.0
     max_restarts: int = 3
     hang_timeout_s: float = 10.0
+    golden_interval_s: float = 300.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     otlp_traces_endpoint: str | None = None

@@ -62,6 +62,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         lambda: ProcessClient(config, **child_log),
         clock,
         RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s),
+        golden_prompt(config, server_args.golden_interval_s, clock),
     )
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     api = api_settings(server_args, config, __version__)
@@ -111,6 +112,13 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
             "cache_dtype": config.model.kv_dtype,
         },
     )
+
+
+def golden_prompt(config: Any, interval_s: float, clock: Any) -> Any:
+    """Return the check of the engines' answers, None with an interval of 0."""
+    from quire.engine.golden import GoldenPrompt, golden_folder
+
+    return GoldenPrompt(config, golden_folder(), clock, interval_s) if interval_s else None
 
 
 def job_settings(args: ServerArgs) -> Any:
