@@ -50,10 +50,10 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "keys, limits, ledger": {"cli": 180, "gateway": 1_170, "http": 310},
     "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
     "hangs": {
-        "": 14,
+        "": 15,
         "api": 14,
-        "cli": 3,
-        "engine": 512,
+        "cli": 10,
+        "engine": 730,
         "metrics": 2,
         "runner": 12,
         "sampling": 12,

@@ -57,13 +57,9 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     names = tuple(name.strip() for name in (server_args.served_model_name or "").split(",") if name.strip())
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
     clock = WallClock()
-    client = Supervisor(
-        first,
-        lambda: ProcessClient(config, **child_log),
-        clock,
-        RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s),
-        golden_prompt(config, server_args.golden_interval_s, clock),
-    )
+    policy = RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s)
+    golden = golden_prompt(config, server_args.golden_interval_s, clock)
+    client = Supervisor(first, lambda: ProcessClient(config, **child_log), clock, policy, golden)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     api = api_settings(server_args, config, __version__)
 
