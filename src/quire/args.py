@@ -70,6 +70,7 @@ class ServerArgs:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    api_key_file: str | None = None
     served_model_name: str | None = None
     chat_template: str | None = None
     tool_format: str = "auto"
@@ -136,18 +137,16 @@ def _file() -> Mapping[str, Any]:
 
 
 def _setting(name: str, hint: Any, said: Mapping[str, Any]) -> Setting:
-    words = get_args(hint) if get_origin(hint) is Literal else tuple(said.get("choices", ()))
-    types = (
-        (str,) if get_origin(hint) is Literal else (tuple,) if get_origin(hint) is tuple else get_args(hint)
-    )
+    origin = get_origin(hint)
+    words = get_args(hint) if origin is Literal else tuple(said.get("choices", ()))
+    types = (str,) if origin is Literal else (tuple,) if origin is tuple else get_args(hint)
     return Setting(name, types=types or (hint,), **{**said, "choices": words})
 
 
 def rare_names() -> frozenset[str]:
     """Return the settings of the engine and the server that only ``--help-all`` shows."""
-    return frozenset(
-        s.name for kind in (EngineArgs, ServerArgs) for s in settings_of(kind).values() if s.rare
-    )
+    known = (*settings_of(EngineArgs).values(), *settings_of(ServerArgs).values())
+    return frozenset(setting.name for setting in known if setting.rare)
 
 
 def defaults(kind: type[Args]) -> dict[str, Any]:

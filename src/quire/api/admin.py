@@ -35,7 +35,7 @@ class RuntimePatch(Wire):
     """Body of ``PATCH /runtime``: the names of the flags."""
 
     gate: Literal["static", "dynamic", "continuous"] | None = None
-    order: Literal["fcfs", "priority", "shortest-first", "longest-prefix"] | None = None
+    order: Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline"] | None = None
     max_num_seqs: Int64 | None = None
     max_num_batched_tokens: Int64 | None = None
     max_queue: Int64 | None = None

@@ -21,6 +21,7 @@ from quire.api.responses import StoredResponses, responses_job
 from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
+from quire.engine.large_body import LargeBodies
 from quire.http.edge import Edge, Extension, error_handlers, id_source
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
@@ -52,6 +53,7 @@ def create_app(
         started_unix=int(unix_time()),
         responses=ResponseStore(settings.response_store_bytes),
         running=RunningRequests(),
+        bodies=LargeBodies(),
         tracer=tracer,
         forecast=forecast,
     )
@@ -69,7 +71,7 @@ def create_app(
         routes=routes,
         middleware=[
             *_cors(settings.cors_origins),
-            Middleware(Edge, api_keys=settings.api_keys, new_id=state.new_id),
+            Middleware(Edge, api_keys=settings.api_keys, new_id=state.new_id, key_file=settings.key_file),
         ],
         exception_handlers=error_handlers(lambda status: metrics.response("other", status)),
         lifespan=extension.lifespan,

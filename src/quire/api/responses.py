@@ -16,8 +16,10 @@ from quire.api.protocol import given_sampling, sampling_params
 from quire.api.response_answer import ResponseAnswer, TextLogprobs
 from quire.api.response_request import ResponsesRequest, add_input, conversation_of, form_of, input_items
 from quire.api.state import ApiState, Stored
+from quire.engine.large_input import off_loop
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of
+from quire.http.edge import TENANT
 from quire.http.wire import parse
 from quire.request import SamplingParams
 
@@ -40,7 +42,8 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
         )
     state.check_model(request.model)
     num_logprobs = _num_logprobs(request)
-    messages = _messages(state, request, ignored)
+    size = 0 if isinstance(request.input, str) else len(request.input)
+    messages = await off_loop(size, _messages, state, request, ignored)
     conversation = conversation_of(request, messages, ignored)
     sampling = sampling_params(
         given_sampling(request),
@@ -115,7 +118,7 @@ def _pending(state: ApiState, response_id: str) -> Generation | None:
     """Return the background response of this id if it is still running."""
     for request in state.running.named(response_id):
         if isinstance(request, Generation) and request.job.in_background:
-            return request
+            return request if request.job.tenant == TENANT.get() or not TENANT.get() else None
     return None
 
 

@@ -13,8 +13,11 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.frontend import Frontend
+from quire.engine.large_body import LargeBodies
 from quire.engine.prompts import ModelInfo
 from quire.errors import NotFoundError, clip
+from quire.http.edge import TENANT
+from quire.http.keys import KeyFile
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
@@ -29,12 +32,15 @@ class ApiSettings:
 
     version: str = "0"
     system_fingerprint: str = "fp_unknown"  # see `fingerprint`
-    api_keys: tuple[str, ...] = ()  # empty: no key is needed
+    api_keys: tuple[str, ...] = ()  # with no key_file either, no key is needed
+    key_file: KeyFile | None = None
     cors_origins: tuple[str, ...] = ()  # empty: no CORS headers; "*": every origin
     lenient: bool = False  # accept unknown request fields; the header x-quire-ignored-fields lists them
     max_body_bytes: int = 32 * 2**20
     tool_format: str = "auto"  # a name of quire.text.output.FORMATS; auto: what the chat template shows
     retry_after_s: int = 1  # sent with 503
+    # Of a request for many texts, in the engine at once: two steps' worth, so that other requests get their share.
+    tokens_at_once: int = 4096
     cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
     response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
 
@@ -52,6 +58,7 @@ class ApiState:
     started_unix: int
     responses: ResponseStore
     running: RunningRequests
+    bodies: LargeBodies
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 
@@ -179,20 +186,24 @@ class Stored:
 
 
 class ResponseStore:
-    """Answers of ``/v1/responses`` in memory: at most ``max_bytes``, the least recently used are dropped first."""
+    """Answers of ``/v1/responses`` in memory: at most ``max_bytes``, the least recently used are dropped first.
+
+    A tenant finds its own answers alone.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._items: OrderedDict[str, Stored] = OrderedDict()
+        self._items: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # by tenant and id
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, response_id: str, stored: Stored) -> None:
         """Keep an answer under an id that is new."""
-        assert response_id not in self._items
-        self._items[response_id] = stored
+        key = (TENANT.get(), response_id)
+        assert key not in self._items
+        self._items[key] = stored
         self.num_bytes += stored.num_bytes
         while self.num_bytes > self.max_bytes:
             _, oldest = self._items.popitem(last=False)
@@ -200,14 +211,15 @@ class ResponseStore:
 
     def get(self, response_id: str) -> Stored | None:
         """Return an answer, which is then the most recently used, or None."""
-        stored = self._items.get(response_id)
+        key = (TENANT.get(), response_id)
+        stored = self._items.get(key)
         if stored is not None:
-            self._items.move_to_end(response_id)
+            self._items.move_to_end(key)
         return stored
 
     def delete(self, response_id: str) -> bool:
         """Delete an answer; return whether it was stored."""
-        stored = self._items.pop(response_id, None)
+        stored = self._items.pop((TENANT.get(), response_id), None)
         if stored is not None:
             self.num_bytes -= stored.num_bytes
         return stored is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from setproctitle import setproctitle
@@ -91,16 +92,19 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     """Return the settings of the API."""
     from quire.api.state import ApiSettings, fingerprint
+    from quire.http.keys import KeyFile
 
     return ApiSettings(
         version=__version__,
         system_fingerprint=fingerprint(config, __version__),
         api_keys=(args.api_key,) if args.api_key else (),
+        key_file=KeyFile(Path(args.api_key_file), time.monotonic) if args.api_key_file else None,
         cors_origins=_list(args.cors_origins),
         lenient=args.lenient,
         tool_format=args.tool_format,
         max_body_bytes=args.max_body_mib * 2**20,
         response_store_bytes=args.response_store_mib * 2**20,
+        tokens_at_once=2 * config.scheduler.max_num_batched_tokens,
         cache_config={  # vLLM's names
             "block_size": config.cache.block_size,
             "num_gpu_blocks": config.cache.num_blocks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from random import Random
@@ -30,6 +31,8 @@ MAX_REQUEST_ID_CHARS = 128
 _SCOPE_KEY = "quire.request_id"
 _OWN_KEY = "quire.request_id_is_own"
 _API_KEY = "quire.api_key"
+# The tenant of the request that a task serves: of the key that let it in. "" without a key file.
+TENANT: ContextVar[str] = ContextVar("quire.tenant", default="")
 log = Log("api")
 
 
@@ -102,6 +105,7 @@ class Edge:
             return Refusal(403, text, code="forbidden")
         else:
             scope[_API_KEY] = found
+            TENANT.set(found.tenant)
             return None
         return Refusal(401, text, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
 

@@ -31,7 +31,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _STAMPS = (
     "in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at",
 )  # fmt: skip
-_OURS = ("output_expires_after_s", "validating_at", "created_s")
+_OURS = ("output_expires_after_s", "validating_at", "created_s", "tenant")
 _EXPIRES_S = (3600, 2_592_000)  # OpenAI's: an hour to thirty days
 
 
@@ -128,7 +128,7 @@ class JobRoutes:
         """Begin a batch (POST), or list the batches."""
         if request.method == "POST":
             return await self._create(request)
-        return page_of(request, [_shown(batch) for batch in self._runner.all()], default=20, most=100)
+        return page_of(request, [_shown(batch) for batch in self._runner.listed()], default=20, most=100)
 
     async def batch(self, request: Request) -> Response:
         """One batch: its state and its files."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ import msgspec
 from starlette.types import ASGIApp
 
 from quire.http.client import post_local
+from quire.http.edge import TENANT
+from quire.http.limits import BATCH_LINE_BYTES, BODY_VALUES, num_marks
 from quire.jobs.files import FileStore, write_json
 from quire.metrics.log import Log
 
@@ -66,6 +69,7 @@ class BatchRunner:
         """Begin a batch and return its object. ``values``: the fields that the client set."""
         batch_id = f"batch_{self._new_id()}"
         batch = {"id": batch_id, "object": "batch", **values, "created_s": self._unix_time()}
+        batch["tenant"] = TENANT.get()
         batch["created_at"] = int(batch["created_s"])
         batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
         batch["request_counts"] = {"total": 0, "completed": 0, "failed": 0}
@@ -75,7 +79,13 @@ class BatchRunner:
         return batch
 
     def get(self, batch_id: str) -> dict[str, Any] | None:
-        return self._batches.get(batch_id)
+        """Return a batch of the tenant."""
+        batch = self._batches.get(batch_id)
+        return batch if batch is not None and batch.get("tenant", "") == TENANT.get() else None
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return the batches of the tenant, the oldest first."""
+        return [batch for batch in self.all() if batch.get("tenant", "") == TENANT.get()]
 
     def all(self) -> list[dict[str, Any]]:
         """Every batch, the oldest first."""
@@ -107,6 +117,7 @@ class BatchRunner:
 
     async def _run(self, batch: dict[str, Any]) -> None:
         batch_id = batch["id"]
+        TENANT.set(batch.get("tenant", ""))
         try:
             if batch["status"] == "validating" and not await self._validate(batch):
                 return
@@ -287,8 +298,8 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, list[LineError]]:
 def read_lines(path: Path) -> Iterator[Line]:
     """Yield the requests of a file in which `check_lines` found no error."""
     for _, raw in _numbered(path):
-        value = msgspec.json.decode(raw)
-        yield Line(value["custom_id"], msgspec.json.encode(value["body"]))
+        value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        yield Line(msgspec.json.decode(value["custom_id"]), bytes(value["body"]))
 
 
 def done_ids(path: Path) -> set[str]:
@@ -320,10 +331,14 @@ def _encoded(request_id: str, custom_id: str, response: Any, error: Any) -> byte
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield each line that is not empty; nothing after a line that is too long."""
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
+        for number in itertools.count(1):
+            raw = file.readline(BATCH_LINE_BYTES + 1)
             if raw.strip():
                 yield number, raw
+            if not raw or len(raw) > BATCH_LINE_BYTES:
+                return
 
 
 def _check(raw: bytes, number: int, endpoint: str, seen: set[str]) -> LineError | None:
@@ -332,6 +347,12 @@ def _check(raw: bytes, number: int, endpoint: str, seen: set[str]) -> LineError 
     def wrong(code: str, problem: str, param: str | None = None) -> LineError:
         return LineError(code, f"Line {number}{problem}", number, param)
 
+    if len(raw) > BATCH_LINE_BYTES:
+        return wrong(
+            "line_too_large", f" has more than {BATCH_LINE_BYTES} bytes; at most so many are allowed."
+        )
+    if num_marks([raw]) > BODY_VALUES:
+        return wrong("line_too_large", f" has more than {BODY_VALUES} values; at most so many are allowed.")
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

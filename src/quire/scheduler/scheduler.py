@@ -23,7 +23,7 @@ from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission import add_request
 from quire.scheduler.beam_steps import end_all, park_idle
-from quire.scheduler.deadline import expire
+from quire.scheduler.deadline import demote, expire
 from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
@@ -130,6 +130,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None where nothing can be computed now."""
+        if self._state.config.order == "deadline":
+            demote(self._state, now)
         before = self._state.counters.num_computed_tokens
         plan = Planner(self._state, now).plan()
         stuck = plan is None and self._state.running and not self._state.in_flight

@@ -58,6 +58,7 @@ class Sequence:
     # To be forked when all of the prompt but its last token is planned.
     siblings: list[Sequence] = field(default_factory=list)
     key: SortKey = ()  # rank: smaller comes first
+    late: bool = False  # cannot meet its deadline any more, as found under the order "deadline"
     num_preemptions: int = 0
     num_steps: int = 0  # steps that computed something of it
     num_chunks: int = 0  # of these, steps that computed known tokens

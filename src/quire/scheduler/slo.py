@@ -77,9 +77,8 @@ class SloController:
         if num_decodes:
             budget = min(budget, num_decodes + self.chunk(num_decodes))
         new_limit = limit if "max_num_seqs" not in self.pinned and _differs(limit, self._limit) else None
-        new_budget = (
-            budget if "max_num_batched_tokens" not in self.pinned and _differs(budget, self._budget) else None
-        )
+        is_free = "max_num_batched_tokens" not in self.pinned
+        new_budget = budget if is_free and _differs(budget, self._budget) else None
         if new_limit is None and new_budget is None:
             return None
         self._limit, self._budget = new_limit or self._limit, new_budget or self._budget
