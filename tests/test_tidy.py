@@ -53,7 +53,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "": 15,
         "api": 14,
         "cli": 10,
-        "engine": 730,
+        "engine": 740,
         "metrics": 2,
         "runner": 12,
         "sampling": 12,
