@@ -52,12 +52,13 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "hangs": {"": 12, "api": 14, "cli": 3, "engine": 512, "scheduler": 34},
     "overload": {"": 6, "bench": 1, "scheduler": 210, "sim": 16},
     "speculation": {
-        "": 60,
-        "engine": 70,
+        "": 72,
+        "api": 1,
+        "engine": 75,
         "metrics": 20,
         "plan": 85,
         "runner": 230,
-        "scheduler": 190,
+        "scheduler": 265,
         "speculate": 290,
     },
 }

@@ -44,7 +44,7 @@ def outputs(**settings: object) -> tuple[list[object], int]:
 def test_answers_equal_those_without_drafts() -> None:
     plain, num_steps = outputs()
     for settings in (
-        {"speculate": "ngram"},
+        {"speculate": "ngram", "spec_tokens": 4},
         {"speculate": "draft"},
         {"draft_model": "self:int8", "spec_tokens": 3},
     ):

@@ -377,6 +377,7 @@ def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str
         "preemptions": output.num_preemptions,
         "chunks": output.num_chunks,
         "steps": output.num_steps,
+        "accepted_drafts": output.num_accepted,
         "seed": stream.seed,
         "determinism": determinism,
     }
