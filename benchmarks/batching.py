@@ -21,7 +21,7 @@ from typing import Any
 from quire.args import EngineArgs, make_args
 from quire.bench.figures import Axis, Series, chart, colour, frame
 from quire.bench.offline import OfflineEngine
-from quire.bench.page import Page, console, print_table, write
+from quire.bench.page import Section, console, html_page, print_table, write
 from quire.bench.summary import RequestRecord, summarize
 from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
@@ -224,22 +224,23 @@ def busy_share(run: GateRun) -> float:
 
 def report(model: str, figures: dict[str, Any], gates: Sequence[GateRun], curve: DecodeCurve | None) -> str:
     """The HTML report: slots over time for each gate, what ran, and the two decode curves."""
-    page = Page(f"Batching: {model}", f"{figures['run']['workload']}. {figures['run']['kernels']}")
-    page.table(_HEADER, _rows(figures))
-    page.heading("Slots over time")
-    page.plots([bars(g.slots, g.name) for g in gates[1:]])
     running = [Series(g.name, g.times_s, [float(n) for n in g.running], "steps") for g in gates]
-    page.plots([chart(running, title="Running sequences", x="s", y="sequences")])
+    sections = [
+        Section(text=f"{figures['run']['workload']}. {figures['run']['kernels']}"),
+        Section(tables=[(_HEADER, _rows(figures))]),
+        Section("Slots over time", plots=[bars(g.slots, g.name) for g in gates[1:]]),
+        Section(plots=[chart(running, title="Running sequences", x="s", y="sequences")]),
+    ]
     if curve is not None:
-        page.heading("Decoding with and without the KV cache")
         lines = [
             Series("with the cache", curve.tokens, curve.with_cache_s),
             Series("without", curve.tokens, curve.without_cache_s),
         ]
         options = {"title": "Time to output token T", "x": "T", "y": "s"}
-        page.plots([chart(lines, **options), chart(lines[:], **options, log_x=True, log_y=True)])  # type: ignore[arg-type]
-        page.paragraph(_decode_words(figures["decode"]))
-    return page.html()
+        plots = [chart(lines, **options), chart(lines, **options, log_x=True, log_y=True)]  # type: ignore[arg-type]
+        title = "Decoding with and without the KV cache"
+        sections += [Section(title, plots=plots), Section(text=_decode_words(figures["decode"]))]
+    return html_page(f"Batching: {model}", sections)
 
 
 def bars(slots: Sequence[Sequence[Span]], title: str) -> str:

@@ -25,7 +25,7 @@ from slo_live import server
 from quire.bench.summary import RequestRecord, percentile
 from quire.config import CacheConfig, SchedulerConfig
 from quire.plan.cost_model import CostModel, Curve
-from quire.sim.cluster import ClusterConfig
+from quire.sim.replica import ClusterConfig
 from quire.sim.run import simulate
 from quire.workload.build import Synthetic
 from quire.workload.distributions import Arrivals, Uniform

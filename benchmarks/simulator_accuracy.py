@@ -40,7 +40,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from quire.bench.args import SimulateArgs
+from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.bench.client import StreamingClient, Target, api_url
 from quire.bench.load import Load, Runner
 from quire.bench.profile_serving import LiveServer
@@ -128,7 +128,7 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
     before = args.results.parent / f"{args.results.stem}-{model}-{number}.json"
     if not before.exists():
         measure_profile(args, model, before, serving=True)
-    setup = set_up(SimulateArgs(profile=str(before)), {}, 0)
+    setup = set_up(SimulateArgs(profile=str(before)), ServeBenchArgs(), {})
     limit = setup.config.scheduler.max_model_len
     workload = from_trace(read_trace(args.traces / TRACES[trace]), limit=args.limit, max_model_len=limit)
     rate = float(load) * knee_of(args, results, f"{model}/{trace}", setup, workload)
@@ -175,7 +175,7 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
 
 
 def simulated_with(profile: Path, workload: Workload) -> dict[str, Any]:
-    setup = set_up(SimulateArgs(profile=str(profile)), {}, 0)
+    setup = set_up(SimulateArgs(profile=str(profile)), ServeBenchArgs(), {})
     result = simulate(setup.config, setup.step_time, workload)
     return figures_of(result.records, workload) | {"kv_peak": result.kv_peak}
 

@@ -25,7 +25,7 @@ from quire.plan.memory import plan_memory
 from quire.plan.presets import preset_spec
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import Split
-from quire.sim.cluster import ClusterConfig
+from quire.sim.replica import ClusterConfig
 from quire.sim.run import simulate
 from quire.workload.build import at_rate, from_trace
 from quire.workload.request import Workload

@@ -300,8 +300,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "slo-forgets-the-decodes",
         "the controller sizes a chunk as if no sequence decoded beside it",
         "src/quire/scheduler/slo.py",
-        "if self._predictor.mixed_s(num_decodes, middle) <= self._aim_s",
-        "if self._predictor.mixed_s(0, middle) <= self._aim_s",
+        "self._predictor.mixed_s(num_decodes, num) <= self._aim_s",
+        "self._predictor.mixed_s(0, num) <= self._aim_s",
         ("tests/scheduler/test_slo.py",),
     ),
     Mutant(

@@ -70,6 +70,7 @@ class ServerArgs:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    api_key_file: str | None = None
     served_model_name: str | None = None
     chat_template: str | None = None
     tool_format: str = "auto"

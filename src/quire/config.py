@@ -10,7 +10,7 @@ from quire.request import Adapter
 from quire.weight_format import WeightFormat
 
 GateKind = Literal["static", "dynamic", "continuous"]
-OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix"]
+OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline"]
 MAX_DRAFTS = 32  # per sequence and step
 GATES: tuple[GateKind, ...] = get_args(GateKind)
 ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
@@ -94,9 +94,8 @@ class RunnerConfig:
     """How a worker executes."""
 
     num_threads: int
-    backend: Literal["reference", "native", "triton"] = (
-        "reference"  # torch only; C++ on a CPU; Triton on a GPU
-    )
+    # Torch only; C++ on a CPU; Triton on a GPU.
+    backend: Literal["reference", "native", "triton"] = "reference"
     isa: str = ""  # level of the native kernels: "scalar", "avx2", "avx512" or "amx"
     batch_invariant: bool = False  # on a GPU: slower kernels whose bits do not depend on the batch
     graphs: bool = True  # on a GPU: decode steps are captured and replayed

@@ -151,6 +151,8 @@ class SeqResult(NamedTuple):
     # With error: the request asked for what cannot be done, as a grammar too complex.
     error_of_request: bool = False
     out_of_memory: bool = False  # with error: a smaller chunk might fit, so the sequence is computed again
+    # With error: NaN or infinite logits, or a fault beside it. It is computed once more, without its cached prefix.
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)

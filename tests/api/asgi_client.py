@@ -14,8 +14,7 @@ from tests.api.fake_frontend import FakeFrontend
 
 from quire.api.app import create_app
 from quire.api.state import ApiSettings, is_busy
-from quire.jobs.extension import jobs_of
-from quire.jobs.routes import JobSettings
+from quire.jobs.routes import JobSettings, jobs_of
 
 
 def app_with_jobs(frontend: Any, **settings: Any) -> Starlette:

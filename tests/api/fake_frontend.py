@@ -19,8 +19,9 @@ from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineHealth
 from quire.engine.core import Call, EngineCore, Reply
-from quire.engine.output import RequestOutputState, RequestStream
+from quire.engine.output import RequestOutputState
 from quire.engine.prompts import ModelInfo, RenderedChat, prepare_request
+from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import (

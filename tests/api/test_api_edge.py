@@ -46,8 +46,8 @@ def test_keys() -> None:
 def test_calls_from_this_process_need_no_key() -> None:
     api = Api(api_keys=("secret",))
     body = b'{"model": "tiny", "prompt": "hi", "max_tokens": 4}'
-    answer = asyncio.run(post_local(api.app, "/v1/completions", body, request_id="mine", priority=9))
-    assert answer.status == 200, answer.body
+    status, answer = asyncio.run(post_local(api.app, "/v1/completions", body, request_id="mine", priority=9))
+    assert status == 200, answer
     assert api.frontend.submitted[0].kwargs["priority"] == 9
 
 

@@ -12,8 +12,7 @@ from tests.api.fake_frontend import FakeFrontend, say
 
 from quire.api.openapi import BODIES as OWN_BODIES
 from quire.http.wire import Use, table_of
-from quire.jobs.extension import jobs_of
-from quire.jobs.routes import JobSettings
+from quire.jobs.routes import JobSettings, jobs_of
 
 BODIES = {**OWN_BODIES, **jobs_of(JobSettings(), lambda: False, time.time).bodies}
 

@@ -15,8 +15,8 @@ from tests.engine.toy import byte_tokenizer
 from quire.engine import helper_pool
 from quire.engine.prompts import Prompts
 from quire.errors import ModelLoadError, RequestError
-from quire.text import ChatTemplate, SpecialTokens
-from quire.text.chat_template import known_templates
+from quire.text.chat_template import ChatTemplate, known_templates
+from quire.text.tokenizer import SpecialTokens
 
 HELLO = [{"role": "user", "content": "Hello"}]
 NOON = datetime(2025, 7, 10, 12, 0, 0)

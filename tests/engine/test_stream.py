@@ -7,8 +7,9 @@ import asyncio
 import pytest
 from tests.engine.toy import byte_tokenizer, ids
 
-from quire.engine.output import OutputChunk, RequestOutputState, RequestStream, merge
-from quire.request import FinishReason, Request, SamplingParams, TokenEvent
+from quire.engine.output import OutputChunk, RequestOutputState, merge
+from quire.engine.stream import RequestStream
+from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 
 TOKENIZER = byte_tokenizer()
 TEXT = "what is read late is read whole"
@@ -48,3 +49,24 @@ def test_waiting_chunks_come_as_one_for_each_sample(pause_every: int) -> None:
             assert len(own) == 1
         elif pause_every == 1:
             assert len(own) > len(whole.token_ids) // 2
+
+
+def test_a_stream_that_is_not_read_holds_a_bounded_amount(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.stream.MAX_UNREAD_BYTES", 20_000)
+    request = Request("r", tuple(ids("prompt")), SamplingParams(max_tokens=10_000, seed=1), arrival_s=0.0)
+    abandoned: list[str] = []
+
+    async def read() -> list[OutputChunk]:
+        stream = RequestStream(
+            "r", RequestOutputState(request, TOKENIZER, lambda message: None), lambda: abandoned.append("r")
+        )
+        entries = (TokenLogprobs(65, -1.0, 1, tuple(range(20)), (0.0,) * 20),)
+        for _ in range(1000):
+            if not stream.output.finished:
+                stream.feed(TokenEvent("r", 0, (65,), entries))
+        return [chunk async for chunk in stream]
+
+    (chunk,) = asyncio.run(read())
+    assert abandoned == ["r"]
+    assert (chunk.finish_reason, chunk.error_kind) == (FinishReason.ERROR, "slow_reader")
+    assert len(chunk.token_ids) < 20

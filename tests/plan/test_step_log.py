@@ -18,8 +18,7 @@ from quire.executor.logged import LoggedExecutor
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.profile import fit_steps, read_steps
 from quire.request import Request, SamplingParams
-from quire.sim.executor import SimExecutor
-from quire.sim.latency import Latency
+from quire.sim.latency import Latency, sim_executor
 from quire.step import NewSeq, SeqPlan, StepPlan
 
 TRUTH = CostModel(0.002, Curve((1.0, 64.0), (0.0, 0.004)), per_decode_kv_s=3e-7, per_pair_s=2e-8)
@@ -29,7 +28,7 @@ LOOP_S, SEQ_S = 0.0003, 0.00001  # between steps
 def logged(path: Path) -> list[StepFeatures]:
     """Run 16 sequences that join one by one, some time after each other; return what each step had to do."""
     clock = VirtualClock()
-    executor = LoggedExecutor(SimExecutor(Latency(TRUTH), clock, clock.advance_to), path, clock)
+    executor = LoggedExecutor(sim_executor(Latency(TRUTH), clock, clock.advance_to), path, clock)
     starts: dict[int, int] = {}
     for step in range(120):
         new, plans = [], []
@@ -76,7 +75,7 @@ def test_an_engine_writes_it_where_its_settings_say(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, a disk that is always full")
 def test_a_full_disk_ends_the_log_and_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
     clock = VirtualClock()
-    executor = LoggedExecutor(SimExecutor(Latency(TRUTH), clock, clock.advance_to), Path("/dev/full"), clock)
+    executor = LoggedExecutor(sim_executor(Latency(TRUTH), clock, clock.advance_to), Path("/dev/full"), clock)
     seq = NewSeq(0, 0, (1, 2, 3), (), SamplingParams(max_tokens=None), 0)
     for step, plan in enumerate((SeqPlan(0, 0, 0, 3, (0,), ((0,),)), SeqPlan(0, 0, 3, 1, (), ()))):
         executor.submit(StepPlan(step, (seq,) if step == 0 else (), (plan,)))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from tests.scheduler.harness import make_scheduler, request, step
+from tests.fakes.integrity import check_integrity
+from tests.scheduler.harness import Engine, answer, make_scheduler, request, step
 
 from quire.config import OrderKind
+from quire.request import Deadline, FinishReason, Request
 from quire.scheduler.policy import PolicyChange
 from quire.scheduler.scheduler import Scheduler
 
@@ -68,3 +72,69 @@ def test_a_change_of_order_reorders_those_who_wait() -> None:
     step(scheduler)
     scheduler.change_policy(PolicyChange(order="priority"))
     assert entries(scheduler) == ["a", "c", "b"]
+
+
+def due(one: Request, first_s: float | None = None, total_s: float | None = None) -> Request:
+    return replace(one, deadline=Deadline(first_s, total_s))
+
+
+def paced(**config: object) -> Engine:
+    """An engine of one seat whose steps have taken 0.01 s; "running" holds the seat."""
+    engine = Engine(make_scheduler(order="deadline", max_num_seqs=1, **config), in_flight=2)
+    engine.put([request("running", max_tokens=12)])
+    for _ in range(4):
+        engine.step()
+    return engine
+
+
+def test_the_earliest_deadline_enters_first() -> None:
+    engine = paced()
+    now = engine.clock.now()
+    engine.put(
+        [
+            request("none", arrival_s=now),
+            due(request("late", arrival_s=now), first_s=9.0),
+            due(request("soon", arrival_s=now), total_s=5.0),
+            due(request("then", arrival_s=now), first_s=7.0, total_s=20.0),
+            request("old", arrival_s=now - 54.0),
+        ]
+    )
+    engine.run()
+    ends = sorted(
+        ["soon", "then", "late", "none", "old"], key=lambda name: engine.end(name).timing.queued_s % 54
+    )
+    assert ends == ["soon", "old", "then", "late", "none"]
+
+
+def test_a_request_that_must_miss_takes_no_place() -> None:
+    engine = paced()
+    now = engine.clock.now()
+    engine.put([due(request("must miss", max_tokens=30, arrival_s=now), total_s=0.45)])
+    engine.step()
+    engine.put(
+        [
+            due(request("before", max_tokens=16, arrival_s=now), first_s=0.3),
+            due(request("can", arrival_s=now), first_s=0.6),
+        ]
+    )
+    engine.run()
+    assert engine.end("can").finish_reason is FinishReason.LENGTH
+    assert engine.end("must miss").finish_reason is FinishReason.DEADLINE
+    assert engine.end("can").timing.queued_s < 0.35, "it entered first, though its limit is later"
+
+
+def test_late_sequences_are_preempted_first() -> None:
+    scheduler = make_scheduler(num_blocks=8, order="deadline", caching=False)
+    scheduler.add(due(request("late", 8, max_tokens=12), total_s=3.3), 0.0)
+    scheduler.add(due(request("fine", 8, max_tokens=12), total_s=50.0), 0.0)
+    now, preempted = 0.0, {}
+    while scheduler.has_work:
+        plan = scheduler.plan(now)
+        now += 0.3
+        if plan is not None:
+            for event in scheduler.apply(answer(scheduler, plan), now):
+                if event.timing is not None:
+                    preempted[event.request_id] = event.timing.num_preemptions
+        preempted |= {e.request_id: e.timing.num_preemptions for e in scheduler.expire(now) if e.timing}
+        check_integrity(scheduler)
+    assert preempted == {"late": 1, "fine": 0}

@@ -15,8 +15,7 @@ from quire.scheduler.policy import PolicyChange
 from quire.scheduler.predictor import Predictor
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import MIN_CHUNK, SloController
-from quire.sim.executor import SimExecutor
-from quire.sim.latency import Latency
+from quire.sim.latency import Latency, sim_executor
 from quire.step import SeqPlan
 
 CONFIG = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=4096, max_model_len=8192)
@@ -116,7 +115,7 @@ def test_a_failed_step_teaches_nothing() -> None:
 def test_what_a_person_set_stays_until_it_is_released() -> None:
     """Through the core's inbox, where the controller's wishes and a person's meet."""
     clock, over = VirtualClock(), [0.0]
-    executor = SimExecutor(Latency(MODEL), clock, lambda over_s: over.append(over_s))
+    executor = sim_executor(Latency(MODEL), clock, lambda over_s: over.append(over_s))
     scheduler = Scheduler(CONFIG, CacheConfig(num_blocks=4000), step_time=MODEL)
     core = EngineCore(scheduler, executor, clock, SloController(scheduler.predictor, CONFIG, 0.010))
     for index in range(40):
@@ -145,7 +144,7 @@ def test_what_a_person_set_stays_until_it_is_released() -> None:
 
 
 def test_nothing_is_released_without_a_controller() -> None:
-    executor = SimExecutor(Latency(MODEL), VirtualClock(), lambda over_s: None)
+    executor = sim_executor(Latency(MODEL), VirtualClock(), lambda over_s: None)
     core = EngineCore(Scheduler(CONFIG, CacheConfig(num_blocks=10)), executor, VirtualClock())
     core.put(ChangePolicy("0", PolicyChange(max_queue=5), ("max_num_seqs",)))
     core.step()

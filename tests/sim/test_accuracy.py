@@ -29,7 +29,7 @@ from quire.engine.build import build_core
 from quire.engine.core import AddRequest, EngineCore
 from quire.plan.cost_model import CostModel, Curve
 from quire.scheduler.scheduler import Scheduler
-from quire.sim.cluster import ClusterConfig
+from quire.sim.replica import ClusterConfig
 from quire.sim.requests import FIRST_ID, VOCAB_SIZE, Client
 from quire.sim.run import simulate
 from quire.workload.build import Synthetic

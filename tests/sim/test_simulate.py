@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.bench.args import SimulateArgs
+from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.bench.summary import summarize
 from quire.cli import app
 from quire.errors import ConfigError
@@ -93,12 +93,12 @@ def test_the_file_that_serve_reads_is_the_engine_s(profile: Path, tmp_path: Path
 
 def test_what_the_profile_says_holds_until_it_is_changed(profile: Path) -> None:
     args = SimulateArgs(profile=str(profile))
-    setup = set_up(args, {})
+    setup = set_up(args, ServeBenchArgs(), {})
     assert setup.step_time == MADE.step_time
     assert (setup.config.cache.num_blocks, setup.config.scheduler.max_num_batched_tokens) == (512, 256)
     assert (setup.config.request_s, setup.config.per_prompt_token_s) == (0.002, 1e-6)
-    assert set_up(args, {"block_size": 32}).config.cache.num_blocks == 256
-    assert set_up(args, {"num_kv_blocks": 99}).config.cache.num_blocks == 99
+    assert set_up(args, ServeBenchArgs(), {"block_size": 32}).config.cache.num_blocks == 256
+    assert set_up(args, ServeBenchArgs(), {"num_kv_blocks": 99}).config.cache.num_blocks == 99
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     given = {key: str(profile) if value == "PROFILE" else value for key, value in args.items()}
     with pytest.raises(ConfigError, match=said):
-        set_up(SimulateArgs(**given), settings)
+        set_up(SimulateArgs(**given), ServeBenchArgs(), settings)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

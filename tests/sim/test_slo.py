@@ -9,7 +9,7 @@ import pytest
 from quire.bench.summary import summarize
 from quire.config import CacheConfig, SchedulerConfig
 from quire.plan.cost_model import CostModel, Curve
-from quire.sim.cluster import ClusterConfig
+from quire.sim.replica import ClusterConfig
 from quire.sim.run import simulate
 from quire.workload.build import at_rate, from_trace
 from quire.workload.slo import Slo

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from quire.text import Tokenizer, load_tokenizer
+from quire.text.load import load_tokenizer
+from quire.text.tokenizer import Tokenizer
 
 Load = Callable[[str], Tokenizer]
 

@@ -15,8 +15,9 @@ from tests.text.test_output_round_trip import calls_of
 from quire.models.checkpoint import read_tokenizer
 from quire.models.quill import quill_path
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.output import FORMATS, OutputParser, ReasoningDelta
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
+from quire.text.output.formats import FORMATS, ReasoningDelta
+from quire.text.output.parser import OutputParser
 
 SEED = 20261121
 TOOLS: dict[str, Any] = {

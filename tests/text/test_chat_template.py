@@ -12,8 +12,8 @@ import pytest
 from tests.text.conftest import Load
 
 from quire.errors import ModelLoadError, RequestError
-from quire.text import ChatTemplate, SpecialTokens
-from quire.text.chat_template import TemplateEnvironment
+from quire.text.chat_template import ChatTemplate, TemplateEnvironment
+from quire.text.tokenizer import SpecialTokens
 
 NOON = datetime(2025, 7, 10, 12, 0, 0)
 HELLO = [{"role": "user", "content": "Hello"}]

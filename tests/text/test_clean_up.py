@@ -12,8 +12,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 from tokenizers.models import Unigram
 
-from quire.text import IncrementalDetokenizer, load_tokenizer
+from quire.text.load import load_tokenizer
 from quire.text.token_text import CleanUpStream, clean_up
+from quire.text.tokenizer import IncrementalDetokenizer
 
 PARTS = st.sampled_from(
     [" ", ".", "?", "!", ",", "'", "n", "t", "m", "s", "v", "e", "r", "a", " '", " n't", " ' "]

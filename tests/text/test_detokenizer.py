@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.text.conftest import GOLDEN_FILES, Load
 
-from quire.text import IncrementalDetokenizer, Tokenizer
+from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 NAMES = [*(paths[-1] for paths in GOLDEN_FILES.values()), "phi-2", "gpt-neox"]
 OPTIONS = [(skip, continues) for skip in (True, False) for continues in (True, False)]

@@ -12,8 +12,10 @@ from tests.text.conftest import Load
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.gguf_file import read_gguf
-from quire.text import Tokenizer, load_tokenizer, tokenizer_from_gguf_metadata
 from quire.text.byte_level import merges_by_rank
+from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
+from quire.text.load import load_tokenizer
+from quire.text.tokenizer import Tokenizer
 
 
 def metadata_of(path: Path) -> Mapping[str, Any]:

@@ -17,7 +17,6 @@ from quire.errors import RequestError
 from quire.models.checkpoint import read_tokenizer
 from quire.models.quill import quill_path
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text import Tokenizer
 from quire.text.grammar import MAX_SOURCE_BYTES, build_grammar, grammar_source
 from quire.text.grammar_matcher import (
     GrammarConstraint,
@@ -27,6 +26,7 @@ from quire.text.grammar_matcher import (
     ll_tokenizer,
     token_table,
 )
+from quire.text.tokenizer import Tokenizer
 
 SEED = 20261121
 EXTRA = 37  # padding of a model's logits beyond its vocabulary

@@ -11,7 +11,7 @@ import pytest
 from tests.text.conftest import Load
 
 from quire.errors import ModelLoadError, RequestError, UnsupportedModelError
-from quire.text import load_tokenizer
+from quire.text.load import load_tokenizer
 
 
 def test_bos_eos_and_sizes(load: Load) -> None:

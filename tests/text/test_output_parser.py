@@ -10,16 +10,16 @@ import pytest
 from tests.text.test_output_round_trip import merged
 
 from quire.args import ServerArgs, settings_of
-from quire.text.output import (
+from quire.text.output.formats import (
     FORMATS,
     CallDelta,
     ContentDelta,
     Delta,
-    OutputParser,
     ReasoningDelta,
     detect_format,
     prompt_opening,
 )
+from quire.text.output.parser import OutputParser
 
 TOOLS: dict[str, Any] = {
     "get": {

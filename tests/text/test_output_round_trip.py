@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from tests.text.bfcl import Call, Case, cases, contradicts_itself, rendered, template
 
-from quire.text.output import CallDelta, Delta, OutputFormat, OutputParser, detect_format, prompt_opening
+from quire.text.output.formats import CallDelta, Delta, OutputFormat, detect_format, prompt_opening
+from quire.text.output.parser import OutputParser
 
 SEED = 20261121
 # Templates that do not show the model's own calls, or only some of them, and why.

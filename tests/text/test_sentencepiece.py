@@ -13,7 +13,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import Unigram
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.text import load_tokenizer
+from quire.text.load import load_tokenizer
 from quire.text.sentencepiece import read_sentencepiece
 
 

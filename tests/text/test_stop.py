@@ -7,20 +7,20 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.text import StopMatcher
+from quire.text.stop import StopMatcher
 
 TEXTS = st.text(alphabet="ab<|>é", max_size=24)
 STOPS = st.lists(st.text(alphabet="ab<|>é", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None, int]:
-    """Return the text that is shown in the end, the stop string, and the offset after it."""
+def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Return the text that is shown in the end, and the stop string."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             stop = max(ending, key=len)
-            return (text[:end] if include else text[: end - len(stop)]), stop, end
-    return text, None, 0
+            return (text[:end] if include else text[: end - len(stop)]), stop
+    return text, None
 
 
 def may_show(seen: str, stops: list[str]) -> str:
@@ -29,7 +29,7 @@ def may_show(seen: str, stops: list[str]) -> str:
     return seen[: len(seen) - max(holds)]
 
 
-def run(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | None, int]:
+def run(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
     matcher = StopMatcher(stops, include_stop_str_in_output=include)
     shown, seen = "", ""
     for piece in pieces:
@@ -38,7 +38,7 @@ def run(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | 
         if matcher.matched is None:
             assert shown == may_show(seen, stops), "exactly what may be shown is shown"
     shown += matcher.finish()
-    return shown, matcher.matched, matcher.match_end
+    return shown, matcher.matched
 
 
 @settings(max_examples=600, deadline=None)
@@ -69,7 +69,7 @@ def test_nothing_leaks_and_nothing_is_held_without_need() -> None:
     assert matcher.feed("b> <|en") == "<b> "
     assert matcher.feed("d|") == ""
     assert matcher.feed("> more") == ""
-    assert (matcher.matched, matcher.match_end) == ("<|end|>", 17)
+    assert matcher.matched == "<|end|>"
     assert matcher.feed("text") == ""
     assert matcher.finish() == ""
 
@@ -78,7 +78,7 @@ def test_the_stop_string_can_be_included() -> None:
     matcher = StopMatcher(["\n\n"], include_stop_str_in_output=True)
     assert matcher.feed("a\n") == "a"
     assert matcher.feed("\nb") == "\n\n"
-    assert matcher.match_end == 3
+    assert matcher.matched == "\n\n"
 
 
 def test_the_earliest_completed_match_wins() -> None:
@@ -103,4 +103,4 @@ def test_text_before_min_tokens_does_not_count() -> None:
     assert matcher.feed("d and en") == "d and "
     assert matcher.pass_through("d?") == "end?"
     assert matcher.feed("end") == ""
-    assert (matcher.matched, matcher.match_end) == ("end", 24)
+    assert matcher.matched == "end"

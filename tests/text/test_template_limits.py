@@ -7,7 +7,9 @@ from datetime import datetime
 import pytest
 
 from quire.errors import RequestError
-from quire.text import ChatTemplate, SpecialTokens, chat_template
+from quire.text import chat_template
+from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import SpecialTokens
 
 ESCAPES = [
     "{{ ''.__class__.__mro__ }}",

@@ -35,7 +35,7 @@ class RuntimePatch(Wire):
     """Body of ``PATCH /runtime``: the names of the flags."""
 
     gate: Literal["static", "dynamic", "continuous"] | None = None
-    order: Literal["fcfs", "priority", "shortest-first", "longest-prefix"] | None = None
+    order: Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline"] | None = None
     max_num_seqs: Int64 | None = None
     max_num_batched_tokens: Int64 | None = None
     max_queue: Int64 | None = None
@@ -116,8 +116,7 @@ class Admin:
             RequestError: names the setting, the value and what is allowed; no setting was changed.
         """
         body = await _body(self._state, request)
-        patch = parse(RuntimePatch, body)
-        asked = patch.model_dump(exclude_none=True)
+        asked = parse(RuntimePatch, body).model_dump(exclude_none=True)
         if not asked:
             raise RequestError(f"The body changes nothing: send one or more of {', '.join(RUNTIME)}.")
         wait_ms, release = asked.pop("dynamic_max_wait_ms", None), tuple(asked.pop("release", ()))

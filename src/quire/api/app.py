@@ -69,7 +69,7 @@ def create_app(
         routes=routes,
         middleware=[
             *_cors(settings.cors_origins),
-            Middleware(Edge, api_keys=settings.api_keys, new_id=state.new_id),
+            Middleware(Edge, api_keys=settings.api_keys, new_id=state.new_id, key_file=settings.key_file),
         ],
         exception_handlers=error_handlers(lambda status: metrics.response("other", status)),
         lifespan=extension.lifespan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -153,7 +154,10 @@ class ChatChoices(Choices):
     num_prompt_logprobs: int | None
     plan: OutputPlan | None
     new_id: Callable[[], str]
-    _assemblers: dict[int, Assembler] = field(default_factory=dict)
+    _assemblers: defaultdict[int, Assembler] = field(init=False)  # by choice
+
+    def __post_init__(self) -> None:
+        self._assemblers = defaultdict(lambda: Assembler(self.plan, lambda: "call_" + self.new_id()[:24]))
 
     def opening(self, index: int, echo: str) -> bytes | None:
         """Return the choice that names the role, before any content; chats are not echoed."""
@@ -174,7 +178,7 @@ class ChatChoices(Choices):
                 index,
                 content,
             )
-        delta = _delta(self._assembler(index).feed(chunk.text, last=last))
+        delta = _delta(self._assemblers[index].feed(chunk.text, last=last))
         if text_only and not delta:
             return None
         if not delta and self.plan is None and not last:
@@ -186,7 +190,7 @@ class ChatChoices(Choices):
 
     def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the choice object of a whole answer, given as one chunk."""
-        assembler = self._assembler(index)
+        assembler = self._assemblers[index]
         assembler.feed(chunk.text, last=True)
         calls = [_call(part, part.text) for part in assembler.parts if part.kind is Kind.CALL]
         content = assembler.text(Kind.TEXT)
@@ -208,19 +212,10 @@ class ChatChoices(Choices):
         """Return the prompt's log-probabilities with the first chunk of the first choice."""
         return {} if index else prompt_logprobs(chunk, self.num_prompt_logprobs, self.names)
 
-    def _assembler(self, index: int) -> Assembler:
-        assembler = self._assemblers.get(index)
-        if assembler is None:
-            assembler = self._assemblers[index] = Assembler(self.plan, self._new_call_id)
-        return assembler
-
-    def _new_call_id(self) -> str:
-        return "call_" + self.new_id()[:24]
-
     def _beside_text(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         """Return the fields of a choice beside its message or delta."""
         finish: str | None = chunk.finish_reason
-        if chunk.finish_reason is FinishReason.STOP and self._assembler(index).num_calls:
+        if chunk.finish_reason is FinishReason.STOP and self._assemblers[index].num_calls:
             finish = "tool_calls"
         fields = {
             "logprobs": self._logprobs(chunk.logprobs),

@@ -21,9 +21,9 @@ from quire.errors import RequestError, clip
 from quire.http.wire import not_allowed, rules_of, sift
 from quire.request import SamplingParams, ThinkingBudget
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.output import OutputFormat, OutputParser, prompt_opening
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
-from quire.text.output.formats import without_tools
+from quire.text.output.formats import OutputFormat, prompt_opening
+from quire.text.output.parser import OutputParser
 
 # Arguments of the template that a client may not replace through chat_template_kwargs.
 _RESERVED = (
@@ -52,7 +52,7 @@ class Conversation:
         """
         messages = self.messages
         template = state.frontend.chat_template
-        if template is not None and template.names and "developer" not in template.source():
+        if template.names and "developer" not in template.source():
             # `developer` is OpenAI's newer name of `system`; most templates know the older one alone.
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         # With tool_choice "none" the model is not shown the tools, so that it does not call them.
@@ -60,6 +60,30 @@ class Conversation:
         return await state.frontend.prompts.chat(
             messages, tools or None, add_special_tokens=add_special_tokens, **self.variables
         )
+
+    def output_plan(self, state: ApiState, prompt: str, *, hide_special: bool) -> OutputPlan | None:
+        """Return how the answer to ``prompt`` (text) is taken apart; None if it is plain text.
+
+        Raises:
+            RequestError: there are tools, and the model's template shows no format of calls.
+        """
+        use = self.tools
+        format = state.output_format(bool(use.tools))
+        if use.schemas and format.calls is None and not format.harmony:
+            raise RequestError(
+                "tools are not supported by this model: its chat template shows no format of calls. Start the server "
+                "with --chat-template or --tool-format, or send tool_choice = 'none'.",
+                param="tools",
+            )
+        if not use.schemas and format.calls is not None:  # only reasoning is separated
+            format = replace(format, opens=(), closes=(), calls=None, bare="")
+        if not self.separate_reasoning:
+            format = replace(format, reasoning=None)
+        if format.calls is None and format.reasoning is None and not format.harmony:
+            return None
+        hidden = state.frontend.tokenizer.special_texts if hide_special else ()
+        opening, max_calls = prompt_opening(format, prompt), None if use.parallel else 1
+        return OutputPlan(format, use.schemas, opening, hidden, self.with_reasoning, max_calls)
 
 
 async def conversation_job(
@@ -81,14 +105,7 @@ async def conversation_job(
     fields = common_fields(request, ignored) | fields
     text, prompt = await conversation.prompt(state)
     use = conversation.tools
-    plan = output_plan(
-        state,
-        use,
-        text,
-        separate_reasoning=conversation.separate_reasoning,
-        with_reasoning=conversation.with_reasoning,
-        skip_special_tokens=sampling.skip_special_tokens,
-    )
+    plan = conversation.output_plan(state, text, hide_special=sampling.skip_special_tokens)
     if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
         form = plan.constrained(use, sampling.structured_outputs)
         sampling = replace(sampling, skip_special_tokens=False, structured_outputs=form)
@@ -300,39 +317,6 @@ class OutputPlan:
         return OutputParser(self.format, self.schemas, opening=self.opening, hidden=self.hidden)
 
 
-def output_plan(
-    state: ApiState,
-    use: ToolUse,
-    prompt: str,
-    *,
-    separate_reasoning: bool,
-    with_reasoning: bool,
-    skip_special_tokens: bool,
-) -> OutputPlan | None:
-    """Return how the answer is taken apart; None if it is plain text."""
-    format = state.output_format(bool(use.tools))
-    if not use.schemas:
-        format = without_tools(format)
-    elif format.calls is None and not format.harmony:
-        raise RequestError(
-            "tools are not supported by this model: its chat template shows no format of calls. Start the server with "
-            "--chat-template or --tool-format, or send tool_choice = 'none'.",
-            param="tools",
-        )
-    if not separate_reasoning:
-        format = replace(format, reasoning=None)
-    if format.plain:
-        return None
-    return OutputPlan(
-        format,
-        use.schemas,
-        prompt_opening(format, prompt),
-        state.special_texts if skip_special_tokens else (),
-        with_reasoning,
-        None if use.parallel else 1,
-    )
-
-
 # (head, how the answers are taken apart, with what they are sampled) → the answer
 MakeAnswer = Callable[[Head, OutputPlan | None, SamplingParams], Answer]
 
@@ -381,7 +365,7 @@ def thinking_budget(
 
 def _reads_effort(state: ApiState, has_tools: bool) -> bool:
     template = state.frontend.chat_template
-    return template is not None and bool(template.names) and "reasoning_effort" in template.source(has_tools)
+    return bool(template.names) and "reasoning_effort" in template.source(has_tools)
 
 
 def _marks(state: ApiState, format: OutputFormat, param: str) -> tuple[int, int]:

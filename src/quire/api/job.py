@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from quire.api.protocol import RequestFields, SampledFields, deadline_of
 from quire.api.state import ApiState, Ticket
-from quire.engine.output import OutputChunk, RequestStream
+from quire.engine.output import OutputChunk
+from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip
+from quire.http.edge import TENANT
 from quire.http.refusals import Refusal
 from quire.metrics.prometheus import RequestMetrics
 from quire.metrics.trace import RequestPhases
@@ -146,11 +148,13 @@ def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str
     Raises:
         RequestError: a deadline that is wrong.
     """
+    tenant = TENANT.get()
     given: dict[str, Any] = {
         "priority": request.priority,
-        "cache_salt": request.cache_salt,
+        # Tenants share no cached blocks: the time to a first token would tell what another one has asked.
+        "cache_salt": f"{tenant}\n{request.cache_salt}" if tenant else request.cache_salt,
         "client_request_id": request.request_id or getattr(request, "rid", None),
-        "tenant": getattr(request, "user", ""),
+        "tenant": tenant or getattr(request, "user", ""),
         "truncate_to": getattr(request, "truncate_prompt_tokens", None),
     }
     if isinstance(request, SampledFields):
@@ -171,20 +175,18 @@ class _Started:
     ticket: Ticket | None  # of the forecast
 
 
+@dataclass(slots=True, eq=False)
 class PromptStreams:
     """The prompts of a job as streams of the frontend, counted for usage, metrics and forecast."""
 
-    def __init__(
-        self, state: ApiState, job: Job, arrival_s: float, request_id: str, trace: Mapping[str, str]
-    ) -> None:
-        self.usage = Usage()
-        self.echoes: list[str] = []  # the text of each prompt, with `Job.echo`
-        self._state = state
-        self._job = job
-        self._arrival_s = arrival_s
-        self._request_id = request_id
-        self._trace = trace
-        self._prompts: list[_Started] = []
+    _state: ApiState
+    _job: Job
+    _arrival_s: float
+    _request_id: str
+    _trace: Mapping[str, str]
+    usage: Usage = field(default_factory=Usage)
+    echoes: list[str] = field(default_factory=list)  # the text of each prompt, with `Job.echo`
+    _prompts: list[_Started] = field(default_factory=list)
 
     async def submit(self) -> None:
         """Start all prompts, or none."""
@@ -315,11 +317,11 @@ class PromptStreams:
         prompt, num_tokens, now_s = self._prompts[index], len(chunk.token_ids), self._state.now()
         metrics, output = prompt.metrics, prompt.stream.output
         if not metrics.is_admitted and (num_tokens or chunk.finish_reason in _COMPLETE):
-            metrics.admitted(output.queued_s, output.num_cached_tokens)
+            metrics.admitted(output.timing.queued_s, output.timing.num_cached_tokens)
             if prompt.ticket is not None:
                 ratio = prompt.ticket.first(now_s - self._arrival_s)
                 self._state.metrics.histograms["quire:ttft_prediction_ratio"].observe(ratio)
-            self.usage.cached_tokens += output.num_cached_tokens
+            self.usage.cached_tokens += output.timing.num_cached_tokens
         if num_tokens:
             self.usage.completion_tokens += num_tokens
             metrics.chunk(chunk.index, num_tokens, now_s)
@@ -364,15 +366,16 @@ def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float
 
 def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str, Any]:
     output = stream.output
-    has_token = output.ttft_s > 0.0
+    timing = output.timing
+    has_token = timing.ttft_s > 0.0
     return {
-        "queued_ms": _ms(output.queued_s),
-        "prefill_ms": _ms(output.ttft_s - output.queued_s) if has_token else None,
-        "first_token_ms": _ms(output.ttft_s) if has_token else None,
+        "queued_ms": _ms(timing.queued_s),
+        "prefill_ms": _ms(timing.ttft_s - timing.queued_s) if has_token else None,
+        "first_token_ms": _ms(timing.ttft_s) if has_token else None,
         "total_ms": _ms(total_s),
         "prompt_tokens": len(stream.prompt_token_ids),
-        "cached_tokens": output.num_cached_tokens,
-        "cache_miss": output.cache_miss or None,
+        "cached_tokens": timing.num_cached_tokens,
+        "cache_miss": timing.cache_miss or None,
         "completion_tokens": output.num_output_tokens,
         "preemptions": output.num_preemptions,
         "chunks": output.num_chunks,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from quire.engine.output import OutputChunk
 from quire.http.body import STREAM_DONE
 from quire.http.refusals import Refusal
 from quire.request import TokenLogprobs
-from quire.text.output import CallDelta, ContentDelta, Delta
+from quire.text.output.formats import CallDelta, ContentDelta, Delta
 from quire.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode
@@ -124,37 +124,28 @@ class Assembler:
 _FLOOR = -9999.0  # JSON has no -Infinity; OpenAI's servers use this number
 
 
+@dataclass(frozen=True, slots=True)
 class TokenNames:
     """How tokens are written in an answer: their text, or ``token_id:N`` (vLLM's return_tokens_as_token_ids)."""
 
-    __slots__ = ("_as_ids", "_special_ids", "_token_bytes")
-
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._special_ids = tokenizer.special_token_ids
-        self._as_ids = as_ids
+    tokenizer: Tokenizer
+    as_ids: bool
 
     def text(self, token_id: int) -> str:
         """Return the token's text; bytes that are not UTF-8 on their own become U+FFFD."""
-        if self._as_ids:
+        if self.as_ids:
             return f"token_id:{token_id}"
-        return self._token_bytes(token_id).decode("utf-8", "replace")
+        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def legacy_text(self, token_id: int) -> str:
         """Return the token's text, or ``bytes:\\xNN…`` if it is not UTF-8: as a key it must be unique."""
-        if self._as_ids:
+        if self.as_ids:
             return f"token_id:{token_id}"
-        data = self._token_bytes(token_id)
+        data = self.tokenizer.token_bytes(token_id)
         try:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
-
-    def bytes_of(self, token_id: int) -> bytes:
-        return self._token_bytes(token_id)
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], names: TokenNames) -> dict[str, Any]:
@@ -193,15 +184,15 @@ def _ranked(lp: TokenLogprobs, num_top: int, names: TokenNames) -> dict[str, Any
     }
 
 
+@dataclass(slots=True, eq=False)
 class CompletionLogprobs:
     """The older format: parallel lists. Keeps the text offset of one choice between chunks."""
 
-    __slots__ = ("_decoder", "_names", "_offset")
-
-    def __init__(self, names: TokenNames) -> None:
-        self._names = names
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0  # characters of the answer before the next token
+    _names: TokenNames
+    _decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+    _offset: int = 0  # characters of the answer before the next token
 
     def render(self, logprobs: Sequence[TokenLogprobs], into: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return ``{tokens, token_logprobs, top_logprobs, text_offset}`` of the next tokens, added to ``into``."""
@@ -232,8 +223,9 @@ class CompletionLogprobs:
         lists["token_logprobs"].append(logprob)
         lists["top_logprobs"].append(top)
         lists["text_offset"].append(self._offset)
-        if not self._names.is_special(token_id):  # the text of a prompt does not show its BOS
-            self._offset += len(self._decoder.decode(self._names.bytes_of(token_id)))
+        tokenizer = self._names.tokenizer
+        if token_id not in tokenizer.special_token_ids:  # the text of a prompt does not show its BOS
+            self._offset += len(self._decoder.decode(tokenizer.token_bytes(token_id)))
 
     def _top(self, lp: TokenLogprobs) -> dict[str, float]:
         """Return the alternatives and the sampled token. Of two tokens with the same text, the more likely is shown."""
@@ -248,7 +240,7 @@ def _entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
     return {
         "token": names.text(token_id),
         "logprob": _finite(logprob),
-        "bytes": list(names.bytes_of(token_id)),
+        "bytes": list(names.tokenizer.token_bytes(token_id)),
     }
 
 

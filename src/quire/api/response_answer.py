@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import msgspec
@@ -34,32 +35,21 @@ _EVENTS = {
 }
 
 
+@dataclass(eq=False)
 class ResponseAnswer(Answer):
-    """The one response to a request. ``store`` is called with the response when it has ended.
+    """The one response to a request, stored when it has ended. ``_echoed``: fields of the request that it repeats."""
 
-    ``echoed``: the fields of the request that the response repeats.
-    """
+    _state: ApiState
+    head: Head
+    plan: InitVar[OutputPlan | None]
+    _echoed: dict[str, Any]
+    _store: Callable[[dict[str, Any]], None]
+    input_items: list[dict[str, Any]]
+    _logprobs: TextLogprobs
+    streamed: bool = False
 
-    def __init__(
-        self,
-        state: ApiState,
-        head: Head,
-        plan: OutputPlan | None,
-        echoed: dict[str, Any],
-        store: Callable[[dict[str, Any]], None],
-        *,
-        streamed: bool,
-        input_items: list[dict[str, Any]],
-        logprobs: TextLogprobs,
-    ) -> None:
-        self.head = head
-        self.streamed = streamed
-        self.input_items = input_items
-        self._state = state
-        self._echoed = echoed
-        self._store = store
-        self._logprobs = logprobs
-        self._assembler = Assembler(plan, lambda: "call_" + state.new_id()[:24])
+    def __post_init__(self, plan: OutputPlan | None) -> None:
+        self._assembler = Assembler(plan, lambda: "call_" + self._state.new_id()[:24])
         self._ids: list[str] = []  # of the items
         self._cut = False  # a limit ended the answer
         self._cut_by = "max_output_tokens"  # or the context; or "deadline"

@@ -18,6 +18,7 @@ from quire.api.response_request import ResponsesRequest, add_input, conversation
 from quire.api.state import ApiState, Stored
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of
+from quire.http.edge import TENANT
 from quire.http.wire import parse
 from quire.request import SamplingParams
 
@@ -68,9 +69,9 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
             plan,
             _echoed(request, sampling),
             store,
+            items,
+            TextLogprobs(names, plan, tokenizer, skip_special_tokens=sampling.skip_special_tokens),
             streamed=request.stream or request.background,
-            input_items=items,
-            logprobs=TextLogprobs(names, plan, tokenizer, skip_special_tokens=sampling.skip_special_tokens),
         )
 
     background = request.background
@@ -115,7 +116,7 @@ def _pending(state: ApiState, response_id: str) -> Generation | None:
     """Return the background response of this id if it is still running."""
     for request in state.running.named(response_id):
         if isinstance(request, Generation) and request.job.in_background:
-            return request
+            return request if request.job.tenant == TENANT.get() or not TENANT.get() else None
     return None
 
 

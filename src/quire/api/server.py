@@ -60,7 +60,10 @@ async def _serve(
         log.info("draining", requests=frontend.num_requests, grace_s=drain_timeout_s)
         await frontend.drain(drain_timeout_s)
 
-    server = DrainingServer(app, drain)
+    def on_cut(reason: str) -> None:
+        state.metrics.counters[f"quire:http_{reason}s"] += 1
+
+    server = DrainingServer(app, drain, on_cut=on_cut)
     starting = asyncio.create_task(_start(server, frontend, url_of(sock), on_ready))
     try:
         async with served_beside(admin):

@@ -15,11 +15,13 @@ from quire.config import EngineConfig
 from quire.engine.frontend import Frontend
 from quire.engine.prompts import ModelInfo
 from quire.errors import NotFoundError, clip
+from quire.http.edge import TENANT
+from quire.http.keys import KeyFile
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.request import Adapter
-from quire.text.output import FORMATS, OutputFormat, detect_format
+from quire.text.output.formats import FORMATS, OutputFormat, detect_format
 from quire.workload.slo import Slo
 
 
@@ -29,7 +31,8 @@ class ApiSettings:
 
     version: str = "0"
     system_fingerprint: str = "fp_unknown"  # see `fingerprint`
-    api_keys: tuple[str, ...] = ()  # empty: no key is needed
+    api_keys: tuple[str, ...] = ()  # with no key_file either, no key is needed
+    key_file: KeyFile | None = None
     cors_origins: tuple[str, ...] = ()  # empty: no CORS headers; "*": every origin
     lenient: bool = False  # accept unknown request fields; the header x-quire-ignored-fields lists them
     max_body_bytes: int = 32 * 2**20
@@ -60,14 +63,9 @@ class ApiState:
         if self.settings.tool_format != "auto":
             return FORMATS[self.settings.tool_format]
         template = self.frontend.chat_template
-        if template is None or not template.names:
+        if not template.names:
             return FORMATS["plain"]
         return detect_format(template.source(has_tools))
-
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """The texts of special tokens, which are hidden in answers."""
-        return self.frontend.tokenizer.special_texts
 
     @property
     def model(self) -> ModelInfo:
@@ -184,20 +182,24 @@ class Stored:
 
 
 class ResponseStore:
-    """Answers of ``/v1/responses`` in memory: at most ``max_bytes``, the least recently used are dropped first."""
+    """Answers of ``/v1/responses`` in memory: at most ``max_bytes``, the least recently used are dropped first.
+
+    A tenant finds its own answers alone.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._items: OrderedDict[str, Stored] = OrderedDict()
+        self._items: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # by tenant and id
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, response_id: str, stored: Stored) -> None:
         """Keep an answer under an id that is new."""
-        assert response_id not in self._items
-        self._items[response_id] = stored
+        key = (TENANT.get(), response_id)
+        assert key not in self._items
+        self._items[key] = stored
         self.num_bytes += stored.num_bytes
         while self.num_bytes > self.max_bytes:
             _, oldest = self._items.popitem(last=False)
@@ -205,29 +207,28 @@ class ResponseStore:
 
     def get(self, response_id: str) -> Stored | None:
         """Return an answer, which is then the most recently used, or None."""
-        stored = self._items.get(response_id)
+        key = (TENANT.get(), response_id)
+        stored = self._items.get(key)
         if stored is not None:
-            self._items.move_to_end(response_id)
+            self._items.move_to_end(key)
         return stored
 
     def delete(self, response_id: str) -> bool:
         """Delete an answer; return whether it was stored."""
-        stored = self._items.pop(response_id, None)
+        stored = self._items.pop((TENANT.get(), response_id), None)
         if stored is not None:
             self.num_bytes -= stored.num_bytes
         return stored is not None
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One prompt on its way. Call `first` at its first token and `leave` at its end; later calls count for nothing."""
 
-    __slots__ = ("_forecast", "num_tokens", "predicted_s", "state")
-
-    def __init__(self, forecast: TtftForecast, num_tokens: int, predicted_s: float) -> None:
-        self._forecast = forecast
-        self.num_tokens = num_tokens
-        self.predicted_s = predicted_s
-        self.state = "waiting"  # then "decoding", then "gone"
+    _forecast: TtftForecast
+    num_tokens: int
+    predicted_s: float
+    state: str = "waiting"  # then "decoding", then "gone"
 
     def first(self, measured_s: float) -> float:
         """The first token came ``measured_s`` after arrival. Return measured / predicted."""

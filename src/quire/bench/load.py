@@ -201,9 +201,8 @@ def chained(requests: Sequence[WorkloadRequest]) -> list[list[WorkloadRequest]]:
     """Return the sessions by first arrival, each with its turns in order; a request without a session is its own."""
     chains: dict[Hashable, list[WorkloadRequest]] = {}
     for request in requests:
-        chains.setdefault(request.index if request.session is None else (request.session,), []).append(
-            request
-        )
+        key = request.index if request.session is None else (request.session,)
+        chains.setdefault(key, []).append(request)
     for turns in chains.values():
         turns.sort(key=lambda r: r.turn)
     return list(chains.values())

@@ -5,55 +5,35 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from html import escape
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from jinja2 import Environment
 from rich.console import Console
 from rich.table import Table
 
 from quire.errors import ConfigError
 
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2rem auto;padding:0 1rem}"
-    "body{color:#222;background:#fff}"
-    "h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}"
-    "table{border-collapse:collapse;margin:.6rem 0}td,th{padding:.2rem .8rem;border-bottom:1px solid #ddd}"
-    "td{text-align:right;font-variant-numeric:tabular-nums}td:first-child,th{text-align:left}"
-    ".plots{display:flex;flex-wrap:wrap;gap:1rem}.plots svg{width:100%;max-width:520px;height:auto;background:#fff}"
-    "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}td,th{border-color:#444}}"
-)
+# Of the table of latencies that `summary_rows` returns.
+SUMMARY_HEADER = ("", "mean", "p50", "p90", "p95", "p99")
 
 
-class Page:
-    """Collects headings, tables and plots; `html` returns the file."""
+class Section(NamedTuple):
+    """A part of a report, in this order; what is empty is left out."""
 
-    def __init__(self, title: str, note: str = "") -> None:
-        self._title = title
-        self._parts = [f"<h1>{escape(title)}</h1>", f"<p>{escape(note)}</p>" if note else ""]
+    heading: str = ""
+    text: str = ""
+    tables: Sequence[tuple[Sequence[str], Sequence[Sequence[Any]]]] = ()  # header and rows of each
+    plots: Sequence[str] = ()  # ``<svg>`` elements
 
-    def heading(self, text: str) -> None:
-        self._parts.append(f"<h2>{escape(text)}</h2>")
 
-    def paragraph(self, text: str) -> None:
-        self._parts.append(f"<p>{escape(text)}</p>")
-
-    def table(self, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-        body = "".join("<tr>" + "".join(f"<td>{escape(show(c))}</td>" for c in row) + "</tr>" for row in rows)
-        self._parts.append(f"<table><tr>{head}</tr>{body}</table>")
-
-    def plots(self, svgs: Sequence[str]) -> None:
-        self._parts.append(
-            '<div class="plots">' + "".join(f"<figure>{svg}</figure>" for svg in svgs) + "</div>"
-        )
-
-    def html(self) -> str:
-        body = "\n".join(part for part in self._parts if part)
-        return (
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(self._title)}</title>'
-            f"<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
-        )
+def html_page(title: str, sections: Sequence[Section]) -> str:
+    """Return the HTML file of a report, from the template ``page.html``."""
+    environment = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["show"] = show
+    template = environment.from_string((files("quire.bench") / "page.html").read_text())
+    return template.render(title=title, sections=sections)
 
 
 def show(value: Any) -> str:
@@ -109,7 +89,7 @@ def print_table(out: Console, header: Sequence[str], rows: Sequence[Sequence[Any
 
 def print_summary(out: Console, summary: Mapping[str, Any]) -> None:
     """Print latencies, rates, and counts of failures and of refused rows by kind."""
-    print_table(out, ("", "mean", "p50", "p90", "p95", "p99"), summary_rows(summary))
+    print_table(out, SUMMARY_HEADER, summary_rows(summary))
     say = {key: show(summary[key]) for key in summary if key.endswith("_per_s") or key.startswith("num_")}
     lines = [
         f"{say['num_completed']} of {say['num_requests']} requests completed in {summary['duration_s']:.1f} s, "

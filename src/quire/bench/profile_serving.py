@@ -40,14 +40,6 @@ MANY_ROWS = 100  # prompt tokens from which the TTFT is mostly that of the promp
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
-    """The mean gap between tokens at a number of users."""
-
-    num_users: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class First:
     """The time to the first token of a single user's prompts."""
 
@@ -69,9 +61,7 @@ def measure_host(
     users = [c for c in USERS if c <= max_num_seqs]
     lengths = [p for p in PROMPTS if 2 * p <= max_model_len]
     gaps, first, again = asyncio.run(_measure(target, prompts, users, lengths))
-    fixed_s, per_seq_s = _line(
-        [(gap.num_users, gap.seconds - _decode_s(executor, gap.num_users), gap.seconds) for gap in gaps]
-    )
+    fixed_s, per_seq_s = _line([(num, gap_s - _decode_s(executor, num), gap_s) for num, gap_s in gaps])
     step = executor.plus(fixed_s=fixed_s, per_seq_s=per_seq_s)
 
     def way(firsts: Sequence[First]) -> tuple[float, float]:
@@ -93,8 +83,8 @@ def measure_host(
 
 async def _measure(
     target: Target, prompts: PromptMaker, users: Sequence[int], lengths: Sequence[int]
-) -> tuple[list[Gap], list[First], list[First]]:
-    """Return the gaps by users, and the first tokens of a single user: of new prompts, and of the same again."""
+) -> tuple[list[tuple[int, float]], list[First], list[First]]:
+    """Return (users, mean gap between tokens in s), and a single user's first tokens: of new prompts, of the same."""
     client = StreamingClient(target)
     index = 0
 
@@ -117,7 +107,7 @@ async def _measure(
         gaps = []
         for num in users:
             records = await loop(num, max(3, 2 * num), PROMPT, OUTPUT)
-            gaps.append(Gap(num, cut_mean([gap for r in records for gap in r.itl_s])))
+            gaps.append((num, cut_mean([gap for r in records for gap in r.itl_s])))
         first, again = [], []
         for length in lengths:
             first.append(_first(await loop(1, ONE_BY_ONE, length, 2)))

@@ -91,9 +91,7 @@ def cases(config: EngineConfig, max_blocks: int) -> list[Case]:
         )
 
     found = dict.fromkeys(case for case in _all(longest) if fits(case))
-    return sorted(
-        found, key=lambda case: (case.num_rows, case.features.chunk_pairs, case.features.decode_kv_tokens)
-    )
+    return sorted(found, key=lambda c: (c.num_rows, c.features.chunk_pairs, c.features.decode_kv_tokens))
 
 
 def _all(longest: int) -> Iterator[Case]:
@@ -176,10 +174,8 @@ class StepProfiler:
             times.append(self._run(StepPlan(self._step, new, (*plans, *(plan for _, plan in chunks)))))
             entering = ()
             plans = [
-                plan._replace(
-                    num_computed_tokens=plan.num_computed_tokens + 1, block_start=(), new_block_ids=()
-                )
-                for plan in plans
+                p._replace(num_computed_tokens=p.num_computed_tokens + 1, block_start=(), new_block_ids=())
+                for p in plans
             ]
             self._gone = tuple(seq.seq_id for seq, _ in chunks)
             if sum(times) > limit_s:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.bench.figures import Series, chart
-from quire.bench.page import Page, summary_rows
+from quire.bench.page import SUMMARY_HEADER, Section, html_page, summary_rows
 from quire.bench.summary import ERROR, OK, RequestRecord
 
-_LATENCIES = ("mean", "p50", "p90", "p95", "p99")
+Table = tuple[Sequence[str], list[list[Any]]]
 
 
 def run_report(
@@ -20,14 +20,13 @@ def run_report(
     more: Sequence[str] = (),
 ) -> str:
     """Return the page of one run: facts, summary, CDFs, requests over time; ``more``: further plots at the end."""
-    page = Page(title)
-    _facts(page, facts)
-    _summary(page, summary)
-    page.heading("Latency")
-    page.plots(cdfs(records))
-    page.heading("Over time")
-    page.plots([*timelines(records), *more])
-    return page.html()
+    sections = [
+        Section(tables=[_facts(facts)]),
+        Section("Summary", tables=_summary(summary)),
+        Section("Latency", plots=cdfs(records)),
+        Section("Over time", plots=[*timelines(records), *more]),
+    ]
+    return html_page(title, sections)
 
 
 def sweep_report(
@@ -41,22 +40,21 @@ def sweep_report(
 
     ``points``: summaries with ``offered_per_s``.
     """
-    page = Page(title)
-    _facts(page, facts)
     rate = knee["offered_per_s"]
-    page.heading("Load")
-    page.paragraph(
+    text = (
         f"Knee: {rate:.4g} requests/s, the smallest load whose goodput ({knee['goodput_per_s']:.4g}/s) is within 5 % "
         "of the best."
     )
-    page.plots(sweep_charts(points, rate))
     header = ("offered/s", "goodput/s", "requests/s", "output tokens/s", "TTFT p50 ms", "TTFT p95 ms", "TPOT p50 ms",
               "TPOT p95 ms", "failed")  # fmt: skip
-    page.table(header, [_point(p) for p in points])
-    page.heading("The run at the knee")
-    _summary(page, knee)
-    page.plots([*cdfs(records), *timelines(records)])
-    return page.html()
+    sections = [
+        Section(tables=[_facts(facts)]),
+        Section("Load", text, plots=sweep_charts(points, rate)),
+        Section(tables=[(header, [_point(p) for p in points])]),
+        Section("The run at the knee"),
+        Section("Summary", tables=_summary(knee), plots=[*cdfs(records), *timelines(records)]),
+    ]
+    return html_page(title, sections)
 
 
 def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float) -> list[str]:
@@ -134,21 +132,18 @@ def levels_of(spans: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return times, counts
 
 
-def _facts(page: Page, facts: Mapping[str, Any]) -> None:
-    page.table(("", ""), [[key, str(value)] for key, value in facts.items()])
+def _facts(facts: Mapping[str, Any]) -> Table:
+    return ("", ""), [[key, str(value)] for key, value in facts.items()]
 
 
-def _summary(page: Page, summary: Mapping[str, Any]) -> None:
-    page.heading("Summary")
-    page.table(("", *_LATENCIES), summary_rows(summary))
+def _summary(summary: Mapping[str, Any]) -> list[Table]:
+    """Return the tables of latencies, and of rates and counts."""
     names = ("requests_per_s", "goodput_per_s", "output_tokens_per_s", "input_tokens_per_s", "duration_s",
              "num_requests", "num_completed", "num_cancelled", "num_failed", "num_refused_rows")  # fmt: skip
-    rows: list[list[Any]] = [
-        [name.replace("_per_s", "/s").replace("_", " "), summary[name]] for name in names
-    ]
+    rows = [[name.replace("_per_s", "/s").replace("_", " "), summary[name]] for name in names]
     rows += [[f"failed: {kind}", count] for kind, count in summary["errors"].items()]
     rows += [[f"refused: {reason}", count] for reason, count in summary["refused_rows"].items()]
-    page.table(("", ""), rows)
+    return [(SUMMARY_HEADER, summary_rows(summary)), (("", ""), rows)]
 
 
 def _point(p: Mapping[str, Any]) -> list[Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,7 @@ from quire.bench.client import RequestFailed, StreamingClient, Target, api_url, 
 from quire.bench.load import Conversation, Load, Runner
 from quire.bench.page import console, show
 from quire.bench.runs import Measured, Outcome, make_workload
-from quire.bench.summary import ERROR, RequestRecord, percentile, summarize
+from quire.bench.summary import ERROR, RequestRecord, summarize
 from quire.errors import ConfigError
 from quire.workload.request import PromptMaker, Workload, WorkloadRequest
 from quire.workload.slo import Slo
@@ -105,15 +106,15 @@ def _prompts(flags: ServeBenchArgs, run_number: int) -> PromptMaker:
     return PromptMaker(flags.vocab_size, flags.seed * 1000 + run_number + 1, min(256, flags.vocab_size // 2))
 
 
+@dataclass(slots=True)
 class _Bench:
     """Runs of one command against a server."""
 
-    def __init__(self, flags: ServeBenchArgs, workload: Workload, slo: Slo | None, target: Target) -> None:
-        self.target = target
-        self._flags = flags
-        self._workload = workload
-        self._slo = slo
-        self._runs = 0
+    _flags: ServeBenchArgs
+    _workload: Workload
+    _slo: Slo | None
+    target: Target
+    _runs: int = 0
 
     def measure(self, workload: Workload, what: str) -> Outcome:
         """Send the workload. ``what``: the load, where it is a run of a sweep."""
@@ -204,13 +205,11 @@ class LiveProgress:
 
     def line(self, now_s: float) -> str:
         """Return running and failed requests, tokens/s so far, and the median TTFT and TPOT of the last requests."""
-        ttft = percentile(sorted(r.ttft_s for r in self._last if r.ttft_s is not None), 50)
-        tpot = percentile(sorted(r.tpot_s for r in self._last if r.tpot_s is not None), 50)
-        parts = [
-            f"{self._running} running",
-            f"{self._tokens / max(1e-9, now_s - self._start_s):.0f} tokens/s",
-        ]
-        parts += [f"TTFT {ttft * 1e3:.0f} ms"] if ttft is not None else []
-        parts += [f"TPOT {tpot * 1e3:.1f} ms"] if tpot is not None else []
+        ttfts = [r.ttft_s for r in self._last if r.ttft_s is not None]
+        tpots = [r.tpot_s for r in self._last if r.tpot_s is not None]
+        tokens_per_s = self._tokens / max(1e-9, now_s - self._start_s)
+        parts = [f"{self._running} running", f"{tokens_per_s:.0f} tokens/s"]
+        parts += [f"TTFT {statistics.median(ttfts) * 1e3:.0f} ms"] if ttfts else []
+        parts += [f"TPOT {statistics.median(tpots) * 1e3:.1f} ms"] if tpots else []
         parts += [f"{self._failed} failed"] if self._failed else []
         return ", ".join(parts)

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from quire.workload.request import WorkloadRequest
 from quire.workload.slo import Slo
 
@@ -155,16 +157,9 @@ def summarize(
 
 def distribution(seconds: Iterable[float | None]) -> dict[str, float | None]:
     """Return ``mean``, ``p50`` … ``p99`` in milliseconds of the values that are not None; all None where none is."""
-    values = sorted(s * 1e3 for s in seconds if s is not None)
-    mean = math.fsum(values) / len(values) if values else None
-    return {"mean": mean} | {f"p{p}": percentile(values, p) for p in PERCENTILES}
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float | None:
-    """Return the percentile of ascending values, linear between neighbours (numpy's default); None without values."""
-    if not ordered:
-        return None
-    place = (len(ordered) - 1) * percent / 100.0
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    values = [s * 1e3 for s in seconds if s is not None]
+    names = [f"p{percent}" for percent in PERCENTILES]
+    if not values:
+        return dict.fromkeys(("mean", *names))
+    found = np.percentile(values, PERCENTILES).tolist()
+    return {"mean": math.fsum(values) / len(values), **dict(zip(names, found, strict=True))}

@@ -127,9 +127,8 @@ class Windows:
         for group in self.sliding:
             window = self.windows[group]
             assert window is not None
-            seen = (
-                window + chunk - 1
-            )  # from the first position that the chunk's first row sees to its last row
+            # From the first position that the chunk's first row sees to its last row.
+            seen = window + chunk - 1
             total += min(rows, -(-(seen - 1) // self._block_size) + 1)
         return total
 

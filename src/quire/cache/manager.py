@@ -67,9 +67,8 @@ class CacheManager:
         step = self.references.planning.step
         hit = self.match(table, token_ids, step)
         end = self._admissible_end(hit, len(token_ids), target, budget, whole=whole)
-        if (
-            end is None and hit.copy_tail
-        ):  # no room for the copy beside its source: compute the last block again
+        if end is None and hit.copy_tail:
+            # No room for the copy beside its source: compute the last block again.
             hit = self.prefix.find(table.chain[: len(hit.nodes) - 1], len(token_ids), step)
             end = self._admissible_end(hit, len(token_ids), target, budget, whole=whole)
         if end is None:
@@ -162,11 +161,8 @@ class CacheManager:
         if whole and todo > budget:
             return None
         end = hit.num_tokens + min(todo, budget)
-        room = (
-            self.references.num_available
-            - hit.num_idle(self.pool.ref_counts)
-            - self._num_groups * hit.copy_tail
-        )
+        room = self.references.num_available - hit.num_idle(self.pool.ref_counts)
+        room -= self._num_groups * hit.copy_tail
         room -= self.windows.num_full * (-(-num_known // self.block_size) - len(hit.nodes))
         if room < 0:
             return None

@@ -97,14 +97,8 @@ class References:
         """Tell whether a step that is not applied yet uses ``table``."""
         return table.last_step > self.applied_step
 
-    def take(self) -> int:
-        """Return a block with one reference, evicting one where none is free."""
-        if self.pool.num_free == 0:
-            self.prefix.evict(1)
-        return self.pool.take()
-
     def take_many(self, count: int) -> list[int]:
-        """`take`, ``count`` times; what has to be evicted goes at once."""
+        """Return blocks with one reference each; what has to be evicted for them goes at once."""
         missing = count - self.pool.num_free
         if missing > 0:
             self.prefix.evict(missing)
@@ -134,7 +128,7 @@ class References:
         """Take a block for ``table`` and plan the move that fills it from ``source``; the step holds both ends."""
         step = self.planning
         self.share(source)
-        target = self.take()
+        target = self.take_many(1)[0]
         self.share(target)
         step.held += (source, target)
         step.moves.append(KvMove(source, target))

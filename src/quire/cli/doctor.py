@@ -11,7 +11,7 @@ from rich.table import Table
 from quire import __version__
 from quire.device import FP8_CAPABILITY, cpu_features, detect_device, find_gpu, gpu_problem, slow_kernels
 
-NEEDED = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2")
+NEEDED = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2", "tqdm")
 SERVING = (
     "msgspec", "pyzmq", "starlette", "pydantic", "python-multipart", "uvicorn", "uvloop", "httptools",
     "prometheus-client", "setproctitle", "typer", "rich",

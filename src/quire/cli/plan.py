@@ -127,11 +127,8 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
         if chosen and (size := getattr(chosen.split, short)) > 1:
             wanted[name] = size
     flags = [f"{flag_name(name)} {shlex.quote(str(v))}" for name, v in wanted.items() if name in known]
-    lacking = [
-        f"this version has no {flag_name(name)} yet (wanted: {v})"
-        for name, v in wanted.items()
-        if name not in known
-    ]
+    missing = {name: value for name, value in wanted.items() if name not in known}
+    lacking = [f"this version has no {flag_name(name)} yet (wanted: {v})" for name, v in missing.items()]
     if chosen and chosen.split.dp > 1:
         lacking.append(f"run {chosen.split.dp} of them, behind a load balancer")
     return " ".join(["quire serve", q.model, *flags]), lacking
@@ -146,9 +143,7 @@ def plan(asked: PlanArgs) -> int:
     if asked.json:
         said = answer.as_dict() | {"command": command, "remarks": lacking}
         if asked.explain:
-            said["explain"] = [
-                {"name": x.name, "value": x.value, "formula": x.formula} for x in explain(answer)
-            ]
+            said["explain"] = [asdict(line) for line in explain(answer)]
         if found is not None:
             said["search"] = search_as_dict(found)
         print(json.dumps(said, indent=1))
@@ -174,9 +169,8 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], *, explained:
     q = answer.question
     console = _console()
     data = answer.as_dict()
-    active = (
-        f", {q.spec.num_active_params / 1e9:.1f} B active" if any(x.mlp.moe for x in q.spec.layers) else ""
-    )
+    is_moe = any(layer.mlp.moe for layer in q.spec.layers)
+    active = f", {q.spec.num_active_params / 1e9:.1f} B active" if is_moe else ""
     console.print(
         f"[bold]{q.model}[/bold]  {q.spec.num_params / 1e9:.2f} B weights{active} as {q.precision}, on "
         f"{q.count} × {q.hardware.title}\n"
@@ -215,16 +209,11 @@ def _speed_table(data: Mapping[str, Any]) -> Table:
     p, load, cost = data["predicted"], data["load"], data["cost"]
     how = f"{load['rate']:g} requests/s" if load["rate"] else f"{load['concurrency']} clients"
     table = Table(f"predicted at {how}, {load['isl']} in, {load['osl']} out", "", box=None, pad_edge=False)
-    ttft = (
-        "grows without bound: more requests arrive than can be served"
-        if p["ttft_ms"] is None
-        else f"{p['ttft_ms']:.0f} ms"
-    )
-    table.add_row("TTFT (mean)", ttft)
+    endless = "grows without bound: more requests arrive than can be served"
+    table.add_row("TTFT (mean)", endless if p["ttft_ms"] is None else f"{p['ttft_ms']:.0f} ms")
     table.add_row("TPOT (mean)", f"{p['tpot_ms']:.1f} ms")
-    table.add_row(
-        "running, of at most", f"{p['running'] / data['split']['dp']:.1f} of {p['max_batch']:,} in a replica"
-    )
+    running = p["running"] / data["split"]["dp"]
+    table.add_row("running, of at most", f"{running:.1f} of {p['max_batch']:,} in a replica")
     table.add_row(
         "prompt, decode step", f"{p['prefill_ms']:.1f} ms (among decodes), {p['decode_step_ms']:.1f} ms"
     )
@@ -232,17 +221,14 @@ def _speed_table(data: Mapping[str, Any]) -> Table:
                   f"{p['output_tokens_per_s']:,.0f} out")  # fmt: skip
     if p["knee_per_s"] is not None:
         held = "held" if p["meets_slo"] else "[red]not held[/red]"
-        table.add_row(
-            "SLO", f"{held}; goodput {p['goodput_per_s']:.2f} requests/s, knee at {p['knee_per_s']:.2f}"
-        )
+        goodput = f"goodput {p['goodput_per_s']:.2f} requests/s, knee at {p['knee_per_s']:.2f}"
+        table.add_row("SLO", f"{held}; {goodput}")
         if p["devices_needed"] is not None:
             table.add_row("", f"the fewest devices that hold it: {p['devices_needed']}")
     if cost and cost["usd_per_hour"] is not None:
         million = f"${cost['usd_per_million_input']:.3f} in, ${cost['usd_per_million_output']:.3f} out"
-        table.add_row(
-            "cost",
-            f"${cost['usd_per_hour']:.2f} per hour; per million tokens {million} ({cost['price_source']})",
-        )
+        hour = f"${cost['usd_per_hour']:.2f} per hour"
+        table.add_row("cost", f"{hour}; per million tokens {million} ({cost['price_source']})")
     else:
         table.add_row("cost", "unknown: the table has no price")
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from setproctitle import setproctitle
@@ -52,7 +53,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     from quire.engine.build import EngineInfo
     from quire.engine.frontend import Frontend
     from quire.http.listen import bind
-    from quire.jobs.extension import jobs_of
+    from quire.jobs.routes import jobs_of
 
     names = tuple(name.strip() for name in (server_args.served_model_name or "").split(",") if name.strip())
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
@@ -94,11 +95,13 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     """Return the settings of the API."""
     from quire.api.state import ApiSettings, fingerprint
+    from quire.http.keys import KeyFile
 
     return ApiSettings(
         version=__version__,
         system_fingerprint=fingerprint(config, __version__),
         api_keys=(args.api_key,) if args.api_key else (),
+        key_file=KeyFile(Path(args.api_key_file), time.monotonic) if args.api_key_file else None,
         cors_origins=_list(args.cors_origins),
         lenient=args.lenient,
         tool_format=args.tool_format,

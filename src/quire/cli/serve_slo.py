@@ -50,9 +50,8 @@ def _measured(config: EngineConfig) -> CostModel:
             "--slo without --profile measures this machine with the native extension, which is not built"
         )
     precision = (config.model.quantize or "bf16").partition("-")[0]
-    precision = (
-        precision if precision in ("int8", "int4") else "fp32" if config.model.dtype == "float32" else "bf16"
-    )
+    if precision not in ("int8", "int4"):
+        precision = "fp32" if config.model.dtype == "float32" else "bf16"
     kv_dtype = "int8" if config.model.kv_dtype == "int8" else "bf16"
     hardware = this_machine(config.device, config.runner.num_threads)
     roofline = Roofline(work_of(config.model.spec, precision, kv_dtype), hardware, efficiencies()["cpu"])

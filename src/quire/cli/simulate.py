@@ -27,8 +27,7 @@ def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) 
     Raises:
         ConfigError: a flag is wrong.
     """
-    setup = set_up(args, settings, flags.seed)
-    setup = replace(setup, config=replace(setup.config, concurrency=flags.concurrency))
+    setup = set_up(args, flags, settings)
     flags = replace(flags, max_model_len=setup.config.scheduler.max_model_len)
     workload = make_workload(flags)
     slo = Slo.parse(flags.slo) if flags.slo else None

@@ -19,9 +19,9 @@ from quire.clock import WallClock
 from quire.device import detect_device, slow_kernels
 from quire.engine.assemble import configure, load_text
 from quire.engine.frontend import Frontend
-from quire.engine.output import RequestStream
 from quire.engine.process import ProcessClient
 from quire.engine.spawn import EngineProcess
+from quire.engine.stream import RequestStream
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.request import Adapter, FinishReason
 

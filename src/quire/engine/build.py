@@ -103,7 +103,8 @@ def _executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
     if kind == "timed":
         from quire.executor.timed import TimedExecutor
 
-        return TimedExecutor(CostModel.from_json(json.loads(Path(argument).read_text())), clock)
+        step_time = CostModel.from_json(json.loads(Path(argument).read_text()))
+        return TimedExecutor(lambda taken: step_time.seconds(taken.step), clock)
     factory = kind.partition(":")[2]
     made: Executor = getattr(importlib.import_module(_module(executor)), factory)(config, argument)
     return made

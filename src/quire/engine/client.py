@@ -117,7 +117,6 @@ class InProcessClient:
         return describe(self._config, self._executor, self._clock.now() - start_s)
 
     def send(self, message: Message) -> None:
-        """As `EngineClient.send`."""
         with self._lock:
             if self._core is None:
                 self._early.append(message)
@@ -142,12 +141,10 @@ class InProcessClient:
             raise EngineDeadError(f"The engine stopped: {type(error).__name__}: {error}") from error
 
     def replies(self) -> list[Reply]:
-        """As `EngineClient.replies`."""
         replies, self.core.replies = self.core.replies, []
         return replies
 
     def stats(self) -> EngineStats:
-        """As `EngineClient.stats`."""
         return EngineStats() if self._core is None else self._core.stats()
 
     def health(self) -> EngineHealth:
@@ -159,7 +156,6 @@ class InProcessClient:
         return ""
 
     def close(self) -> None:
-        """As `EngineClient.close`."""
         self._closed = True
         self._arrived.set()
         if self._core is not None:

@@ -20,6 +20,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from quire.clock import Clock
@@ -28,8 +29,9 @@ from quire.engine.build import EngineInfo
 from quire.engine.client import Calls, EngineClient
 from quire.engine.core import AbortRequest, AddRequest, Call, Message, Reply
 from quire.engine.helper_pool import GrammarChecker
-from quire.engine.output import RequestOutputState, RequestStream
+from quire.engine.output import RequestOutputState
 from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, prepare_request
+from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
@@ -325,6 +327,7 @@ class OpenStreams:
             self._idle.set()
 
 
+@dataclass(eq=False)
 class EventPump:
     """A thread that receives from the engine and calls back in the event loop's thread.
 
@@ -332,22 +335,14 @@ class EventPump:
     and ``on_death`` at most once, but not after `stop`.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        on_ready: Callable[[EngineInfo], None],
-        on_events: Callable[[list[TokenEvent]], None],
-        on_replies: Callable[[list[Reply]], None],
-        on_death: Callable[[QuireError], None],
-    ) -> None:
-        self._client = client
-        self._loop = loop
-        self._on_ready = on_ready
-        self._on_events = on_events
-        self._on_replies = on_replies
-        self._on_death = on_death
+    client: EngineClient
+    loop: asyncio.AbstractEventLoop
+    on_ready: Callable[[EngineInfo], None]
+    on_events: Callable[[list[TokenEvent]], None]
+    on_replies: Callable[[list[Reply]], None]
+    on_death: Callable[[QuireError], None]
+
+    def __post_init__(self) -> None:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="quire-events", daemon=True)
 
@@ -357,19 +352,19 @@ class EventPump:
     async def stop(self) -> None:
         """Close the client, which wakes the thread, and wait for the thread to end."""
         self._stopping = True
-        await asyncio.to_thread(self._client.close)
+        await asyncio.to_thread(self.client.close)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
         try:
-            self._post(self._on_ready, self._client.wait_ready())
+            self._post(self.on_ready, self.client.wait_ready())
             while not self._stopping:
-                events = self._client.receive()
+                events = self.client.receive()
                 if events:
-                    self._post(self._on_events, events)
-                if replies := self._client.replies():
-                    self._post(self._on_replies, replies)
+                    self._post(self.on_events, events)
+                if replies := self.client.replies():
+                    self._post(self.on_replies, replies)
         except QuireError as error:
             self._die(error)
         except Exception as error:  # a bug, but the streams have to end
@@ -378,9 +373,9 @@ class EventPump:
 
     def _die(self, error: QuireError) -> None:
         if not self._stopping:
-            self._post(self._on_death, error)
+            self._post(self.on_death, error)
 
     def _post(self, call: Callable[..., None], argument: object) -> None:
         # If the loop was closed meanwhile, there is nothing left to call.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call, argument)
+            self.loop.call_soon_threadsafe(call, argument)

@@ -9,13 +9,14 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 from __future__ import annotations
 
 import random
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from quire.clock import Clock, WallClock
+from tqdm import tqdm
+
+from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, llm_args, load_text
 from quire.engine.client import InProcessClient
@@ -249,12 +250,17 @@ class LLM:
             r.request_id: [[] for _ in range(r.sampling.num_samples)] for r in requests
         }
         states: dict[str, RequestOutputState] = {}
-        bar = ProgressBar(len(requests), self._clock, shown=show)
-        for state, chunk in self._chunks(deque(requests), continues=continues):
-            states[state.request.request_id] = state
-            received[state.request.request_id][chunk.index].append(chunk)
-            bar.add(requests=state.finished, tokens=len(chunk.token_ids))
-        bar.close()
+        num_tokens, start_s = 0, self._clock.now()
+        # None: shown where stderr is a terminal
+        with tqdm(total=len(requests), unit=" requests", disable=None if show else True) as bar:
+            for state, chunk in self._chunks(deque(requests), continues=continues):
+                states[state.request.request_id] = state
+                received[state.request.request_id][chunk.index].append(chunk)
+                num_tokens += len(chunk.token_ids)
+                if state.finished:
+                    rate = num_tokens / max(1e-9, self._clock.now() - start_s)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                    bar.update()
         return [
             request_output(
                 states[r.request_id], text, [merge(c) for c in received[r.request_id]], self._tokenizer
@@ -332,43 +338,3 @@ def _text_of(prompt: Prompt) -> str | None:
         if isinstance(text, str):
             return text
     return None
-
-
-_INTERVAL_S = 0.1
-_WIDTH = 24
-
-
-class ProgressBar:
-    """Shows finished requests and tokens per second on a terminal's stderr; silent where stderr is not a terminal.
-
-    |██████████··············|  107/256 requests  1823 tokens/s
-    """
-
-    def __init__(self, total: int, clock: Clock, *, shown: bool = True) -> None:
-        self._total = total
-        self._clock = clock
-        self._shown = shown and sys.stderr.isatty()
-        self._done = 0
-        self._tokens = 0
-        self._start_s = clock.now()
-        self._shown_s = float("-inf")
-
-    def add(self, *, requests: int = 0, tokens: int = 0) -> None:
-        """Count progress and show it at most ten times a second."""
-        self._done += requests
-        self._tokens += tokens
-        if self._shown and self._clock.now() - self._shown_s >= _INTERVAL_S:
-            self._show("\r")
-
-    def close(self) -> None:
-        """Show the final state and end the line."""
-        if self._shown:
-            self._show("\n")
-
-    def _show(self, end: str) -> None:
-        self._shown_s = self._clock.now()
-        full = _WIDTH * self._done // max(1, self._total)
-        rate = self._tokens / max(1e-9, self._shown_s - self._start_s)
-        bar = "█" * full + "·" * (_WIDTH - full)
-        sys.stderr.write(f"\r|{bar}| {self._done:>5}/{self._total} requests  {rate:.0f} tokens/s {end}")
-        sys.stderr.flush()

@@ -10,14 +10,12 @@ when no stop string can begin in it, so nothing that was streamed is ever taken 
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quire.engine.core import FinishSample
 from quire.metrics.log import Log
-from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from quire.request import FinishReason, Request, SampleTiming, TokenEvent, TokenLogprobs
 from quire.text.stop import StopMatcher
 from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -44,7 +42,7 @@ class OutputChunk:
     # The stop token id, the stop string, or the deadline's name; None for EOS.
     stop_reason: int | str | None = None
     error: str | None = None  # with FinishReason.ERROR and FinishReason.DEADLINE
-    # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline".
+    # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline", "slow_reader".
     error_kind: str | None = None
     retry_after_s: float = 0.0  # with "hopeless"
 
@@ -70,17 +68,6 @@ def merge(chunks: Sequence[OutputChunk]) -> OutputChunk:
 class _Sample:
     """The text of one of the n samples."""
 
-    __slots__ = (
-        "detokenizer",
-        "finished",
-        "matcher",
-        "num_accepted",
-        "num_chunks",
-        "num_steps",
-        "num_tokens",
-        "started",
-    )
-
     def __init__(self, request: Request, tokenizer: Tokenizer, continues: bool) -> None:
         sampling = request.sampling
         self.detokenizer = IncrementalDetokenizer(
@@ -91,8 +78,8 @@ class _Sample:
             self.matcher = StopMatcher(
                 sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
             )
-        self.num_tokens = 0
-        self.num_steps = self.num_chunks = self.num_accepted = 0
+        self.num_tokens = self.num_steps = self.num_chunks = self.num_preemptions = 0
+        self.num_accepted = 0  # drafts
         self.started = False  # its first chunk was returned
         self.finished = False
 
@@ -102,6 +89,8 @@ class _Sample:
         if event.timing is not None:
             self.num_steps = max(self.num_steps, event.timing.num_steps)
             self.num_chunks = max(self.num_chunks, event.timing.num_chunks)
+            # A restarted engine counts from zero again, so a number never falls.
+            self.num_preemptions = max(self.num_preemptions, event.timing.num_preemptions)
         elif event.token_ids:
             self.num_steps += 1
 
@@ -146,13 +135,9 @@ class RequestOutputState:
             token_id not in special for token_id in reversed(request.prompt_token_ids)
         )
         self.request = request
-        self.num_cached_tokens = 0
-        self.queued_s = 0.0
-        self.ttft_s = 0.0
-        self.cache_miss = ""
+        self.timing = SampleTiming()  # of the first sample, with its first token
         self._send = send
         self._samples = [_Sample(request, tokenizer, continues) for _ in range(request.sampling.num_samples)]
-        self._preemptions = [0] * request.sampling.num_samples
         self._num_open = request.sampling.num_samples
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
 
@@ -162,7 +147,7 @@ class RequestOutputState:
 
     @property
     def num_preemptions(self) -> int:
-        return sum(self._preemptions)
+        return sum(sample.num_preemptions for sample in self._samples)
 
     @property
     def num_steps(self) -> int:
@@ -191,22 +176,26 @@ class RequestOutputState:
             self._prompt_logprobs += event.prompt_logprobs[len(self._prompt_logprobs) - event.prompt_start :]
         if sample.finished:
             return None
-        self._note(event)
+        sample.note_step(event)
+        if event.timing is not None and event.sample_index == 0 and sample.num_tokens == 0:
+            self.timing = event.timing
         pieces, used = [], 0
-        min_tokens = self.request.sampling.min_tokens
+        sampling = self.request.sampling
+        # Whether the last token is the stop token that ended the sample: counted, but without text.
+        silent_stop = event.stop_token_id is not None and not sampling.include_stop_str_in_output
         for token_id in event.token_ids:
             used += 1
-            if used == len(event.token_ids) and self._is_silent_stop(event):
+            if silent_stop and used == len(event.token_ids):
                 sample.num_tokens += 1
                 break
-            pieces.append(sample.feed(token_id, min_tokens))
+            pieces.append(sample.feed(token_id, sampling.min_tokens))
             if sample.matched is not None:
                 break
         reason = event.finish_reason
         stop_reason: int | str | None = None
         if sample.matched is None and reason is not None:
             pieces.append(sample.finish())
-            if event.stop_token_id is not None and event.stop_token_id not in self._eos:
+            if event.stop_token_id is not None and event.stop_token_id not in sampling.eos_token_ids:
                 stop_reason = event.stop_token_id
             elif reason is FinishReason.DEADLINE:
                 stop_reason = event.error
@@ -243,27 +232,6 @@ class RequestOutputState:
             if not sample.finished and not (name == "first_token" and sample.num_tokens)
         ]
 
-    @property
-    def _eos(self) -> Sequence[int]:
-        return self.request.sampling.eos_token_ids
-
-    def _is_silent_stop(self, event: TokenEvent) -> bool:
-        """Whether the last token of ``event`` is the stop token that ended the sample: counted, but without text."""
-        return event.stop_token_id is not None and not self.request.sampling.include_stop_str_in_output
-
-    def _note(self, event: TokenEvent) -> None:
-        index, timing = event.sample_index, event.timing
-        self._samples[index].note_step(event)
-        if timing is None:
-            return
-        # A restarted engine counts from zero again, so a number never falls.
-        self._preemptions[index] = max(self._preemptions[index], timing.num_preemptions)
-        if index == 0 and self._samples[0].num_tokens == 0:
-            self.cache_miss = timing.cache_miss
-            self.num_cached_tokens = timing.num_cached_tokens
-            self.queued_s = timing.queued_s
-            self.ttft_s = timing.ttft_s
-
     def _chunk(
         self,
         sample: _Sample,
@@ -298,103 +266,3 @@ class RequestOutputState:
             error_kind=event.error_kind if reason in _WITH_ERROR else None,
             retry_after_s=event.retry_after_s,
         )
-
-
-class RequestStream:
-    """What `Frontend.submit` returns. Iterate over it once, or `collect` it; leaving it early aborts the request.
-
-        async with contextlib.aclosing(await frontend.submit(prompt, sampling)) as stream:
-            async for chunk in stream:
-                ...
-
-    Exactly one chunk of each of the n samples carries a ``finish_reason``; after the last of them the iteration ends.
-    An engine error is a chunk with `FinishReason.ERROR`, not an exception.
-    Leaving early means break, an exception, cancellation or `aclose`. Belongs to the event loop's thread.
-    """
-
-    def __init__(self, request_id: str, state: RequestOutputState, abandon: Callable[[], None]) -> None:
-        """``abandon`` takes the request out of the engine; it is called at most once."""
-        self.request_id = request_id
-        self.prompt_token_ids = state.request.prompt_token_ids
-        self.adapter = state.request.adapter
-        seed = state.request.sampling.seed
-        assert seed is not None
-        self.seed = seed  # the request's own, or the one chosen for it
-        self.output = state  # only this class changes it
-        self.timers: list[asyncio.TimerHandle] = []  # of its deadline; cancelled at its end
-        self._abandon = abandon
-        self._chunks: deque[OutputChunk] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
-        try:
-            while True:
-                while self._chunks:
-                    for chunk in self._take():
-                        yield chunk
-                if self.output.finished:
-                    return
-                await self._news()
-        finally:
-            await self.abort()
-
-    async def ended(self) -> None:
-        """Wait, before reading, until every sample has its terminal chunk; the chunks stay readable."""
-        while not self.output.finished:
-            await self._news()
-
-    async def _news(self) -> None:
-        """Wait until chunks are added."""
-        assert self._waiter is None, "one reader at a time"
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-        self._waiter = None
-
-    def _take(self) -> list[OutputChunk]:
-        """Return the waiting chunks. If the reader fell behind, the chunks of each sample are merged into one."""
-        if len(self._chunks) == 1:
-            return [self._chunks.popleft()]
-        samples: dict[int, list[OutputChunk]] = {}
-        for chunk in self._chunks:
-            samples.setdefault(chunk.index, []).append(chunk)
-        self._chunks.clear()
-        return [merge(chunks) for chunks in samples.values()]
-
-    async def collect(self) -> tuple[OutputChunk, ...]:
-        """Wait for the end and return one chunk per sample, by index."""
-        chunks: list[list[OutputChunk]] = [[] for _ in range(self.output.request.sampling.num_samples)]
-        async for chunk in self:
-            chunks[chunk.index].append(chunk)
-        return tuple(merge(each) for each in chunks)
-
-    async def abort(self) -> None:
-        """End the request now: open samples get a terminal chunk with `FinishReason.ABORT`. No effect once finished."""
-        if not self.output.finished:
-            self._push(self.output.end(FinishReason.ABORT))
-            self._abandon()
-
-    async def aclose(self) -> None:
-        """Leave the stream: `abort`, and drop unread chunks."""
-        await self.abort()
-        self._chunks.clear()
-
-    def feed(self, event: TokenEvent) -> None:
-        """Turn an event into text and wake the reader (called by `OpenStreams`)."""
-        try:
-            chunk = self.output.feed(event)
-        except Exception as error:  # an error in one request's text must not end the other streams
-            log.exception("output_failed", request_id=self.request_id)
-            self._push(self.output.end(FinishReason.ERROR, f"{type(error).__name__}: {error}", "internal"))
-            self._abandon()
-            return
-        if chunk is not None:
-            self._push([chunk])
-
-    def fail(self, error: str, error_kind: str) -> None:
-        """End every open sample with an error (called by `OpenStreams`)."""
-        self._push(self.output.end(FinishReason.ERROR, error, error_kind))
-
-    def _push(self, chunks: list[OutputChunk]) -> None:
-        self._chunks.extend(chunks)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -64,14 +64,13 @@ class ProcessClient:
         self._replies: list[Reply] = []
         self._heartbeat = Heartbeat(self._process.directory / HEARTBEAT)
         self._watch = HangWatch(self._heartbeat, time.monotonic())
-        self._send(Boot(config, log_level, log_format))
+        self.send(Boot(config, log_level, log_format))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def wait_ready(self) -> EngineInfo:
-        """As `EngineClient.wait_ready`."""
         value = self._next(None)
         if isinstance(value, Failure):
             raise _load_error(value)
@@ -80,12 +79,12 @@ class ProcessClient:
         assert isinstance(value, EngineInfo)
         return value
 
-    def send(self, message: Message) -> None:
-        """As `EngineClient.send`."""
-        self._send(message)
+    def send(self, message: Message | Boot) -> None:
+        with self._sending:
+            if not self._closed:
+                self._inbox.send_multipart(encode(message))
 
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
-        """As `EngineClient.receive`."""
         while True:
             value = self._next(timeout_s)
             if isinstance(value, Events):
@@ -101,16 +100,13 @@ class ProcessClient:
                 return []
 
     def replies(self) -> list[Reply]:
-        """As `EngineClient.replies`."""
         replies, self._replies = self._replies, []
         return replies
 
     def stats(self) -> EngineStats:
-        """As `EngineClient.stats`."""
         return self._stats
 
     def health(self) -> EngineHealth:
-        """As `EngineClient.health`."""
         if self._dead is not None or self._closed:
             return EngineHealth("dead", str(self._dead or "the engine was closed"))
         pulse = self._watch.look(time.monotonic())
@@ -125,11 +121,9 @@ class ProcessClient:
         return EngineHealth("hung", reason, pulse.overdue_s)
 
     def dump(self) -> str:
-        """As `EngineClient.dump`."""
         return self._process.dump()
 
     def close(self) -> None:
-        """As `EngineClient.close`."""
         grace_s = 0.0 if self.health().status == "hung" else 5.0
         with self._sending:
             if self._closed:
@@ -141,11 +135,6 @@ class ProcessClient:
             self._process.close(grace_s)
             self._wake.close()
             self._woken.close()
-
-    def _send(self, value: Any) -> None:
-        with self._sending:
-            if not self._closed:
-                self._inbox.send_multipart(encode(value))
 
     def _next(self, timeout_s: float | None) -> Any:
         """Return the next value from the child; None after the timeout, once closed, or if the child is dead."""

@@ -97,7 +97,7 @@ def request_output(
         prompt_token_ids=request.prompt_token_ids,
         outputs=[_completion(whole, tokenizer) for whole in choose_best(wholes, request.sampling)],
         seed=request.sampling.seed or 0,
-        num_cached_tokens=state.num_cached_tokens,
+        num_cached_tokens=state.timing.num_cached_tokens,
         prompt_logprobs=_prompt_tables(wholes[0], tokenizer),
         pooled=wholes[0].pooled,
     )

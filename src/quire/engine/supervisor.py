@@ -112,7 +112,6 @@ class Supervisor:
         return replies
 
     def stats(self) -> EngineStats:
-        """As `EngineClient.stats`."""
         return self._client.stats()
 
     def health(self) -> EngineHealth:

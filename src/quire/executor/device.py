@@ -38,12 +38,8 @@ class DeviceExecutor:
     chains_steps = True
 
     def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        clock: Clock | None = None,
-        weights: Iterable[tuple[str, Weight]] | None = None,
-    ) -> None:
+        self, config: EngineConfig, *, clock: Clock | None = None, weights: Iterable[tuple[str, Weight]] | None = None
+    ) -> None:  # fmt: skip
         _check_device(config)
         dtype, device = torch_dtype(config.model.dtype), torch_device(config.device.kind)
         stream = iter_weights(config.model, dtype, device) if weights is None else weights

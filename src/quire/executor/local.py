@@ -26,12 +26,8 @@ class LocalExecutor:
     chains_steps = True
 
     def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        clock: Clock | None = None,
-        weights: Iterable[tuple[str, Weight]] | None = None,
-    ) -> None:
+        self, config: EngineConfig, *, clock: Clock | None = None, weights: Iterable[tuple[str, Weight]] | None = None
+    ) -> None:  # fmt: skip
         torch_is_heavy = config.runner.backend == "reference"
         choose_threads(config.runner.num_threads, torch_is_heavy=torch_is_heavy)
         keep_freed_memory()

@@ -1,18 +1,19 @@
 """Executors without a model whose steps take a given time: `StepLedger` says what a step gives, a `StepTime` how long.
 
-`TimedExecutor` sleeps that long on the wall clock, which is how the simulator's clock is checked against a live
-server. `quire.sim.executor` shares the ledger and moves a virtual clock.
+`TimedExecutor` is the simulator's, on a virtual clock. On the wall clock it sleeps, which is how the simulator's clock
+is checked against a live server.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from operator import itemgetter
 from typing import NamedTuple
 
 from quire.clock import Clock
-from quire.plan.cost_model import StepFeatures, StepTime, chunk_pairs
+from quire.plan.cost_model import StepFeatures, chunk_pairs
 from quire.request import Sampling
 from quire.step import NewSeq, SeqResult, StepPlan, StepResult
 
@@ -122,30 +123,54 @@ def _result(plan: StepPlan, results: tuple[SeqResult, ...]) -> StepResult:
 
 
 class TimedExecutor:
-    """Sleeps until each step is over: a step starts when it is submitted and the one before is over."""
+    """Computes plans one after the other, as one device: a step starts when it is submitted and the one before is over.
+
+    ``seconds``: of a step. ``on_submit`` is told when each plan will be over. `collect` calls ``wait`` with the seconds
+    until its plan is.
+    """
 
     chains_steps = True
 
-    def __init__(self, step_time: StepTime, clock: Clock, *, max_in_flight: int = 1) -> None:
+    def __init__(
+        self,
+        seconds: Callable[[Taken], float],
+        clock: Clock,
+        *,
+        wait: Callable[[float], None] = time.sleep,
+        on_submit: Callable[[float], None] = lambda over_s: None,
+        max_in_flight: int = 1,
+        restores: bool = False,
+    ) -> None:
+        """``restores``: see `StepLedger`."""
         assert max_in_flight >= 1
         self.max_in_flight = max_in_flight
-        self._step_time = step_time
+        self.slowdown = 1.0  # of the steps submitted from now on
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self._seconds = seconds
         self._clock = clock
-        self._ledger = StepLedger()
-        self._free_s = 0.0  # when the last step submitted is over
+        self._wait = wait
+        self._on_submit = on_submit
+        self._ledger = StepLedger(restores=restores)
+        self._free_s = 0.0  # when the last plan submitted is over
         self._out: deque[tuple[StepResult, float]] = deque()
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; fewer than ``max_in_flight`` are out."""
         assert len(self._out) < self.max_in_flight
         taken = self._ledger.take(plan)
-        self._free_s = max(self._free_s, self._clock.now()) + self._step_time.seconds(taken.step)
+        seconds = self._seconds(taken) * self.slowdown
+        self._free_s = max(self._free_s, self._clock.now()) + seconds
+        self.num_steps += 1
+        self.busy_s += seconds
         self._out.append((taken.result, self._free_s))
+        self._on_submit(self._free_s)
 
     def collect(self) -> StepResult:
-        """Sleep until the oldest plan is over and return its result."""
+        """Wait until the oldest plan is over and return its result."""
         result, over_s = self._out.popleft()
-        time.sleep(max(0.0, over_s - self._clock.now()))
+        if (left_s := over_s - self._clock.now()) > 0.0:
+            self._wait(left_s)
         return result
 
     def close(self) -> None:

@@ -51,15 +51,12 @@ def _assemble(f: Fields, family: str, attentions: list[AttentionSpec]) -> ModelS
     f.refuse("use_bidirectional_attention", unless=(False,), why="decoders attend to the past only")
     # Early Gemma files say hidden_act = "gelu" but mean the tanh form, which the newer key names.
     mlp = MlpSpec(f.integer("intermediate_size"), activation(f, "hidden_activation", "gelu_pytorch_tanh"))
+    layers = [LayerSpec(item, mlp, "sandwich") for item in attentions]
     return assemble(
-        f,
-        family,
-        [LayerSpec(item, mlp, "sandwich") for item in attentions],
-        tied=True,
-        norm_plus_one=True,
+        f, family, layers, tied=True, norm_plus_one=True,
         embedding_scale=f.integer("hidden_size") ** 0.5,
         logits_soft_cap=f.optional_number("final_logit_softcapping"),
-    )
+    )  # fmt: skip
 
 
 def weights(spec: ModelSpec) -> WeightMap:

@@ -19,6 +19,7 @@ from quire.families.weights import Take, WeightMap, build_map
 from quire.modelspec import ModelSpec
 from quire.weight_format import PLAIN, WeightFormat
 
+Floats = Callable[[str], tuple[float, ...] | None]  # the numbers of a small tensor
 # general.architecture → architecture as in config.json.
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -50,10 +51,7 @@ _ROPE_TENSORS = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"
 
 
 def spec_from_gguf(
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, Any],
-    floats: Callable[[str], tuple[float, ...] | None],
-    where: str,
+    metadata: Mapping[str, Any], tensors: Mapping[str, Any], floats: Floats, where: str
 ) -> ModelSpec:
     """Return the `ModelSpec` of a GGUF file.
 
@@ -66,10 +64,7 @@ def spec_from_gguf(
 
 
 def config_from_gguf(
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, Any],
-    floats: Callable[[str], tuple[float, ...] | None],
-    where: str,
+    metadata: Mapping[str, Any], tensors: Mapping[str, Any], floats: Floats, where: str
 ) -> dict[str, Any]:
     """Return the metadata under the keys of ``config.json``."""
     arch = Fields(metadata, where).text("general.architecture")
@@ -113,7 +108,7 @@ def config_from_gguf(
     return config
 
 
-def _rope(f: Fields, head_dim: int, floats: Callable[[str], tuple[float, ...] | None]) -> dict[str, Any]:
+def _rope(f: Fields, head_dim: int, floats: Floats) -> dict[str, Any]:
     rotated = f.integer("rope.dimension_count", head_dim)
     config: dict[str, Any] = {"partial_rotary_factor": rotated / head_dim}
     if f.has("rope.freq_base"):

@@ -78,14 +78,11 @@ def _read_moe(f: Fields, family: str, shared: int, **of_attention: Any) -> Model
     dense_layers = set(f.integers("mlp_only_layers"))
     attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), **of_attention)
     sparse = LayerSpec(attn, MlpSpec(moe.intermediate_size, activation(f), moe=moe))
-    return assemble(
-        f,
-        family,
-        [
-            LayerSpec(attn, dense(f)) if index in dense_layers or (index + 1) % step else sparse
-            for index in range(f.integer("num_hidden_layers"))
-        ],
-    )
+    layers = [
+        LayerSpec(attn, dense(f)) if index in dense_layers or (index + 1) % step else sparse
+        for index in range(f.integer("num_hidden_layers"))
+    ]
+    return assemble(f, family, layers)
 
 
 def moe_weights(spec: ModelSpec) -> WeightMap:

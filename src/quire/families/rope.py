@@ -20,13 +20,9 @@ Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 
 
 def rope_from_config(
-    f: Fields,
-    head_dim: int,
-    *,
-    default_theta: float = 10_000.0,
-    layer_type: str | None = None,
+    f: Fields, head_dim: int, *, default_theta: float = 10_000.0, layer_type: str | None = None,
     interleaved: bool = False,
-) -> RopeSpec:
+) -> RopeSpec:  # fmt: skip
     """Read the rotary embedding of the layers of ``layer_type`` (None: of all layers) from a whole ``config.json``."""
     scaling = scaling_fields(f, layer_type)
     theta = scaling.number("rope_theta", f.number("rope_theta", default_theta))

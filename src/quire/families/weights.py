@@ -67,13 +67,13 @@ LLAMA_NAMES: Mapping[str, str] = {
     "attn.sinks": "self_attn.sinks",
     "moe.router.weight": "mlp.gate.weight",
     **{
-        f"attn.{name}.{kind}": f"self_attn.{name}_proj.{kind}"
-        for name in ("q", "k", "v", "o")
+        f"attn.{n}.{kind}": f"self_attn.{n}_proj.{kind}"
+        for n in ("q", "k", "v", "o")
         for kind in ("weight", "bias")
     },
     **{
-        f"mlp.{name}.{kind}": f"mlp.{name}_proj.{kind}"
-        for name in ("gate", "up", "down")
+        f"mlp.{n}.{kind}": f"mlp.{n}_proj.{kind}"
+        for n in ("gate", "up", "down")
         for kind in ("weight", "bias")
     },
 }
@@ -97,14 +97,9 @@ COMPUTED = (r".*rotary_emb\.inv_freq", r".*rotary_emb\.(cos|sin)_cached", r".*\.
 
 
 def build_map(
-    spec: ModelSpec,
-    names: Mapping[str, str] = LLAMA_NAMES,
-    rules: LayerRules | None = None,
-    ignore: tuple[str, ...] = (),
-    *,
-    top: Mapping[str, str] = TOP_NAMES,
-    layer_prefix: str = "model.layers.{}.",
-) -> WeightMap:
+    spec: ModelSpec, names: Mapping[str, str] = LLAMA_NAMES, rules: LayerRules | None = None,
+    ignore: tuple[str, ...] = (), *, top: Mapping[str, str] = TOP_NAMES, layer_prefix: str = "model.layers.{}.",
+) -> WeightMap:  # fmt: skip
     """Map every weight of ``spec``: by ``rules`` where they name it, otherwise by ``names``."""
     shapes = weight_shapes(spec)
     special: dict[str, tuple[Take, ...]] = {}

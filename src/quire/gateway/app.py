@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -20,7 +21,8 @@ from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.proxy import Proxy
 from quire.gateway.state import GatewayState
 from quire.http.body import json_response
-from quire.http.edge import Edge, error_handlers, id_source
+from quire.http.edge import Edge, error_handlers
+from quire.http.keys import KeyFile
 
 # What a replica of Quire serves, and what other servers with OpenAI's API have beside it.
 POST_PATHS = (
@@ -44,12 +46,20 @@ def create_gateway(state: GatewayState) -> ASGIApp:
         "/v1/models": probes.models,
         "/v1/models/{model_id:path}": probes.model,
     }
+    key_file = state.config.server.key_file
     app = Starlette(
         routes=[
             *(Route(path, Proxy(state, path), methods=["POST"]) for path in POST_PATHS),
             *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
         ],
-        middleware=[Middleware(Edge, api_keys=state.config.server.api_keys, new_id=id_source())],
+        middleware=[
+            Middleware(
+                Edge,
+                api_keys=state.config.server.api_keys,
+                new_id=state.new_id,
+                key_file=KeyFile(Path(key_file), state.now) if key_file is not None else None,
+            )
+        ],
         exception_handlers=error_handlers(
             lambda status: state.metrics.requests.update([("other", str(status), "refused")])
         ),

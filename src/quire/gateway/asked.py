@@ -34,12 +34,29 @@ class Asked:
     num_output_tokens: int  # at most, over all choices
     session: bytes
 
-    def with_model(self, model: str) -> bytes:
-        """Return the body with another model's name; every other field keeps its bytes."""
-        if model == self.model:
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream of this body ends with its usage: always, but for OpenAI's chats and completions."""
+        if self.path not in ("/v1/chat/completions", "/v1/completions"):
+            return True
+        options = self.body.get("stream_options")
+        return isinstance(options, dict) and options.get("include_usage") is True
+
+    def body_for(self, model: str, *, adds_usage: bool = False) -> bytes:
+        """Return the body with the name ``model``, and with usage at the end of its stream if ``adds_usage``.
+
+        Every other field keeps its bytes.
+        """
+        if model == self.model and not adds_usage:
             return self.raw
         fields = _fields(self.raw)
         fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+        if adds_usage:
+            options = self.body.get("stream_options")
+            options = (
+                {**options, "include_usage": True} if isinstance(options, dict) else {"include_usage": True}
+            )
+            fields["stream_options"] = msgspec.Raw(msgspec.json.encode(options))
         return msgspec.json.encode(fields)
 
 

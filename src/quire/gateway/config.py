@@ -24,6 +24,8 @@ from urllib.parse import urlsplit
 
 from quire.args import make_args
 from quire.errors import ConfigError, nearest
+from quire.gateway.ledger import Price
+from quire.gateway.limits import Limit
 from quire.gateway.routing import Policy
 
 
@@ -36,10 +38,18 @@ class GatewayArgs:
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     default_model: str | None = None
+    key_file: str | None = None
+    redis: str | None = None
+    ledger: str | None = None
+    ledger_spool: str | None = None
     max_body_mib: int = 32
     max_answer_mib: int = 64
     drain_timeout_s: float = 30.0
     access_log: bool = False
+
+    @property
+    def checks_keys(self) -> bool:
+        return bool(self.api_keys) or self.key_file is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +144,18 @@ class GatewayConfig:
     retries: RetryArgs = field(default_factory=RetryArgs)
     backends: tuple[BackendArgs, ...] = ()
     models: Mapping[str, ModelConfig] = field(default_factory=dict)  # by name and alias
+    limits: Limit = field(default_factory=Limit)  # of each key that has none of its own
+    key_limits: Mapping[str, Limit] = field(default_factory=dict)
+    tenant_limits: Mapping[str, Limit] = field(default_factory=dict)
+    model_limits: Mapping[str, Limit] = field(default_factory=dict)
+    prices: Mapping[str, Price] = field(default_factory=dict)  # by the name that backends serve
 
     def timeouts_of(self, path: str) -> TimeoutArgs:
         return self.path_timeouts.get(path, self.timeouts)
 
 
-_TABLES = ("routing", "timeouts", "health", "retries", "backends", "models")
-_Args = TypeVar("_Args", RoutingArgs, HealthArgs, RetryArgs)
+_TABLES = ("routing", "timeouts", "health", "retries", "backends", "models", "limits", "prices")
+_Args = TypeVar("_Args", RoutingArgs, HealthArgs, RetryArgs, Limit, Price)
 
 
 def read_config(path: Path) -> GatewayConfig:
@@ -172,6 +187,10 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
             raise ConfigError(f"{origin}: unknown key {key!r}{nearest(key, (*known, *_TABLES))}")
     paths = dict(_table(data, "timeouts", origin))
     own = paths.pop("paths", {})
+    limits = dict(_table(data, "limits", origin))
+    owners = {
+        owner: _each(Limit, limits, owner, f"{origin}: [limits") for owner in ("keys", "tenants", "models")
+    }
     timeouts = make_args(TimeoutArgs, paths, origin=f"{origin}: [timeouts]")
     config = GatewayConfig(
         server=make_args(GatewayArgs, top, origin=origin),
@@ -182,6 +201,11 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
         retries=_args(RetryArgs, data, "retries", origin),
         backends=tuple(_backend(each, where) for each, where in _list(data, "backends", origin)),
         models=_models(_list(data, "models", origin)),
+        limits=make_args(Limit, limits, origin=f"{origin}: [limits]"),
+        key_limits=owners["keys"],
+        tenant_limits=owners["tenants"],
+        model_limits=owners["models"],
+        prices=_each(Price, dict(data), "prices", f"{origin}: ["),
     )
     _check_whole(config, origin)
     return config
@@ -209,6 +233,14 @@ def _table(data: Mapping[str, Any], key: str, origin: str) -> Mapping[str, Any]:
 
 def _args(kind: type[_Args], data: Mapping[str, Any], key: str, origin: str) -> _Args:
     return make_args(kind, _table(data, key, origin), origin=f"{origin}: [{key}]")
+
+
+def _each(kind: type[_Args], tables: dict[str, Any], key: str, origin: str) -> dict[str, _Args]:
+    """Take the tables below ``key`` out of ``tables``: name → values."""
+    own = tables.pop(key, {})
+    if not isinstance(own, dict) or not all(isinstance(each, dict) for each in own.values()):
+        raise ConfigError(f"{origin}{key}]: {own!r} must be tables of a name each")
+    return {name: make_args(kind, values, origin=f"{origin}{key}.{name}]") for name, values in own.items()}
 
 
 def _list(data: Mapping[str, Any], key: str, origin: str) -> list[tuple[dict[str, Any], str]]:

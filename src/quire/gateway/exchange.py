@@ -11,6 +11,8 @@ from quire.gateway.asked import Asked
 from quire.gateway.catalog import Target
 from quire.gateway.fleet import Backend
 from quire.gateway.headers import Pairs
+from quire.gateway.limits import Reservation
+from quire.gateway.limits import Usage as Reserved
 from quire.gateway.upstream import BackendFailed
 from quire.gateway.usage import Usage
 
@@ -43,6 +45,13 @@ class Exchange:
     outcome: Outcome = "ok"
     client_left: bool = False
     is_writing: bool = False  # waits for the client to take bytes
+    num_frames: int = 0  # events of a stream that came
+    # What `Tenants` knows of it. The ledger's id is the gateway's own: a client may send one request id twice.
+    ledger_id: str = ""
+    key: str = ""
+    tenant: str = ""
+    reserved: Reserved = field(default_factory=Reserved)
+    reservation: Reservation | None = None
 
     @property
     def explains(self) -> bool:

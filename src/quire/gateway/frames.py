@@ -37,6 +37,22 @@ class Frames:
         return self._rest
 
 
+def without_usage(frames: bytes) -> bytes:
+    """Return whole frames without the one that only holds usage, for a client that did not ask for it."""
+    if b'"choices":[]' not in frames and b'"choices": []' not in frames:
+        return frames
+    kept = [each for each in frames.split(b"\n\n") if not _only_usage(each)]
+    return b"\n\n".join(kept)
+
+
+def _only_usage(frame: bytes) -> bool:
+    try:
+        value = msgspec.json.decode(frame.removeprefix(b"data:"))
+    except msgspec.DecodeError:
+        return False
+    return isinstance(value, dict) and value.get("choices") == [] and isinstance(value.get("usage"), dict)
+
+
 def error_frame(path: str, refusal: Refusal) -> bytes:
     """Return the event that ends a stream of ``path`` that broke, as the client's library expects it."""
     if path == ANTHROPIC_ROOT:

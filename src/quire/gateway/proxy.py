@@ -19,9 +19,9 @@ from aiohttp import ClientResponse
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError
-from quire.gateway.asked import read_asked
+from quire.gateway.asked import Asked, read_asked
 from quire.gateway.exchange import Exchange
-from quire.gateway.frames import Frames, error_frame
+from quire.gateway.frames import Frames, error_frame, without_usage
 from quire.gateway.headers import to_backend, to_client
 from quire.gateway.placing import Placed
 from quire.gateway.state import GatewayState
@@ -47,6 +47,7 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
         exchange = Exchange(scope, send, request_id_of(scope), self._path, state.now())
+        exchange.ledger_id = state.new_id()
         state.num_open += 1
         try:
             if state.is_draining:
@@ -55,6 +56,8 @@ class Proxy:
                 )
             exchange.asked = await read_asked(scope, receive, state.config.server.max_body_mib << 20)
             exchange.targets = state.catalog.targets(exchange.asked.model)
+            model = exchange.targets[0].model
+            await state.tenants.reserve(exchange, model, state.placing.num_tokens(exchange.asked, model))
             async with _cancelled_when_left(exchange, receive):
                 await self._serve(exchange)
         except Disconnected:
@@ -67,7 +70,7 @@ class Proxy:
             await self._refuse(exchange, refusal_of(error))
         finally:
             state.num_open -= 1
-            state.settle(exchange)
+            await asyncio.shield(state.settle(exchange))
 
     async def _serve(self, exchange: Exchange) -> None:
         """Try backends until one has answered, or no more may be tried."""
@@ -101,9 +104,9 @@ class Proxy:
             exchange.scope,
             exchange.request_id,
             backend.args.api_key,
-            pass_keys=not state.config.server.api_keys,
+            pass_keys=not state.config.server.checks_keys,
         )
-        body = asked.with_model(placed.target.model)
+        body = asked.body_for(placed.target.model, adds_usage=self._adds_usage(asked))
         timeouts = self._timeouts
         limit_s = timeouts.first_token_s if asked.streams else timeouts.total_s
         is_good: bool | None = None
@@ -147,6 +150,8 @@ class Proxy:
         loop_s = asyncio.get_running_loop().time() - now()  # the loop's clock may have another origin
         total_s = timeouts.stream_total_s
         end_s = exchange.arrival_s + total_s if total_s is not None else float("inf")
+        assert exchange.asked is not None
+        hides_usage = self._adds_usage(exchange.asked)
         try:
             async for piece in response.content.iter_any():
                 whole = frames.feed(piece)
@@ -156,7 +161,10 @@ class Proxy:
                     exchange.first_s = now()
                     self._state.placing.started(placed)
                     await exchange.begin(response.status, to_client(response.raw_headers))
+                exchange.num_frames += whole.count(b"\n\n")
                 exchange.usage.read_frames(whole)
+                if hides_usage:
+                    whole = without_usage(whole)
                 await exchange.write(whole)
                 deadline.reschedule(min(now() + timeouts.idle_s, end_s) + loop_s)
         except ValueError as error:
@@ -164,6 +172,10 @@ class Proxy:
         if exchange.first_s is None:
             raise BackendFailed("garbage", "The backend's stream ended without an event.")
         await exchange.end(frames.end())
+
+    def _adds_usage(self, asked: Asked) -> bool:
+        """Whether the gateway asks for the usage of a stream, and the client did not."""
+        return asked.streams and not asked.wants_usage and self._state.tenants.counts_tokens
 
     async def _give_up(self, exchange: Exchange, error: BackendFailed) -> None:
         """Every backend that may be tried has failed, or a stream broke."""

@@ -14,7 +14,9 @@ from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.placing import Placed, Placing
 from quire.gateway.retries import RetryBudget
 from quire.gateway.routing import Router
+from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
+from quire.http.edge import id_source
 from quire.metrics.log import Log
 
 log = Log("gateway")
@@ -33,19 +35,27 @@ class GatewayState:
     metrics: GatewayMetrics
     now: Callable[[], float]  # monotonic seconds
     random: Random
+    new_id: Callable[[], str] = field(default_factory=id_source)
     is_draining: bool = False
     num_open: int = 0
     _upstream: list[Upstream] = field(default_factory=list)
+    _tenants: list[Tenants] = field(default_factory=list)
 
     @property
     def upstream(self) -> Upstream:
         return self._upstream[0]
 
+    @property
+    def tenants(self) -> Tenants:
+        return self._tenants[0]
+
     def start(self) -> None:
-        """Open the client side; called in the loop that serves."""
+        """Open the client side and the books; called in the loop that serves."""
         self._upstream.append(Upstream(self.config.timeouts.connect_s))
+        self._tenants.append(Tenants(self.config))
 
     async def close(self) -> None:
+        await self._tenants.pop().close()
         await self._upstream.pop().close()
 
     def count_failure(self, placed: Placed, error: BackendFailed) -> None:
@@ -56,16 +66,18 @@ class GatewayState:
             self.fleet.set_ready(backend, False, str(error), self.now())
         log.debug("attempt_failed", backend=backend.name, kind=error.kind, error=str(error))
 
-    def settle(self, exchange: Exchange) -> None:
+    async def settle(self, exchange: Exchange) -> None:
         """A request has ended: count it, learn from its usage, and log it."""
         now, usage, backend = self.now(), exchange.usage, exchange.backend
         self.metrics.ended(exchange, now)
+        await self.tenants.settle(exchange, now)
         if exchange.asked is not None and exchange.target is not None and usage.prompt_tokens is not None:
             self.placing.learn(exchange.asked, exchange.target.model, usage.prompt_tokens)
         if self.config.server.access_log:
             log.info(
                 "request",
                 request_id=exchange.request_id,
+                key=exchange.key or None,
                 path=exchange.path,
                 status=exchange.status,
                 outcome=exchange.outcome,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -13,17 +12,10 @@ PRIORITY_KEY = "quire.priority"  # in a scope: replaces the body's priority
 BACKGROUND_KEY = "quire.background"  # in a scope: a response may run in the background
 
 
-class LocalAnswer(NamedTuple):
-    """The application's answer."""
-
-    status: int
-    body: bytes
-
-
 async def post_local(
     app: ASGIApp, path: str, body: bytes, *, request_id: str, priority: int | None = None
-) -> LocalAnswer:
-    """POST ``body`` (JSON) and wait for the whole answer. Cancelling the call ends the request."""
+) -> tuple[int, bytes]:
+    """POST ``body`` (JSON) and return the answer's status and body. Cancelling the call ends the request."""
     status = 0
     pieces: list[bytes] = []
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -54,4 +46,4 @@ async def post_local(
     }
     name_scope(scope, request_id)
     await app(scope, receive, send)
-    return LocalAnswer(status, b"".join(pieces))
+    return status, b"".join(pieces)

@@ -14,8 +14,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire.http.connections import ConnectionWatch, Patience, WatchedProtocol
+
 _UVICORN: dict[str, Any] = {
-    "http": "httptools",
+    "http": WatchedProtocol,
     "ws": "none",
     "log_config": None,
     "access_log": False,
@@ -29,7 +31,15 @@ _CLOSE_TIMEOUT_S = 5  # for the last bytes of answers, after the drain
 class DrainingServer(uvicorn.Server):
     """The first signal starts ``drain`` and then ends the server with exit status 0; a second one ends it at once."""
 
-    def __init__(self, app: ASGIApp, drain: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        drain: Callable[[], Awaitable[None]],
+        *,
+        on_cut: Callable[[str], None] = lambda reason: None,
+        patience: Patience | None = None,
+    ) -> None:
+        """``on_cut``: as of `ConnectionWatch`, which looks after the connections with ``patience``."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -41,6 +51,7 @@ class DrainingServer(uvicorn.Server):
             )
         )
         self._drain_first = drain
+        self._watch = ConnectionWatch(patience or Patience(), on_cut)
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
         self._num_signals = 0
@@ -58,7 +69,23 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         await self._drain_first()
+        self._watch.end_half_sent(self._connections())
+        # uvicorn would cancel what still runs; a request whose client is gone ends by itself, without a traceback.
+        self._loop.call_later(_CLOSE_TIMEOUT_S - 1, self._abort_connections)
         self.should_exit = True
+
+    def _abort_connections(self) -> None:
+        for connection in self._connections():
+            connection.transport.abort()
+
+    def _connections(self) -> list[WatchedProtocol]:
+        return [each for each in self.server_state.connections if isinstance(each, WatchedProtocol)]
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look after the connections, twice a second."""
+        if counter % 5 == 0:
+            self._watch.look(self._connections(), self._loop.time())
+        return await super().on_tick(counter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from random import Random
 from typing import Any
 
@@ -18,6 +20,7 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from quire.errors import QuireError
 from quire.http.body import header, send_json
+from quire.http.keys import ApiKey, KeyFile
 from quire.http.refusals import Refusal, refusal_of
 from quire.http.wire import Body
 from quire.metrics.log import Log
@@ -27,6 +30,9 @@ OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/version",
 MAX_REQUEST_ID_CHARS = 128
 _SCOPE_KEY = "quire.request_id"
 _OWN_KEY = "quire.request_id_is_own"
+_API_KEY = "quire.api_key"
+# The tenant of the request that a task serves: of the key that let it in. "" without a key file.
+TENANT: ContextVar[str] = ContextVar("quire.tenant", default="")
 log = Log("api")
 
 
@@ -44,8 +50,15 @@ class Extension:
 class Edge:
     """ASGI middleware: names the request (``x-request-id``, the client's own if it sent one) and checks its key."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str],
+        new_id: Callable[[], str],
+        key_file: KeyFile | None = None,
+    ) -> None:
         self._app = app
+        self._key_file = key_file
         self._new_id = new_id
         self._keys = [key.encode() for key in api_keys]
 
@@ -63,26 +76,51 @@ class Edge:
                 message["headers"] = [*message.get("headers", ()), name]
             await send(message)
 
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
-            refusal = Refusal(
-                401,
-                "Missing or wrong API key: send the header Authorization: Bearer <key> (or x-api-key: <key>).",
-                code="invalid_api_key",
-                headers=((b"www-authenticate", b"Bearer"),),
-            )
+        refusal = None if scope["path"] in OPEN_PATHS else self._key_problem(scope)
+        if refusal is not None:
             await send_json(send_named, refusal.status, refusal.body(scope["path"]), refusal.headers)
             return
         await self._app(scope, receive, send_named)
 
-    def _has_key(self, scope: Scope) -> bool:
-        """Compare with every key in constant time, which reveals neither a length nor where a difference is."""
-        kind, _, token = (header(scope, b"authorization") or b"").partition(b" ")
-        given = [token.strip()] if kind.lower() == b"bearer" else []
-        other = header(scope, b"x-api-key")  # the header of Anthropic's clients
-        if other is not None:
-            given.append(other)
+    def _key_problem(self, scope: Scope) -> Refusal | None:
+        """Return why the request's key does not suffice; None if it does, or if no key is needed."""
+        if not self._keys and self._key_file is None:
+            return None
+        given = _keys_of(scope)
+        # Each comparison takes constant time, which reveals neither a length nor where a difference is.
         matches = [hmac.compare_digest(one, key) for one in given for key in self._keys]
-        return any(matches)
+        if any(matches):
+            return None
+        table = self._key_file.table() if self._key_file is not None else None
+        found = next((key for one in given if table and (key := table.find(one)) is not None), None)
+        if found is None:
+            text = (
+                "Missing or wrong API key: send the header Authorization: Bearer <key> (or x-api-key: <key>)."
+            )
+        elif found.is_expired(datetime.now(UTC)):
+            text = f"The API key {found.name!r} has expired."
+        elif not found.allows_endpoint(scope["path"]):
+            allowed = ", ".join(found.endpoints)
+            text = f"The API key {found.name!r} may not call {scope['path']}; it may call {allowed}."
+            return Refusal(403, text, code="forbidden")
+        else:
+            scope[_API_KEY] = found
+            TENANT.set(found.tenant)
+            return None
+        return Refusal(401, text, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
+
+
+def _keys_of(scope: Scope) -> list[bytes]:
+    kind, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+    given = [token.strip()] if kind.lower() == b"bearer" else []
+    other = header(scope, b"x-api-key")  # the header of Anthropic's clients
+    return given if other is None else [*given, other]
+
+
+def key_of(scope: Scope) -> ApiKey | None:
+    """Return the line of the key file that let the request in."""
+    found: ApiKey | None = scope.get(_API_KEY)
+    return found
 
 
 class NoBrowsers:

@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -86,14 +86,16 @@ class KeyTable:
 class KeyFile:
     """A file of keys that may change while a server reads it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, now: Callable[[], float]) -> None:
         self._path = path
+        self._now = now  # seconds of a monotonic clock
         self._table = read_keys(path)
         self._stat = _state(path)
         self._looked_s = 0.0
 
-    def table(self, now_s: float) -> KeyTable:
-        """Return the keys; ``now_s`` is the time of a monotonic clock."""
+    def table(self) -> KeyTable:
+        """Return the keys."""
+        now_s = self._now()
         if now_s - self._looked_s >= RELOAD_S:
             self._looked_s = now_s
             if (stat := _state(self._path)) != self._stat:

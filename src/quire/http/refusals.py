@@ -11,14 +11,18 @@ from quire.errors import CapacityError, EngineDeadError, NotFoundError, QuireErr
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
+    429: "rate_limit_error",
     503: "service_unavailable_error",
 }
 ANTHROPIC_ROOT = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
 }
 
@@ -30,6 +34,7 @@ _CHUNK_ERRORS = {
     "never_fits": (400, "context_length_exceeded"),
     "request": (400, "invalid_value"),
     "dead": (503, "engine_dead"),
+    "slow_reader": (408, "slow_reader"),
     "step": (500, "engine_error"),
 }
 

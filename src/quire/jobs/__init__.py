@@ -3,8 +3,7 @@
 This package calls an ASGI application as any client would, and knows nothing else of it: `jobs_of` returns an
 `Extension` that is mounted on the API or on a gateway.
 
-extension   what is mounted, from settings
-routes      ``/v1/files`` and ``/v1/batches``
+routes      ``/v1/files`` and ``/v1/batches``; what is mounted, from settings
 files       the uploaded and written files on disk; multipart forms
 runner      runs batches, and continues them after a restart; the lines of their input and output
 background  responses that run without their client

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.http.body import first_data, json_response, send_json
 from quire.http.client import BACKGROUND_KEY
+from quire.http.edge import TENANT
 
 ROOT = "/v1/responses"
 
@@ -23,7 +24,7 @@ class BackgroundResponses:
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_body_bytes = max_body_bytes
-        self._running: dict[str, _Run] = {}
+        self._running: dict[tuple[str, str], _Run] = {}  # by tenant and id
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """Return ``app``, the application of a route, with background responses."""
@@ -44,13 +45,14 @@ class BackgroundResponses:
         if not await run.begun(send):
             return
         response = run.response
-        self._running[response["id"]] = run
-        run.task.add_done_callback(lambda _: self._running.pop(response["id"], None))
+        key = (TENANT.get(), response["id"])
+        self._running[key] = run
+        run.task.add_done_callback(lambda _: self._running.pop(key, None))
         await send_json(send, 200, msgspec.json.encode(response), run.headers)
 
     async def _other(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         response_id, _, action = scope["path"].removeprefix(ROOT + "/").partition("/")
-        run = self._running.get(response_id)
+        run = self._running.get((TENANT.get(), response_id))
         deletes = scope["method"] == "DELETE" and not action
         if run is not None and (deletes or (scope["method"] == "POST" and action == "cancel")):
             await run.cancel()

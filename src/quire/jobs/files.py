@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope
 
 from quire.errors import RequestError
 from quire.http.body import body_pieces
+from quire.http.edge import TENANT
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
@@ -39,7 +40,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class FileStore:
-    """Files by id. Nothing is cached: there are few files, and a restart changes nothing."""
+    """Files by id; a tenant finds its own alone. Nothing is cached: there are few, and a restart changes nothing."""
 
     def __init__(self, root: Path, new_id: Callable[[], str], unix_time: Callable[[], float]) -> None:
         self._folder = root / "files"
@@ -81,8 +82,10 @@ class FileStore:
         except FileNotFoundError:
             return None
         expires_at = value.get("expires_at")
+        if value.pop("tenant", "") != TENANT.get():
+            return None
         if expires_at is not None and expires_at <= self._unix_time():
-            self.delete(file_id)
+            self._delete(file_id)
             return None
         return value
 
@@ -100,8 +103,11 @@ class FileStore:
 
     def delete(self, file_id: str) -> bool:
         """Delete a file; return whether it existed."""
-        if _ID.fullmatch(file_id) is None or not self._meta(file_id).exists():
+        if self.get(file_id) is None:
             return False
+        return self._delete(file_id)
+
+    def _delete(self, file_id: str) -> bool:
         self._meta(file_id).unlink()
         with contextlib.suppress(FileNotFoundError):
             self.path(file_id).unlink()
@@ -125,7 +131,7 @@ class FileStore:
             "status": "processed",
             "status_details": None,
         }
-        write_json(self._meta(file_id), value)
+        write_json(self._meta(file_id), {**value, "tenant": TENANT.get()})
         return value
 
 

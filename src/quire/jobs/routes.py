@@ -1,23 +1,29 @@
-"""OpenAI's ``/v1/files`` and ``/v1/batches``."""
+"""OpenAI's ``/v1/files`` and ``/v1/batches``; and `jobs_of`: these and background responses as an `Extension`."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import Field
+from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from quire.errors import NotFoundError, RequestError, clip
+from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of, read_json
-from quire.http.wire import Metadata, Text, Wire, not_allowed, parse
-from quire.jobs.files import read_form
+from quire.http.edge import Extension, id_source
+from quire.http.wire import Body, Metadata, Text, Wire, not_allowed, parse
+from quire.jobs.background import ROOT, BackgroundResponses
+from quire.jobs.files import FileStore, read_form
 from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([smhd])")
@@ -25,7 +31,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _STAMPS = (
     "in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at",
 )  # fmt: skip
-_OURS = ("output_expires_after_s", "validating_at", "created_s")
+_OURS = ("output_expires_after_s", "validating_at", "created_s", "tenant")
 _EXPIRES_S = (3600, 2_592_000)  # OpenAI's: an hour to thirty days
 
 
@@ -122,7 +128,7 @@ class JobRoutes:
         """Begin a batch (POST), or list the batches."""
         if request.method == "POST":
             return await self._create(request)
-        return page_of(request, [_shown(batch) for batch in self._runner.all()], default=20, most=100)
+        return page_of(request, [_shown(batch) for batch in self._runner.listed()], default=20, most=100)
 
     async def batch(self, request: Request) -> Response:
         """One batch: its state and its files."""
@@ -239,3 +245,46 @@ def _expires_after(given: dict[str, Any], name: str, ignored: list[str] | None) 
     if not low <= asked.seconds <= high:
         raise not_allowed(name + ".seconds", asked.seconds, f"an integer in {low}…{high}")
     return asked.seconds
+
+
+def jobs_of(settings: JobSettings, is_busy: Callable[[], bool], unix_time: Callable[[], float]) -> Extension:
+    """Return the extension. ``is_busy`` tells whether requests of others wait: batches pause then.
+
+    Raises:
+        ConfigError: ``batch_dir`` cannot be used.
+    """
+    new_id = id_source()
+    runner: BatchRunner | None = None
+    if settings.batch_dir is not None:
+        root = Path(settings.batch_dir)
+        try:
+            files = FileStore(root, new_id, unix_time)
+            runner = BatchRunner(
+                root,
+                files,
+                new_id=new_id,
+                unix_time=unix_time,
+                is_busy=is_busy,
+                concurrency=settings.batch_concurrency,
+            )
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"--batch-dir {root} cannot be used: {error}.") from error
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
+        """Run batches, beginning with those of an earlier server; the next server continues from the state on disk."""
+        if runner is None:
+            yield
+            return
+        runner.resume(app)
+        try:
+            yield
+        finally:
+            await runner.close()
+
+    return Extension(
+        JobRoutes(runner, settings, unix_time).routes(),
+        (ROOT, BackgroundResponses(settings.max_body_bytes).around),
+        lifespan,
+        {"/v1/batches": Body("Begin a batch of requests", BatchRequest)},
+    )

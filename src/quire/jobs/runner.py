@@ -17,6 +17,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from quire.http.client import post_local
+from quire.http.edge import TENANT
 from quire.jobs.files import FileStore, write_json
 from quire.metrics.log import Log
 
@@ -66,6 +67,7 @@ class BatchRunner:
         """Begin a batch and return its object. ``values``: the fields that the client set."""
         batch_id = f"batch_{self._new_id()}"
         batch = {"id": batch_id, "object": "batch", **values, "created_s": self._unix_time()}
+        batch["tenant"] = TENANT.get()
         batch["created_at"] = int(batch["created_s"])
         batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
         batch["request_counts"] = {"total": 0, "completed": 0, "failed": 0}
@@ -75,7 +77,13 @@ class BatchRunner:
         return batch
 
     def get(self, batch_id: str) -> dict[str, Any] | None:
-        return self._batches.get(batch_id)
+        """Return a batch of the tenant."""
+        batch = self._batches.get(batch_id)
+        return batch if batch is not None and batch.get("tenant", "") == TENANT.get() else None
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return the batches of the tenant, the oldest first."""
+        return [batch for batch in self.all() if batch.get("tenant", "") == TENANT.get()]
 
     def all(self) -> list[dict[str, Any]]:
         """Every batch, the oldest first."""
@@ -107,6 +115,7 @@ class BatchRunner:
 
     async def _run(self, batch: dict[str, Any]) -> None:
         batch_id = batch["id"]
+        TENANT.set(batch.get("tenant", ""))
         try:
             if batch["status"] == "validating" and not await self._validate(batch):
                 return

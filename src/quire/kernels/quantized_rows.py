@@ -63,14 +63,9 @@ def row_stride(in_features: int, group: int | None) -> int:
 
 def empty_rows(num_tokens: int, in_features: int, group: int | None, dtype: torch.dtype) -> QuantizedRows:
     """Return rows for a native op to fill, padding included."""
-    return QuantizedRows(
-        empty(num_tokens, row_stride(in_features, group), dtype=torch.int8),
-        empty(num_tokens, dtype=torch.float32),
-        empty(num_tokens, num_groups(in_features, group), dtype=torch.int32),
-        in_features,
-        group,
-        dtype,
-    )
+    q = empty(num_tokens, row_stride(in_features, group), dtype=torch.int8)
+    sums = empty(num_tokens, num_groups(in_features, group), dtype=torch.int32)
+    return QuantizedRows(q, empty(num_tokens, dtype=torch.float32), sums, in_features, group, dtype)
 
 
 def row_words(rows: QuantizedRows | None) -> tuple[int, int, int, int, int]:

@@ -74,12 +74,8 @@ class Linear:
         return found
 
     def __call__(
-        self,
-        x: Tensor | QuantizedRows,
-        adapters: AdapterRows | None = None,
-        *,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
+        self, x: Tensor | QuantizedRows, adapters: AdapterRows | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor:  # fmt: skip
         """``[num_tokens, in_features]`` → ``[num_tokens, sum of the parts]``, in x's dtype by default.
 
         ``adapters``: which rows have which adapter, for a linear with slots.
@@ -97,9 +93,8 @@ class Linear:
         device = x.device if isinstance(x, Tensor) else x.q.device
         y = empty(num_tokens, sum(self.parts.values()), dtype=out_dtype or x.dtype, device=device)
         start = 0
-        for packed in (
-            self.segments
-        ):  # into their columns: `cat` is not a native call and cannot be recorded (`kernels.tape`)
+        # Into their columns: `cat` is not a native call and cannot be recorded (`kernels.tape`).
+        for packed in self.segments:
             stop = start + packed.out_features
             linear(x, packed, out_dtype=out_dtype, out=y[:, start:stop])
             start = stop

@@ -82,20 +82,14 @@ class MoeBlock:
         self._shared_gate = Linear({"shared_gate": 1}, hidden_size, plain) if moe.shared_gate else None
         self._stack = ExpertStack(self._gate_up, self._down, spec.activation)
         self._route, self._experts = build.of(route), build.of(experts)
-        self._widen, self._add, self._add_gated = (
-            build.of(widen_rows),
-            build.of(add_rows),
-            build.of(add_gated_rows),
-        )
+        self._widen, self._add = build.of(widen_rows), build.of(add_rows)
+        self._add_gated = build.of(add_gated_rows)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         inter = self._moe.intermediate_size
         found = self._router.weight_loaders()
-        for name, packed, start in (
-            ("gate", self._gate_up, 0),
-            ("up", self._gate_up, inter),
-            ("down", self._down, 0),
-        ):
+        places = (("gate", self._gate_up, 0), ("up", self._gate_up, inter), ("down", self._down, 0))
+        for name, packed, start in places:
             found[f"{name}.weight"] = partial(_write_all, write_weight, packed, start)
             if self._moe.expert_bias:
                 found[f"{name}.bias"] = partial(_write_all, write_bias, packed, start)

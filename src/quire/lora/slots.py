@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quire.errors import ModelLoadError, QuireError
+from quire.errors import ModelLoadError
 from quire.kernels.lora import LoraStack, LowRank, write_slot
 from quire.lora.adapter import AdapterFile, AdapterPart, read_adapter
 from quire.models.stored_weights import view
@@ -37,7 +37,7 @@ class LoraSlots:
         self._failed.pop(slot, None)
         try:
             self._write(slot, _read_again(adapter, self._spec))
-        except (QuireError, OSError) as error:
+        except Exception as error:  # whatever it is, sequences of other adapters go on
             self._clear(slot)
             self._failed[slot] = f"The adapter {adapter.name!r} cannot be loaded: {error}"
 

@@ -66,9 +66,9 @@ class TtftStats:
         return max(seconds * self.ratio, 1e-6)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
-    """A snapshot of scheduler and cache. It crosses the process boundary, so it is plain numbers."""
+    """A snapshot of scheduler and cache: the scheduler's counters, and gauges. It crosses the process boundary."""
 
     # Gauges
     num_running: int = 0
@@ -103,6 +103,8 @@ class EngineStats:
     num_loaded_blocks: int = 0  # that came whole from another tier or peer
     num_stored_blocks: int = 0  # that reached another tier or peer
     num_failed_transfers: int = 0  # that ended with an error, whole blocks or not
+    num_recomputed: int = 0  # sequences computed once more: NaN or infinite logits, or a fault beside them
+    num_recompute_failed: int = 0  # that failed, since it happened again at the same token
     num_verifications: int = 0  # of drafts, per sequence and step
     num_draft_tokens: int = 0  # verified
     num_accepted_tokens: int = 0  # of these

@@ -62,12 +62,9 @@ def load_weights(model: ModelConfig, dtype: torch.dtype) -> dict[str, Weight]:
 
 
 def _iter_mapped(
-    model: ModelConfig,
-    names: WeightMap,
-    stored: Mapping[str, StoredTensor],
-    quantization: Quantization | None,
+    model: ModelConfig, names: WeightMap, stored: Mapping[str, StoredTensor], quantization: Quantization | None,
     dtype: torch.dtype,
-) -> Iterator[tuple[str, Weight]]:
+) -> Iterator[tuple[str, Weight]]:  # fmt: skip
     sources = find_sources(model.path, names, stored, quantization)
     for canonical, shape in weight_shapes(model.spec).items():
         source = sources[canonical]

@@ -80,34 +80,20 @@ def _times(plan: CapacityPlan) -> list[Line]:
         Line("prompt among others", _ms(s.prefill_s), f"added to steps with {b} decodes: weights are read anyway"),
     ]  # fmt: skip
     if q.load.rate is None:
-        lines.append(
-            Line("TPOT", _ms(s.tpot_s), "(E2EL − TTFT) / (osl − 1), E2EL = osl · step + clients · prompt")
-        )
-        lines.append(
-            Line(
-                "TTFT",
-                _ms(s.ttft_s),
-                f"prompt · {e.wave:.2f} · {b} ** {e.wave_growth:.2f} + a step + {_ms(e.first_s)}",
-            )
-        )
+        tpot = "(E2EL − TTFT) / (osl − 1), E2EL = osl · step + clients · prompt"
+        ttft = f"prompt · {e.wave:.2f} · {b} ** {e.wave_growth:.2f} + a step + {_ms(e.first_s)}"
+        lines += [Line("TPOT", _ms(s.tpot_s), tpot), Line("TTFT", _ms(s.ttft_s), ttft)]
     else:
         r = q.load.rate / chosen.split.dp
-        lines.append(Line("TPOT", _ms(s.tpot_s), f"step / (1 − {r:.3g}/s · prompt)"))
-        lines.append(
-            Line("TTFT", _ms(s.ttft_s),
-                 f"half a step + r · prompt² / (2 (1 − r · prompt)) + prompt + a step + {_ms(e.first_s)} around")
-        )  # fmt: skip
-        lines.append(
-            Line("running", f"{s.concurrency:.1f}", f"{r:.3g}/s · {q.load.osl} · TPOT, in a replica")
-        )
+        ttft = f"half a step + r · prompt² / (2 (1 − r · prompt)) + prompt + a step + {_ms(e.first_s)} around"
+        lines += [
+            Line("TPOT", _ms(s.tpot_s), f"step / (1 − {r:.3g}/s · prompt)"),
+            Line("TTFT", _ms(s.ttft_s), ttft),
+            Line("running", f"{s.concurrency:.1f}", f"{r:.3g}/s · {q.load.osl} · TPOT, in a replica"),
+        ]
     if plan.knee is not None:
-        lines.append(
-            Line(
-                "knee",
-                f"{plan.knee:.2f}/s",
-                f"highest rate whose mean TTFT and TPOT meet {q.slo}, all replicas",
-            )
-        )
+        highest = f"highest rate whose mean TTFT and TPOT meet {q.slo}, all replicas"
+        lines.append(Line("knee", f"{plan.knee:.2f}/s", highest))
     lines.append(Line("constants", "", e.how))
     return lines
 
@@ -130,10 +116,6 @@ def _gib(size: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return (
-        f"{seconds * 1e3:.3g} ms"
-        if seconds < 10
-        else "without bound"
-        if seconds == float("inf")
-        else f"{seconds:.1f} s"
-    )
+    if seconds < 10:
+        return f"{seconds * 1e3:.3g} ms"
+    return "without bound" if seconds == float("inf") else f"{seconds:.1f} s"

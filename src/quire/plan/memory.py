@@ -65,9 +65,8 @@ def kv_bytes_per_request(spec: ModelSpec, context: int, kv_dtype: str = "bf16") 
     total = 0
     for group in spec.kv_layout(spec.max_position_embeddings).groups:
         kept = context if group.window is None else min(context, group.window)
-        scales = (
-            sum(spec.layers[i].attention.num_kv_heads for i in group.layers) * 8 if kv_dtype == "int8" else 0
-        )
+        num_heads = sum(spec.layers[i].attention.num_kv_heads for i in group.layers)
+        scales = 8 * num_heads if kv_dtype == "int8" else 0
         total += kept * (spec.kv_bytes_per_token(group, KV_DTYPES[kv_dtype]) + scales)
     return total
 

@@ -116,9 +116,5 @@ def decode_rows(raw: Tensor, name: str) -> QuantizedWeight:
     kind = BLOCK_TYPES[name]
     rows = raw.shape[0]
     q, scale, offset = _DECODERS[name](raw.reshape(-1, kind.block_bytes))
-    return QuantizedWeight(
-        kind.held,
-        q.reshape(rows, -1),
-        scale.reshape(rows, -1),
-        None if offset is None else offset.reshape(rows, -1),
-    )
+    offset = None if offset is None else offset.reshape(rows, -1)
+    return QuantizedWeight(kind.held, q.reshape(rows, -1), scale.reshape(rows, -1), offset)

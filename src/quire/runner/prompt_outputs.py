@@ -24,7 +24,7 @@ from quire.request import Pooling, TokenLogprobs
 from quire.step import SeqPlan
 
 _LOGITS_AT_ONCE = 1 << 22  # numbers
-_NOT_FINITE = (
+PROMPT_NOT_FINITE = (
     "the model's hidden states are not finite (NaN or infinity): the checkpoint or its dtype is at fault."
 )
 
@@ -124,7 +124,7 @@ class PromptScorer:
             ids = span.prompt.token_ids[target : target + part.shape[0]]
             entries += self._score(self._logits_of(part), ids, [num_top] * len(ids))
         if any(math.isnan(entry.logprob) for entry in entries):
-            return PromptOutput(error=_NOT_FINITE)
+            return PromptOutput(error=PROMPT_NOT_FINITE)
         return PromptOutput(logprobs=tuple(entries))
 
     def _logprobs_of(self, pooling: Pooling, rows: Tensor) -> PromptOutput:
@@ -150,4 +150,4 @@ def _vector(span: Span, pooling: Pooling, rows: Tensor) -> PromptOutput:
 def _finite(values: list[float]) -> PromptOutput:
     if all(map(math.isfinite, values)):
         return PromptOutput(pooled=tuple(values))
-    return PromptOutput(error=_NOT_FINITE)
+    return PromptOutput(error=PROMPT_NOT_FINITE)

@@ -84,9 +84,13 @@ class WorkerSeqs:
         seq.refusal = self._why_not(new)
         if seq.refusal is not None:
             return seq
-        processors = LogitsProcessors(new, self._vocab_size)
-        seq.processors = processors if processors else None
-        seq.grammar = self._grammars.begin(new)
+        try:
+            processors = LogitsProcessors(new, self._vocab_size)
+            seq.processors = processors if processors else None
+            seq.grammar = self._grammars.begin(new)
+        except Exception as error:  # whatever it is, the other sequences of the step go on
+            seq.refusal = f"its sampling cannot be set up: {type(error).__name__}: {error}"
+            return seq
         if new.pooling is not None or new.prompt_logprobs is not None:
             seq.prompt = PromptState(new.prompt_token_ids, new.prompt_logprobs, new.pooling)
         row, ids = seq.row, (*new.prompt_token_ids, *new.output_token_ids)

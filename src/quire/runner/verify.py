@@ -45,7 +45,7 @@ def verify(
             limits[place] = seq.grammar.apply(logits[firsts[place] : firsts[place + 1]], seq.draft_ids)
             if seq.grammar.error is not None:
                 errors[place] = seq.grammar.error
-    ids, best = sampler.sample(logits, columns, _editor(seqs, firsts))
+    ids, best = sampler.sample(logits, columns, _editor(seqs, firsts, errors))
     if not np.isfinite(best).all():
         _note_failures(logits, ~np.isfinite(best), firsts, limits, errors)
     token_ids: list[int] = ids.tolist()
@@ -60,7 +60,10 @@ def verify(
             seq.draft_ids = ()
         kept.append(range(first, first if place in errors else first + count + 1))
         if place not in errors and seq.processors is not None:
-            seq.processors.advance(token_ids[first + count])
+            try:
+                seq.processors.advance(token_ids[first + count])
+            except Exception as error:
+                errors[place], kept[-1] = _fault(error), range(0)
         if place not in errors and seq.grammar is not None:
             followed.append((seq.grammar, token_ids[first + count]))
     grammars.follow(followed)
@@ -75,21 +78,33 @@ def verify(
     ]
 
 
-def _editor(seqs: Sequence[WorkerSeq], firsts: Sequence[int]) -> Callable[[int, Tensor], None]:
-    """Return what applies the logits processors to a row, and then lets them take the draft behind it."""
-    of: dict[int, tuple[LogitsProcessors, tuple[int, ...]]] = {}
-    for first, seq in zip(firsts, seqs, strict=False):
+def _editor(
+    seqs: Sequence[WorkerSeq], firsts: Sequence[int], errors: dict[int, str]
+) -> Callable[[int, Tensor], None]:
+    """Return what applies the logits processors to a row, and then lets them take the draft behind it.
+
+    An exception in one is an entry of ``errors`` at the place of its sequence.
+    """
+    of: dict[int, tuple[int, LogitsProcessors, tuple[int, ...]]] = {}
+    for place, (first, seq) in enumerate(zip(firsts, seqs, strict=False)):
         if seq.processors is not None:
-            for place in range(1 + len(seq.draft_ids)):
-                of[first + place] = seq.processors, seq.draft_ids[place : place + 1]
+            for draft in range(1 + len(seq.draft_ids)):
+                of[first + draft] = place, seq.processors, seq.draft_ids[draft : draft + 1]
 
     def edit(row: int, logits: Tensor) -> None:
-        processors, drafts = of[row]
-        processors.apply(logits)
-        for token_id in drafts:
-            processors.advance(token_id)
+        place, processors, drafts = of[row]
+        try:
+            processors.apply(logits)
+            for token_id in drafts:
+                processors.advance(token_id)
+        except Exception as error:
+            errors.setdefault(place, _fault(error))
 
     return edit
+
+
+def _fault(error: Exception) -> str:
+    return f"a logits processor failed: {type(error).__name__}: {error}"
 
 
 def _note_failures(

@@ -20,10 +20,10 @@ from quire.lora.slots import LoraSlots
 from quire.quant.stored import Weight
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner, PendingResult, Runner
-from quire.runner.prompt_outputs import PromptOutput, PromptScorer, spans_of
+from quire.runner.prompt_outputs import PROMPT_NOT_FINITE, PromptOutput, PromptScorer, spans_of
 from quire.runner.proposers import make_draft_model, make_proposer
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
-from quire.sampling.sampler import SeqSample
+from quire.sampling.sampler import NOT_FINITE, SeqSample
 from quire.speculate.proposer import Proposer, Wanted
 from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, StepPlan, StepResult
 
@@ -216,7 +216,12 @@ class Worker:
         if error is not None:
             grammar = sampled[0].grammar if sampled else None
             of_request = grammar is not None and grammar.error == error
-            return SeqResult(plan.seq_id, plan.epoch, (), error=error, error_of_request=of_request)
+            recompute = error in (NOT_FINITE, PROMPT_NOT_FINITE) or (
+                grammar is not None and grammar.is_bystander
+            )
+            return SeqResult(
+                plan.seq_id, plan.epoch, (), error=error, error_of_request=of_request, recompute=recompute
+            )
         result = SeqResult(plan.seq_id, plan.epoch, ())
         if sampled:
             sample = sampled[1]

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class GrammarState:
         self.constraint: GrammarConstraint | None = None
         self.masks: list[GrammarMask] = []  # of the next token; below it those of drafts being verified
         self.error: str | None = None  # why the sequence cannot go on
+        self.is_bystander = False  # the error may be another sequence's, with which it was advanced
         self.pending: Future[None] | None = None
 
     @property
@@ -135,6 +137,7 @@ class Grammars:
         self._builders: ThreadPoolExecutor | None = None
         self._followers: ThreadPoolExecutor | None = None
         self._executor: Any = None  # llguidance's own threads
+        self._together = True  # whether one call advances all sequences of a step
 
     def begin(self, new: NewSeq) -> GrammarState | None:
         """Begin to build the state of ``new`` after its output ids; None where it has no grammar."""
@@ -159,6 +162,10 @@ class Grammars:
 
     def advance(self, moved: Sequence[tuple[GrammarState, int]]) -> None:
         """Take a token of each state, and compute the mask of the next; what goes wrong is its ``error``."""
+        if not self._together:
+            for each in moved:
+                self._guard([each[0]], partial(self._follow, [each]))
+            return
         self._guard([state for state, _ in moved], lambda: self._follow(moved))
 
     def _builder(self) -> ThreadPoolExecutor:
@@ -179,8 +186,11 @@ class Grammars:
             for state in states:
                 state.error = f"structured_outputs: {error}"
         except BaseException as error:  # llguidance's panics are no `Exception`
+            # Where several were advanced together, the call does not tell which is at fault: never again together.
+            self._together = self._together and len(states) == 1
             for state in states:
                 state.error = f"structured_outputs: {type(error).__name__}: {error}"
+                state.is_bystander = len(states) > 1
 
     def _build(self, state: GrammarState, new: NewSeq) -> None:
         assert new.grammar is not None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 from quire.request import Adapter
 from quire.scheduler.sequence import Sequence, SequenceState
@@ -42,9 +43,7 @@ class AdapterSlots:
 
     def oldest_in_use(self, count: int) -> set[str]:
         """Return the keys of the ``count`` adapters in use that were loaded first."""
-        return {
-            key for key, _ in zip((k for k in self._slots if k in self._users), range(count), strict=False)
-        }
+        return set(islice((key for key in self._slots if key in self._users), count))
 
     def enter(self, adapter: Adapter | None) -> None:
         """A sequence starts to run; there is room."""

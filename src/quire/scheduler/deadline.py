@@ -13,10 +13,13 @@ from collections.abc import Iterator
 
 from quire.config import OrderKind
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.overload import KEPT_SLACK, place_s
+from quire.scheduler.overload import TTFT_SLACK, place_s
 from quire.scheduler.predictor import Backlog
-from quire.scheduler.sequence import RequestState, Sequence
+from quire.scheduler.queue import due_s, sort_key
+from quire.scheduler.sequence import RequestState, Sequence, SequenceState
 from quire.scheduler.state import SchedulerState
+
+_LOOKAHEAD = 128  # waiting sequences that `demote` looks at per step
 
 
 def expire(state: SchedulerState, now: float) -> list[TokenEvent]:
@@ -83,6 +86,35 @@ def too_late(
     return None
 
 
+def demote(state: SchedulerState, now: float) -> None:
+    """Under the order "deadline": rank the sequences that cannot meet their limits any more behind all others.
+
+    They run where nothing else wants their place, and end when their limit passes.
+    """
+    for seq in (*state.running, *state.waiting.first(_LOOKAHEAD)):
+        if seq.late or seq.group.request.deadline is None or not _misses(state, seq, now):
+            continue
+        waits = seq.state is SequenceState.WAITING
+        if waits:
+            state.waiting.remove(seq)
+        seq.late = True
+        seq.key = sort_key(state.config.order, seq)
+        if waits:
+            state.waiting.add(seq)
+
+
+def _misses(state: SchedulerState, seq: Sequence, now: float) -> bool:
+    """Tell whether a sequence would miss a limit if all steps from now on had it."""
+    pace, request, deadline = state.predictor, seq.group.request, seq.group.request.deadline
+    assert deadline is not None
+    num_left = max(0, seq.num_prompt - seq.num_planned) * _uncached_share(state)
+    first_s = now - request.arrival_s + max(num_left * pace.prompt_token_s, pace.step_s)
+    if deadline.first_token_s is not None and seq.ttft_s is None and first_s > deadline.first_token_s:
+        return True
+    num_outputs = max(0, _least_output(request) - (len(seq.token_ids) - seq.num_prompt) - 1)
+    return deadline.total_s is not None and first_s + num_outputs * pace.step_s > deadline.total_s
+
+
 def predict_ttft(state: SchedulerState, group: RequestState) -> None:
     """Note when the first token of a request that just came is predicted; the predictor learns from what comes."""
     if state.predictor.step_time is None:
@@ -118,7 +150,7 @@ def _limits(state: SchedulerState, request: Request, kept: bool) -> Iterator[tup
             if limit_s is not None:
                 yield f"deadline_ms.{name}", "hopeless", limit_s
     if state.config.max_ttft_s is not None:
-        yield "max_ttft_ms", "capacity", state.config.max_ttft_s * (1.0 + KEPT_SLACK * kept)
+        yield "max_ttft_ms", "capacity", state.config.max_ttft_s * (1.0 + TTFT_SLACK * kept)
 
 
 def _first_s(
@@ -128,12 +160,16 @@ def _first_s(
 
     ``num_held`` sequences of ``held_tokens`` prompt tokens, which are to come back, come first too.
     """
-    known = state.counters.num_prompt_tokens
-    uncached = 1.0 - state.counters.num_cached_tokens / known if known else 1.0
     num_tokens = sum(max(0, seq.num_total - seq.num_planned - 1) for seq in state.running)
-    num_tokens += int((sum(seq.num_total for seq in ahead) + held_tokens) * uncached)
+    num_tokens += int((sum(seq.num_total for seq in ahead) + held_tokens) * _uncached_share(state))
     wait_s = place_s(state, len(ahead) + num_held + 1)
     return state.predictor.first_token_s(Backlog(num_tokens, wait_s), num_own)
+
+
+def _uncached_share(state: SchedulerState) -> float:
+    """Return the share of prompt tokens that had to be computed so far."""
+    known = state.counters.num_prompt_tokens
+    return 1.0 - state.counters.num_cached_tokens / known if known else 1.0
 
 
 def _is_ahead(order: OrderKind, seq: Sequence, request: Request) -> bool:
@@ -142,6 +178,8 @@ def _is_ahead(order: OrderKind, seq: Sequence, request: Request) -> bool:
         return seq.group.request.priority <= request.priority
     if order == "shortest-first":
         return seq.num_prompt <= len(request.prompt_token_ids)
+    if order == "deadline":
+        return not seq.late and due_s(seq.group.request, has_token=False) <= due_s(request, has_token=False)
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceABC
 from operator import attrgetter
 
+from quire.cache.block_table import Node
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.beam_steps import end_all, take_continuations
 from quire.scheduler.deadline import end_late, is_late
@@ -186,13 +187,33 @@ def _fail_sequences(
         seq = record.sequences[i]
         if seq.epoch != record.seqs[i].epoch:
             continue
-        if results[i].out_of_memory:
+        if results[i].recompute:
+            state.cache.prefix.withdraw(_path(seq.table.tip))  # its keys and values may be what is not finite
+        if results[i].out_of_memory or (results[i].recompute and _may_recompute(state, seq)):
             state.preempt(seq)
         else:
             kind = "request" if results[i].error_of_request else "step"
             events += _end_failed(state, seq, results[i].error, kind)
     _restart_readers(state, distrusted)
     return events
+
+
+def _path(node: Node | None) -> list[Node]:
+    """Return ``node`` and all above it in the prefix tree."""
+    path = []
+    while node is not None:
+        path.append(node)
+        node = node.parent
+    return path
+
+
+def _may_recompute(state: SchedulerState, seq: Sequence) -> bool:
+    """Count a fault that may pass, as NaN logits from bad memory; at each token of a sequence one is forgiven."""
+    again = seq.recomputed_at != len(seq.token_ids)
+    seq.recomputed_at = len(seq.token_ids)
+    state.counters.num_recomputed += again
+    state.counters.num_recompute_failed += not again
+    return again
 
 
 def _fail_step(state: SchedulerState, record: StepRecord, error: str) -> list[TokenEvent]:

@@ -15,8 +15,12 @@ from quire.request import Request
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 
-MARGIN = 1.1  # of the time told: the pace varies
-KEPT_SLACK = 1 / 8  # of the queue's limits: a request that comes when it was told to is let in beyond them
+MARGIN = 1.25  # of the time told: the pace varies
+QUEUE_SLACK = (
+    1.0  # share of the queue's limits by which requests that come when they were told to may exceed them
+)
+TTFT_SLACK = 1 / 8  # the same, of max_ttft_s
+LEAST_S = 0.75  # told beside the margin
 ASSUMED_STEP_S = 0.05  # until a step was measured
 
 
@@ -36,7 +40,7 @@ def full_queue(
     """
     config, queue = state.config, state.waiting
     num_waiting = len(queue) + len(state.loading)
-    slack = 1.0 + KEPT_SLACK if kept else 1.0
+    slack = 1.0 + QUEUE_SLACK if kept else 1.0
     most, most_tokens = math.ceil(config.max_queue * slack), config.max_queue_tokens
     held = held_tokens = 0
     if num_waiting and not kept and len(state.promises):
@@ -56,7 +60,7 @@ def full_queue(
 
 def promise(state: SchedulerState, request: Request, now: float, after_s: float) -> float:
     """Promise a rejected request a place; return the whole seconds after which its client is to try again."""
-    wait_s = float(max(1, math.ceil(after_s * MARGIN + state.predictor.step_s)))
+    wait_s = float(math.ceil(after_s * MARGIN + LEAST_S))
     state.promises.make(request, now + wait_s)
     return wait_s
 

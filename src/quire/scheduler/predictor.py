@@ -49,9 +49,8 @@ class Predictor:
         self.num_seqs = self.num_decodes = 0
         self._applied_s = 0.0
         self._num_steps = self._steps_s = 0.0
-        self._num_prompt_tokens = self._prompts_s = (
-            0.0  # of steps with prompt tokens, the decodes beside them included
-        )
+        # Of steps with prompt tokens, the decodes beside them included.
+        self._num_prompt_tokens = self._prompts_s = 0.0
         self._output = _Mean(0.0)  # tokens of a sequence that ended
         self._context = _Mean(config.max_model_len / 4)  # keys that a decode reads
         self._chunk_keys = _Mean(config.max_model_len / 4)  # keys that a token of a chunk sees

@@ -6,6 +6,8 @@ An order is a sort key; equal ranks fall back to arrival, then to the sequence i
     priority         Request.priority (smaller first), then arrival
     shortest-first   number of prompt tokens, then arrival; the output's length is not known
     longest-prefix   most tokens in the prefix tree at this moment, then arrival; among the first 128 that wait
+    deadline         earliest limit first (EDF); a request without one ranks as if it had `UNBOUNDED_S`. Behind all
+                     others: those that cannot meet their limit any more (`quire.scheduler.deadline.demote`)
 
 The same key ranks running sequences when blocks run out: the last one is preempted first. Running sequences have
 their prefix already, so under longest-prefix they rank by arrival.
@@ -30,6 +32,15 @@ from quire.config import OrderKind, SchedulerConfig
 from quire.request import Deadline, Request
 from quire.scheduler.sequence import Sequence, SortKey
 
+UNBOUNDED_S = 60.0  # limit that a request without a deadline ranks by, so that it is admitted some time
+
+
+def due_s(request: Request, *, has_token: bool) -> float:
+    """Return the time of the next limit of ``request``."""
+    deadline = request.deadline or Deadline()
+    limits = (deadline.total_s, None if has_token else deadline.first_token_s)
+    return request.arrival_s + min((limit for limit in limits if limit is not None), default=UNBOUNDED_S)
+
 
 def sort_key(order: OrderKind, seq: Sequence) -> SortKey:
     """Return the rank of a sequence; smaller comes first."""
@@ -38,6 +49,8 @@ def sort_key(order: OrderKind, seq: Sequence) -> SortKey:
         return (request.priority, request.arrival_s, seq.seq_id)
     if order == "shortest-first":
         return (seq.num_prompt, request.arrival_s, seq.seq_id)
+    if order == "deadline":
+        return (seq.late, due_s(request, has_token=seq.ttft_s is not None), request.arrival_s, seq.seq_id)
     return (request.arrival_s, seq.seq_id)
 
 
@@ -122,8 +135,10 @@ class Deadlines:
         self._heap: list[tuple[float, str]] = []
 
     def add(self, request: Request) -> None:
-        for limit_s in _limits(request.deadline):
-            heapq.heappush(self._heap, (request.arrival_s + limit_s, request.request_id))
+        deadline = request.deadline or Deadline()
+        for limit_s in (deadline.first_token_s, deadline.total_s):
+            if limit_s is not None:
+                heapq.heappush(self._heap, (request.arrival_s + limit_s, request.request_id))
 
     def due(self, now: float) -> Iterator[str]:
         """Take out and yield the requests of which a limit has passed."""
@@ -134,10 +149,3 @@ class Deadlines:
     def next_s(self) -> float | None:
         """When the next limit passes."""
         return self._heap[0][0] if self._heap else None
-
-
-def _limits(deadline: Deadline | None) -> Iterator[float]:
-    if deadline is not None:
-        for limit_s in (deadline.first_token_s, deadline.total_s):
-            if limit_s is not None:
-                yield limit_s

@@ -11,6 +11,7 @@ Every sequence ends with exactly one terminal event, whatever happens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
@@ -22,13 +23,13 @@ from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission import add_request
 from quire.scheduler.beam_steps import end_all, park_idle
-from quire.scheduler.deadline import expire
+from quire.scheduler.deadline import demote, expire
 from quire.scheduler.draft_control import DraftControl
 from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
 from quire.scheduler.predictor import Predictor
-from quire.scheduler.state import Counters, SchedulerState
+from quire.scheduler.state import SchedulerState
 from quire.scheduler.transfers import Transfers
 from quire.step import StepPlan, StepResult
 
@@ -131,6 +132,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None where nothing can be computed now."""
+        if self._state.config.order == "deadline":
+            demote(self._state, now)
         before = self._state.counters.num_computed_tokens
         plan = Planner(self._state, now).plan()
         stuck = plan is None and self._state.running and not self._state.in_flight
@@ -173,7 +176,8 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         state, prefix = self._state, self.cache.prefix
-        return EngineStats(
+        return replace(
+            state.counters,
             num_running=len(state.running),
             num_waiting=len(state.waiting) + len(state.loading),
             num_in_flight=len(state.in_flight),
@@ -190,7 +194,6 @@ class Scheduler:
             step_tokens=tuple(state.step_tokens.counts),
             accepted_at=tuple(state.accepted_at[: state.config.max_num_drafts]),
             draft_gain=1.0 if state.draft_control is None else state.draft_control.predicted_gain,
-            **{name: getattr(state.counters, name) for name in Counters.__slots__},
         )
 
 

@@ -58,6 +58,7 @@ class Sequence:
     # To be forked when all of the prompt but its last token is planned.
     siblings: list[Sequence] = field(default_factory=list)
     key: SortKey = ()  # rank: smaller comes first
+    late: bool = False  # cannot meet its deadline any more, as found under the order "deadline"
     num_preemptions: int = 0
     num_steps: int = 0  # steps that computed something of it
     num_chunks: int = 0  # of these, steps that computed known tokens
@@ -66,6 +67,7 @@ class Sequence:
     acceptance: float | None = None  # of its drafts, the last ones weigh most; None: there were none
     # Orders decodes that do not all fit a step: the one that waited longest comes first.
     turn: int = 0
+    recomputed_at: int = -1  # its number of tokens when it was last computed once more
     ttft_s: float | None = None  # arrival to first token
     told_first: bool = False  # the first token since its last admission is out
     # A decode below this position appends one token and does nothing else; see `SchedulerState.find_next_event`.

@@ -14,6 +14,7 @@ Tokens do not depend on any of this; only when they come does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from quire.config import SchedulerConfig
@@ -24,10 +25,8 @@ MARGIN = 0.92  # of the limit: what p95 is above the mean, and the model's error
 REFRESH = 4  # steps after which the same number of decodes is looked at again: it takes 0.1 ms
 MIN_CHUNK = 16  # tokens: a prompt always goes on
 WORTHWHILE = 1 / 16  # a smaller change of a setting is not sent
-CONTROLLED = {
-    "max_num_seqs": "_limit",
-    "max_num_batched_tokens": "_budget",
-}  # settings, and where their values are
+# Settings, and where their values are.
+CONTROLLED = {"max_num_seqs": "_limit", "max_num_batched_tokens": "_budget"}
 
 
 class SloController:
@@ -78,9 +77,8 @@ class SloController:
         if num_decodes:
             budget = min(budget, num_decodes + self.chunk(num_decodes))
         new_limit = limit if "max_num_seqs" not in self.pinned and _differs(limit, self._limit) else None
-        new_budget = (
-            budget if "max_num_batched_tokens" not in self.pinned and _differs(budget, self._budget) else None
-        )
+        is_free = "max_num_batched_tokens" not in self.pinned
+        new_budget = budget if is_free and _differs(budget, self._budget) else None
         if new_limit is None and new_budget is None:
             return None
         self._limit, self._budget = new_limit or self._limit, new_budget or self._budget
@@ -88,27 +86,27 @@ class SloController:
 
     def _running_limit(self) -> int:
         """The most sequences that decode within the aim; at least one runs."""
-        low, high = 1, self._most.max_num_seqs
-        if self._predictor.decode_s(high) <= self._aim_s:
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._predictor.decode_s(middle) <= self._aim_s else (low, middle)
-        return low
+        return _most(lambda num: self._predictor.decode_s(num) <= self._aim_s, 1, self._most.max_num_seqs)
 
     def chunk(self, num_decodes: int) -> int:
         """The most prompt tokens beside ``num_decodes`` decodes within the aim."""
-        low, high = MIN_CHUNK, self._most.max_num_batched_tokens
-        if self._predictor.mixed_s(num_decodes, high) <= self._aim_s:
-            return high
-        while high - low > MIN_CHUNK // 2:
-            middle = (low + high) // 2
-            low, high = (
-                (middle, high)
-                if self._predictor.mixed_s(num_decodes, middle) <= self._aim_s
-                else (low, middle)
-            )
-        return low
+        most = self._most.max_num_batched_tokens
+        return _most(
+            lambda num: self._predictor.mixed_s(num_decodes, num) <= self._aim_s,
+            MIN_CHUNK,
+            most,
+            MIN_CHUNK // 2,
+        )
+
+
+def _most(holds: Callable[[int], bool], low: int, high: int, error: int = 1) -> int:
+    """Return the largest number in low…high that ``holds``, or one less than ``error`` below it; ``low`` holds."""
+    if holds(high):
+        return high
+    while high - low > error:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def _differs(new: int, old: int) -> bool:

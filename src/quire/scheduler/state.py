@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from quire.cache.block_table import BlockTable
 from quire.cache.manager import CacheManager
 from quire.config import MAX_DRAFTS, SchedulerConfig
-from quire.metrics.engine_stats import STEP_TOKENS, Histogram
+from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.draft_control import MAX_VAIN, DraftControl
@@ -35,34 +35,6 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class Counters:
-    """The counters of `EngineStats`, while they count."""
-
-    num_requests: int = 0
-    num_refused: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
-    num_expired: int = 0
-    num_failed: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_chunks: int = 0
-    num_preemptions: int = 0
-    num_forks: int = 0
-    num_zombie_results: int = 0
-    num_failed_steps: int = 0
-    num_restarted_readers: int = 0
-    num_loaded_blocks: int = 0
-    num_stored_blocks: int = 0
-    num_failed_transfers: int = 0
-    num_verifications: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-
-@dataclass(slots=True)
 class SchedulerState:
     """Shared by the parts of one scheduler; private to this package."""
 
@@ -80,7 +52,7 @@ class SchedulerState:
     gone: list[int] = field(default_factory=list)  # sequences that the worker drops with the next plan
     draft_control: DraftControl | None = None  # None: without speculation
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
-    counters: Counters = field(default_factory=Counters)
+    counters: EngineStats = field(default_factory=EngineStats)  # its gauges are not kept here
     deadlines: Deadlines = field(default_factory=Deadlines)
     promises: Promises = field(default_factory=Promises)
     # When seats come free, as of a step; see `overload`.

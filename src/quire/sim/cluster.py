@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from quire.clock import VirtualClock
-from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import AbortRequest, AddRequest
 from quire.errors import ConfigError
 from quire.executor.base import Executor
@@ -20,47 +18,9 @@ from quire.gateway.routing import Demand, Router
 from quire.plan.cost_model import StepTime
 from quire.request import TokenEvent
 from quire.scheduler.scheduler import Sleep
-from quire.sim.faults import Fault, check_faults
-from quire.sim.latency import Latency, Speculation, Swap
-from quire.sim.replica import Replica, Timeline
+from quire.sim.replica import ClusterConfig, Replica, Timeline
 from quire.sim.requests import Client, Sent
 from quire.workload.request import Workload, WorkloadRequest
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterConfig:
-    """What is simulated. Times are in seconds."""
-
-    scheduler: SchedulerConfig
-    cache: CacheConfig
-    num_replicas: int = 1
-    start_up_s: float = 0.0  # of a replica that is added, or replaces one that died
-    routing: str = "least-loaded"
-    max_load_ratio: float = 1.25
-    max_in_flight: int = 1
-    speculation: Speculation | None = None
-    swap: Swap | None = None  # None: a preempted sequence is computed again
-    faults: tuple[Fault, ...] = ()
-    tpot_s: float | None = None  # target of each replica's controller, as of ``quire serve --slo``
-    request_s: float = 0.0  # from the client to the core and back; all of it is spent on the way in
-    per_prompt_token_s: float = 0.0  # the same, per prompt token
-    seed: int = 0
-    retries: int = 0  # times that a rejected request is sent again, each after the time that it was told
-    # Requests at once; for a workload without arrival times, users of a closed loop.
-    concurrency: int | None = None
-
-    def __post_init__(self) -> None:
-        at_least = {
-            "num_replicas": 1,
-            "max_in_flight": 1,
-            "concurrency": 1,
-            "start_up_s": 0.0,
-            "request_s": 0.0,
-        }
-        for name, low in at_least.items():
-            if getattr(self, name) is not None and getattr(self, name) < low:
-                raise ConfigError(f"{name} = {getattr(self, name)!r} must be at least {low}")
-        check_faults(self.faults, self.num_replicas)
 
 
 class Cluster:
@@ -78,7 +38,6 @@ class Cluster:
         self.config = config
         self.clock = VirtualClock()
         self._step_time = step_time
-        self.latency = Latency(step_time, config.speculation, config.swap)
         self.router = Router(config.routing, seed=config.seed, max_load_ratio=config.max_load_ratio)
         chains = self.router.needs_chains
         self.client = Client(
@@ -147,19 +106,9 @@ class Cluster:
             self.place(self.client.sent[request_id])
 
     def _replica(self, number: int, on_submit: Callable[[float], None]) -> Replica:
-        config = self.config
+        reports, watch = self.router.needs_events, self._watch
         return Replica(
-            number,
-            config.scheduler,
-            config.cache,
-            self.latency,
-            self.clock,
-            on_submit,
-            max_in_flight=config.max_in_flight,
-            reports=self.router.needs_events,
-            watch=self._watch,
-            tpot_s=config.tpot_s,
-            step_time=self._step_time if config.tpot_s else None,
+            number, self.config, self._step_time, self.clock, on_submit, reports=reports, watch=watch
         )
 
     def _send(self, request: WorkloadRequest, due_s: float | None = None, num_retries: int = 0) -> None:

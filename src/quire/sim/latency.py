@@ -1,4 +1,4 @@
-"""Seconds of a simulated step: those of a profile or a roofline, plus speculation and swapping.
+"""`sim_executor`, and its seconds of a step: those of a profile or a roofline, plus speculation and swapping.
 
 Speculation is an acceptance model (Leviathan et al. 2023, eq. 1): each of ``num_drafts`` drafted tokens is accepted
 with probability ``acceptance``, independently, so a verification step gives
@@ -12,10 +12,12 @@ gaps between tokens vary less than live.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.errors import ConfigError
-from quire.executor.timed import Taken
+from quire.clock import VirtualClock
+from quire.errors import ConfigError, StepError
+from quire.executor.timed import Taken, TimedExecutor
 from quire.plan.cost_model import StepFeatures, StepTime
 
 
@@ -50,6 +52,20 @@ class Swap:
     """
 
     seconds_per_token: float  # one way
+
+
+def sim_executor(
+    latency: Latency, clock: VirtualClock, on_submit: Callable[[float], None], *, max_in_flight: int = 1
+) -> TimedExecutor:
+    """Return an executor of modelled steps on a virtual clock; ``on_submit`` is told when each will be over."""
+
+    def wait(left_s: float) -> None:
+        raise StepError(f"the step will be over in {left_s} s, and its result is collected now")
+
+    restores = latency.swaps
+    return TimedExecutor(
+        latency.seconds, clock, wait=wait, on_submit=on_submit, max_in_flight=max_in_flight, restores=restores
+    )
 
 
 class Latency:

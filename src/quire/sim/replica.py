@@ -1,4 +1,4 @@
-"""`Replica`: a real `EngineCore` around a `SimExecutor`, stepped by the events of the virtual clock.
+"""`Replica`: a real `EngineCore` around a `TimedExecutor`, stepped by the events of the virtual clock.
 
     live       begin() ── the process waits in collect() ── finish() ── begin() ── …
     simulated  begin()      other replicas, arrivals        finish() ── begin() ── …
@@ -9,19 +9,57 @@ As in the live loop, the inbox is not read while a step is awaited. `Timeline` s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
+from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import StepTime
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
-from quire.sim.executor import SimExecutor
-from quire.sim.latency import Latency
+from quire.sim.faults import Fault, check_faults
+from quire.sim.latency import Latency, Speculation, Swap, sim_executor
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """What is simulated. Times are in seconds."""
+
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    num_replicas: int = 1
+    start_up_s: float = 0.0  # of a replica that is added, or replaces one that died
+    routing: str = "least-loaded"
+    max_load_ratio: float = 1.25
+    max_in_flight: int = 1
+    speculation: Speculation | None = None
+    swap: Swap | None = None  # None: a preempted sequence is computed again
+    faults: tuple[Fault, ...] = ()
+    tpot_s: float | None = None  # target of each replica's controller, as of ``quire serve --slo``
+    request_s: float = 0.0  # from the client to the core and back; all of it is spent on the way in
+    per_prompt_token_s: float = 0.0  # the same, per prompt token
+    seed: int = 0
+    retries: int = 0  # times that a rejected request is sent again, each after the time that it was told
+    # Requests at once; for a workload without arrival times, users of a closed loop.
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least = {
+            "num_replicas": 1,
+            "max_in_flight": 1,
+            "concurrency": 1,
+            "start_up_s": 0.0,
+            "request_s": 0.0,
+        }
+        for name, low in at_least.items():
+            if getattr(self, name) is not None and getattr(self, name) < low:
+                raise ConfigError(f"{name} = {getattr(self, name)!r} must be at least {low}")
+        check_faults(self.faults, self.num_replicas)
 
 
 class Replica:
@@ -30,26 +68,25 @@ class Replica:
     def __init__(
         self,
         number: int,
-        scheduler: SchedulerConfig,
-        cache: CacheConfig,
-        latency: Latency,
+        config: ClusterConfig,
+        step_time: StepTime,
         clock: VirtualClock,
         on_submit: Callable[[float], None],
         *,
-        max_in_flight: int = 1,
         reports: bool = False,
         watch: Callable[[Executor], Executor] | None = None,
-        tpot_s: float | None = None,
-        step_time: StepTime | None = None,
     ) -> None:
         """``reports``: it keeps cache events for a router; ``watch`` wraps the executor."""
         self.number = number
-        self.executor = SimExecutor(latency, clock, on_submit, max_in_flight=max_in_flight)
+        latency = Latency(step_time, config.speculation, config.swap)
+        self.executor = sim_executor(latency, clock, on_submit, max_in_flight=config.max_in_flight)
+        held = config.tpot_s is not None
         events = EventBuffer() if reports else None
-        executor = watch(self.executor) if watch else self.executor
-        made = Scheduler(scheduler, cache, events, step_time=step_time)
-        controller = None if tpot_s is None else SloController(made.predictor, scheduler, tpot_s)
-        self.core = EngineCore(made, executor, clock, controller)
+        made = Scheduler(config.scheduler, config.cache, events, step_time=step_time if held else None)
+        controller = None
+        if config.tpot_s is not None:
+            controller = SloController(made.predictor, config.scheduler, config.tpot_s)
+        self.core = EngineCore(made, watch(self.executor) if watch else self.executor, clock, controller)
 
     @property
     def waits(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.figures import Series, chart
-from quire.bench.page import Page
+from quire.bench.page import Section, html_page
 from quire.bench.summary import summarize
 from quire.errors import ConfigError
 from quire.sim.replica import Point
@@ -72,28 +72,22 @@ def both_sweeps(measured: Sequence[Mapping[str, Any]], simulated: Sequence[Mappi
     """Return a page with goodput and latency of two sweeps over the same axes."""
 
     def line(name: str, points: Sequence[Mapping[str, Any]], key: str, part: str | None = None) -> Series:
-        value = [p[key] if part is None else p[key][part] for p in points]
-        known = [(p["offered_per_s"], v) for p, v in zip(points, value, strict=True) if v is not None]
-        return Series(
-            name, [x for x, _ in known], [y for _, y in known], "points" if name == "measured" else "line"
-        )
+        values = [(p["offered_per_s"], p[key] if part is None else p[key][part]) for p in ordered(points)]
+        known = [(x, y) for x, y in values if y is not None]
+        style = "points" if name == "measured" else "line"
+        return Series(name, [x for x, _ in known], [y for _, y in known], style)
 
     def both(key: str, part: str | None = None) -> list[Series]:
-        return [
-            line("measured", ordered(measured), key, part),
-            line("simulated", ordered(simulated), key, part),
-        ]
+        return [line("measured", measured, key, part), line("simulated", simulated, key, part)]
 
-    page = Page("Measured and simulated")
-    page.plots(
-        [
-            chart(both("goodput_per_s"), title="Goodput", x="offered requests/s", y="requests/s"),
-            chart(both("output_tokens_per_s"), title="Output", x="offered requests/s", y="tokens/s"),
-            *(
-                chart(both(key, part), title=f"{name} {part}", x="offered requests/s", y="ms", log_y=True)
-                for key, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"))
-                for part in ("p50", "p95")
-            ),
-        ]
-    )
-    return page.html()
+    x = "offered requests/s"
+    plots = [
+        chart(both("goodput_per_s"), title="Goodput", x=x, y="requests/s"),
+        chart(both("output_tokens_per_s"), title="Output", x=x, y="tokens/s"),
+    ]
+    plots += [
+        chart(both(key, part), title=f"{name} {part}", x=x, y="ms", log_y=True)
+        for key, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"))
+        for part in ("p50", "p95")
+    ]
+    return html_page("Measured and simulated", [Section(plots=plots)])

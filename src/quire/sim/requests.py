@@ -69,9 +69,8 @@ class Client:
             self._next.extend(self.first[concurrency:])
             del self.first[concurrency:]
         self.sent: dict[str, Sent] = {}
-        self.marks: dict[
-            str, Callable[[float], None]
-        ] = {}  # of the requests in flight: records the time of a token
+        # Of the requests in flight: records the time of a token.
+        self.marks: dict[str, Callable[[float], None]] = {}
         self.records: list[RequestRecord] = []
 
     @property

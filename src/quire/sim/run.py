@@ -11,9 +11,9 @@ from quire.bench.summary import RequestRecord
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import StepTime
-from quire.sim.cluster import Cluster, ClusterConfig
+from quire.sim.cluster import Cluster
 from quire.sim.faults import Add, Fault, Kill, Slow
-from quire.sim.replica import Point
+from quire.sim.replica import ClusterConfig, Point
 from quire.workload.request import Workload
 
 

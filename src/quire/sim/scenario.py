@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from quire.args import EngineArgs, make_args
 from quire.bench.args import SIMULATED, ServeBenchArgs, SimulateArgs
 from quire.bench.figures import Series, chart
-from quire.bench.page import Page, console, finite, print_table, write
+from quire.bench.page import Section, console, finite, html_page, print_table, write
 from quire.bench.runs import make_workload
 from quire.errors import ConfigError, nearest
 from quire.sim.report import summary_of
@@ -110,12 +110,11 @@ def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, given: M
     bench = make_args(ServeBenchArgs, parts[ServeBenchArgs], origin=scenario.name)
     slo = Slo.parse(bench.slo) if bench.slo else None
     try:
-        setup = set_up(args, {k: v for k, v in settings.items() if k in SIMULATED}, bench.seed)
+        setup = set_up(args, bench, {k: v for k, v in settings.items() if k in SIMULATED})
     except ConfigError as error:
         return {"error": str(error)}
     workload = make_workload(bench)
-    config = replace(setup.config, concurrency=bench.concurrency)
-    return summary_of(simulate(config, setup.step_time, workload), slo, workload)
+    return summary_of(simulate(setup.config, setup.step_time, workload), slo, workload)
 
 
 def value_of(summary: Summary, key: str) -> float | None:
@@ -128,11 +127,14 @@ def value_of(summary: Summary, key: str) -> float | None:
 
 def page_of(scenario: Scenario, results: Mapping[tuple[str, Any], Summary]) -> str:
     """Return the report: question, answer, plots, and every figure."""
-    page = Page(scenario.title, scenario.question)
-    page.paragraph(scenario.answer)
-    page.plots([_chart(scenario, results, key) for key in scenario.charts])
-    page.table(("variant", scenario.x, *_COLUMNS), _rows(results))
-    return page.html()
+    plots = [_chart(scenario, results, key) for key in scenario.charts]
+    table = (("variant", scenario.x, *_COLUMNS), _rows(results))
+    sections = [
+        Section(text=scenario.question),
+        Section(text=scenario.answer, plots=plots),
+        Section(tables=[table]),
+    ]
+    return html_page(scenario.title, sections)
 
 
 def _chart(scenario: Scenario, results: Mapping[tuple[str, Any], Summary], key: str) -> str:
@@ -141,9 +143,7 @@ def _chart(scenario: Scenario, results: Mapping[tuple[str, Any], Summary], key: 
     places = scenario.values if numbers else range(1, len(scenario.values) + 1)
     x_title = scenario.x.replace("_", " ")
     if not numbers:
-        x_title += ": " + ", ".join(
-            f"{place} {value}" for place, value in zip(places, scenario.values, strict=True)
-        )
+        x_title += ": " + ", ".join(f"{place} {value}" for place, value in enumerate(scenario.values, 1))
     series = []
     for variant in scenario.variants:
         values = [value_of(results[variant["name"], x], key) for x in scenario.values]

@@ -17,7 +17,7 @@ from quire.plan.advise import candidates
 from quire.plan.capacity import Question
 from quire.plan.roofline import Roofline, work_of
 from quire.plan.split import Split
-from quire.sim.cluster import ClusterConfig
+from quire.sim.replica import ClusterConfig
 from quire.sim.run import simulate
 from quire.workload.request import Workload
 

@@ -8,12 +8,12 @@ hardware that is not at hand.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.args import EngineArgs, make_args
-from quire.bench.args import SIMULATED, SimulateArgs
+from quire.bench.args import SIMULATED, ServeBenchArgs, SimulateArgs
 from quire.config import CacheConfig
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
@@ -24,9 +24,9 @@ from quire.plan.profile import HostCost, load_profile
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split
 from quire.resolve import parse_bytes, scheduler_config
-from quire.sim.cluster import ClusterConfig
 from quire.sim.faults import parse_fault
 from quire.sim.latency import Speculation, Swap
+from quire.sim.replica import ClusterConfig
 
 ROOFLINE_STEPS_IN_FLIGHT = 2  # as on a GPU
 # Settings that a profile was measured with.
@@ -58,8 +58,10 @@ class _Engine:
     defaults: Mapping[str, Any]  # engine settings for those that are not given
 
 
-def set_up(args: SimulateArgs, settings: Mapping[str, Any], seed: int = 0) -> Setup:
+def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) -> Setup:
     """Return the simulation that ``args`` and the engine's ``settings`` (key → value, only those given) describe.
+
+    ``flags``: those of the load, of which it takes the seed and the concurrency.
 
     Raises:
         ConfigError: a setting is wrong, or differs from the one that the profile was measured with.
@@ -96,7 +98,8 @@ def set_up(args: SimulateArgs, settings: Mapping[str, Any], seed: int = 0) -> Se
         faults=tuple(parse_fault(text.strip()) for text in (args.fault or "").split(";") if text.strip()),
         request_s=engine.host.request_s,
         per_prompt_token_s=engine.host.per_prompt_token_s,
-        seed=seed,
+        seed=flags.seed,
+        concurrency=flags.concurrency,
     )
     return Setup(config, engine.step_time, engine.facts)
 
@@ -186,12 +189,9 @@ def _num_blocks(engine: _Engine, args: EngineArgs, block_size: int) -> int:
 
 def _speculation(args: SimulateArgs) -> Speculation | None:
     if args.acceptance is None:
-        unused = [f.name for f in fields(SimulateArgs) if f.name in ("num_drafts", "draft_cost")]
-        given = [
-            name for name in unused if getattr(args, name) != SimulateArgs.__dataclass_fields__[name].default
-        ]
-        if given:
-            raise ConfigError(f"{given[0]} means nothing without --acceptance")
+        for name in ("num_drafts", "draft_cost"):
+            if getattr(args, name) != getattr(SimulateArgs(), name):
+                raise ConfigError(f"{name} means nothing without --acceptance")
         return None
     return Speculation(args.acceptance, args.num_drafts, args.draft_cost)
 

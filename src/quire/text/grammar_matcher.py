@@ -62,11 +62,9 @@ class GrammarConstraint:
         return True
 
     def advance(self, token_id: int) -> None:
-        """As `TokenConstraint.advance`."""
         self.matcher.consume_token(token_id)
 
     def rollback(self, num_tokens: int) -> None:
-        """As `TokenConstraint.rollback`."""
         if num_tokens:
             self.matcher.rollback(num_tokens)
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.text.byte_level import GPT2, QWEN2, Splitting, add_bos_eos, add_tokens, byte_level_backend
+from quire.text.byte_level import SPLITTINGS, add_bos_eos, add_tokens, byte_level_backend
 from quire.text.folder_config import FolderConfig, read_folder_config, read_json
 from quire.text.sentencepiece import load_sentencepiece
 from quire.text.tiktoken_file import load_tiktoken
@@ -74,10 +74,10 @@ def _load_file(path: Path, config: FolderConfig) -> Tokenizer:
 _END_OF_TEXT = "<|endoftext|>"
 # vocab.json does not have the splitting expression; the class that tokenizer_config.json names implies it.
 _SPLITTINGS = {
-    "Qwen2Tokenizer": Splitting((QWEN2,), nfc=True),
-    "Qwen2TokenizerFast": Splitting((QWEN2,), nfc=True),
-    "GPT2Tokenizer": Splitting((GPT2,)),
-    "GPT2TokenizerFast": Splitting((GPT2,)),
+    "Qwen2Tokenizer": SPLITTINGS["qwen2"],
+    "Qwen2TokenizerFast": SPLITTINGS["qwen2"],
+    "GPT2Tokenizer": SPLITTINGS["gpt2"],
+    "GPT2TokenizerFast": SPLITTINGS["gpt2"],
 }
 
 

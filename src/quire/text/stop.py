@@ -12,8 +12,7 @@ class StopMatcher:
     Text is released at once, except for the longest tail that is a proper prefix of a stop string. The match that ends
     first wins; of two that end together, the longer one. The result does not depend on how the text is cut into pieces.
 
-    After a match, ``matched`` is the stop string, ``match_end`` is the offset just after it in the whole text, and no
-    more text is released.
+    After a match, ``matched`` is the stop string, and no more text is released.
     """
 
     def __init__(self, stop: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
@@ -28,9 +27,7 @@ class StopMatcher:
         self._link()
         self._state = 0
         self._held = ""  # the last `depth` characters of the text, which are not yet released
-        self._num_chars = 0
         self.matched: str | None = None
-        self.match_end = 0
 
     def feed(self, text: str) -> str:
         """Take more text, return what may be shown."""
@@ -45,7 +42,6 @@ class StopMatcher:
             if word is not None:
                 return self._end(word, text[: index + 1])
         self._state = state
-        self._num_chars += len(text)
         text = self._held + text
         cut = len(text) - self._depth[state]
         self._held = text[cut:]
@@ -56,7 +52,6 @@ class StopMatcher:
         if self.matched is not None:
             return ""
         text = self._held + text
-        self._num_chars += len(text) - len(self._held)
         self._state, self._held = 0, ""
         return text
 
@@ -66,7 +61,6 @@ class StopMatcher:
 
     def _end(self, word: str, text: str) -> str:
         self.matched = word
-        self.match_end = self._num_chars + len(text)
         text, self._held = self._held + text, ""
         return text if self._include else text[: len(text) - len(word)]
 

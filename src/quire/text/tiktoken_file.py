@@ -1,30 +1,24 @@
 """Builds tokenizers from tiktoken rank files (`base64(token) rank` per line): OpenAI's encodings, Llama 3, Qwen 1.
 
-A rank file has neither the splitting expression nor the special tokens, so known vocabularies are recognized by their
-number of ranks. Merges are recovered from the ranks (`merges_by_rank`).
+A rank file has neither the splitting expression nor the special tokens, so known vocabularies (``encodings.toml``) are
+recognized by their number of ranks. Merges are recovered from the ranks (`merges_by_rank`).
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken
 
 from quire.errors import ModelLoadError
-from quire.text.byte_level import (
-    CL100K,
-    GPT2,
-    O200K,
-    QWEN2,
-    Splitting,
-    add_bos_eos,
-    byte_level_backend,
-    merges_by_rank,
-)
+from quire.text.byte_level import SPLITTINGS, Splitting, add_bos_eos, byte_level_backend, merges_by_rank
 from quire.text.folder_config import FolderConfig
 from quire.text.token_text import byte_level_token, token_text_of
 from quire.text.tokenizer import SpecialTokens, Tokenizer
@@ -32,49 +26,27 @@ from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What a rank file does not say."""
+    """What a rank file does not say: an entry of ``encodings.toml``."""
 
     splitting: Splitting
     special: Mapping[str, int]
     eos: tuple[str, ...]  # the first is the `eos_token`
-    bos: str | None = None
-    named: Mapping[str, str] = field(default_factory=dict)
+    bos: str | None
 
 
-def _llama3_special() -> dict[str, int]:
-    """Llama 3's 256 special tokens (meta-llama/llama-models, `llama3/tokenizer.py`)."""
-    names = "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id step_id "
-    names += "start_header_id end_header_id eom_id eot_id python_tag image"
-    tokens = [f"<|{name}|>" for name in names.split()]
-    tokens += [f"<|reserved_special_token_{2 + i}|>" for i in range(256 - len(tokens))]
-    return {token: 128000 + index for index, token in enumerate(tokens)}
-
-
-def _qwen_special() -> dict[str, int]:
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
-    return {token: 151643 + index for index, token in enumerate(tokens)}
-
-
-def _splitting(pattern: str, *, add_bos: bool = False, nfc: bool = False) -> Splitting:
+def _encoding(entry: Mapping[str, Any]) -> Encoding:
+    text, number, first_id, count = entry.get("numbered", ("", 0, 0, 0))
+    numbered = {text.format(number + i): first_id + i for i in range(count)}
+    bos = entry.get("bos")
     # tiktoken looks up the whole piece before it merges.
-    return Splitting((pattern,), whole_words_first=True, add_bos=add_bos, nfc=nfc)
+    splitting = replace(SPLITTINGS[entry["splitting"]], whole_words_first=True, add_bos=bos is not None)
+    return Encoding(splitting, {**entry["special"], **numbered}, tuple(entry["eos"]), bos)
 
 
-_END = "<|endoftext|>"
-_FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
-_CL100K_SPECIAL = {_END: 100257, **_FIM, "<|endofprompt|>": 100276}
-_LLAMA3_EOS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
-
-# Number of ranks -> encoding. p50k leaves rank 50256 free for its special token.
+_TABLE = tomllib.loads((files("quire.text") / "encodings.toml").read_text())
+# By number of ranks.
 ENCODINGS: Mapping[int, Encoding] = {
-    50256: Encoding(_splitting(GPT2), {_END: 50256}, (_END,)),  # r50k_base, GPT-2
-    50280: Encoding(_splitting(GPT2), {_END: 50256}, (_END,)),  # p50k_base
-    100256: Encoding(_splitting(CL100K), _CL100K_SPECIAL, (_END,)),  # cl100k_base
-    199998: Encoding(_splitting(O200K), {_END: 199999, "<|endofprompt|>": 200018}, (_END,)),  # o200k_base
-    128000: Encoding(
-        _splitting(CL100K, add_bos=True), _llama3_special(), _LLAMA3_EOS, bos="<|begin_of_text|>"
-    ),
-    151643: Encoding(_splitting(QWEN2, nfc=True), _qwen_special(), (_END, "<|im_end|>")),
+    ranks: _encoding(entry) for entry in _TABLE.values() for ranks in entry["ranks"]
 }
 
 
@@ -109,7 +81,7 @@ def load_tiktoken(path: Path, config: FolderConfig) -> Tokenizer:
     added = {i: AddedToken(t, special=True, normalized=False) for t, i in encoding.special.items()}
     added.update(config.added_tokens)
     backend = byte_level_backend(vocab, merges_by_rank(vocab, longer), encoding.splitting, added, str(path))
-    roles = {"eos_token": encoding.eos[0], **encoding.named, **config.special.roles}
+    roles = {"eos_token": encoding.eos[0], **config.special.roles}
     if encoding.bos is not None:
         roles.setdefault("bos_token", encoding.bos)
     add_bos = encoding.splitting.add_bos if config.add_bos is None else config.add_bos

@@ -112,7 +112,7 @@ class TritonPlanner:
             for key, of_kind in shapes:
                 works = None
                 if of_kind is not None:
-                    works = tuple(DeviceWork(next(views), next(views), shape) for shape in of_kind)
+                    works = tuple(Work(next(views), next(views), shape) for shape in of_kind)
                 batch.plans[key] = DevicePlan(works)
 
         return HostPlan(arrays, restore)
@@ -140,7 +140,7 @@ def device_plan(batch: RaggedBatch, kind: LayerKind, device: torch.device, *, in
         if works is None:
             return DevicePlan(None)
         return DevicePlan(
-            tuple(DeviceWork(_upload(w.items, device), _upload(w.tiles, device), w.shape) for w in works)
+            tuple(Work(_upload(w.items, device), _upload(w.tiles, device), w.shape) for w in works)
         )
 
     return batch.plan(plan_key(kind, invariant=invariant), cut)
@@ -152,14 +152,8 @@ def plan_key(kind: LayerKind, *, invariant: bool) -> tuple[Any, ...]:
 
 
 def plan_works(
-    batch: RaggedBatch,
-    kind: LayerKind,
-    *,
-    units: int,
-    invariant: bool,
-    mixed: bool = False,
-    library: bool = False,
-) -> list[HostWork] | None:
+    batch: RaggedBatch, kind: LayerKind, *, units: int, invariant: bool, mixed: bool = False, library: bool = False
+) -> list[HostWork] | None:  # fmt: skip
     """Return the work of the sequences that decode, and of those that do not; None where FlashInfer computes the step.
 
     ``mixed``: both, even where one is empty, for a captured step that has both. ``library``: FlashInfer may compute a

@@ -106,12 +106,8 @@ def quantize_rows(
 
 
 def linear(
-    x: Tensor | QuantizedRows,
-    packed: PackedLinear,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor | QuantizedRows, packed: PackedLinear, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]`` (rows may be strided).
 
     The result is in x's dtype, or in ``out_dtype`` (float32 returns a native sum as it is). It is written into ``out``

@@ -45,24 +45,16 @@ def widen_rows(isa: str, x: Tensor) -> Tensor:
 def add_gated_rows(isa: str, x: Tensor, other: Tensor, gate: Tensor) -> Tensor:
     assert x.dtype == other.dtype == gate.dtype, (x.dtype, other.dtype, gate.dtype)
     y = empty(*x.shape, dtype=x.dtype)
-    native.add_gated_rows(
-        *call_of(isa, x),
-        *rows_of(x),
-        *rows_of(other),
-        gate.data_ptr(),
-        gate.stride(0),
-        y.data_ptr(),
-        *x.shape,
-    )
+    gates = gate.data_ptr(), gate.stride(0)
+    native.add_gated_rows(*call_of(isa, x), *rows_of(x), *rows_of(other), *gates, y.data_ptr(), *x.shape)
     return y
 
 
 @pointwise.cap_logits.native()
 def cap_logits(isa: str, logits: Tensor, scale: float, cap: float | None) -> Tensor:
     assert logits.is_contiguous()
-    native.scale_rows(
-        *call_of(isa, logits), *rows_of(logits), scale, cap or 0.0, logits.data_ptr(), *logits.shape
-    )
+    rows = rows_of(logits)
+    native.scale_rows(*call_of(isa, logits), *rows, scale, cap or 0.0, logits.data_ptr(), *logits.shape)
     return logits
 
 
@@ -86,14 +78,8 @@ def _over_rows(
     num_tokens, width = gate_up.shape
     gate_up = unit_stride(gate_up)
     native.gated(
-        *call_of(isa, gate_up),
-        GATES[kind],
-        *rows_of(gate_up),
-        address(y),
-        num_tokens,
-        width // 2,
-        *row_words(rows),
-    )
+        *call_of(isa, gate_up), GATES[kind], *rows_of(gate_up), address(y), num_tokens, width // 2, *row_words(rows)
+    )  # fmt: skip
 
 
 @pointwise.take_rows.native()

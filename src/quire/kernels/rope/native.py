@@ -58,12 +58,8 @@ def rope_store(
         assert sin.is_contiguous()
         angles = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
     if norm is not None:
-        q_weight, k_weight, over_all, eps = (
-            norm.q_weight.data_ptr(),
-            norm.k_weight.data_ptr(),
-            norm.over_all,
-            norm.eps,
-        )
+        q_weight, k_weight = norm.q_weight.data_ptr(), norm.k_weight.data_ptr()
+        over_all, eps = norm.over_all, norm.eps
     q = empty(qkv.shape[0], num_heads, kv.head_dim, dtype=qkv.dtype)
     native.rope_store(
         *call_of(isa, qkv), pieces.dtype == torch.bfloat16, kv.layout == "tiles", pieces.dtype == torch.int8,

@@ -157,13 +157,9 @@ def logprob_tensors(logits: Tensor, token_ids: Tensor, widest: int) -> tuple[Ten
 
 
 def assemble(
-    token_ids: Sequence[int],
-    num_top: Sequence[int],
-    logprobs: list[float],
-    ranks: list[int],
-    top_ids: list[list[int]],
-    top_logprobs: list[list[float]],
-) -> list[TokenLogprobs]:
+    token_ids: Sequence[int], num_top: Sequence[int], logprobs: list[float], ranks: list[int],
+    top_ids: list[list[int]], top_logprobs: list[list[float]],
+) -> list[TokenLogprobs]:  # fmt: skip
     """Return one entry per row of what `logprob_tensors` found, on the host."""
     return [
         TokenLogprobs(

@@ -7,27 +7,3 @@ sections        calls written as JSON objects or as named JSON
 typed           calls written as tagged parameters, as Python, or in Gemma's form
 call_grammar    the grammar of an answer that must be tool calls
 """
-
-from quire.text.output.formats import (
-    FORMATS,
-    CallDelta,
-    ContentDelta,
-    Delta,
-    OutputFormat,
-    ReasoningDelta,
-    detect_format,
-    prompt_opening,
-)
-from quire.text.output.parser import OutputParser
-
-__all__ = [
-    "FORMATS",
-    "CallDelta",
-    "ContentDelta",
-    "Delta",
-    "OutputFormat",
-    "OutputParser",
-    "ReasoningDelta",
-    "detect_format",
-    "prompt_opening",
-]

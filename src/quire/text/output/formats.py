@@ -106,11 +106,6 @@ class OutputFormat:
     drops: tuple[str, ...] = ()  # marks that are dropped
     harmony: bool = False  # gpt-oss: messages whose header says what they are
 
-    @property
-    def plain(self) -> bool:
-        """Whether there is nothing to parse."""
-        return self.calls is None and self.reasoning is None and not self.harmony
-
 
 _KINDS = {
     "json": JsonCalls,
@@ -136,11 +131,6 @@ FORMATS: dict[str, OutputFormat] = {
     name: _format(name, entry)
     for name, entry in tomllib.loads((files("quire.text.output") / "formats.toml").read_text()).items()
 }
-
-
-def without_tools(format: OutputFormat) -> OutputFormat:
-    """Return the format for a request without tools, in which only reasoning is separated."""
-    return format if format.harmony else replace(format, opens=(), closes=(), calls=None, bare="")
 
 
 THINK = ("<think>", "</think>")

@@ -242,19 +242,19 @@ def _call_of(source: str, tools: Tools) -> tuple[str, dict[str, Any]]:
     return name.strip(), arguments
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Gives JSON's true, false and null their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
 def _literal(node: ast.expr) -> Any:
     """Return the value of a Python literal, which may also contain JSON's true, false and null."""
-    names = {"true": True, "false": False, "null": None}
-    for child in ast.walk(node):
-        for field, value in ast.iter_fields(child):
-            values = value if isinstance(value, list) else [value]
-            fixed = [
-                ast.Constant(names[v.id]) if isinstance(v, ast.Name) and v.id in names else v for v in values
-            ]
-            setattr(child, field, fixed if isinstance(value, list) else fixed[0])
-    if isinstance(node, ast.Name) and node.id in names:
-        return names[node.id]
-    return ast.literal_eval(node)
+    return ast.literal_eval(_JsonNames().visit(node))
 
 
 _QUOTE = '<|"|>'
