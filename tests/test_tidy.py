@@ -47,8 +47,8 @@ MAX_LINES: dict[str, int] = {
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
+    "gateway": {"": 6, "cli": 260, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger": {"": 1, "api": 20, "cli": 185, "gateway": 1_170, "http": 320, "jobs": 25},
-    "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
     "hangs": {
         "": 14,
         "api": 14,
