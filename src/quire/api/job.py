@@ -376,8 +376,7 @@ def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float
 
 
 def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str, Any]:
-    output = stream.output
-    timing = output.timing
+    output, timing = stream.output, stream.output.timing
     has_token = timing.ttft_s > 0.0
     return {
         "queued_ms": _ms(timing.queued_s),
