@@ -321,6 +321,7 @@ class Request:
     priority: int = 0  # smaller runs first, as in vLLM
     cache_salt: str = ""  # requests share cached blocks only within one salt
     tenant: str = ""
+    tenant_weight: float = 1.0  # share of the engine under the order "fair"; above 0
     adapter: Adapter | None = None  # None: the base model
     grammar: str | None = None  # in the form that `quire.text.grammar_matcher` compiles
     # After a restart of the engine: what each of the n sequences had already produced.

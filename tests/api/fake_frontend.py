@@ -132,6 +132,7 @@ class FakeFrontend:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        tenant_weight: float = 1.0,
         continues: bool = False,
         adapter: Adapter | None = None,
         pooling: Pooling | None = None,
@@ -159,6 +160,8 @@ class FakeFrontend:
         output = RequestOutputState(request, self.tokenizer, lambda message: None, continues=continues)
         stream = RequestStream(request.request_id, output, lambda: self._give_up(record))
         kwargs = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt, "tenant": tenant}
+        if tenant_weight != 1.0:
+            kwargs["tenant_weight"] = tenant_weight
         record = Submitted(prompt, sampling, kwargs, stream)
         self.submitted.append(record)
         task = asyncio.create_task(self._run(output, stream))

@@ -186,6 +186,7 @@ class Planner:
             return False
         state.waiting.remove(seq)
         state.gate.enter()
+        state.shares.charge_prompt(seq, target - admitted.num_cached)
         state.start(seq, admitted.num_cached)
         _note_admission(state, seq, admitted.num_cached, self._now)
         if admitted.num_scheduled:
@@ -312,6 +313,8 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     """
     if state.adapters.num_slots:
         count += _LOOKAHEAD
+    if state.config.order == "fair":
+        return state.shares.order(state.waiting.by_tenant, state.running, count)
     if state.config.order != "longest-prefix":
         return state.waiting.first(count)
     nearest = state.waiting.first(max(count, _LOOKAHEAD))
