@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope
 from quire.errors import RequestError
 from quire.http.body import body_pieces
 from quire.http.edge import TENANT
+from quire.http.limits import CONTENT_TYPE_BYTES, FORM_HEADER_BYTES, FORM_PARTS, too_many
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
@@ -148,7 +149,7 @@ async def read_form(scope: Scope, receive: Receive, max_file_bytes: int) -> Asyn
     """
     headers = Headers(scope=scope)
     content_type = headers.get("content-type", "")
-    kind, options = parse_options_header(content_type)
+    kind, options = parse_options_header(content_type[:CONTENT_TYPE_BYTES])
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise RequestError(
             f"Content-Type {content_type[:80]!r} is not allowed here: send multipart/form-data with a boundary "
@@ -175,6 +176,29 @@ class _Parser(MultiPartParser):
     def __init__(self, headers: Headers, stream: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers, stream)
         self.ended = False
+        self._num_parts = 0
+        self._header_bytes = 0  # of this part
+
+    def on_part_begin(self) -> None:
+        self._num_parts += 1
+        self._header_bytes = 0
+        if self._num_parts > FORM_PARTS:
+            raise too_many("The form", self._num_parts, FORM_PARTS, "parts or more")
+        super().on_part_begin()
+
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._count_header(end - start)
+        super().on_header_field(data, start, end)
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._count_header(end - start)
+        super().on_header_value(data, start, end)
+
+    def _count_header(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > FORM_HEADER_BYTES:
+            what = f"The header of part {self._num_parts}"
+            raise too_many(what, self._header_bytes, FORM_HEADER_BYTES, "bytes or more")
 
     def on_end(self) -> None:
         self.ended = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp
 
 from quire.http.client import post_local
 from quire.http.edge import TENANT
+from quire.http.limits import BATCH_LINE_BYTES, BODY_VALUES, num_marks
 from quire.jobs.files import FileStore, write_json
 from quire.metrics.log import Log
 
@@ -296,8 +298,8 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, list[LineError]]:
 def read_lines(path: Path) -> Iterator[Line]:
     """Yield the requests of a file in which `check_lines` found no error."""
     for _, raw in _numbered(path):
-        value = msgspec.json.decode(raw)
-        yield Line(value["custom_id"], msgspec.json.encode(value["body"]))
+        value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        yield Line(msgspec.json.decode(value["custom_id"]), bytes(value["body"]))
 
 
 def done_ids(path: Path) -> set[str]:
@@ -329,10 +331,14 @@ def _encoded(request_id: str, custom_id: str, response: Any, error: Any) -> byte
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield each line that is not empty; nothing after a line that is too long."""
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
+        for number in itertools.count(1):
+            raw = file.readline(BATCH_LINE_BYTES + 1)
             if raw.strip():
                 yield number, raw
+            if not raw or len(raw) > BATCH_LINE_BYTES:
+                return
 
 
 def _check(raw: bytes, number: int, endpoint: str, seen: set[str]) -> LineError | None:
@@ -341,6 +347,12 @@ def _check(raw: bytes, number: int, endpoint: str, seen: set[str]) -> LineError 
     def wrong(code: str, problem: str, param: str | None = None) -> LineError:
         return LineError(code, f"Line {number}{problem}", number, param)
 
+    if len(raw) > BATCH_LINE_BYTES:
+        return wrong(
+            "line_too_large", f" has more than {BATCH_LINE_BYTES} bytes; at most so many are allowed."
+        )
+    if num_marks([raw]) > BODY_VALUES:
+        return wrong("line_too_large", f" has more than {BODY_VALUES} values; at most so many are allowed.")
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
