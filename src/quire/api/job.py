@@ -125,7 +125,6 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
-    tenant_weight: float = 1.0
     continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
     prompt_text: str | None = None  # of a chat: the text that its template made
@@ -157,7 +156,6 @@ def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str
         "cache_salt": f"{tenant}\n{request.cache_salt}" if tenant else request.cache_salt,
         "client_request_id": request.request_id or getattr(request, "rid", None),
         "tenant": tenant or getattr(request, "user", ""),
-        "tenant_weight": TENANT_WEIGHT.get(),
         "truncate_to": getattr(request, "truncate_prompt_tokens", None),
     }
     if isinstance(request, SampledFields):
@@ -212,7 +210,7 @@ class PromptStreams:
                     priority=job.priority,
                     cache_salt=job.cache_salt,
                     tenant=job.tenant,
-                    tenant_weight=job.tenant_weight,
+                    tenant_weight=TENANT_WEIGHT.get(),
                     continues=job.continues,
                     pooling=job.pooling,
                     deadline=job.deadline,
