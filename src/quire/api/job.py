@@ -128,8 +128,7 @@ class Job:
     continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
     prompt_text: str | None = None  # of a chat: the text that its template made
-    # Keep this many tokens at the end of each prompt; -1: as many as the context holds.
-    truncate_to: int | None = None
+    truncate_to: int | None = None  # last tokens of each prompt that are kept; -1: as many as fit
     deadline: Deadline | None = None
     timing: bool = False  # the answer has a timing block
     in_background: bool = False  # a response that runs without its client
