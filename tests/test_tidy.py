@@ -63,12 +63,13 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
     "no request stalls another": {"": 22, "api": 130, "engine": 360, "http": 180, "jobs": 40, "text": 75},
     "speculation": {
-        "": 60,
-        "engine": 70,
+        "": 72,
+        "api": 1,
+        "engine": 75,
         "metrics": 20,
         "plan": 85,
         "runner": 230,
-        "scheduler": 190,
+        "scheduler": 265,
         "speculate": 290,
     },
 }
