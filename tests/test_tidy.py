@@ -51,10 +51,10 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "gateway": {"": 6, "cli": 260, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger": {"": 1, "api": 20, "cli": 185, "gateway": 1_170, "http": 320, "jobs": 25},
     "hangs": {
-        "": 14,
+        "": 15,
         "api": 14,
-        "cli": 3,
-        "engine": 512,
+        "cli": 10,
+        "engine": 740,
         "metrics": 2,
         "runner": 12,
         "sampling": 12,
