@@ -9,14 +9,14 @@ from dataclasses import replace
 from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import make_scheduler, request, step
 
-from quire.request import Request
+from quire.request import Request, Tenant
 from quire.scheduler.fairness import DECODE, MAX_IDLE_TENANTS, PREFILL, RESIDENCY, FairShares
 from quire.scheduler.policy import PolicyChange
 from quire.scheduler.scheduler import Scheduler
 
 
 def of(tenant: str, one: Request, weight: float = 1.0) -> Request:
-    return replace(one, tenant=tenant, tenant_weight=weight)
+    return replace(one, tenant=Tenant(tenant, weight))
 
 
 def ended(scheduler: Scheduler, num_requests: int) -> list[str]:
@@ -99,7 +99,7 @@ def test_backlogged_tenants_differ_by_a_bound() -> None:
     while len(scheduler._state.waiting.by_tenant) == 3:
         step(scheduler)
         check_integrity(scheduler)
-        served = [shares._served[tenant] for tenant in weights]
+        served = [shares._served[Tenant(*each)] for each in weights.items()]
         assert max(served) - min(served) <= bound
     while scheduler.has_work:
         step(scheduler)
@@ -112,7 +112,7 @@ def test_tenants_that_left_do_not_pile_up() -> None:
     shares = scheduler._state.shares
     assert isinstance(shares, FairShares)
     for i in range(MAX_IDLE_TENANTS + 50):
-        shares._served[f"t{i}"] = 0.0
+        shares._served[Tenant(f"t{i}")] = 0.0
     for i in range(100):
         scheduler.add(of(f"x{i}", request(f"r{i}", max_tokens=1)), 0.0)
         ended(scheduler, 1)

@@ -20,7 +20,7 @@ from quire.http.edge import TENANT, TENANT_WEIGHT
 from quire.http.refusals import Refusal
 from quire.metrics.prometheus import RequestMetrics
 from quire.metrics.trace import RequestPhases
-from quire.request import Deadline, FinishReason, Pooling, SamplingParams
+from quire.request import Deadline, FinishReason, Pooling, SamplingParams, Tenant
 
 _encode = msgspec.json.Encoder().encode
 
@@ -208,8 +208,7 @@ class PromptStreams:
                     request_id=job.answer.head.id + (f"-{i}" if len(job.prompts) > 1 else ""),
                     priority=job.priority,
                     cache_salt=job.cache_salt,
-                    tenant=job.tenant,
-                    tenant_weight=TENANT_WEIGHT.get(),
+                    tenant=Tenant(job.tenant, TENANT_WEIGHT.get()),
                     continues=job.continues,
                     pooling=job.pooling,
                     deadline=job.deadline,

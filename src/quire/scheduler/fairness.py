@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 
+from quire.request import Tenant
 from quire.scheduler.sequence import Sequence
 
 PREFILL = 1.0
@@ -32,11 +33,11 @@ class FairShares:
     """The counters of one engine."""
 
     def __init__(self) -> None:
-        self._served: dict[str, float] = {}  # oldest tenant first
-        self._at_work: Counter[str] = Counter()  # sequences that have not ended, by tenant
+        self._served: dict[Tenant, float] = {}  # oldest tenant first
+        self._at_work: Counter[Tenant] = Counter()  # sequences that have not ended, by tenant
         self._floor = 0.0  # the counter of the tenant that ended its work last
 
-    def join(self, tenant: str) -> None:
+    def join(self, tenant: Tenant) -> None:
         """A sequence of ``tenant`` has arrived."""
         if not self._at_work[tenant]:
             others = [self._served[each] for each in self._at_work if each != tenant]
@@ -62,7 +63,7 @@ class FairShares:
 
     def order(
         self,
-        waiting: Mapping[str, SequenceABC[tuple[object, Sequence]]],
+        waiting: Mapping[Tenant, SequenceABC[tuple[object, Sequence]]],
         running: Iterable[Sequence],
         count: int,
     ) -> list[Sequence]:
@@ -72,7 +73,7 @@ class FairShares:
         """
         for seq in running:
             self._charge_output(seq)
-        heap: list[tuple[float, int, str, Iterator[tuple[object, Sequence]]]] = []
+        heap: list[tuple[float, int, Tenant, Iterator[tuple[object, Sequence]]]] = []
         for place, (tenant, those) in enumerate(waiting.items()):
             heap.append((self._served[tenant], place, tenant, iter(those)))
         heapq.heapify(heap)
@@ -85,7 +86,7 @@ class FairShares:
                 continue
             seq = entry[1]
             found.append(seq)
-            cost = PREFILL * seq.num_prompt / seq.group.request.tenant_weight
+            cost = PREFILL * seq.num_prompt / tenant.weight
             heapq.heapreplace(heap, (served + cost, place, tenant, entries))
         return found
 
@@ -97,5 +98,5 @@ class FairShares:
         seq.num_charged = total
 
     def _charge(self, seq: Sequence, cost: float) -> None:
-        request = seq.group.request
-        self._served[request.tenant] += cost / request.tenant_weight
+        tenant = seq.group.request.tenant
+        self._served[tenant] += cost / tenant.weight

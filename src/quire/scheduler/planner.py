@@ -189,7 +189,6 @@ class Planner:
             return False
         state.waiting.remove(seq)
         state.gate.enter()
-        state.shares.charge_prompt(seq, target - admitted.num_cached)
         state.start(seq, admitted.num_cached)
         _note_admission(state, seq, admitted.num_cached, self._now)
         if admitted.num_scheduled:
@@ -287,6 +286,7 @@ def _new_seq(seq: Sequence, adapter_slot: int) -> NewSeq:
 
 def _note_admission(state: SchedulerState, seq: Sequence, num_cached: int, now: float) -> None:
     """Note what the first admission of a request tells of it."""
+    state.shares.charge_prompt(seq, seq.num_prompt - num_cached)
     group = seq.group
     if group.admitted:
         return

@@ -30,7 +30,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from quire.config import OrderKind, SchedulerConfig
-from quire.request import Deadline, Request
+from quire.request import Deadline, Request, Tenant
 from quire.scheduler.sequence import Sequence, SortKey
 
 UNBOUNDED_S = 60.0  # limit that a request without a deadline ranks by, so that it is admitted some time
@@ -64,7 +64,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._entries: list[tuple[SortKey, Sequence]] = []
-        self.by_tenant: dict[str, list[tuple[SortKey, Sequence]]] = {}  # the same entries
+        self.by_tenant: dict[Tenant, list[tuple[SortKey, Sequence]]] = {}  # the same entries
         self.num_tokens = 0  # of their prompts
 
     def __len__(self) -> int:
