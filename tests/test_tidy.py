@@ -60,7 +60,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 66,
     },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
-    "no request stalls another": {"": 22, "api": 130, "engine": 360, "http": 180, "jobs": 40, "text": 75},
+    "no request stalls another": {"": 22, "api": 145, "engine": 400, "http": 530, "jobs": 40, "text": 75},
     "speculation": {
         "": 60,
         "engine": 70,
