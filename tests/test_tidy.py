@@ -59,6 +59,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 12,
         "scheduler": 66,
     },
+    "full disk": {"jobs": 70},
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
     "speculation": {
         "": 60,

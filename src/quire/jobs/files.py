@@ -7,12 +7,13 @@ files/ID.data    its bytes
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,18 +26,55 @@ from starlette.types import Receive, Scope
 from quire.errors import RequestError
 from quire.http.body import body_pieces
 from quire.http.edge import TENANT
+from quire.http.refusals import HttpError, Refusal
+from quire.metrics.log import Log
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
+log = Log("files")
 
 
 def write_json(path: Path, value: Any) -> None:
     """Replace the contents of ``path`` with ``value`` atomically, also if the power fails."""
     made = path.with_suffix(".tmp")
-    with made.open("wb") as file:
-        file.write(msgspec.json.encode(value))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(made, path)
+    with removed_on_failure(made):
+        with made.open("wb") as file:
+            file.write(msgspec.json.encode(value))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
+
+
+def is_full(error: OSError) -> bool:
+    """Tell whether a write failed because the disk or the user's share of it is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def removed_on_failure(*paths: Path) -> Iterator[None]:
+    """Leave no half of a file behind where the block fails."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def within_disk() -> Iterator[None]:
+    """Answer 507 where the block finds the disk full.
+
+    Raises:
+        HttpError: nothing was kept of the request.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        log.error("disk_full", error=str(error))
+        text = "The server's disk is full: nothing was stored. Delete files that are not needed, or try again later."
+        raise HttpError(Refusal(507, text, code="disk_full")) from None
 
 
 class FileStore:
@@ -55,9 +93,10 @@ class FileStore:
     ) -> dict[str, Any]:
         """Copy ``source`` and return its file object."""
         file_id = f"file-{self._new_id()}"
-        with self.path(file_id).open("wb") as file:
-            shutil.copyfileobj(source, file)
-        return self._describe(file_id, filename, purpose, expires_after_s)
+        with removed_on_failure(self.path(file_id)):
+            with self.path(file_id).open("wb") as file:
+                shutil.copyfileobj(source, file)
+            return self._describe(file_id, filename, purpose, expires_after_s)
 
     def adopt(
         self, path: Path, filename: str, purpose: str, expires_after_s: int | None = None

@@ -1,15 +1,19 @@
 """`BatchRunner`: runs batches beside all other requests, and continues them after a restart.
 
 A line runs when a slot is free (``concurrency`` for all batches together) and no other request waits; it has the lowest
-priority. A line that is refused only for now (429 or 503: drain, full queue, dead engine) is tried again.
+priority. A line that is refused only for now (429 or 503: drain, full queue, dead engine) is tried again. A batch that
+finds the disk full is paused: it keeps what it has, and goes on once there is room.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +22,14 @@ from starlette.types import ASGIApp
 
 from quire.http.client import post_local
 from quire.http.edge import TENANT
-from quire.jobs.files import FileStore, write_json
+from quire.jobs.files import FileStore, is_full, write_json
 from quire.metrics.log import Log
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 LOWEST_PRIORITY = 2**31 - 1  # smaller runs first
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _PAUSE_S = 0.05  # between checks of the load
-_RETRY_S = 1.0  # before a line that was refused for now is tried again
+_RETRY_S = 1.0  # before a line that was refused for now, or a write to a full disk, is tried again
 _EXPIRED = "The batch expired before this request was run."
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 log = Log("batch")
@@ -71,8 +75,8 @@ class BatchRunner:
         batch["created_at"] = int(batch["created_s"])
         batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
         batch["request_counts"] = {"total": 0, "completed": 0, "failed": 0}
-        self._batches[batch_id] = batch
         self._disk.save(batch)
+        self._batches[batch_id] = batch
         self._start(batch)
         return batch
 
@@ -123,16 +127,16 @@ class BatchRunner:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, batch["expires_at"] - self._unix_time())):
                         await self._run_lines(batch)
-            self._finish(batch)
+            await self._finish(batch)
         except asyncio.CancelledError:
             if batch_id not in self._tasks:  # the server ends: the next one continues
                 raise
-            self._finish(batch)
+            await self._finish(batch)
         except Exception as error:  # one batch must not end the others
             log.exception("batch_failed", batch=batch_id)
             entry = LineError("internal", f"{type(error).__name__}: {error}")._asdict()
             batch["errors"] = {"object": "list", "data": [entry]}
-            self._disk.set_status(batch, "failed")
+            await self._written(batch, lambda: self._disk.set_status(batch, "failed"))
         self._tasks.pop(batch_id, None)
 
     async def _validate(self, batch: dict[str, Any]) -> bool:
@@ -141,7 +145,9 @@ class BatchRunner:
         batch["request_counts"]["total"] = total
         if errors:
             batch["errors"] = {"object": "list", "data": [error._asdict() for error in errors]}
-        self._disk.set_status(batch, "failed" if errors else "in_progress")
+        await self._written(
+            batch, lambda: self._disk.set_status(batch, "failed" if errors else "in_progress")
+        )
         if errors:
             self._tasks.pop(batch["id"], None)
         return not errors
@@ -179,11 +185,29 @@ class BatchRunner:
                 break
             await asyncio.sleep(_RETRY_S)
         kind = "output" if status == 200 else "errors"
-        self._disk.append(batch, kind, output_line(request_id, line.custom_id, status, body))
+        entry = output_line(request_id, line.custom_id, status, body)
+        await self._written(batch, lambda: self._disk.append(batch, kind, entry))
         self._done[batch["id"]].add(line.custom_id)
         batch["request_counts"]["completed" if status == 200 else "failed"] += 1
 
-    def _finish(self, batch: dict[str, Any]) -> None:
+    async def _written(self, batch: dict[str, Any], write: Callable[[], None]) -> None:
+        """Call ``write`` until the disk has room for it. The batch is paused meanwhile, and so are its slots."""
+        paused = False
+        while True:
+            try:
+                write()
+                break
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                if not paused:
+                    log.error("batch_paused", batch=batch["id"], error=str(error))
+                paused = True
+            await asyncio.sleep(_RETRY_S)
+        if paused:
+            log.info("batch_continued", batch=batch["id"])
+
+    async def _finish(self, batch: dict[str, Any]) -> None:
         """Write the lines without an answer, and publish the files. Repeating this after a crash is harmless."""
         batch_id, counts = batch["id"], batch["request_counts"]
         done = self._done.pop(batch_id, None)
@@ -197,20 +221,23 @@ class BatchRunner:
             for line in read_lines(self.files.path(batch["input_file_id"])):
                 if line.custom_id not in done:
                     entry = unanswered_line(self._new_id(), line.custom_id, f"batch_{how}", text)
-                    self._disk.append(batch, "errors", entry)
+                    await self._written(batch, partial(self._disk.append, batch, "errors", entry))
                     counts["failed"] += 1
         elif how == "completed":
-            self._disk.set_status(batch, "finalizing")
+            await self._written(batch, lambda: self._disk.set_status(batch, "finalizing"))
+        await self._written(batch, lambda: self._publish(batch))
+        await self._written(batch, lambda: self._disk.set_status(batch, how))
+        log.info("batch_ended", batch=batch_id, status=how, **counts)
+
+    def _publish(self, batch: dict[str, Any]) -> None:
         for kind, field in (("output", "output_file_id"), ("errors", "error_file_id")):
             made = self.files.adopt(
                 self._disk.lines(batch, kind),
-                f"{batch_id}_{kind}.jsonl",
+                f"{batch['id']}_{kind}.jsonl",
                 "batch_output",
                 batch["output_expires_after_s"],
             )
             batch[field] = None if made is None else made["id"]
-        self._disk.set_status(batch, how)
-        log.info("batch_ended", batch=batch_id, status=how, **counts)
 
 
 class BatchFolder:
@@ -236,14 +263,21 @@ class BatchFolder:
         return self._folder / f"{batch['id']}.{kind}.jsonl"
 
     def append(self, batch: dict[str, Any], kind: str, line: bytes) -> None:
-        with self.lines(batch, kind).open("ab") as file:
-            file.write(line)
+        """Add a line, or nothing of it where the disk is full."""
+        with self.lines(batch, kind).open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)
+                raise
 
     def set_status(self, batch: dict[str, Any], status: str) -> None:
         """Change the state of a batch, with its time, and save it."""
-        batch["status"] = status
-        batch[f"{status}_at"] = int(self._unix_time())
-        self.save(batch)
+        changed = {"status": status, f"{status}_at": int(self._unix_time())}
+        self.save({**batch, **changed})
+        batch.update(changed)
 
     def save(self, batch: dict[str, Any]) -> None:
         write_json(self._folder / f"{batch['id']}.json", batch)
