@@ -109,7 +109,7 @@ class Live:
 
     def body(self) -> bytes:
         prompt = [self._rng.randrange(300, 4000) for _ in range(self._rng.randrange(20, 120))]
-        length = self._rng.randrange(8, 48)
+        length = self._rng.randrange(20, 120)
         return json.dumps(
             {"prompt": prompt, "max_tokens": length, "ignore_eos": True, "stream": True}
         ).encode()
@@ -134,7 +134,8 @@ class Live:
             async def user() -> None:
                 nonlocal done
                 while time.perf_counter() < stop_s:
-                    done += (await self.one(session, self.body())).end_s + self._start_s < stop_s
+                    row = await self.one(session, self.body())
+                    done += row.end_s + self._start_s < stop_s
 
             await asyncio.gather(*(user() for _ in range(users)))
             return done / seconds
@@ -174,10 +175,10 @@ def live(seconds: float, seed: int) -> None:
             found[load] = show(load, rows, seconds)
         rows, again = asyncio.run(Live(port, seed + 1).open(LOADS[-1] * rate, seconds, retry=True))
     print(f"\n{verdict(found)}")
-    told = [row.retry_after_s for row in rows if row.retry_after_s]
+    told = [row.retry_after_s for row in rows if row.retry_after_s] or [0.0]
     served = sum(row.status == 200 for row in again)
     print(
-        f"{len(again)} clients came back after {min(told):.0f} to {max(told):.0f} s: {served / len(again):.0%} served"
+        f"{len(again)} clients came back after {min(told):.0f} to {max(told):.0f} s: {served / max(1, len(again)):.0%} served"
     )
 
 

@@ -31,6 +31,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder, LiveServer(COMMAND, Path(folder) / "log") as server:
         for name in names:
+            path, kind, body = ATTACKS[name]() if name in ATTACKS else ("", "", b"")
             with Probe(server.url) as probe:
                 time.sleep(0.2)
                 begin_s = time.perf_counter()
@@ -39,8 +40,6 @@ def main() -> None:
                     said = json.loads(subprocess.check_output(command))
                     status = " ".join(f"{k}:{v}" for k, v in said["statuses"].items())
                 else:
-                    path, kind, body = ATTACKS[name]()
-                    begin_s = time.perf_counter()
                     status = str(send_raw(server.url, path, body, media_type=kind)[0])
                 seconds = time.perf_counter() - begin_s
                 time.sleep(0.2)

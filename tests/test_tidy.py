@@ -19,11 +19,11 @@ MAX_CLASS_LINES = 250
 MAX_CLASS_METHODS = 15
 # Lines of each package as the house stands without the features below; the root modules are "". A number only shrinks.
 MAX_LINES: dict[str, int] = {
-    "": 2_261,
+    "": 2_257,
     "api": 5_059,
-    "bench": 2_394,
+    "bench": 2_387,
     "cache": 1_188,
-    "cli": 1_473,
+    "cli": 1_471,
     "engine": 3_702,
     "executor": 461,
     "families": 1_592,
@@ -35,14 +35,14 @@ MAX_LINES: dict[str, int] = {
     "lora": 427,
     "metrics": 610,
     "models": 1_543,
-    "plan": 1_802,
+    "plan": 1_801,
     "quant": 400,
     "runner": 2_073,
     "sampling": 627,
-    "scheduler": 2_409,
+    "scheduler": 2_408,
     "sim": 1_440,
     "text": 3_937,
-    "workload": 772,
+    "workload": 771,
 }
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.
@@ -59,8 +59,9 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 12,
         "scheduler": 66,
     },
-    "full disk": {"jobs": 70},
+    "full disk": {"jobs": 85},
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
+    "no request stalls another": {"": 22, "api": 130, "engine": 360, "http": 180, "jobs": 40, "text": 75},
     "speculation": {
         "": 60,
         "engine": 70,
@@ -85,6 +86,7 @@ LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
     "cli/measure.py": "each command imports what it needs, so that --help is quick",
     "cli/serve.py": "the engine process is started before this process imports the web server",
+    "engine/helper.py": "each kind imports what it needs: a bare container compiles grammars without msgspec",
     "engine/build.py": "the choice of an executor",
     "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
     "__init__.py": "LLM and friends are resolved lazily",

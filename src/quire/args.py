@@ -136,18 +136,16 @@ def _file() -> Mapping[str, Any]:
 
 
 def _setting(name: str, hint: Any, said: Mapping[str, Any]) -> Setting:
-    words = get_args(hint) if get_origin(hint) is Literal else tuple(said.get("choices", ()))
-    types = (
-        (str,) if get_origin(hint) is Literal else (tuple,) if get_origin(hint) is tuple else get_args(hint)
-    )
+    origin = get_origin(hint)
+    words = get_args(hint) if origin is Literal else tuple(said.get("choices", ()))
+    types = (str,) if origin is Literal else (tuple,) if origin is tuple else get_args(hint)
     return Setting(name, types=types or (hint,), **{**said, "choices": words})
 
 
 def rare_names() -> frozenset[str]:
     """Return the settings of the engine and the server that only ``--help-all`` shows."""
-    return frozenset(
-        s.name for kind in (EngineArgs, ServerArgs) for s in settings_of(kind).values() if s.rare
-    )
+    known = (*settings_of(EngineArgs).values(), *settings_of(ServerArgs).values())
+    return frozenset(setting.name for setting in known if setting.rare)
 
 
 def defaults(kind: type[Args]) -> dict[str, Any]:

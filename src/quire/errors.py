@@ -77,9 +77,29 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def clip(value: Any, limit: int = 80) -> str:
-    """``repr`` cut to a length fit for an error message."""
+    """``repr`` cut to a length fit for an error message. Takes no longer for a large value."""
     try:
-        text = repr(value) if not isinstance(value, str) else repr(value[: limit + 1])
+        text = repr(_cut(value, [limit], limit + 1))
     except ValueError:  # Python writes no int of more than 4,300 digits
         text = "an integer of too many digits"
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _cut(value: Any, left: list[int], num_chars: int) -> Any:
+    """Return the beginning of ``value``: texts of ``num_chars``, and about ``left[0]`` elements in all."""
+    if isinstance(value, str | bytes):
+        return value[:num_chars]
+    if not isinstance(value, list | dict):
+        return value
+    pairs: list[Any] = []
+    for item in value.items() if isinstance(value, dict) else value:
+        if left[0] <= 0:
+            pairs.append(("…", "…") if isinstance(value, dict) else "…")
+            break
+        left[0] -= 1
+        pairs.append(
+            tuple(_cut(each, left, num_chars) for each in item)
+            if isinstance(value, dict)
+            else _cut(item, left, num_chars)
+        )
+    return dict(pairs) if isinstance(value, dict) else pairs

@@ -310,10 +310,8 @@ def _blocks_in_memory(
     elif args.gpu_memory_utilization is not None:
         budget = int(available * args.gpu_memory_utilization) - weights
     else:
-        most_used = args.max_num_seqs * blocks_for_sequence(
-            spec, max_len, args.block_size, args.max_num_batched_tokens
-        )
-        budget = min(int((available - weights) * KV_SHARE), most_used * page)
+        num_blocks = blocks_for_sequence(spec, max_len, args.block_size, args.max_num_batched_tokens)
+        budget = min(int((available - weights) * KV_SHARE), args.max_num_seqs * num_blocks * page)
     if budget < 2 * page and args.kv_memory is not None:
         raise ConfigError(
             f"kv_memory = {args.kv_memory!r} is less than two blocks of {args.block_size} tokens, {2 * page} bytes: "

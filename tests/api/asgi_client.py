@@ -41,7 +41,10 @@ class Api:
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 return await client.request(method, path, **kwargs)
 
-        return asyncio.run(go())
+        try:
+            return asyncio.run(go())
+        finally:
+            self.app.state.quire.bodies.close()  # ends the helper process that a large body starts
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.call("POST", path, json=body, **kwargs)

@@ -172,6 +172,7 @@ class FakeFrontend:
         tools: Any = None,
         *,
         add_special_tokens: bool = False,
+        most_tokens: int | None = None,
         **kwargs: Any,
     ) -> RenderedChat:
         self.rendered.append((list(messages), kwargs))

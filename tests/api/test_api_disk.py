@@ -23,8 +23,8 @@ from tests.api.asgi_client import Api, error_of
 from tests.api.test_api_batches import CHAT, connected, jsonl, line, rows, wait
 from tests.api.test_api_server import server
 
+import quire.jobs.disk
 import quire.jobs.files
-import quire.jobs.runner
 from quire.http.edge import id_source
 from quire.jobs.files import FileStore
 from quire.jobs.runner import OPEN, BatchRunner
@@ -36,7 +36,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = False
         self.num_failures = 0
-        real = quire.jobs.files.os.fsync
+        real = quire.jobs.disk.os.fsync
 
         def fsync(fd: int) -> None:
             self.check()
@@ -52,15 +52,15 @@ class Disk:
             target.seek(0)
             copy(source, target)
 
-        append = quire.jobs.runner.BatchFolder.append
+        append = quire.jobs.disk.BatchFolder.append
 
         def append_some(folder: Any, batch: Any, kind: str, entry: bytes) -> None:
             self.check()
             append(folder, batch, kind, entry)
 
-        monkeypatch.setattr(quire.jobs.files.os, "fsync", fsync)
+        monkeypatch.setattr(quire.jobs.disk.os, "fsync", fsync)
         monkeypatch.setattr(quire.jobs.files.shutil, "copyfileobj", copyfileobj)
-        monkeypatch.setattr(quire.jobs.runner.BatchFolder, "append", append_some)
+        monkeypatch.setattr(quire.jobs.disk.BatchFolder, "append", append_some)
 
     def check(self) -> None:
         if self.full:
@@ -109,7 +109,7 @@ def test_a_batch_waits_for_room_and_goes_on(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """The disk is full at random moments, also while the batch begins and ends."""
-    monkeypatch.setattr(quire.jobs.runner, "_RETRY_S", 0.01)
+    monkeypatch.setattr(quire.jobs.disk, "FULL_S", 0.01)
     rng, new_id = Random(seed), id_source()
 
     async def go() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from quire.api.job import Answer, Head, Job, Usage
 from quire.api.parts import Assembler, Event, Kind, Part
 from quire.api.protocol import given_sampling, sampling_params
 from quire.api.state import ApiState
+from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.http.body import named_event
 from quire.http.refusals import ANTHROPIC_ROOT, Refusal
@@ -44,7 +45,7 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
     """
     request = parse(MessagesRequest, body, ignored=ignored)
     state.check_model(request.model)
-    conversation = conversation_of(request, ignored)
+    conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
     metadata = parse(Metadata, request.metadata or {}, prefix="metadata.", ignored=ignored)
     given = given_sampling(request)
     if request.stop_sequences:
@@ -74,7 +75,8 @@ async def count_tokens(state: ApiState, body: Any, ignored: list[str] | None) ->
     request = parse(CountTokensRequest, body, ignored=ignored)
     state.check_model(request.model)
     form_of(request, ignored)
-    _, prompt = await conversation_of(request, ignored).prompt(state)
+    conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
+    _, prompt = await conversation.prompt(state)
     return {"input_tokens": len(prompt)}
 
 

@@ -21,6 +21,7 @@ from quire.api.responses import StoredResponses, responses_job
 from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
+from quire.engine.large_body import LargeBodies
 from quire.http.edge import Edge, Extension, error_handlers, id_source
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
@@ -52,6 +53,7 @@ def create_app(
         started_unix=int(unix_time()),
         responses=ResponseStore(settings.response_store_bytes),
         running=RunningRequests(),
+        bodies=LargeBodies(),
         tracer=tracer,
         forecast=forecast,
     )

@@ -43,6 +43,7 @@ from quire.api.protocol import (
     structured_outputs,
 )
 from quire.api.state import ApiState
+from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError, clip
 from quire.http.wire import (
@@ -85,7 +86,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         )
         return ChoicesAnswer(head, choices, options, sampling.n)
 
-    conversation = chat_conversation(request, ignored, request)
+    conversation = await off_loop(len(request.messages), chat_conversation, request, ignored, request)
     return await conversation_job(state, request, conversation, sampling, "chatcmpl-", answer, ignored)
 
 

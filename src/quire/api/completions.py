@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -70,8 +71,10 @@ def _echoing(request: CompletionRequest) -> CompletionRequest:
 
 async def parse_prompts(
     state: ApiState, prompt: Any, param: str = "prompt", *, add_special_tokens: bool = True
-) -> list[str | list[int]]:
+) -> list[str | Sequence[int]]:
     """Return the prompts of a string, a list of ids, or a list of either. ``param``: the client's name of the field.
+
+    A long list of ids may be an array.
 
     Raises:
         RequestError: any other shape; names the first wrong element.
@@ -82,11 +85,11 @@ async def parse_prompts(
             param=param,
             code="missing_required_parameter",
         )
-    if not isinstance(prompt, str) and (not isinstance(prompt, list) or not prompt):
+    if not isinstance(prompt, str | array) and (not isinstance(prompt, list) or not prompt):
         allowed = "a string, a list of token ids, or a list of either, not empty"
         raise not_allowed(param, prompt, allowed, "invalid_type")
-    prompts: list[str | list[int]] = []
-    if isinstance(prompt, str):
+    prompts: list[str | Sequence[int]] = []
+    if isinstance(prompt, str | array):
         prompts = [prompt]
     elif _is_id(prompt[0]):
         prompts = [_ids(param, prompt)]
@@ -98,8 +101,8 @@ async def parse_prompts(
     return [await tokenize(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
 
 
-def _prompt(where: str, item: Any) -> str | list[int]:
-    if isinstance(item, str):
+def _prompt(where: str, item: Any) -> str | Sequence[int]:
+    if isinstance(item, str | array):
         return item
     if isinstance(item, list) and item:
         return _ids(where, item)

@@ -43,8 +43,12 @@ class Conversation:
     separate_reasoning: bool = True
     with_reasoning: bool = True
 
-    async def prompt(self, state: ApiState, *, add_special_tokens: bool = False) -> RenderedChat:
+    async def prompt(
+        self, state: ApiState, *, add_special_tokens: bool = False, within_context: bool = False
+    ) -> RenderedChat:
         """Return the text that the model's template makes, and its token ids.
+
+        ``within_context``: reject at once a text that the context cannot hold.
 
         Raises:
             RequestError: the template rejects the messages.
@@ -58,7 +62,11 @@ class Conversation:
         # With tool_choice "none" the model is not shown the tools, so that it does not call them.
         tools = list(self.tools.tools) if self.tools.choice != "none" else None
         return await state.frontend.prompts.chat(
-            messages, tools or None, add_special_tokens=add_special_tokens, **self.variables
+            messages,
+            tools or None,
+            add_special_tokens=add_special_tokens,
+            most_tokens=state.model.max_model_len if within_context else None,
+            **self.variables,
         )
 
     def output_plan(self, state: ApiState, prompt: str, *, hide_special: bool) -> OutputPlan | None:
@@ -103,7 +111,7 @@ async def conversation_job(
     """
     head = new_head(state, id_prefix, request.model)
     fields = common_fields(request, ignored) | fields
-    text, prompt = await conversation.prompt(state)
+    text, prompt = await conversation.prompt(state, within_context=fields["truncate_to"] is None)
     use = conversation.tools
     plan = conversation.output_plan(state, text, hide_special=sampling.skip_special_tokens)
     if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show

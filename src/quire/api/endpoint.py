@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from quire.api.state import ApiState
 from quire.engine.output import OutputChunk, merge
 from quire.engine.results import choose_best
 from quire.errors import QuireError, RequestError
-from quire.http.body import STREAM_HEADERS, Disconnected, Headers, read_json, send_json
+from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import adopt_request_id, request_id_of
 from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
@@ -42,17 +43,28 @@ class PostEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = self._state.now()
-        status = 200
+        status, client = 200, _Client(receive)
         try:
-            body = await read_json(scope, receive, self._state.settings.max_body_bytes)
-            await self._run(body, arrival_s, scope, receive, send)
+            pieces = await read_pieces(scope, receive, self._state.settings.max_body_bytes, "--max-body-mib")
+            client.watch()
+            body = await decode_body(pieces, self._state.bodies.decode)
+            del pieces
+            await self._run(body, arrival_s, scope, client, send)
         except Disconnected:
             status = 499  # nginx's number for a client that disconnected; it is only counted
+        except asyncio.CancelledError:
+            if not client.has_left:
+                raise
+            self._state.metrics.counters["quire:http_disconnects"] += 1
+            status = 499
         except Exception as error:
+            client.release()
             status = await self._refuse(error, scope, send)
+        finally:
+            client.release()
         self._state.metrics.response(self._path, status)
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         raise NotImplementedError
 
     def _ignored(self) -> list[str] | None:
@@ -79,9 +91,10 @@ class JsonEndpoint(PostEndpoint):
         super().__init__(state, path)
         self._compute = compute
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         ignored = self._ignored()
         answer = await self._compute(self._state, body, ignored)
+        client.release()
         await send_json(send, 200, msgspec.json.encode(answer), ignored_header(ignored))
 
 
@@ -92,7 +105,7 @@ class GenerateEndpoint(PostEndpoint):
         super().__init__(state, path)
         self._prepare = prepare
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         ignored = self._ignored()
         job = await self._prepare(self._state, body, ignored)
         adopt_request_id(scope, job.client_request_id)
@@ -104,7 +117,7 @@ class GenerateEndpoint(PostEndpoint):
             raise RequestError("background = true is not supported by this server.", param="background")
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
         with self._state.running.entered(ids, generation):
-            await self._answer(generation, ignored, receive, send)
+            await self._answer(generation, ignored, client, send)
         if log.debugging:
             log.debug(
                 "request_done",
@@ -117,23 +130,54 @@ class GenerateEndpoint(PostEndpoint):
             )
 
     async def _answer(
-        self, generation: Generation, ignored: list[str] | None, receive: Receive, send: Send
+        self, generation: Generation, ignored: list[str] | None, client: _Client, send: Send
     ) -> None:
-        watcher: asyncio.Task[None] | None = None
         try:
             if not generation.job.in_background:
                 await generation.submit()
-            watcher = asyncio.create_task(_watch(receive, generation))
+            in_background = generation.job.in_background
+            client.on_leave = (
+                partial(generation.cancel, CANCELLED_BY_CLIENT) if in_background else generation.disconnect
+            )
             await generation.answer(send, ignored_header(ignored))
         except QuireError:
             if not generation.disconnected:
                 raise
         finally:
-            if watcher is not None:
-                watcher.cancel()
+            client.release()
             await generation.close()
         if generation.disconnected:
             raise Disconnected
+
+
+class _Client:
+    """Watches for the client's disconnect: it cancels the task that serves the request, or calls ``on_leave``."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.has_left = False  # and the task is cancelled
+        self.on_leave: Callable[[], Awaitable[None]] | None = None
+        self._receive = receive
+        self._serving = asyncio.current_task()
+        self._watching: asyncio.Task[None] | None = None
+
+    def watch(self) -> None:
+        """Begin; the body is read by now."""
+        self._watching = asyncio.create_task(self._watch())
+
+    def release(self) -> None:
+        """End: the answer is being sent, or was."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        if self.on_leave is not None:
+            await self.on_leave()
+            return
+        assert self._serving is not None
+        self.has_left = True
+        self._serving.cancel()
 
 
 def ignored_header(ignored: list[str] | None) -> list[tuple[bytes, bytes]]:
@@ -141,16 +185,6 @@ def ignored_header(ignored: list[str] | None) -> list[tuple[bytes, bytes]]:
     if not ignored:
         return []
     return [(b"x-quire-ignored-fields", ", ".join(ignored).encode("ascii", "replace"))]
-
-
-async def _watch(receive: Receive, generation: Generation) -> None:
-    """Wait for the client to disconnect; then abort."""
-    while (await receive())["type"] != "http.disconnect":
-        continue
-    if generation.job.in_background:
-        await generation.cancel(CANCELLED_BY_CLIENT)
-    else:
-        await generation.disconnect()
 
 
 CANCELLED = "cancelled"

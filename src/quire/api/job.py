@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -118,7 +119,7 @@ class Answer:
 class Job:
     """A checked request: what to run and how to answer."""
 
-    prompts: Sequence[str | list[int]]
+    prompts: Sequence[str | Sequence[int]]
     sampling: SamplingParams
     answer: Answer
     priority: int = 0
@@ -163,7 +164,7 @@ def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str
 
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-_PROMPTS_AT_ONCE = 256  # of a request that samples nothing; more would fill the queue for other requests
+_LEAST = 16  # tokens that a prompt counts as
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ class PromptStreams:
     usage: Usage = field(default_factory=Usage)
     echoes: list[str] = field(default_factory=list)  # the text of each prompt, with `Job.echo`
     _prompts: list[_Started] = field(default_factory=list)
+    _open: deque[_Started] = field(default_factory=deque)  # not known to have ended
 
     async def submit(self) -> None:
         """Start all prompts, or none."""
@@ -195,8 +197,10 @@ class PromptStreams:
         try:
             for i, given in enumerate(job.prompts):
                 prompt = await self._cut(given)
-                if i >= _PROMPTS_AT_ONCE and job.samples_nothing:
-                    await self._prompts[i - _PROMPTS_AT_ONCE].stream.ended()
+                if i:
+                    await asyncio.sleep(0)  # other requests have their turn between two prompts
+                if job.samples_nothing:
+                    await self._wait_for_turn()
                 if job.echo:
                     self.echoes.append(self._text_of(prompt))
                 stream = await self._state.frontend.submit(
@@ -221,7 +225,13 @@ class PromptStreams:
                 raise RequestError(message, param=job.prompt_param, code=error.code) from None
             raise
 
-    def _text_of(self, prompt: str | list[int]) -> str:
+    async def _wait_for_turn(self) -> None:
+        """Wait until few tokens of this request are left to compute, so that it shares the engine with others."""
+        most = self._state.settings.tokens_at_once
+        while sum(max(_LEAST, len(prompt.stream.prompt_token_ids)) for prompt in self._open) >= most:
+            await self._open.popleft().stream.ended()
+
+    def _text_of(self, prompt: str | Sequence[int]) -> str:
         if isinstance(prompt, str):
             return prompt
         skip = self._job.sampling.skip_special_tokens
@@ -238,9 +248,10 @@ class PromptStreams:
         )
         ticket = None if state.forecast is None else state.forecast.enter(num_tokens)
         self._prompts.append(_Started(stream, metrics, ticket))
+        self._open.append(self._prompts[-1])
         self.usage.prompt_tokens += num_tokens
 
-    async def _cut(self, prompt: str | list[int]) -> str | list[int]:
+    async def _cut(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
         """Apply ``truncate_prompt_tokens``; the usage counts the tokens that are cut off."""
         asked, limit = self._job.truncate_to, self._state.model.max_model_len
         if asked is None:

@@ -16,12 +16,21 @@ from quire.api.job import Answer, Head, Job, Usage, common_fields, new_head
 from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.pooling import NOTHING_SAMPLED, embedding, likelihood, scoring_prompts, yes_no
+from quire.engine.pooling import (
+    NOTHING_SAMPLED,
+    ScoringPrompt,
+    embedding,
+    likelihood,
+    scoring_prompts,
+    yes_no,
+)
+from quire.engine.prompts import too_long
 from quire.errors import RequestError
 from quire.http.wire import Boolean, Integer, Text, Wire, not_allowed, parse
 from quire.request import Pooling
 
 _encode = msgspec.json.Encoder().encode
+_PAIRS_AT_ONCE = 16
 MAX_INPUTS = 2048  # OpenAI's
 Pair = tuple[str, str]  # query, document
 # Scores in the order of the pairs → the answer's own fields.
@@ -209,18 +218,33 @@ async def _job(
     _check_at_least_1("max_tokens_per_doc", limit)
     if limit is not None:
         pairs = [(query, await _cut(state, document, limit, found)) for query, document in pairs]
+    param = "documents" if isinstance(request, RerankRequest) else "text_2"
+    _check_fit(state, pairs, param)
     render = frontend.prompts.render if frontend.chat_template.names else None
-    arguments = (pairs, request.scoring, request.instruction, frontend.tokenizer, render)
-    prompts = await asyncio.to_thread(scoring_prompts, *arguments)
+    prompts: list[ScoringPrompt] = []
+    for start in range(0, len(pairs), _PAIRS_AT_ONCE):  # a client that left ends the work after each piece
+        arguments = (request.scoring, request.instruction, frontend.tokenizer, render)
+        some = pairs[start : start + _PAIRS_AT_ONCE]
+        prompts += await asyncio.to_thread(scoring_prompts, some, *arguments)
     found.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
     return Job(
         [prompt.token_ids for prompt in prompts],
         prompts[0].sampling,
         WholeAnswer(head, found.write),
         pooling=prompts[0].pooling,
-        prompt_param="documents" if isinstance(request, RerankRequest) else "text_2",
+        prompt_param=param,
         **common_fields(request, None),
     )
+
+
+def _check_fit(state: ApiState, pairs: Sequence[Pair], param: str) -> None:
+    """Reject a pair that the context cannot hold, before any is tokenized."""
+    most = state.model.max_model_len
+    for query, document in pairs:
+        least = state.frontend.tokenizer.min_tokens(len(query) + len(document))
+        if least > most:
+            error = too_long(f"at least {least}", most)
+            raise RequestError(str(error), param=param, code=error.code)
 
 
 async def _cut(state: ApiState, document: str, limit: int, found: _Scores) -> str:

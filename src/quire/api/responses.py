@@ -16,6 +16,7 @@ from quire.api.protocol import given_sampling, sampling_params
 from quire.api.response_answer import ResponseAnswer, TextLogprobs
 from quire.api.response_request import ResponsesRequest, add_input, conversation_of, form_of, input_items
 from quire.api.state import ApiState, Stored
+from quire.engine.large_input import off_loop
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of
 from quire.http.edge import TENANT
@@ -41,7 +42,8 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
         )
     state.check_model(request.model)
     num_logprobs = _num_logprobs(request)
-    messages = _messages(state, request, ignored)
+    size = 0 if isinstance(request.input, str) else len(request.input)
+    messages = await off_loop(size, _messages, state, request, ignored)
     conversation = conversation_of(request, messages, ignored)
     sampling = sampling_params(
         given_sampling(request),

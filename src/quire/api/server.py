@@ -75,6 +75,7 @@ async def _serve(
     except asyncio.CancelledError:
         return 0
     finally:
+        state.bodies.close()
         await frontend.close()
 
 

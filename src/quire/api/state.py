@@ -13,6 +13,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.frontend import Frontend
+from quire.engine.large_body import LargeBodies
 from quire.engine.prompts import ModelInfo
 from quire.errors import NotFoundError, clip
 from quire.http.edge import TENANT
@@ -38,6 +39,8 @@ class ApiSettings:
     max_body_bytes: int = 32 * 2**20
     tool_format: str = "auto"  # a name of quire.text.output.FORMATS; auto: what the chat template shows
     retry_after_s: int = 1  # sent with 503
+    # Of a request for many texts, in the engine at once: two steps' worth, so that other requests get their share.
+    tokens_at_once: int = 4096
     cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
     response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
 
@@ -55,6 +58,7 @@ class ApiState:
     started_unix: int
     responses: ResponseStore
     running: RunningRequests
+    bodies: LargeBodies
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import Field
 
 from quire.api.chat import chat_conversation, chat_job
 from quire.api.protocol import ChatPrompt
 from quire.api.state import ApiState
+from quire.engine.large_body import json_in_pieces
+from quire.engine.large_input import off_loop
 from quire.errors import RequestError, clip
 from quire.http.wire import Boolean, Text, TokenIds, Wire, parse
 
@@ -49,13 +53,16 @@ async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dic
         ids = await state.frontend.prompts.tokenize(request.prompt, add_special_tokens=special)
     else:
         special = request.add_special_tokens is True
-        _, ids = await chat_conversation(request, ignored).prompt(state, add_special_tokens=special)
+        conversation = await off_loop(len(request.messages or ()), chat_conversation, request, ignored)
+        _, ids = await conversation.prompt(state, add_special_tokens=special)
     tokenizer = state.frontend.tokenizer
-    strings = [tokenizer.id_to_token(i) or "" for i in ids] if request.return_token_strs else None
+    strings: msgspec.Raw | None = None
+    if request.return_token_strs:
+        strings = await json_in_pieces(ids, lambda token_id: tokenizer.id_to_token(token_id) or "")
     return {
         "count": len(ids),
         "max_model_len": state.model.max_model_len,
-        "tokens": ids,
+        "tokens": await json_in_pieces(ids),
         "token_strs": strings,
     }
 
@@ -69,24 +76,26 @@ async def detokenize(state: ApiState, body: Any, ignored: list[str] | None) -> d
     request = parse(DetokenizeRequest, body, ignored=ignored)
     state.check_model(request.model)
     size = state.model.vocab_size
-    for i, token_id in enumerate(request.tokens):
-        if not 0 <= token_id < size:
-            raise RequestError(
-                f"tokens[{i}] = {clip(token_id)} is not allowed: token ids of this model are 0…{size - 1}.",
-                param=f"tokens[{i}]",
-            )
-    return {"prompt": state.frontend.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+    if request.tokens and (min(request.tokens) < 0 or max(request.tokens) >= size):
+        i, token_id = next((i, t) for i, t in enumerate(request.tokens) if not 0 <= t < size)
+        raise RequestError(
+            f"tokens[{i}] = {clip(token_id)} is not allowed: token ids of this model are 0…{size - 1}.",
+            param=f"tokens[{i}]",
+        )
+    decode = partial(state.frontend.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    return {"prompt": await off_loop(len(request.tokens), decode)}
 
 
 async def render(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
     """Check a whole chat completion and return its prompt as text and ids, as the engine would get them."""
     job = await chat_job(state, body, ignored)
     ids = job.prompts[0]
+    assert not isinstance(ids, str)
     return {
         "object": "chat.completion.render",
         "model": job.answer.head.model,
         "prompt": job.prompt_text,
-        "prompt_token_ids": ids,
+        "prompt_token_ids": list(ids),
         "count": len(ids),
         "max_model_len": state.model.max_model_len,
     }

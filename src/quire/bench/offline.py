@@ -52,13 +52,9 @@ class _Running:
 
     def record(self, now_s: float) -> RequestRecord:
         status, end_s = (OK, self.timing.last_s) if self.error is None else (ERROR, now_s)
+        arrival_s, error = self.work.arrival_s, self.error
         return self.timing.record(
-            self.work,
-            arrival_s=self.work.arrival_s,
-            start_s=0.0,
-            end_s=end_s,
-            status=status,
-            error=self.error,
+            self.work, arrival_s=arrival_s, start_s=0.0, end_s=end_s, status=status, error=error
         )
 
 
@@ -163,9 +159,8 @@ class OfflineEngine:
 def latency(engine_args: EngineArgs, args: LatencyArgs) -> int:
     """Time batches of equal requests that start together; every request of every counted batch is one record."""
     engine = OfflineEngine(engine_args)
-    batch = Synthetic(args.batch_size, Fixed(args.input_len), Fixed(args.output_len)).build(
-        engine_args.seed, engine.max_model_len
-    )
+    synthetic = Synthetic(args.batch_size, Fixed(args.input_len), Fixed(args.output_len))
+    batch = synthetic.build(engine_args.seed, engine.max_model_len)
     records: list[RequestRecord] = []
     duration_s = 0.0
     for i in range(args.warmup + args.iterations):

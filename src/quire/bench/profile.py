@@ -43,9 +43,8 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {args.out}: the folder {out.absolute().parent} does not exist")
     config, checkpoint = configure(engine_args, detect_device())
-    given = {
-        k: v for k, v in asdict(checkpoint.generation).items() if k in SAMPLING_DEFAULTS and v is not None
-    }
+    defaults = asdict(checkpoint.generation)
+    given = {k: v for k, v in defaults.items() if k in SAMPLING_DEFAULTS and v is not None}
     sampling = SamplingParams(max_tokens=None, seed=1, **given)
     if args.steps is not None:
         found = fit_steps(read_steps(Path(args.steps)))

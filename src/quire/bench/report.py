@@ -115,9 +115,8 @@ def timelines(records: Sequence[RequestRecord]) -> list[str]:
     failed = sorted(r.end_s for r in records if r.status == ERROR)
     if failed:
         count = [float(i + 1) for i in range(len(failed))]
-        charts.append(
-            chart([Series("", failed, count, "steps")], title="Failures so far", x="s", y="requests")
-        )
+        line = Series("", failed, count, "steps")
+        charts.append(chart([line], title="Failures so far", x="s", y="requests"))
     return charts
 
 

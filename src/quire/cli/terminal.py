@@ -199,14 +199,12 @@ def _command(line: str, conversation: Conversation) -> str | None:
             conversation.system = rest.strip() or None
         out.print("[dim]a new conversation[/dim]")
     elif name == "/undo":
-        out.print(
-            "[dim]taken back[/dim]" if conversation.undo() is not None else "[dim]nothing to take back[/dim]"
-        )
+        said = "taken back" if conversation.undo() is not None else "nothing to take back"
+        out.print(f"[dim]{said}[/dim]")
     elif name == "/save" and rest.strip():
         try:
-            Path(rest.strip()).write_text(
-                json.dumps(conversation.messages, indent=1, ensure_ascii=False) + "\n"
-            )
+            text = json.dumps(conversation.messages, indent=1, ensure_ascii=False)
+            Path(rest.strip()).write_text(f"{text}\n")
             out.print(f"[dim]written to {rest.strip()}[/dim]")
         except OSError as error:
             out.print(f"[red]{rest.strip()}: {error.strerror}[/red]")

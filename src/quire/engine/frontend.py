@@ -136,7 +136,9 @@ class Frontend:
         request = prepare_request(
             # Unique even if a client repeats a name while late events of the earlier request are on their way.
             f"{name}/{self._num_submitted}",
-            await self.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt,
+            await self.prompts.tokenize(prompt, most_tokens=self.model.max_model_len)
+            if isinstance(prompt, str)
+            else prompt,
             sampling,
             self.model,
             self.tokenizer,

@@ -1,12 +1,17 @@
-"""A helper process: compiles grammars, or renders chat templates, that may take all time, memory or stack.
+"""A helper process: work on what a client sent that may take all time, memory or stack.
 
-Started by `quire.engine.helper_pool` as ``python -m quire.engine.helper KIND``. One JSON value per line:
+Started by `quire.engine.helper_pool` as ``python -m quire.engine.helper KIND``. Messages in both directions are frames:
+eight bytes of length, then so many bytes. The first frame is the head, which is answered with a greeting when the
+helper is ready; then each task has one answer.
 
-    grammar    stdin   ──> {"tokens": […], "special": […], "eos": […], "memory": bytes}, then {"source": "…"} per task
-               stdout  <── {} when the vocabulary is ready, then {"grammar": "…"} or {"error": "…"} per task
-    template   stdin   ──> {"templates": {…}, "roles": {…}, "additional": […], "memory": bytes}, then per task the
-                           arguments of `ChatTemplate.render` with "now", the local time
-               stdout  <── {} or {"error": "…"} when the templates are compiled, then {"text": "…"} or {"error": "…"}
+    kind       head, in JSON                                          task ──> answer
+    grammar    tokens, special, eos                                   {"source"} ──> {"grammar"} or {"error"}
+    template   templates, roles, additional                           arguments of `ChatTemplate.render` and "now", the
+                                                                      local time ──> {"text"} or {"error"}
+    text       tokenizer: the path of its tokenizer.json              "0" or "1" (add special tokens) and the text in
+                                                                      UTF-8 ──> its ids, uint32
+    body       characters: the longest text allowed                   a body ──> "=" and its value in msgpack, or a
+                                                                      refusal in JSON
 
 The parent kills a helper that takes too long. If a helper dies of a stack or memory overflow, its task has failed.
 """
@@ -14,17 +19,21 @@ The parent kills a helper that takes too long. If a helper dies of a stack or me
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import resource
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from setproctitle import setproctitle
+from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, RequestError
 from quire.text.chat_template import ChatTemplate
@@ -33,32 +42,42 @@ from quire.text.grammar_matcher import TokenTable, compile_matcher, first_error,
 from quire.text.tokenizer import SpecialTokens
 
 Answer = dict[str, Any]
+Perform = Callable[[bytes], bytes]
 _MAX_ERROR_CHARS = 600
 # The engine compiles a grammar again while other requests wait for tokens. The slowest of JSONSchemaBench takes 0.2 s.
 CPU_LIMIT_S = 0.5
 
 
-def main(kind: str, lines: TextIO, answers: TextIO) -> None:
+def main(kind: str, tasks: BinaryIO, answers: BinaryIO) -> None:
     """Answer tasks until the parent closes the pipe."""
     setproctitle("quire: helper")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    head = json.loads(lines.readline())
-    greeting, perform = (_grammars if kind == "grammar" else _templates)(head)
-    _send(answers, greeting)
-    for line in lines:
-        _send(answers, perform(json.loads(line)))
+    head = json.loads(_read(tasks))
+    greeting, perform = {"grammar": _grammars, "template": _templates, "text": _texts, "body": _bodies}[kind](
+        head
+    )
+    _write(answers, json.dumps(greeting).encode())
+    while task := _read(tasks):
+        _write(answers, perform(task))
+        del task
 
 
-def _send(answers: TextIO, answer: Answer) -> None:
-    answers.write(json.dumps(answer) + "\n")
+def _read(tasks: BinaryIO) -> bytes:
+    """Return the next frame; empty at the end. No task is empty."""
+    return tasks.read(int.from_bytes(tasks.read(8)))
+
+
+def _write(answers: BinaryIO, answer: bytes) -> None:
+    answers.write(len(answer).to_bytes(8))
+    answers.write(answer)
     answers.flush()
 
 
-def _grammars(head: dict[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
+def _grammars(head: dict[str, Any]) -> tuple[Answer, Perform]:
     tokens = [token.encode("latin-1") for token in head["tokens"]]
     tokenizer = ll_tokenizer(TokenTable(tokens, head["special"], head["eos"]))
     _limit_memory(head["memory"])
-    return {}, lambda task: _compile(task["source"], tokenizer)
+    return {}, lambda task: json.dumps(_compile(json.loads(task)["source"], tokenizer)).encode()
 
 
 def _compile(source: str, tokenizer: Any) -> Answer:
@@ -88,24 +107,53 @@ def _short(error: str) -> str:
     return line if len(line) <= _MAX_ERROR_CHARS else f"{line[:half]} … {line[-half:]}"
 
 
-def _templates(head: dict[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
+def _templates(head: dict[str, Any]) -> tuple[Answer, Perform]:
     now = [datetime.min]
     special = SpecialTokens(roles=head["roles"], additional=tuple(head["additional"]))
     template = ChatTemplate(head["templates"], special, lambda: now[0])
     _limit_memory(head["memory"])
 
-    def render(task: Answer) -> Answer:
+    def render(raw: bytes) -> bytes:
+        task = json.loads(raw)
         now[0] = datetime.fromisoformat(task.pop("now"))
         try:
-            return {"text": template.render(**task)}
+            answer = {"text": template.render(**task)}
         except RequestError as error:
-            return {"error": str(error), "param": error.param, "code": error.code}
+            answer = _refused(error)
+        return json.dumps(answer).encode()
 
     try:
         template.compile()
     except ModelLoadError as error:
         return {"error": str(error)}, render
     return {}, render
+
+
+def _refused(error: RequestError) -> Answer:
+    return {"error": str(error), "param": error.param, "code": error.code}
+
+
+def _texts(head: dict[str, Any]) -> tuple[Answer, Perform]:
+    backend = Backend.from_file(head["tokenizer"])
+    backend.no_truncation()
+    backend.no_padding()
+    _limit_memory(head["memory"])
+
+    def encode(task: bytes) -> bytes:
+        text = task[1:].decode(errors="surrogatepass")
+        return array(
+            "I", backend.encode_batch_fast([text], add_special_tokens=task[:1] == b"1")[0].ids
+        ).tobytes()
+
+    return {}, encode
+
+
+def _bodies(head: dict[str, Any]) -> tuple[Answer, Perform]:
+    from quire.engine.large_body import parse
+
+    _limit_memory(head["memory"])
+    gc.disable()  # values of JSON have no cycles, and every collection would walk over all of them
+    return {}, partial(parse, max_characters=head["characters"])
 
 
 def _limit_memory(extra_bytes: int) -> None:
@@ -118,4 +166,4 @@ def _limit_memory(extra_bytes: int) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError, EOFError):
-        main(sys.argv[1], sys.stdin, sys.stdout)
+        main(sys.argv[1], sys.stdin.buffer, sys.stdout.buffer)

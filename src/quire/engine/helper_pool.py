@@ -7,7 +7,9 @@ the grammars of requests so; `quire.engine.frontend` renders unknown templates s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
@@ -40,7 +42,7 @@ class GrammarChecker:
         self._eos_token_ids = tuple(eos_token_ids)
         self._table: TokenTable | None = None
         self._lock = threading.Lock()
-        self._remembered: OrderedDict[str, Answer] = OrderedDict()
+        self._remembered: OrderedDict[str, Head] = OrderedDict()
         self._pool = HelperPool("grammar", self._vocabulary)
 
     def submit(self, params: StructuredOutputsParams) -> Future[str]:
@@ -91,7 +93,7 @@ class GrammarChecker:
             "eos": list(self._table.eos_ids),
         }
 
-    def _finish(self, source: str, params: StructuredOutputsParams, answer: Answer | None, late: bool) -> str:
+    def _finish(self, source: str, params: StructuredOutputsParams, answer: Head | None, late: bool) -> str:
         if answer is None:
             answer = {
                 "error": f"compiling it takes longer than {TASK_LIMIT_S:g} s"
@@ -105,7 +107,7 @@ class GrammarChecker:
         return _grammar_of(answer, params)
 
 
-def _grammar_of(answer: Answer, params: StructuredOutputsParams) -> str:
+def _grammar_of(answer: Head, params: StructuredOutputsParams) -> str:
     if "error" in answer:
         raise params.wrong(f"{params.param}: this {params.kind} cannot be used: {answer['error']}.")
     grammar: str = answer["grammar"]
@@ -113,23 +115,50 @@ def _grammar_of(answer: Answer, params: StructuredOutputsParams) -> str:
 
 
 T = TypeVar("T")
-Answer = dict[str, Any]
+Kind = Literal["grammar", "template", "text", "body"]
+Head = dict[str, Any]
 TASK_LIMIT_S = 5.0  # wall clock, on a machine that may be busy
 MEMORY_LIMIT_BYTES = 1 << 30  # beyond what a helper holds when it is ready
 # Limits for a helper to start on a busy machine, for grammars with a vocabulary of 256k tokens.
-_START_LIMIT_S = {"grammar": 60.0, "template": 20.0}
+_START_LIMIT_S: dict[Kind, float] = {"grammar": 60.0, "template": 20.0, "text": 60.0, "body": 20.0}
+# A kind that is not named has `TASK_LIMIT_S` and `MEMORY_LIMIT_BYTES`: tokenizing takes 200 bytes per character.
+_TEXT_LIMIT_S = 60.0
+_TEXT_LIMIT_BYTES = 4 << 30
 # With a second helper, one bad task does not delay the good ones.
 _NUM_HELPERS = 2
 MAX_WAITING = 64
+_PIPE_BYTES = 1 << 20  # Linux lets every user have pipes of this size
+_PLURALS: dict[Kind, str] = {
+    "grammar": "grammars",
+    "template": "templates",
+    "text": "long texts",
+    "body": "bodies",
+}
+
+
+class Task:
+    """One task of a pool. ``task`` is its frame, in pieces."""
+
+    def __init__(self, frame: Sequence[bytes]) -> None:
+        self.frame = frame
+        self.helper: HelperProcess | None = None  # while it is at work
+        self.dropped = False
+
+    def drop(self) -> None:
+        """End the task, whose answer is not needed any more. Its helper is killed if it is at work."""
+        self.dropped = True
+        if self.helper is not None:
+            self.helper.signal()
 
 
 class HelperPool:
     """Up to two helper processes of one kind, started when they are first needed. Safe to share between threads."""
 
-    def __init__(self, kind: Literal["grammar", "template"], head: Callable[[], Answer]) -> None:
+    def __init__(self, kind: Kind, head: Callable[[], Head], num_helpers: int = _NUM_HELPERS) -> None:
         """``head`` returns what a helper is told when it starts (see `quire.engine.helper`)."""
         self._kind = kind
         self._head = head
+        self._num_helpers = num_helpers
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._idle: list[HelperProcess] = []
@@ -137,8 +166,8 @@ class HelperPool:
         self._num_waiting = 0
         self._closed = False
 
-    def submit(self, task: Answer, finish: Callable[[Answer | None, bool], T]) -> Future[T]:
-        """Return the future of ``finish(answer, late)``, which is called on another thread.
+    def submit(self, task: Head, finish: Callable[[Head | None, bool], T]) -> Future[T]:
+        """Return the future of ``finish(answer, late)``, which is called on another thread; both sides are JSON.
 
         ``answer`` is None if the helper gave none: it was too ``late``, or it died.
 
@@ -146,18 +175,42 @@ class HelperPool:
             CapacityError: too many tasks wait for the helpers (retryable).
             RecursionError: ``task`` is nested too deeply for JSON.
         """
-        line = json.dumps(task).encode() + b"\n"
+        frame = json.dumps(task).encode()
+        return self._submit(
+            Task([frame]), lambda raw, late: finish(None if raw is None else json.loads(raw), late)
+        )
+
+    async def run(self, frame: Sequence[bytes], finish: Callable[[bytearray | None, bool], T]) -> T:
+        """Return ``finish(answer, late)`` for a task of bytes, given in pieces. A cancelled task ends at once.
+
+        Raises:
+            CapacityError: too many tasks wait for the helpers (retryable).
+        """
+        task = Task(frame)
+        future = self._submit(task, finish)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task.drop()
+            raise
+
+    def _submit(self, task: Task, finish: Callable[[bytearray | None, bool], T]) -> Future[T]:
         with self._lock:
             if self._num_waiting >= MAX_WAITING:
                 raise CapacityError(
-                    f"{MAX_WAITING} {self._kind}s wait for a helper process: try again later.", retryable=True
+                    f"{MAX_WAITING} {_PLURALS[self._kind]} wait for a helper process: try again later.",
+                    retryable=True,
                 )
             self._num_waiting += 1
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(_NUM_HELPERS, thread_name_prefix=f"quire-{self._kind}")
-            return self._threads.submit(self._perform, line, finish)
+                self._threads = ThreadPoolExecutor(
+                    self._num_helpers, thread_name_prefix=f"quire-{self._kind}"
+                )
+            future = self._threads.submit(self._perform, task, finish)
+        future.add_done_callback(self._ended)
+        return future
 
-    def greeting(self) -> Answer | None:
+    def greeting(self) -> Head | None:
         """Start a helper if none is idle, wait for it, and return its first answer; None if it died."""
         helper = self._take()
         self._put_back(helper)
@@ -168,27 +221,33 @@ class HelperPool:
         with self._lock:
             self._closed = True
             helpers, self._all, self._idle = list(self._all), set(), []
+            threads, self._threads = self._threads, None
         for helper in helpers:
             helper.kill()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    def _perform(self, line: bytes, finish: Callable[[Answer | None, bool], T]) -> T:
-        try:
-            helper = self._take()
-            answer = helper.ask(line, TASK_LIMIT_S) if helper.greeting is not None else None
-            late = answer is None and helper.is_running()
-            self._put_back(helper)
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
+    def _ended(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._num_waiting -= 1
+
+    def _perform(self, task: Task, finish: Callable[[bytearray | None, bool], T]) -> T:
+        helper = self._take()
+        task.helper = helper
+        ready = helper.greeting is not None and not task.dropped
+        limit_s = _TEXT_LIMIT_S if self._kind == "text" else TASK_LIMIT_S
+        answer = helper.ask(task.frame, limit_s) if ready else None
+        task.helper = None
+        late = answer is None and helper.is_running()
+        self._put_back(helper)
         return finish(answer, late)
 
     def _take(self) -> HelperProcess:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        helper = HelperProcess(self._kind, {**self._head(), "memory": MEMORY_LIMIT_BYTES})
+        memory = _TEXT_LIMIT_BYTES if self._kind == "text" else MEMORY_LIMIT_BYTES
+        helper = HelperProcess(self._kind, {**self._head(), "memory": memory})
         with self._lock:
             self._all.add(helper)
         return helper
@@ -205,31 +264,37 @@ class HelperPool:
 class HelperProcess:
     """One ``python -m quire.engine.helper``. Used by one thread at a time."""
 
-    def __init__(self, kind: str, head: Answer) -> None:
+    def __init__(self, kind: Kind, head: Head) -> None:
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "quire.engine.helper", kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a crash that a client caused must not fill the server's log
-            env=child_environment(),
+            bufsize=0,
+            env={**child_environment(), "TOKENIZERS_PARALLELISM": "false"},
         )
         self.alive = True
-        self.greeting = self.ask(json.dumps(head).encode() + b"\n", _START_LIMIT_S[kind])
+        assert self._popen.stdin is not None
+        os.set_blocking(self._popen.stdin.fileno(), False)
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            with contextlib.suppress(OSError, AttributeError):  # other systems than Linux
+                assert pipe is not None
+                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        raw = self.ask([json.dumps(head).encode()], _START_LIMIT_S[kind])
+        self.greeting: Head | None = None if raw is None else json.loads(raw)
 
-    def ask(self, line: bytes, limit_s: float) -> Answer | None:
+    def ask(self, frame: Sequence[bytes], limit_s: float) -> bytearray | None:
         """Return the answer to a task. None if there is none in time, or the process died; ``alive`` is false then."""
         assert self._popen.stdin is not None
+        deadline = time.monotonic() + limit_s
         try:
-            self._popen.stdin.write(line)
-            self._popen.stdin.flush()
-            read = self._read_line(limit_s)
-        except (OSError, ValueError):  # the process died, or `kill` closed the pipe
-            read = b""
-        if not read.endswith(b"\n"):
+            self._write(sum(map(len, frame)).to_bytes(8), deadline)
+            for piece in frame:
+                self._write(piece, deadline)
+            return self._read(int.from_bytes(self._read(8, deadline)), deadline)
+        except (OSError, ValueError):  # the process died, is too late, or `kill` closed the pipe
             self.alive = False
             return None
-        answer: Answer = json.loads(read)
-        return answer
 
     def is_running(self) -> bool:
         """Return whether the process lives; one that has closed its pipe gets a moment to end."""
@@ -238,6 +303,10 @@ class HelperProcess:
         except subprocess.TimeoutExpired:
             return True
         return False
+
+    def signal(self) -> None:
+        """Kill the process; the thread that waits for its answer sees the end."""
+        self._popen.kill()
 
     def kill(self) -> None:
         """End the process and wait for it."""
@@ -249,17 +318,26 @@ class HelperProcess:
                 if pipe is not None:
                     pipe.close()
 
-    def _read_line(self, limit_s: float) -> bytes:
+    def _write(self, piece: bytes, deadline: float) -> None:
+        assert self._popen.stdin is not None
+        fd, view = self._popen.stdin.fileno(), memoryview(piece)
+        while view:
+            self._wait([], [fd], deadline)
+            with contextlib.suppress(BlockingIOError):
+                view = view[os.write(fd, view[:_PIPE_BYTES]) :]
+
+    def _read(self, num_bytes: int, deadline: float) -> bytearray:
         assert self._popen.stdout is not None
-        fd = self._popen.stdout.fileno()
-        deadline = time.monotonic() + limit_s
-        chunks: list[bytes] = []
-        while not (chunks and chunks[-1].endswith(b"\n")):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([fd], [], [], left_s)[0]:
-                break
-            chunk = os.read(fd, 1 << 20)
-            if not chunk:
-                break
-            chunks.append(chunk)
-        return b"".join(chunks)
+        fd, answer = self._popen.stdout.fileno(), bytearray(num_bytes)
+        left = memoryview(answer)
+        while left:
+            self._wait([fd], [], deadline)
+            num_read = os.readv(fd, [left[:_PIPE_BYTES]])
+            if not num_read:
+                raise BrokenPipeError("The helper ended.")
+            left = left[num_read:]
+        return answer
+
+    def _wait(self, reads: list[int], writes: list[int], deadline: float) -> None:
+        if not any(select.select(reads, writes, [], max(0.0, deadline - time.monotonic()))):
+            raise TimeoutError

@@ -84,7 +84,8 @@ def scoring_prompts(
     if scoring == "likelihood":
         if instruction is not None:
             raise RequestError("instruction is only allowed with scoring = 'yes_no'.", param="instruction")
-        return [_likelihood_prompt(query, document, tokenizer) for query, document in pairs]
+        of_query = {query: tokenizer.encode(query, add_special_tokens=False) for query, _ in pairs}
+        return [_likelihood_prompt(of_query[query], document, tokenizer) for query, document in pairs]
     pooling = Pooling("logprobs", _yes_no_ids(tokenizer))
     prompts = []
     for query, document in pairs:
@@ -137,9 +138,8 @@ def yes_no(pooled: Sequence[float]) -> float:
     return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
 
 
-def _likelihood_prompt(query: str, document: str, tokenizer: Tokenizer) -> ScoringPrompt:
+def _likelihood_prompt(query_ids: list[int], document: str, tokenizer: Tokenizer) -> ScoringPrompt:
     # Tokenized apart from the document, so that the query's tokens are known.
-    query_ids = tokenizer.encode(query, add_special_tokens=False)
     if not query_ids:
         raise RequestError("query has no tokens: give another text.", param="query")
     before = tokenizer.encode(f"Document:\n{document}\n\nQuery:\n")

@@ -10,11 +10,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from quire.engine import helper_pool
-from quire.engine.helper_pool import Answer, HelperPool
+from quire.engine.helper_pool import Head, HelperPool
+from quire.engine.large_input import INLINE_CHARS, LongTexts, off_loop
 from quire.errors import ModelLoadError, RequestError, clip
+from quire.http.limits import TEXT_CHARACTERS, too_many
 from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams
 from quire.text.chat_template import ChatTemplate, over_limit
 from quire.text.tokenizer import Tokenizer
@@ -48,6 +51,9 @@ def prepare_request(
         RequestError: names the field; for a length, the three numbers (prompt, max_tokens, limit).
     """
     assert (grammar is None) == (sampling.structured_outputs is None)
+    max_tokens = _max_tokens(
+        len(prompt_token_ids), sampling, model.max_model_len, prompt_only=pooling is not None
+    )
     ids = tuple(prompt_token_ids)
     check_token_ids("prompt", ids, model.vocab_size)
     if not ids:
@@ -63,7 +69,7 @@ def prepare_request(
         check_token_ids(name, tuple(named), model.vocab_size)
     resolved = sampling.resolve(
         seed=seed if sampling.seed is None else sampling.seed,
-        max_tokens=_max_tokens(len(ids), sampling, model.max_model_len, prompt_only=pooling is not None),
+        max_tokens=max_tokens,
         eos_token_ids=model.eos_token_ids,
         bad_words_token_ids=bad_words,
     )
@@ -84,6 +90,8 @@ def prepare_request(
 
 def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise `RequestError` that names ``param`` and the first id outside the vocabulary."""
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
             raise RequestError(
@@ -92,17 +100,22 @@ def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
+def too_long(num_tokens: str, limit: int) -> RequestError:
+    """Return the error for a prompt of more tokens than the context, ``limit``; ``num_tokens`` may be "at least N"."""
+    return RequestError(
+        f"The prompt has {num_tokens} tokens, but the context of this model is {limit} tokens: shorten the prompt to "
+        f"at most {limit}.",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
 def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int, *, prompt_only: bool) -> int:
     room = limit - num_prompt_tokens
     asked = sampling.max_tokens
     if prompt_only or asked == 0:
         if room < 0:
-            raise RequestError(
-                f"The prompt has {num_prompt_tokens} tokens, but the context of this model is {limit} tokens: shorten "
-                f"the prompt to at most {limit}.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise too_long(str(num_prompt_tokens), limit)
         return 1 if prompt_only else 0
     if room < 1:
         raise RequestError(
@@ -131,7 +144,8 @@ def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int, *,
     return asked
 
 
-def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+@lru_cache(32)  # a request for many prompts asks for each of them
+def bad_words_ids(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the id sequences that spell ``words``, at the start of a text and after a space.
 
     Inside a text, a word usually follows a space, which most vocabularies include in the word's token.
@@ -167,15 +181,11 @@ class ModelInfo:
         return SamplingParams(**{**self.generation_defaults, **given})
 
 
-# Longer texts are tokenized on a thread: shorter ones take at most about 2 ms of the event loop's time.
-INLINE_CHARS = 8192
-
-
 class RenderedChat(NamedTuple):
     """What a chat template makes of a conversation."""
 
     text: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
 
 
 class Prompts:
@@ -185,6 +195,7 @@ class Prompts:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._helpers = HelperPool("template", self._sources)
+        self._texts = LongTexts(tokenizer)
 
     async def start(self) -> None:
         """Start a helper if the template needs one, so that the first request does not wait for it.
@@ -203,12 +214,25 @@ class Prompts:
     def close(self) -> None:
         """End the helpers."""
         self._helpers.close()
+        self._texts.close()
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``; a long text is tokenized on a thread, so that streams keep flowing."""
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> Sequence[int]:
+        """Return the ids of ``text``. ``most_tokens``: reject a text that is certain to have more, at once.
+
+        Raises:
+            RequestError: the text is too long, or not Unicode.
+            CapacityError: too many long texts wait (retryable).
+        """
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        least = self.tokenizer.min_tokens(len(text))
+        if most_tokens is not None and least > most_tokens:
+            raise too_long(f"at least {least}", most_tokens)
+        if (least == 0 or most_tokens is None) and len(text) > TEXT_CHARACTERS:
+            raise too_many("A text of the prompt", len(text), TEXT_CHARACTERS, "characters", "prompt")
+        return await self._texts.encode(text, add_special_tokens=add_special_tokens)
 
     async def chat(
         self,
@@ -219,12 +243,13 @@ class Prompts:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
+        most_tokens: int | None = None,
         **variables: Any,
     ) -> RenderedChat:
         """Return text and token ids of a conversation. The template writes BOS itself, so tokenizing adds none.
 
         ``add_generation_prompt`` None: begin an answer, unless the final message is continued. ``variables`` are
-        further variables for the template (`enable_thinking` …).
+        further variables for the template (`enable_thinking` …). ``most_tokens``: as for `tokenize`.
 
         Raises:
             RequestError: there is no template, or it rejects the messages, fails on them, or takes too much.
@@ -240,10 +265,11 @@ class Prompts:
             "variables": variables,
         }
         if self.chat_template.is_known:
-            text = self.chat_template.render(messages, **options)
+            text = await off_loop(len(messages), partial(self.chat_template.render, messages, **options))
         else:
             text = await asyncio.wrap_future(self._submit(messages, options))
-        return RenderedChat(text, await self.tokenize(text, add_special_tokens=add_special_tokens))
+        ids = await self.tokenize(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
+        return RenderedChat(text, ids)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """As `ChatTemplate.render`, in a helper if need be; blocks: for a thread other than the event loop's."""
@@ -251,7 +277,7 @@ class Prompts:
             return self.chat_template.render(messages, **options)
         return self._submit(messages, options).result()
 
-    def _sources(self) -> Answer:
+    def _sources(self) -> Head:
         special = self.chat_template.special
         return {
             "templates": self.chat_template.sources,
@@ -267,7 +293,7 @@ class Prompts:
             raise RequestError("messages or tools are nested too deeply.", param="messages") from None
 
 
-def _text_of(answer: Answer | None, late: bool) -> str:
+def _text_of(answer: Head | None, late: bool) -> str:
     if answer is None and late:
         raise over_limit(f"it takes longer than {helper_pool.TASK_LIMIT_S:g} s")
     if answer is None:

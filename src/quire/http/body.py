@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,10 +11,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import RequestError, clip
+from quire.http.limits import check_fields, takes_long
 from quire.http.refusals import HttpError, Refusal
 from quire.http.wire import not_allowed
 
 Headers = Sequence[tuple[bytes, bytes]]
+DecodeLarge = Callable[[Sequence[bytes]], Awaitable[Any]]  # the pieces of a body → its value
 JSON_TYPE = (b"content-type", b"application/json")
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -24,6 +26,7 @@ STREAM_HEADERS = (
 STREAM_DONE = b"data: [DONE]\n\n"  # the end of OpenAI's streams
 
 _encode = msgspec.json.Encoder().encode
+
 _decode = msgspec.json.Decoder().decode
 
 
@@ -32,21 +35,59 @@ class Disconnected(Exception):
 
 
 async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:
-    """Return the decoded body.
-
-    The last of duplicate keys wins, as in other JSON parsers; NaN and Infinity are not JSON.
+    """Return the decoded body of a small request, checked against the limits of fields.
 
     Raises:
         HttpError: 413 beyond ``max_bytes``, 415 for another media type.
-        RequestError: not JSON.
+        RequestError: not JSON, or a field above its limit.
     """
-    return decode(await read_bytes(scope, receive, max_bytes, "--max-body-mib"))
+    return await decode_body([await read_bytes(scope, receive, max_bytes, "--max-body-mib")])
 
 
 async def read_bytes(scope: Scope, receive: Receive, max_bytes: int, flag: str) -> bytes:
     """Return a body of JSON, undecoded. Raises what `body_pieces` does, and `HttpError` 415."""
+    return b"".join(await read_pieces(scope, receive, max_bytes, flag))
+
+
+async def read_pieces(scope: Scope, receive: Receive, max_bytes: int, flag: str) -> list[bytes]:
+    """As `read_bytes`, in pieces: joining a large body takes long."""
     _check_media_type(scope)
-    return b"".join([piece async for piece in body_pieces(scope, receive, max_bytes, flag)])
+    return [piece async for piece in body_pieces(scope, receive, max_bytes, flag)]
+
+
+async def decode_body(pieces: list[bytes], decode_large: DecodeLarge | None = None) -> Any:
+    """Return the value of a body, checked against the limits of fields.
+
+    The last of duplicate keys wins, as in other JSON parsers; NaN and Infinity are not JSON. ``decode_large`` does the
+    same for a body that takes long, outside of this process.
+
+    Raises:
+        RequestError: not JSON, or a field above its limit.
+    """
+    if decode_large is not None and takes_long(pieces):
+        return await decode_large(pieces)
+    body = decode(b"".join(pieces))
+    check_fields(body)
+    return body
+
+
+def decode(raw: bytes) -> Any:
+    """Decode JSON from a client.
+
+    Raises:
+        RequestError: ``raw`` is not JSON, or nested too deeply.
+    """
+    try:
+        return _decode(raw)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except (msgspec.DecodeError, UnicodeError) as error:
+        reason = str(error)
+    shown = "The body is empty" if not raw else "The body is not JSON"
+    raise RequestError(
+        f"{shown}: {reason}. Send a JSON object in UTF-8 (NaN and Infinity are not JSON).",
+        code="invalid_json",
+    )
 
 
 async def body_pieces(
@@ -72,25 +113,6 @@ async def body_pieces(
             raise _too_large(f"over {max_bytes}", max_bytes, flag)
         yield piece
         more = message.get("more_body", False)
-
-
-def decode(raw: bytes) -> Any:
-    """Decode JSON from a client.
-
-    Raises:
-        RequestError: ``raw`` is not JSON, or nested too deeply.
-    """
-    try:
-        return _decode(raw)
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except (msgspec.DecodeError, UnicodeError) as error:
-        reason = str(error)
-    shown = "The body is empty" if not raw else "The body is not JSON"
-    raise RequestError(
-        f"{shown}: {reason}. Send a JSON object in UTF-8 (NaN and Infinity are not JSON).",
-        code="invalid_json",
-    )
 
 
 def json_response(value: object, status: int = 200) -> Response:

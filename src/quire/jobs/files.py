@@ -7,13 +7,12 @@ files/ID.data    its bytes
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,55 +25,10 @@ from starlette.types import Receive, Scope
 from quire.errors import RequestError
 from quire.http.body import body_pieces
 from quire.http.edge import TENANT
-from quire.http.refusals import HttpError, Refusal
-from quire.metrics.log import Log
+from quire.http.limits import CONTENT_TYPE_BYTES, FORM_HEADER_BYTES, FORM_PARTS, too_many
+from quire.jobs.disk import removed_on_failure, write_json
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
-log = Log("files")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace the contents of ``path`` with ``value`` atomically, also if the power fails."""
-    made = path.with_suffix(".tmp")
-    with removed_on_failure(made):
-        with made.open("wb") as file:
-            file.write(msgspec.json.encode(value))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, path)
-
-
-def is_full(error: OSError) -> bool:
-    """Tell whether a write failed because the disk or the user's share of it is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@contextmanager
-def removed_on_failure(*paths: Path) -> Iterator[None]:
-    """Leave no half of a file behind where the block fails."""
-    try:
-        yield
-    except BaseException:
-        for path in paths:
-            path.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def within_disk() -> Iterator[None]:
-    """Answer 507 where the block finds the disk full.
-
-    Raises:
-        HttpError: nothing was kept of the request.
-    """
-    try:
-        yield
-    except OSError as error:
-        if not is_full(error):
-            raise
-        log.error("disk_full", error=str(error))
-        text = "The server's disk is full: nothing was stored. Delete files that are not needed, or try again later."
-        raise HttpError(Refusal(507, text, code="disk_full")) from None
 
 
 class FileStore:
@@ -187,7 +141,7 @@ async def read_form(scope: Scope, receive: Receive, max_file_bytes: int) -> Asyn
     """
     headers = Headers(scope=scope)
     content_type = headers.get("content-type", "")
-    kind, options = parse_options_header(content_type)
+    kind, options = parse_options_header(content_type[:CONTENT_TYPE_BYTES])
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise RequestError(
             f"Content-Type {content_type[:80]!r} is not allowed here: send multipart/form-data with a boundary "
@@ -214,6 +168,29 @@ class _Parser(MultiPartParser):
     def __init__(self, headers: Headers, stream: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers, stream)
         self.ended = False
+        self._num_parts = 0
+        self._header_bytes = 0  # of this part
+
+    def on_part_begin(self) -> None:
+        self._num_parts += 1
+        self._header_bytes = 0
+        if self._num_parts > FORM_PARTS:
+            raise too_many("The form", self._num_parts, FORM_PARTS, "parts or more")
+        super().on_part_begin()
+
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._count_header(end - start)
+        super().on_header_field(data, start, end)
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._count_header(end - start)
+        super().on_header_value(data, start, end)
+
+    def _count_header(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > FORM_HEADER_BYTES:
+            what = f"The header of part {self._num_parts}"
+            raise too_many(what, self._header_bytes, FORM_HEADER_BYTES, "bytes or more")
 
     def on_end(self) -> None:
         self.ended = True

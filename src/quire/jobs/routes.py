@@ -23,7 +23,8 @@ from quire.http.body import json_response, page_of, read_json
 from quire.http.edge import Extension, id_source
 from quire.http.wire import Body, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
-from quire.jobs.files import FileStore, read_form, within_disk
+from quire.jobs.disk import within_disk
+from quire.jobs.files import FileStore, read_form
 from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([smhd])")

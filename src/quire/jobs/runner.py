@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
-import re
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,16 +20,17 @@ from starlette.types import ASGIApp
 
 from quire.http.client import post_local
 from quire.http.edge import TENANT
-from quire.jobs.files import FileStore, is_full, write_json
+from quire.http.limits import BATCH_LINE_BYTES, BODY_VALUES, num_marks
+from quire.jobs.disk import BatchFolder
+from quire.jobs.files import FileStore
 from quire.metrics.log import Log
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 LOWEST_PRIORITY = 2**31 - 1  # smaller runs first
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _PAUSE_S = 0.05  # between checks of the load
-_RETRY_S = 1.0  # before a line that was refused for now, or a write to a full disk, is tried again
+_RETRY_S = 1.0  # before a line that was refused for now is tried again
 _EXPIRED = "The batch expired before this request was run."
-_ID = re.compile(r"batch_[0-9a-f]{32}")
 log = Log("batch")
 
 
@@ -136,7 +135,7 @@ class BatchRunner:
             log.exception("batch_failed", batch=batch_id)
             entry = LineError("internal", f"{type(error).__name__}: {error}")._asdict()
             batch["errors"] = {"object": "list", "data": [entry]}
-            await self._written(batch, lambda: self._disk.set_status(batch, "failed"))
+            await self._disk.when_room(batch, lambda: self._disk.set_status(batch, "failed"))
         self._tasks.pop(batch_id, None)
 
     async def _validate(self, batch: dict[str, Any]) -> bool:
@@ -145,7 +144,7 @@ class BatchRunner:
         batch["request_counts"]["total"] = total
         if errors:
             batch["errors"] = {"object": "list", "data": [error._asdict() for error in errors]}
-        await self._written(
+        await self._disk.when_room(
             batch, lambda: self._disk.set_status(batch, "failed" if errors else "in_progress")
         )
         if errors:
@@ -186,26 +185,9 @@ class BatchRunner:
             await asyncio.sleep(_RETRY_S)
         kind = "output" if status == 200 else "errors"
         entry = output_line(request_id, line.custom_id, status, body)
-        await self._written(batch, lambda: self._disk.append(batch, kind, entry))
+        await self._disk.when_room(batch, lambda: self._disk.append(batch, kind, entry))
         self._done[batch["id"]].add(line.custom_id)
         batch["request_counts"]["completed" if status == 200 else "failed"] += 1
-
-    async def _written(self, batch: dict[str, Any], write: Callable[[], None]) -> None:
-        """Call ``write`` until the disk has room for it. The batch is paused meanwhile, and so are its slots."""
-        paused = False
-        while True:
-            try:
-                write()
-                break
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                if not paused:
-                    log.error("batch_paused", batch=batch["id"], error=str(error))
-                paused = True
-            await asyncio.sleep(_RETRY_S)
-        if paused:
-            log.info("batch_continued", batch=batch["id"])
 
     async def _finish(self, batch: dict[str, Any]) -> None:
         """Write the lines without an answer, and publish the files. Repeating this after a crash is harmless."""
@@ -221,66 +203,25 @@ class BatchRunner:
             for line in read_lines(self.files.path(batch["input_file_id"])):
                 if line.custom_id not in done:
                     entry = unanswered_line(self._new_id(), line.custom_id, f"batch_{how}", text)
-                    await self._written(batch, partial(self._disk.append, batch, "errors", entry))
+                    await self._disk.when_room(batch, partial(self._disk.append, batch, "errors", entry))
                     counts["failed"] += 1
         elif how == "completed":
-            await self._written(batch, lambda: self._disk.set_status(batch, "finalizing"))
-        await self._written(batch, lambda: self._publish(batch))
-        await self._written(batch, lambda: self._disk.set_status(batch, how))
+            await self._disk.when_room(batch, lambda: self._disk.set_status(batch, "finalizing"))
+        await self._disk.when_room(batch, lambda: _publish(self.files, self._disk, batch))
+        await self._disk.when_room(batch, lambda: self._disk.set_status(batch, how))
         log.info("batch_ended", batch=batch_id, status=how, **counts)
 
-    def _publish(self, batch: dict[str, Any]) -> None:
-        for kind, field in (("output", "output_file_id"), ("errors", "error_file_id")):
-            made = self.files.adopt(
-                self._disk.lines(batch, kind),
-                f"{batch['id']}_{kind}.jsonl",
-                "batch_output",
-                batch["output_expires_after_s"],
-            )
-            batch[field] = None if made is None else made["id"]
 
-
-class BatchFolder:
-    """The files of batches, in ``root/batches``. A line in one of the two .jsonl files is not run again.
-
-    ID.json           the batch object: replaced at each change of its state
-    ID.output.jsonl   answered lines, appended as they arrive
-    ID.errors.jsonl   lines that were refused, failed or not run
-    """
-
-    def __init__(self, root: Path, unix_time: Callable[[], float]) -> None:
-        self._folder = root / "batches"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._unix_time = unix_time
-
-    def load(self) -> dict[str, dict[str, Any]]:
-        """Return all batches by id."""
-        paths = [path for path in self._folder.glob("*.json") if _ID.fullmatch(path.stem)]
-        return {path.stem: msgspec.json.decode(path.read_bytes()) for path in paths}
-
-    def lines(self, batch: dict[str, Any], kind: str) -> Path:
-        """Return the path of the lines of a batch; ``kind``: output or errors."""
-        return self._folder / f"{batch['id']}.{kind}.jsonl"
-
-    def append(self, batch: dict[str, Any], kind: str, line: bytes) -> None:
-        """Add a line, or nothing of it where the disk is full."""
-        with self.lines(batch, kind).open("ab", buffering=0) as file:
-            size = file.tell()
-            try:
-                if file.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                file.truncate(size)
-                raise
-
-    def set_status(self, batch: dict[str, Any], status: str) -> None:
-        """Change the state of a batch, with its time, and save it."""
-        changed = {"status": status, f"{status}_at": int(self._unix_time())}
-        self.save({**batch, **changed})
-        batch.update(changed)
-
-    def save(self, batch: dict[str, Any]) -> None:
-        write_json(self._folder / f"{batch['id']}.json", batch)
+def _publish(files: FileStore, disk: BatchFolder, batch: dict[str, Any]) -> None:
+    """Move the files of answers into the store. A second call finds what the first one moved."""
+    for kind, field in (("output", "output_file_id"), ("errors", "error_file_id")):
+        made = files.adopt(
+            disk.lines(batch, kind),
+            f"{batch['id']}_{kind}.jsonl",
+            "batch_output",
+            batch["output_expires_after_s"],
+        )
+        batch[field] = None if made is None else made["id"]
 
 
 MAX_LINES = 50_000  # OpenAI's
@@ -330,8 +271,8 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, list[LineError]]:
 def read_lines(path: Path) -> Iterator[Line]:
     """Yield the requests of a file in which `check_lines` found no error."""
     for _, raw in _numbered(path):
-        value = msgspec.json.decode(raw)
-        yield Line(value["custom_id"], msgspec.json.encode(value["body"]))
+        value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        yield Line(msgspec.json.decode(value["custom_id"]), bytes(value["body"]))
 
 
 def done_ids(path: Path) -> set[str]:
@@ -363,10 +304,14 @@ def _encoded(request_id: str, custom_id: str, response: Any, error: Any) -> byte
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield each line that is not empty; nothing after a line that is too long."""
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
+        for number in itertools.count(1):
+            raw = file.readline(BATCH_LINE_BYTES + 1)
             if raw.strip():
                 yield number, raw
+            if not raw or len(raw) > BATCH_LINE_BYTES:
+                return
 
 
 def _check(raw: bytes, number: int, endpoint: str, seen: set[str]) -> LineError | None:
@@ -375,6 +320,12 @@ def _check(raw: bytes, number: int, endpoint: str, seen: set[str]) -> LineError 
     def wrong(code: str, problem: str, param: str | None = None) -> LineError:
         return LineError(code, f"Line {number}{problem}", number, param)
 
+    if len(raw) > BATCH_LINE_BYTES:
+        return wrong(
+            "line_too_large", f" has more than {BATCH_LINE_BYTES} bytes; at most so many are allowed."
+        )
+    if num_marks([raw]) > BODY_VALUES:
+        return wrong("line_too_large", f" has more than {BODY_VALUES} values; at most so many are allowed.")
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

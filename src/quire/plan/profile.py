@@ -145,9 +145,8 @@ def read_steps(path: Path) -> list[LoggedStep]:
         try:
             data = json.loads(line)
             step = StepFeatures(*(int(data[name]) for name in StepFeatures._fields))
-            steps.append(
-                LoggedStep(step, float(data["seconds"]), float(data["after_s"]), int(data["num_decodes"]))
-            )
+            seconds, after_s = float(data["seconds"]), float(data["after_s"])
+            steps.append(LoggedStep(step, seconds, after_s, int(data["num_decodes"])))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"step log {path}, line {number}: not a step: {error!r}") from error
     return steps

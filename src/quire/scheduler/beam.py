@@ -85,11 +85,10 @@ class BeamSearch(Generic[Beam]):
         before, found = self.paths[parent], self.found[parent]
         count = self._sampling.logprobs or 0
         tops = found.top_token_ids[:count], found.top_logprobs[:count]
+        best = zip(found.top_token_ids, found.top_logprobs, strict=True)
         return [
             Path((*before.logprobs, TokenLogprobs(token_id, logprob, rank, *tops)), before.total + logprob)
-            for rank, (token_id, logprob) in enumerate(
-                zip(found.top_token_ids, found.top_logprobs, strict=True), 1
-            )
+            for rank, (token_id, logprob) in enumerate(best, 1)
         ]
 
     def _has_ended(self, children: Sequence[Child[Beam]]) -> bool:

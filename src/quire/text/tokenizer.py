@@ -7,9 +7,12 @@ Both wrap the Rust `tokenizers` library.
 from __future__ import annotations
 
 import codecs
+import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
 
@@ -58,8 +61,13 @@ class Tokenizer:
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._bytes: list[bytes | None] = [None] * self.vocab_size
+        # Of a text, per token: a bound; 0 without one.
+        self._most_characters = max(map(len, backend.get_vocab()), default=0) * characters_kept(backend)
         # `encode_special_tokens` is a setting of the backend, not an argument, so texts are encoded one at a time.
         self._lock = threading.Lock()
+        self._long_lock = (
+            threading.Lock()
+        )  # held while the setting may not become false; taken before `_lock`
 
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
         """Return the ids of ``text``.
@@ -68,16 +76,42 @@ class Tokenizer:
         special tokens written in ``text`` are encoded as plain characters, so that untrusted text cannot end a turn.
         Raises `RequestError` for text that is not Unicode (lone surrogates).
         """
-        with self._lock:
-            if self._backend.encode_special_tokens == allow_special:
-                self._backend.encode_special_tokens = not allow_special
+        if allow_special and len(text) > _LONG_CHARACTERS:
+            return self.encode_long([text], add_special_tokens)[0]
+        with nullcontext() if allow_special else self._long_lock, self._lock:
+            self._allow_special(allow_special)
             try:
                 ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             except TypeError as error:
-                raise RequestError(
-                    "The text holds a lone surrogate (half of a character), which no encoding has: send valid Unicode."
-                ) from error
+                raise _no_unicode() from error
         return ids
+
+    def encode_long(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the ids of each of ``texts``, without holding the interpreter's lock; other threads encode meanwhile.
+
+        Raises:
+            RequestError: a text that is not Unicode.
+        """
+        with self._long_lock:
+            with self._lock:
+                self._allow_special(True)
+            try:
+                encoded = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            except TypeError as error:
+                raise _no_unicode() from error
+            return [each.ids for each in encoded]
+
+    def _allow_special(self, allow: bool) -> None:
+        if self._backend.encode_special_tokens == allow:
+            self._backend.encode_special_tokens = not allow
+
+    def min_tokens(self, num_characters: int) -> int:
+        """Return a lower bound of the number of tokens of a text; 0 where a token may stand for any text."""
+        return -(-num_characters // self._most_characters) if self._most_characters else 0
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer.json from which another process can encode as this one."""
+        self._backend.save(str(path), pretty=False)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, continues: bool = False) -> str:
         """Return the text of ``ids``; ids outside the vocabulary have no text.
@@ -131,6 +165,40 @@ class Tokenizer:
     def _id_of_role(self, role: str) -> int | None:
         name = self.special.roles.get(role)
         return None if name is None else self.token_to_id(name)
+
+
+_LONG_CHARACTERS = 8192
+_NFC_CHARACTERS = 4  # Unicode's composition makes one character of at most so many
+
+
+def characters_kept(backend: Backend) -> int:
+    """Return how many characters of a text a token has at most per character of its own; 0: no limit.
+
+    There is no limit where a token stands for unknown text, or takes the spaces beside it.
+    """
+    added = backend.get_added_tokens_decoder().values()
+    if type(backend.model).__name__ != "BPE" or any(token.lstrip or token.rstrip for token in added):
+        return 0
+    if not backend.model.byte_fallback and "ByteLevel" not in str(backend.pre_tokenizer):
+        return 0
+    most, left = 1, [] if backend.normalizer is None else [json.loads(backend.normalizer.__getstate__())]
+    while left:
+        each = left.pop()
+        left += each.get("normalizers", [])
+        if each["type"] == "NFC":
+            most = _NFC_CHARACTERS
+        elif each["type"] == "Replace":
+            if len(each["pattern"].get("String", "  ")) > max(1, len(each["content"])):
+                return 0
+        elif each["type"] not in ("Sequence", "Prepend"):
+            return 0
+    return most
+
+
+def _no_unicode() -> RequestError:
+    return RequestError(
+        "The text holds a lone surrogate (half of a character), which no encoding has: send valid Unicode."
+    )
 
 
 _UTF8_DECODER = codecs.getincrementaldecoder("utf-8")

@@ -158,10 +158,9 @@ def _sharegpt(row: dict[str, Any], number: int, count: Callable[[str], int]) -> 
     session, context, requests = str(row.get("id", f"row {number}")), 0, []
     for turn, (question, answer) in enumerate(turns):
         num_prompt, num_output = context + count(question), count(answer)
-        requests.append(
-            WorkloadRequest(0.0, num_prompt, num_output, session=session, turn=turn, text=question)
-        )
-        context = num_prompt + num_output
+        made = WorkloadRequest(0.0, num_prompt, num_output, session=session, turn=turn, text=question)
+        requests.append(made)
+        context = made.num_tokens
     return requests
 
 
