@@ -6,5 +6,6 @@ refusals  exceptions as answers in the error form of OpenAI or Anthropic
 edge      request ids, keys, browsers; errors that reach a router
 client    calls to an application of this process
 listen    sockets
+heartbeat registering at a gateway
 drain     uvicorn, from the first request to a drained exit
 """
