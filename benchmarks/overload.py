@@ -177,9 +177,8 @@ def live(seconds: float, seed: int) -> None:
     print(f"\n{verdict(found)}")
     told = [row.retry_after_s for row in rows if row.retry_after_s] or [0.0]
     served = sum(row.status == 200 for row in again)
-    print(
-        f"{len(again)} clients came back after {min(told):.0f} to {max(told):.0f} s: {served / max(1, len(again)):.0%} served"
-    )
+    print(f"{len(again)} clients came back after {min(told):.0f} to {max(told):.0f} s: ", end="")
+    print(f"{served / max(1, len(again)):.0%} served")
 
 
 def main() -> None:
