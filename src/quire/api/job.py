@@ -376,8 +376,7 @@ def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float
 
 
 def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str, Any]:
-    output = stream.output
-    timing = output.timing
+    output, timing = stream.output, stream.output.timing
     has_token = timing.ttft_s > 0.0
     return {
         "queued_ms": _ms(timing.queued_s),
@@ -391,6 +390,7 @@ def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str
         "preemptions": output.num_preemptions,
         "chunks": output.num_chunks,
         "steps": output.num_steps,
+        "accepted_drafts": output.num_accepted,
         "seed": stream.seed,
         "determinism": determinism,
     }

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from quire.engine.client import EngineClient
 from quire.engine.core import AbortRequest, AddRequest, Message
-from quire.engine.heartbeat import HangGuard
+from quire.engine.guard import EngineGuard
 from quire.engine.in_flight import InFlight
 from quire.errors import EngineDeadError
 from quire.metrics.log import Log
@@ -33,7 +33,7 @@ class Quarantine:
         client: EngineClient,
         record: InFlight,
         lock: threading.Lock,
-        guard: HangGuard,
+        guard: EngineGuard,
         is_closed: Callable[[], bool],
     ) -> None:
         self._client, self._record, self._lock, self._guard = client, record, lock, guard

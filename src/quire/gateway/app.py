@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,11 +14,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from quire.gateway.admin import admin_app
-from quire.gateway.discovery import Discovery
-from quire.gateway.health import Poller
-from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.proxy import Proxy
 from quire.gateway.state import GatewayState
+from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
 from quire.http.edge import Edge, error_handlers
 from quire.http.keys import KeyFile
@@ -46,11 +43,17 @@ def create_gateway(state: GatewayState) -> ASGIApp:
         "/v1/models": probes.models,
         "/v1/models/{model_id:path}": probes.model,
     }
+    stored = StoredProxy(state)
+    of_response = {"": ["GET", "DELETE"], "/input_items": ["GET"], "/cancel": ["POST"]}
     key_file = state.config.server.key_file
     app = Starlette(
         routes=[
             *(Route(path, Proxy(state, path), methods=["POST"]) for path in POST_PATHS),
             *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
+            *(
+                Route(f"/v1/responses/{{response_id}}{end}", stored, methods=methods)
+                for end, methods in of_response.items()
+            ),
         ],
         middleware=[
             Middleware(
@@ -123,22 +126,9 @@ def _lifespan(state: GatewayState) -> Lifespan[Starlette]:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
         state.start()
-        poller = Poller(state)
-        discovery = Discovery(state, poller)
-        discovery.start()
-        ageing = asyncio.create_task(_age(state))
         try:
             yield
         finally:
-            ageing.cancel()
-            await discovery.close()
-            await poller.close()
             await state.close()
 
     return lifespan
-
-
-async def _age(state: GatewayState) -> None:
-    while True:
-        await asyncio.sleep(state.config.routing.index_ttl_s / TICKS_TO_LIVE)
-        state.router.prefixes.tick()

@@ -275,6 +275,8 @@ def _backend(values: dict[str, Any], where: str) -> BackendArgs:
         return replace(backend, url=checked_url(backend.url, f"{where}: url"))
     if backend.dns is not None:
         checked_url(f"http://{backend.dns}", f"{where}: dns", f"{backend.dns!r}", "host:port")
+        if not backend.dns.rpartition(":")[2].isdigit():
+            raise ConfigError(f"{where}: dns = {backend.dns!r} must be host:port")
     return backend
 
 

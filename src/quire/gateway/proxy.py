@@ -33,6 +33,7 @@ from quire.metrics.log import Log
 
 log = Log("gateway")
 RETRIED_STATUS = frozenset((429, 500, 502, 503))
+RESPONSES = "/v1/responses"
 LEFT = 499  # nginx's number for a client that disconnected; it is only counted
 
 
@@ -140,7 +141,13 @@ class Proxy:
             raise BackendFailed("status", f"The backend answered {whole.status}.", whole)
         if whole.status == 200 and "json" in kind and not exchange.usage.read(whole.body):
             raise BackendFailed("garbage", "The backend's answer says that it is JSON, and is not.")
+        self._own(exchange, placed)
         await exchange.answer(whole.status, whole.headers, whole.body)
+
+    def _own(self, exchange: Exchange, placed: Placed) -> None:
+        """Remember where a response is stored."""
+        if self._path == RESPONSES and exchange.usage.answer_id is not None:
+            self._state.owners.put(exchange.usage.answer_id, placed.backend.name)
 
     async def _relay_stream(
         self, exchange: Exchange, placed: Placed, response: ClientResponse, deadline: asyncio.Timeout
@@ -157,12 +164,13 @@ class Proxy:
                 whole = frames.feed(piece)
                 if not whole:
                     continue
+                exchange.usage.read_frames(whole)
                 if exchange.first_s is None:
                     exchange.first_s = now()
+                    self._own(exchange, placed)
                     self._state.placing.started(placed)
                     await exchange.begin(response.status, to_client(response.raw_headers))
                 exchange.num_frames += whole.count(b"\n\n")
-                exchange.usage.read_frames(whole)
                 if hides_usage:
                     whole = without_usage(whole)
                 await exchange.write(whole)

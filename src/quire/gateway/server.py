@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import uvloop
 
@@ -20,7 +23,11 @@ log = Log("gateway")
 _LOOK_S = 0.05
 
 
-def run_gateway(config: GatewayConfig) -> int:
+# (state, URL, what ends the gateway) → what runs beside it, such as replicas of this machine
+Beside = Callable[[GatewayState, str, Callable[[], None]], AbstractAsyncContextManager[None]]
+
+
+def run_gateway(config: GatewayConfig, *, beside: Beside | None = None) -> int:
     """Serve until a signal; return the exit status, 0 after a drain.
 
     Raises:
@@ -28,18 +35,21 @@ def run_gateway(config: GatewayConfig) -> int:
     """
     sock = bind(config.server.host, config.server.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        state = make_state(config, time.monotonic, secrets.randbits(32))
+        return runner.run(_serve(config, sock, beside))
 
-        async def serve() -> int:
-            server = DrainingServer(create_gateway(state), lambda: _drain(state))
-            url = url_of(sock)
-            print(f"gateway  on {url}, {state.router.policy} over {len(config.backends)} sources of backends",
-                  file=sys.stderr, flush=True)  # fmt: skip
-            log.info("listening", url=url)
-            await server.serve([sock])
-            return 0
 
-        return runner.run(serve())
+async def _serve(config: GatewayConfig, sock: socket.socket, beside: Beside | None) -> int:
+    state, url = make_state(config, time.monotonic, secrets.randbits(32)), url_of(sock)
+    server = DrainingServer(create_gateway(state), lambda: _drain(state))
+
+    def stop() -> None:
+        server.should_exit = True
+
+    print(f"gateway  on {url}, {state.router.policy}", file=sys.stderr, flush=True)
+    log.info("listening", url=url)
+    async with beside(state, url, stop) if beside is not None else nullcontext():
+        await server.serve([sock])
+    return 0
 
 
 async def _drain(state: GatewayState) -> None:

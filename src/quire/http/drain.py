@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from quire.http.connections import ConnectionWatch, Patience, WatchedProtocol
 from quire.http.front_link import Ask, FrontLink
 
-_UVICORN: dict[str, Any] = {
+UVICORN: dict[str, Any] = {
     "http": WatchedProtocol,
     "ws": "none",
     "log_config": None,
@@ -48,7 +48,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                **_UVICORN,
+                **UVICORN,
                 lifespan="on",
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
@@ -141,7 +141,7 @@ async def served_beside(side: SideApp | None) -> AsyncGenerator[None, None]:
     if side is None:
         yield
         return
-    server = _SideServer(uvicorn.Config(side.app, **_UVICORN, lifespan="off", timeout_graceful_shutdown=1))
+    server = _SideServer(uvicorn.Config(side.app, **UVICORN, lifespan="off", timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve([side.sock]))
     try:
         yield

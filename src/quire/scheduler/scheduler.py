@@ -24,6 +24,7 @@ from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission import add_request
 from quire.scheduler.beam_steps import end_all, park_idle
 from quire.scheduler.deadline import demote, expire
+from quire.scheduler.draft_control import DraftControl
 from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
@@ -72,6 +73,7 @@ class Scheduler:
             AdapterSlots(config.max_loras),
             self.predictor,
             chains_steps=chains_steps,
+            draft_control=DraftControl(config) if config.max_num_drafts else None,
         )
         self.transfers = Transfers(self._state)
         self._num_peak_blocks = 0
@@ -190,6 +192,8 @@ class Scheduler:
             num_steps=state.next_step,
             num_evicted_blocks=prefix.num_evicted,
             step_tokens=tuple(state.step_tokens.counts),
+            accepted_at=tuple(state.accepted_at[: state.config.max_num_drafts]),
+            draft_gain=1.0 if state.draft_control is None else state.draft_control.predicted_gain,
         )
 
 
