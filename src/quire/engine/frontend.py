@@ -35,7 +35,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Adapter, Deadline, Pooling, SamplingParams, TokenEvent
+from quire.request import NO_TENANT, Adapter, Deadline, Pooling, SamplingParams, Tenant, TokenEvent
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -107,7 +107,7 @@ class Frontend:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
-        tenant: str = "",
+        tenant: Tenant = NO_TENANT,
         continues: bool = False,
         adapter: Adapter | None = None,
         pooling: Pooling | None = None,
