@@ -27,7 +27,7 @@ from quire.structured_outputs import StructuredOutputsParams
 # The blocks that a message of each role may hold.
 _ALLOWED = {
     "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "tool_use"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
 Content = Annotated[str | list[Any], Field(description="a string or a list of content blocks")]
@@ -43,6 +43,7 @@ class AnthropicFields(Wire):
     tool_choice: TypedObject | None = None
     thinking: TypedObject | None = None
     output_config: AnyObject | None = None
+    context_management: AnyObject | None = None
     chat_template_kwargs: AnyObject | None = None
 
 
@@ -261,6 +262,9 @@ def _assistant(turn: Turn, where: str, names: dict[str, str], ignored: list[str]
         elif kind == "thinking":
             thought = parse(ThinkingBlock, block, prefix=prefix, ignored=ignored)
             thoughts.append(thought.thinking)
+        elif kind == "redacted_thinking":  # encrypted: no template can read it
+            if ignored is not None:
+                ignored.append(prefix + kind)
         else:
             call = parse(ToolUseBlock, block, prefix=prefix, ignored=ignored)
             names[call.id] = call.name

@@ -93,7 +93,19 @@ def template_messages(messages: list[Any], ignored: list[str] | None = None) -> 
     Raises:
         RequestError: names ``messages[i].…``, the value and what is allowed.
     """
-    return [_message(message, f"messages[{i}]", ignored) for i, message in enumerate(messages)]
+    result = []
+    call_id = None
+    for i, raw in enumerate(messages):
+        message = _message(raw, f"messages[{i}]", ignored)
+        if message.pop("is_legacy", False):  # functions of before tools: no ids, one call at a time
+            if message["role"] == "tool":
+                message.setdefault("tool_call_id", call_id)
+            else:
+                call_id = message["tool_calls"][-1]["id"] = (
+                    f"call{i:05}"  # Mistral's templates want 9 characters
+                )
+        result.append(message)
+    return result
 
 
 def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
@@ -116,6 +128,7 @@ def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
     ]
     if message.function_call:
         calls.append(_call(message.function_call, None, where + ".function_call", ignored))
+    is_legacy = message.role == "function" or bool(message.function_call)
     role = "tool" if message.role == "function" else message.role
     # Templates read a missing text as an empty one, or as the mark of a message that only calls.
     result: dict[str, Any] = {"role": role, "content": None if calls else ""}
@@ -124,7 +137,7 @@ def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
     result |= {name: value for name in _PASSED if (value := getattr(message, name)) is not None}
     if calls:
         result["tool_calls"] = calls
-    return result
+    return {**result, "is_legacy": True} if is_legacy else result
 
 
 def _tool_call(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:

@@ -36,6 +36,7 @@ BODIES: dict[str, Body] = {
         "Count the tokens of a conversation", CountTokensRequest, {"messages": Turn}
     ),
     "/v1/responses": Body("Answer, and keep the answer", ResponsesRequest),
+    "/v1/responses/input_tokens": Body("Count the tokens of a response's input", ResponsesRequest),
     "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest),
     **dict.fromkeys(
         ("/v1/rerank", "/rerank", "/v2/rerank"),

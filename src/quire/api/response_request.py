@@ -58,6 +58,7 @@ class ResponsesRequest(SampledFields):
     text: AnyObject | None = None
     reasoning: AnyObject | None = None
     max_output_tokens: Annotated[int | None, Field(description="an integer ≥ 1, or null", ge=1)] = None
+    context_management: Annotated[list[Any] | None, Field(description="a list of objects")] = None
     user: Text = ""
     chat_template_kwargs: AnyObject | None = None
 
