@@ -38,7 +38,7 @@ class Asked:
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream of this body ends with its usage: always, but for OpenAI's chats and completions."""
+        """Whether a stream of this body ends with its usage: OpenAI's chats and completions have to ask for it."""
         if self.path not in ("/v1/chat/completions", "/v1/completions"):
             return True
         options = self.body.get("stream_options")
