@@ -1,4 +1,4 @@
-"""No value breaks the books of a real model behind a live server: bodies, forms, batch lines; SIGTERM is quick after."""
+"""No value breaks the books of a real model behind a live server: bodies, forms, lines; SIGTERM is quick after."""
 
 from __future__ import annotations
 
