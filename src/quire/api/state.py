@@ -144,7 +144,7 @@ class FullQueue:
     reach it. Only what comes on top of them is refused here.
     """
 
-    SLACK = 16
+    SLACK = 64
     MEMORY_S = 1.0  # after a rejection by the engine
 
     def __init__(self, num_open: Callable[[], int], now: Callable[[], float]) -> None:
