@@ -12,7 +12,6 @@ from tests.engine.test_supervisor import NO_PAUSE, Reader, request, undisturbed
 from tests.engine.toy import engine_config
 
 from quire.clock import VirtualClock
-from quire.engine.core import AddRequest
 from quire.engine.golden import NUM_OUTPUT, PREFIX, GoldenPrompt
 from quire.engine.supervisor import Supervisor
 from quire.errors import EngineDeadError
@@ -45,11 +44,7 @@ def supervised(
 
 
 def asked_of(client: ScriptedClient) -> list[Request]:
-    return [
-        m.request
-        for m in client.sent
-        if isinstance(m, AddRequest) and m.request.request_id.startswith(PREFIX)
-    ]
+    return [m for m in client.sent if isinstance(m, Request) and m.request_id.startswith(PREFIX)]
 
 
 @pytest.fixture
@@ -105,7 +100,7 @@ def test_an_idle_engine_is_checked_on_a_timer(known: Path) -> None:
     clock.advance(61.0)
     assert supervisor.receive(0.0) == []
     assert len(asked_of(client)) == 2
-    supervisor.send(AddRequest(request("a")))  # joins the check
+    supervisor.send(request("a"))  # joins the check
     reader = Reader()
     reader.read(supervisor, until=1)
     assert list(reader.tokens) == [("a", 0)], "the check's own events are not delivered"

@@ -20,7 +20,6 @@ import quire
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
-from quire.engine.core import AddRequest
 from quire.errors import EngineDeadError
 from quire.metrics.log import Log
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
@@ -67,7 +66,7 @@ class GoldenPrompt:
             seed=0, max_tokens=NUM_OUTPUT, eos_token_ids=(), bad_words_token_ids=()
         )
         request = Request(name, tuple(self._prompt), sampling, self._clock.now(), cache_salt=name)
-        client.send(AddRequest(request))
+        client.send(request)
 
     def look(self, client: EngineClient, events: list[TokenEvent]) -> list[TokenEvent]:
         """Take the check's own events out of ``events``; start a check where one is due and the engine is idle.
