@@ -90,6 +90,7 @@ class ServerArgs:
     drain_timeout_s: float = 30.0
     max_restarts: int = 3
     hang_timeout_s: float = 10.0
+    golden_interval_s: float = 300.0
     replicas: int = 1
     data_parallel_size: int | None = None
     gateway: str | None = None

@@ -10,7 +10,7 @@ from quire.request import Adapter
 from quire.weight_format import WeightFormat
 
 GateKind = Literal["static", "dynamic", "continuous"]
-OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline"]
+OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline", "fair"]
 MAX_DRAFTS = 32  # per sequence and step
 GATES: tuple[GateKind, ...] = get_args(GateKind)
 ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)

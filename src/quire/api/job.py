@@ -16,11 +16,11 @@ from quire.api.state import ApiState, Ticket
 from quire.engine.output import OutputChunk
 from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip
-from quire.http.edge import TENANT
+from quire.http.edge import TENANT, TENANT_WEIGHT
 from quire.http.refusals import Refusal
 from quire.metrics.prometheus import RequestMetrics
 from quire.metrics.trace import RequestPhases
-from quire.request import Deadline, FinishReason, Pooling, SamplingParams
+from quire.request import Deadline, FinishReason, Pooling, SamplingParams, Tenant
 
 _encode = msgspec.json.Encoder().encode
 
@@ -128,8 +128,7 @@ class Job:
     continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
     prompt_text: str | None = None  # of a chat: the text that its template made
-    # Keep this many tokens at the end of each prompt; -1: as many as the context holds.
-    truncate_to: int | None = None
+    truncate_to: int | None = None  # last tokens of each prompt that are kept; -1: as many as fit
     deadline: Deadline | None = None
     timing: bool = False  # the answer has a timing block
     in_background: bool = False  # a response that runs without its client
@@ -209,7 +208,7 @@ class PromptStreams:
                     request_id=job.answer.head.id + (f"-{i}" if len(job.prompts) > 1 else ""),
                     priority=job.priority,
                     cache_salt=job.cache_salt,
-                    tenant=job.tenant,
+                    tenant=Tenant(job.tenant, TENANT_WEIGHT.get()),
                     continues=job.continues,
                     pooling=job.pooling,
                     deadline=job.deadline,

@@ -65,12 +65,9 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     names = _list(server_args.served_model_name)
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
     clock = WallClock()
-    client = Supervisor(
-        first,
-        lambda: ProcessClient(config, **child_log),
-        clock,
-        RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s),
-    )
+    policy = RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s)
+    golden = golden_prompt(config, server_args.golden_interval_s, clock)
+    client = Supervisor(first, lambda: ProcessClient(config, **child_log), clock, policy, golden)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     api = api_settings(server_args, config, __version__)
 
@@ -122,6 +119,13 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
             "cache_dtype": config.model.kv_dtype,
         },
     )
+
+
+def golden_prompt(config: Any, interval_s: float, clock: Any) -> Any:
+    """Return the check of the engines' answers, None with an interval of 0."""
+    from quire.engine.golden import GoldenPrompt, golden_folder
+
+    return GoldenPrompt(config, golden_folder(), clock, interval_s) if interval_s else None
 
 
 def heartbeat_of(args: ServerArgs, api: Any, frontend: Any, url: str) -> Any:

@@ -103,6 +103,7 @@ class EngineStats:
     num_loaded_blocks: int = 0  # that came whole from another tier or peer
     num_stored_blocks: int = 0  # that reached another tier or peer
     num_failed_transfers: int = 0  # that ended with an error, whole blocks or not
+    num_reclaimed_blocks: int = 0  # that nothing referred to any more, and that were not free
     num_recomputed: int = 0  # sequences computed once more: NaN or infinite logits, or a fault beside them
     num_recompute_failed: int = 0  # that failed, since it happened again at the same token
     num_verifications: int = 0  # of drafts, per sequence and step

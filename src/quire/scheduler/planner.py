@@ -286,6 +286,7 @@ def _new_seq(seq: Sequence, adapter_slot: int) -> NewSeq:
 
 def _note_admission(state: SchedulerState, seq: Sequence, num_cached: int, now: float) -> None:
     """Note what the first admission of a request tells of it."""
+    state.shares.charge_prompt(seq, seq.num_prompt - num_cached)
     group = seq.group
     if group.admitted:
         return
@@ -316,6 +317,8 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     """
     if state.adapters.num_slots:
         count += _LOOKAHEAD
+    if state.config.order == "fair":
+        return state.shares.order(state.waiting.by_tenant, state.running, count)
     if state.config.order != "longest-prefix":
         return state.waiting.first(count)
     nearest = state.waiting.first(max(count, _LOOKAHEAD))

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
+from quire.cache.ledger import reclaim
 from quire.cache.manager import CacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
@@ -195,6 +196,15 @@ class Scheduler:
             accepted_at=tuple(state.accepted_at[: state.config.max_num_drafts]),
             draft_gain=1.0 if state.draft_control is None else state.draft_control.predicted_gain,
         )
+
+
+def audit(scheduler: Scheduler) -> int:
+    """Put the books of the cache right, if nothing runs; return how many blocks were counted wrongly."""
+    if scheduler.has_work:
+        return 0
+    num_blocks = reclaim(scheduler.cache)
+    scheduler._state.counters.num_reclaimed_blocks += num_blocks
+    return num_blocks
 
 
 def describe(scheduler: Scheduler, plan: StepPlan) -> str:

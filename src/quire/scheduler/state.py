@@ -12,6 +12,7 @@ from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.draft_control import MAX_VAIN, DraftControl
+from quire.scheduler.fairness import FairShares
 from quire.scheduler.predictor import Predictor
 from quire.scheduler.promises import Promises
 from quire.scheduler.queue import Deadlines, Gate, WaitingQueue, sort_key
@@ -64,6 +65,7 @@ class SchedulerState:
     loading: dict[int, Sequence] = field(default_factory=dict)  # by transfer id, those in state LOADING_KV
     new_transfers: list[KvTransfer] = field(default_factory=list)  # begin with the next plan
     next_transfer_id: int = 0
+    shares: FairShares = field(default_factory=FairShares)
     next_step: int = 0
     next_seq_id: int = 0
     next_turn: int = 1
@@ -172,6 +174,7 @@ class SchedulerState:
         seq.epoch = ENDED_EPOCH
         del self.sequences[seq.seq_id]
         group.sequences.remove(seq)
+        self.shares.leave(seq)
         if not group.sequences:
             del self.requests[group.request.request_id]
         if seq.siblings:
