@@ -62,6 +62,14 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 78,
     },
     "full disk": {"jobs": 85},
+    "damaged model files, open files": {
+        "cli": 36,
+        "engine": 6,
+        "families": 6,
+        "http": 20,
+        "models": 32,
+        "text": 8,
+    },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
     "no request stalls another": {
         "": 22,
