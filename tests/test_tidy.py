@@ -49,7 +49,7 @@ MAX_LINES: dict[str, int] = {
 FEATURE_LINES: dict[str, dict[str, int]] = {
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 135},
     "names of other servers": {"": 1, "api": 240, "cli": 2, "http": 105, "jobs": 2},
-    "gateway": {"": 6, "cli": 260, "gateway": 2_780, "http": 115, "sim": 10},
+    "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger": {"": 1, "api": 20, "cli": 185, "gateway": 1_170, "http": 320, "jobs": 25},
     "hangs": {
         "": 15,
@@ -63,8 +63,24 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 78,
     },
     "full disk": {"jobs": 85},
+    "damaged model files, open files": {
+        "cli": 36,
+        "engine": 6,
+        "families": 6,
+        "http": 20,
+        "models": 32,
+        "text": 8,
+    },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
-    "no request stalls another": {"": 22, "api": 145, "engine": 400, "http": 545, "jobs": 40, "text": 75},
+    "no request stalls another": {
+        "": 22,
+        "api": 225,
+        "engine": 400,
+        "http": 545,
+        "jobs": 40,
+        "sampling": 8,
+        "text": 75,
+    },
     "speculation": {
         "": 72,
         "api": 1,

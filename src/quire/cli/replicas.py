@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.args import ServerArgs, flag_name
+from quire.cli.gateway import batches
 from quire.engine.spawn import child_environment
 from quire.errors import ConfigError
 from quire.gateway.config import GatewayArgs, GatewayConfig
@@ -26,8 +27,8 @@ from quire.gateway.state import GatewayState
 from quire.metrics.log import Log, configure
 
 # Settings that belong to one server. The gateway has its own, or would have to have them.
-_REFUSED = ("admin_port", "admin_socket", "admin_key", "batch_dir", "cors_origins", "gateway", "step_log")
-_OWN = ("replicas", "data_parallel_size", "host", "port", "api_key")
+_REFUSED = ("admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "step_log")
+_OWN = ("replicas", "data_parallel_size", "host", "port", "api_key", "batch_dir")
 _MEMORY = ("kv_memory", "num_kv_blocks", "gpu_memory_utilization", "gpu_memory")
 _MEMORY_SHARE = 0.8  # of what is available, for all replicas together
 _RESTART_S = 1.0
@@ -57,6 +58,8 @@ def serve_replicas(settings: dict[str, Any], args: ServerArgs, num: int) -> int:
         api_keys=(args.api_key,) if args.api_key else (),
         admin_key=key,
         max_body_mib=args.max_body_mib,
+        batch_dir=args.batch_dir,
+        max_file_mib=args.max_file_mib,
         drain_timeout_s=args.drain_timeout_s,
     )
     shared = {name: value for name, value in settings.items() if name not in _OWN and value is not None}
@@ -64,7 +67,7 @@ def serve_replicas(settings: dict[str, Any], args: ServerArgs, num: int) -> int:
         shared["gpu_memory_utilization"] = round(_MEMORY_SHARE / num, 4)
     shared |= {"host": "127.0.0.1", "port": 0, "api_key": key, "gateway_key": key}
     replicas = Replicas(shared, core_groups(sorted(os.sched_getaffinity(0)), num), args.max_restarts)
-    status = run_gateway(GatewayConfig(server=server), beside=replicas.running)
+    status = run_gateway(GatewayConfig(server=server), beside=replicas.running, extend=batches)
     return status or replicas.status
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -18,7 +18,7 @@ from quire.gateway.proxy import Proxy
 from quire.gateway.state import GatewayState
 from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
-from quire.http.edge import Edge, error_handlers
+from quire.http.edge import Edge, Extension, error_handlers
 from quire.http.keys import KeyFile
 
 # What a replica of Quire serves, and what other servers with OpenAI's API have beside it.
@@ -31,8 +31,12 @@ POST_PATHS = (
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_gateway(state: GatewayState) -> ASGIApp:
-    """Return the gateway's application; the backends of the configuration are added when it starts."""
+def create_gateway(state: GatewayState, extension: Extension | None = None) -> ASGIApp:
+    """Return the gateway's application; the backends of the configuration are added when it starts.
+
+    Of ``extension`` the routes and the lifespan are used: batches run on the gateway, as its own requests.
+    """
+    extension = extension or Extension()
     probes = Probes(state)
     get: dict[str, Handler] = {
         "/livez": probes.livez,
@@ -54,6 +58,7 @@ def create_gateway(state: GatewayState) -> ASGIApp:
                 Route(f"/v1/responses/{{response_id}}{end}", stored, methods=methods)
                 for end, methods in of_response.items()
             ),
+            *extension.routes,
         ],
         middleware=[
             Middleware(
@@ -66,7 +71,7 @@ def create_gateway(state: GatewayState) -> ASGIApp:
         exception_handlers=error_handlers(
             lambda status: state.metrics.requests.update([("other", str(status), "refused")])
         ),
-        lifespan=_lifespan(state),
+        lifespan=_lifespan(state, extension),
     )
     app.router.redirect_slashes = False
     return _Split(app, admin_app(state))
@@ -122,12 +127,13 @@ def _card(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "quire"}
 
 
-def _lifespan(state: GatewayState) -> Lifespan[Starlette]:
+def _lifespan(state: GatewayState, extension: Extension) -> Lifespan[Starlette]:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
         state.start()
         try:
-            yield
+            async with extension.lifespan(app) if extension.lifespan is not None else nullcontext():
+                yield
         finally:
             await state.close()
 

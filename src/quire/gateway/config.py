@@ -44,6 +44,8 @@ class GatewayArgs:
     ledger_spool: str | None = None
     max_body_mib: int = 32
     max_answer_mib: int = 64
+    batch_dir: str | None = None
+    max_file_mib: int = 100
     drain_timeout_s: float = 30.0
     access_log: bool = False
 

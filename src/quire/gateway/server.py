@@ -11,11 +11,13 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 import uvloop
+from starlette.types import ASGIApp
 
 from quire.gateway.app import create_gateway
 from quire.gateway.config import GatewayConfig
 from quire.gateway.state import GatewayState, make_state
 from quire.http.drain import DrainingServer
+from quire.http.edge import Extension
 from quire.http.listen import bind, url_of
 from quire.metrics.log import Log
 
@@ -27,20 +29,25 @@ _LOOK_S = 0.05
 Beside = Callable[[GatewayState, str, Callable[[], None]], AbstractAsyncContextManager[None]]
 
 
-def run_gateway(config: GatewayConfig, *, beside: Beside | None = None) -> int:
-    """Serve until a signal; return the exit status, 0 after a drain.
+def run_gateway(
+    config: GatewayConfig,
+    *,
+    beside: Beside | None = None,
+    extend: Callable[[GatewayState], Extension] = lambda state: Extension(),
+) -> int:
+    """Serve until a signal; return the exit status, 0 after a drain. ``extend`` adds routes, such as batches.
 
     Raises:
-        ConfigError: the address cannot be used.
+        ConfigError: the address, or what the extension needs, cannot be used.
     """
     sock = bind(config.server.host, config.server.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, sock, beside))
+        state = make_state(config, time.monotonic, secrets.randbits(32))
+        return runner.run(_serve(state, create_gateway(state, extend(state)), sock, beside))
 
 
-async def _serve(config: GatewayConfig, sock: socket.socket, beside: Beside | None) -> int:
-    state, url = make_state(config, time.monotonic, secrets.randbits(32)), url_of(sock)
-    server = DrainingServer(create_gateway(state), lambda: _drain(state))
+async def _serve(state: GatewayState, app: ASGIApp, sock: socket.socket, beside: Beside | None) -> int:
+    server, url = DrainingServer(app, lambda: _drain(state)), url_of(sock)
 
     def stop() -> None:
         server.should_exit = True
