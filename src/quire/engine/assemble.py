@@ -16,7 +16,7 @@ from typing import Any
 from quire.args import EngineArgs, make_args
 from quire.config import DeviceInfo, EngineConfig
 from quire.engine.adapters import AdapterRegistry, read_adapters
-from quire.engine.draft_model import find_draft
+from quire.engine.draft_model import find_draft, speculation_of
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
@@ -137,8 +137,10 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
             _check_tensor_parallel(value)
         elif key in NO_EFFECT:
             continue
+        elif key == "speculative_config":
+            values |= {} if value is None else speculation_of(value)
         elif name not in known:
-            everything = [*known, *ALIASES, *NO_EFFECT, "tensor_parallel_size"]
+            everything = [*known, *ALIASES, *NO_EFFECT, "tensor_parallel_size", "speculative_config"]
             raise ConfigError(f"LLM: unknown keyword {key!r}{nearest(key, everything)}")
         elif name in values:
             raise ConfigError(f"LLM: {key} and {_other(key, given)} set the same thing; give one of them")
