@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from tqdm import tqdm
 
@@ -34,7 +34,7 @@ from quire.engine.results import (
     scored,
 )
 from quire.errors import RequestError
-from quire.request import Pooling, Request, SamplingParams
+from quire.request import Pooling, Request, RequestOptions, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -226,8 +226,10 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(self, ids: Sequence[int], sampling: SamplingParams, **more: Any) -> Request:
-        """Build a request; ``more`` is ``adapter`` or ``pooling``."""
+    def _request(
+        self, ids: Sequence[int], sampling: SamplingParams, **options: Unpack[RequestOptions]
+    ) -> Request:
+        """Build a request."""
         request_id = str(self._num_requests)
         self._num_requests += 1
         form = sampling.structured_outputs
@@ -240,7 +242,7 @@ class LLM:
             arrival_s=self._clock.now(),
             seed=self._seeds.getrandbits(SEED_BITS),
             grammar=None if form is None else self._grammars.check(form),
-            **more,
+            **options,
         )
 
     def _run(

@@ -56,11 +56,6 @@ def iter_weights(
     return _iter_mapped(model, gguf_weight_map(model.spec, arch), file.tensors, None, dtype)
 
 
-def load_weights(model: ModelConfig, dtype: torch.dtype) -> dict[str, Weight]:
-    """Return all weights of `iter_weights` by canonical name."""
-    return dict(iter_weights(model, dtype))
-
-
 def _iter_mapped(
     model: ModelConfig, names: WeightMap, stored: Mapping[str, StoredTensor], quantization: Quantization | None,
     dtype: torch.dtype,
