@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from quire.errors import RequestError, clip
 from quire.structured_outputs import StructuredOutputsParams
@@ -315,17 +315,6 @@ class Tenant(NamedTuple):
 
 
 NO_TENANT = Tenant()
-
-
-class RequestOptions(TypedDict, total=False):
-    """The fields of a `Request` that the edge sets and nothing on the way to the core reads; see there."""
-
-    priority: int
-    cache_salt: str
-    tenant: Tenant
-    adapter: Adapter | None
-    pooling: Pooling | None
-    deadline: Deadline | None
 
 
 @dataclass(frozen=True, slots=True)

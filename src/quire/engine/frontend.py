@@ -30,12 +30,12 @@ from quire.engine.client import Calls, EngineClient
 from quire.engine.core import AbortRequest, Call, Message, Reply
 from quire.engine.helper_pool import GrammarChecker
 from quire.engine.output import RequestOutputState
-from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, prepare_request
+from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, RequestOptions, prepare_request
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Adapter, RequestOptions, SamplingParams, TokenEvent
+from quire.request import Adapter, SamplingParams, TokenEvent
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -34,7 +34,7 @@ from quire.engine.results import (
     scored,
 )
 from quire.errors import RequestError
-from quire.request import Pooling, Request, RequestOptions, SamplingParams
+from quire.request import Pooling, Request, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -226,10 +226,8 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(
-        self, ids: Sequence[int], sampling: SamplingParams, **options: Unpack[RequestOptions]
-    ) -> Request:
-        """Build a request."""
+    def _request(self, ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Request:
+        """Build a request; ``options``: `RequestOptions`."""
         request_id = str(self._num_requests)
         self._num_requests += 1
         form = sampling.structured_outputs

@@ -11,19 +11,30 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from quire.engine import helper_pool
 from quire.engine.helper_pool import Head, HelperPool
 from quire.engine.large_input import INLINE_CHARS, LongTexts, off_loop
 from quire.errors import ModelLoadError, RequestError, clip
 from quire.http.limits import TEXT_CHARACTERS, too_many
-from quire.request import Request, RequestOptions, SamplingParams
+from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams, Tenant
 from quire.text.chat_template import ChatTemplate, over_limit
 from quire.text.tokenizer import Tokenizer
 
 # A seed of 53 bits in JSON survives clients that read numbers as doubles.
 SEED_BITS = 53
+
+
+class RequestOptions(TypedDict, total=False):
+    """The fields of a `Request` that the edge sets and nothing on the way to the core reads; see there."""
+
+    priority: int
+    cache_salt: str
+    tenant: Tenant
+    adapter: Adapter | None
+    pooling: Pooling | None
+    deadline: Deadline | None
 
 
 def prepare_request(
