@@ -73,7 +73,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
     "no request stalls another": {
         "": 22,
-        "api": 145,
+        "api": 225,
         "engine": 400,
         "http": 545,
         "jobs": 40,

@@ -43,6 +43,11 @@ class PostEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = self._state.now()
+        refusal = self._early_refusal(scope)
+        if refusal is not None:
+            await send_json(send, refusal.status, refusal.body(self._path), refusal.headers)
+            self._state.metrics.response(self._path, refusal.status)
+            return
         status, client = 200, _Client(receive)
         try:
             pieces = await read_pieces(scope, receive, self._state.settings.max_body_bytes, "--max-body-mib")
@@ -67,6 +72,10 @@ class PostEndpoint:
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         raise NotImplementedError
 
+    def _early_refusal(self, scope: Scope) -> Refusal | None:
+        """Return the answer to a request that is refused before its body is read."""
+        return None
+
     def _ignored(self) -> list[str] | None:
         """Return the list that collects unknown names; None refuses them."""
         return [] if self._state.settings.lenient else None
@@ -76,7 +85,7 @@ class PostEndpoint:
         request_id = request_id_of(scope)
         if not isinstance(error, QuireError):
             log.exception("request_crashed", request_id=request_id, path=self._path)
-        elif refusal.status >= 500:
+        elif refusal.status >= 500 and refusal.code != "queue_full":  # which `FullQueue` logs once
             log.error("request_failed", request_id=request_id, status=refusal.status, error=refusal.message)
         elif log.debugging:
             log.debug("request_refused", request_id=request_id, status=refusal.status, error=refusal.message)
@@ -104,6 +113,9 @@ class GenerateEndpoint(PostEndpoint):
     def __init__(self, state: ApiState, path: str, prepare: Prepare) -> None:
         super().__init__(state, path)
         self._prepare = prepare
+
+    def _early_refusal(self, scope: Scope) -> Refusal | None:
+        return self._state.full_queue.refusal() if PRIORITY_KEY not in scope else None
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         ignored = self._ignored()
@@ -287,7 +299,10 @@ class Generation:
         """Raise unless the last chunk of a choice ends an answer that can be shown."""
         if chunk.finish_reason is FinishReason.ERROR:
             after_s = max(self._state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
-            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s))
+            refusal = refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s)
+            if chunk.error_kind == "capacity":
+                self._state.full_queue.rejected(refusal)
+            raise HttpError(refusal)
         if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
             raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))
         if chunk.finish_reason is FinishReason.ABORT:
