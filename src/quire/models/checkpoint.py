@@ -19,7 +19,7 @@ from quire.families.gguf import BLOCK_TYPES, gguf_weight_map, spec_from_gguf
 from quire.models.gguf_file import read_gguf
 from quire.models.hub import INSTEAD, config_of, locate
 from quire.models.quill import QUILL_NAMES
-from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_safetensors, reading
+from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
 from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats
 from quire.modelspec import ModelSpec
 from quire.plan.presets import preset_of, preset_spec
@@ -123,7 +123,7 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
     dtype = spec.dtype
     if load_format != "random":
         files = checkpoint_files(path)
-        stored = {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
+        stored = read_checkpoint(path)
         dtype = _common_dtype(stored.values())
         quantization = quantization_of(config, str(config_path))
         if quantization is not None:
