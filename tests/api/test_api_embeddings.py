@@ -70,7 +70,7 @@ EMBEDDING_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"pooling": ["last"]}, "pooling", "'last' or 'mean'"),
     ({"normalize": 1}, "normalize", "true or false"),
     ({"messages": []}, "messages", "Send input"),
-    ({"stream": True}, "stream", "Unknown"),
+    ({"stream": True}, "stream", "not supported"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "1…256"),
     ({"truncate_prompt_tokens": "1"}, "truncate_prompt_tokens", "an integer"),
     ({"embed_dtype": "float16"}, "embed_dtype", "float32"),
@@ -154,7 +154,7 @@ SCORE_ERRORS: list[tuple[str, dict[str, Any], str, str]] = [
     ("rerank", {"documents": "abc"}, "documents", "a list"),
     ("rerank", {"documents": ["a", 5]}, "documents[1]", "a string, or an object"),
     ("rerank", {"documents": [{"text": 5}]}, "documents[0].text", "a string"),
-    ("rerank", {"documents": [{"txt": "a"}]}, "documents[0].txt", "Unknown"),
+    ("rerank", {"documents": [{"txt": "a"}]}, "documents[0].text", "required"),
     ("rerank", {"documents": [""]}, "documents[0]", "empty"),
     ("rerank", {"documents": ["y" * 300]}, "documents", "320 tokens"),
     ("rerank", {"top_n": 0}, "top_n", "≥ 1"),
@@ -189,7 +189,7 @@ def test_many_inputs_go_a_few_at_a_time() -> None:
             most = max(most, self.num_requests + 1)
             return await super().submit(*args, **kwargs)
 
-    data = embed(Api(Counting()), input=[[i % 250] for i in range(700)], normalize=False)["data"]
+    data = embed(Api(Counting(step_s=0.05)), input=[[i % 250] for i in range(700)], normalize=False)["data"]
     assert [d["index"] for d in data] == list(range(700))
     frontend = FakeFrontend()
     assert data[600]["embedding"] == list(frontend.pooled([100], Pooling("last")))

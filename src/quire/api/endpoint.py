@@ -21,6 +21,7 @@ from quire.errors import QuireError, RequestError
 from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import adopt_request_id, request_id_of
+from quire.http.ignored import Ignored
 from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.metrics.log import Log
 from quire.metrics.trace import trace_headers
@@ -28,7 +29,7 @@ from quire.request import FinishReason
 
 log = Log("api")
 
-# (state, body, list that collects unknown names with --lenient, else None) → job
+# (state, body, what collects ignored fields and judges unknown names) → job
 Prepare = Callable[[ApiState, Any, list[str] | None], Awaitable[Job]]
 # The same → the JSON value of the answer.
 Compute = Callable[[ApiState, Any, list[str] | None], Awaitable[Any]]
@@ -43,6 +44,11 @@ class PostEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = self._state.now()
+        refusal = self._early_refusal(scope)
+        if refusal is not None:
+            await send_json(send, refusal.status, refusal.body(self._path), refusal.headers)
+            self._state.metrics.response(self._path, refusal.status)
+            return
         status, client = 200, _Client(receive)
         try:
             pieces = await read_pieces(scope, receive, self._state.settings.max_body_bytes, "--max-body-mib")
@@ -67,16 +73,24 @@ class PostEndpoint:
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         raise NotImplementedError
 
-    def _ignored(self) -> list[str] | None:
-        """Return the list that collects unknown names; None refuses them."""
-        return [] if self._state.settings.lenient else None
+    def _early_refusal(self, scope: Scope) -> Refusal | None:
+        """Return the answer to a request that is refused before its body is read."""
+        return None
+
+    def _ignored(self) -> Ignored:
+        """Return the list that collects the fields which the request's answer does not depend on."""
+        return Ignored.of(lenient=self._state.settings.lenient, strict=self._state.settings.strict_fields)
+
+    def _ignored_header(self, ignored: Ignored) -> list[tuple[bytes, bytes]]:
+        self._state.metrics.counters["quire:ignored_fields"] += len(ignored)
+        return ignored.header()
 
     async def _refuse(self, error: Exception, scope: Scope, send: Send) -> int:
         refusal = refusal_of(error, retry_after_s=self._state.settings.retry_after_s)
         request_id = request_id_of(scope)
         if not isinstance(error, QuireError):
             log.exception("request_crashed", request_id=request_id, path=self._path)
-        elif refusal.status >= 500:
+        elif refusal.status >= 500 and refusal.code != "queue_full":  # which `FullQueue` logs once
             log.error("request_failed", request_id=request_id, status=refusal.status, error=refusal.message)
         elif log.debugging:
             log.debug("request_refused", request_id=request_id, status=refusal.status, error=refusal.message)
@@ -95,7 +109,7 @@ class JsonEndpoint(PostEndpoint):
         ignored = self._ignored()
         answer = await self._compute(self._state, body, ignored)
         client.release()
-        await send_json(send, 200, msgspec.json.encode(answer), ignored_header(ignored))
+        await send_json(send, 200, msgspec.json.encode(answer), self._ignored_header(ignored))
 
 
 class GenerateEndpoint(PostEndpoint):
@@ -104,6 +118,9 @@ class GenerateEndpoint(PostEndpoint):
     def __init__(self, state: ApiState, path: str, prepare: Prepare) -> None:
         super().__init__(state, path)
         self._prepare = prepare
+
+    def _early_refusal(self, scope: Scope) -> Refusal | None:
+        return self._state.full_queue.refusal() if PRIORITY_KEY not in scope else None
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         ignored = self._ignored()
@@ -129,9 +146,7 @@ class GenerateEndpoint(PostEndpoint):
                 seconds=self._state.now() - arrival_s,
             )
 
-    async def _answer(
-        self, generation: Generation, ignored: list[str] | None, client: _Client, send: Send
-    ) -> None:
+    async def _answer(self, generation: Generation, ignored: Ignored, client: _Client, send: Send) -> None:
         try:
             if not generation.job.in_background:
                 await generation.submit()
@@ -139,7 +154,7 @@ class GenerateEndpoint(PostEndpoint):
             client.on_leave = (
                 partial(generation.cancel, CANCELLED_BY_CLIENT) if in_background else generation.disconnect
             )
-            await generation.answer(send, ignored_header(ignored))
+            await generation.answer(send, self._ignored_header(ignored))
         except QuireError:
             if not generation.disconnected:
                 raise
@@ -178,13 +193,6 @@ class _Client:
         assert self._serving is not None
         self.has_left = True
         self._serving.cancel()
-
-
-def ignored_header(ignored: list[str] | None) -> list[tuple[bytes, bytes]]:
-    """Return the header with the names of the fields that ``--lenient`` ignored."""
-    if not ignored:
-        return []
-    return [(b"x-quire-ignored-fields", ", ".join(ignored).encode("ascii", "replace"))]
 
 
 CANCELLED = "cancelled"
@@ -287,7 +295,10 @@ class Generation:
         """Raise unless the last chunk of a choice ends an answer that can be shown."""
         if chunk.finish_reason is FinishReason.ERROR:
             after_s = max(self._state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
-            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s))
+            refusal = refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s)
+            if chunk.error_kind == "capacity":
+                self._state.full_queue.rejected(refusal)
+            raise HttpError(refusal)
         if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
             raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))
         if chunk.finish_reason is FinishReason.ABORT:
