@@ -112,6 +112,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         key_file=KeyFile(Path(args.api_key_file), time.monotonic) if args.api_key_file else None,
         cors_origins=_list(args.cors_origins),
         lenient=args.lenient,
+        strict_fields=args.strict_fields,
         tool_format=args.tool_format,
         max_body_bytes=args.max_body_mib * 2**20,
         response_store_bytes=args.response_store_mib * 2**20,
@@ -167,6 +168,7 @@ def job_settings(args: ServerArgs) -> Any:
         max_file_bytes=args.max_file_mib * 2**20,
         max_body_bytes=args.max_body_mib * 2**20,
         lenient=args.lenient,
+        strict_fields=args.strict_fields,
     )
 
 
