@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.api.protocol import RequestFields, SampledFields, deadline_of
+from quire.api.relayed import RELAYED, Relayed
 from quire.api.state import ApiState, Ticket
 from quire.engine.output import OutputChunk
 from quire.engine.stream import RequestStream
@@ -61,6 +63,10 @@ class Head:
     fingerprint: str
     determinism: str  # "exact" | "batch-dependent"
 
+    def id_of(self, *place: str | int) -> str:
+        """Return the id of a part of the answer, 32 hexadecimal digits: the same on every replica that writes it."""
+        return hashlib.blake2b(repr((self.id, *place)).encode(), digest_size=16).hexdigest()
+
     def to_json(self, kind: str) -> dict[str, Any]:
         return {
             "id": self.id,
@@ -73,15 +79,15 @@ class Head:
 
 
 def new_head(state: ApiState, prefix: str, model: str | None) -> Head:
-    """Return the head of an answer under a new id. ``model``: the name that the request gives.
+    """Return the head of an answer under a new id, or its gateway's. ``model``: the name that the request gives.
 
     Raises:
         NotFoundError: the model is not served.
     """
-    info = state.frontend.info
+    info, relayed = state.frontend.info, RELAYED.get()
     return Head(
-        id=prefix + state.new_id(),
-        created=int(state.unix_time()),
+        id=prefix + (state.new_id() if relayed is None else relayed.answer_id),
+        created=int(state.unix_time()) if relayed is None else relayed.created,
         model=state.check_model(model),
         fingerprint=state.settings.system_fingerprint,
         determinism=info.determinism if info is not None else state.model.determinism,
@@ -136,6 +142,17 @@ class Job:
     echo: bool = False  # each choice begins with its prompt's text
     pooling: Pooling | None = None  # of requests that sample nothing
     prompt_param: str = "prompt"  # the endpoint's name of its prompts
+    relayed: Relayed | None = None  # the answer goes through a gateway
+
+    @property
+    def is_tagged(self) -> bool:
+        """Whether its stream is tagged: another replica can then continue it. The prompt's logprobs are not kept."""
+        return (
+            self.relayed is not None
+            and self.answer.streamed
+            and not (self.in_background or self.echo or self.samples_nothing)
+            and self.sampling.prompt_logprobs is None
+        )
 
     @property
     def samples_nothing(self) -> bool:
@@ -157,6 +174,7 @@ def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str
         "client_request_id": request.request_id or getattr(request, "rid", None),
         "tenant": tenant or getattr(request, "user", ""),
         "truncate_to": getattr(request, "truncate_prompt_tokens", None),
+        "relayed": RELAYED.get(),
     }
     if isinstance(request, SampledFields):
         given |= {"deadline": deadline_of(request.deadline_ms, ignored), "timing": request.timing}
@@ -192,7 +210,7 @@ class PromptStreams:
 
     async def submit(self) -> None:
         """Start all prompts, or none."""
-        job = self._job
+        job, relayed, n = self._job, self._job.relayed, self._job.sampling.n
         adapter = self._state.adapter_of(job.answer.head.model)
         try:
             for i, given in enumerate(job.prompts):
@@ -214,7 +232,13 @@ class PromptStreams:
                     pooling=job.pooling,
                     deadline=job.deadline,
                     adapter=adapter,
+                    seed=None if relayed is None else relayed.seed_of(i),
+                    delivered=() if relayed is None else relayed.events(i, n),
+                    elapsed_s=0.0 if relayed is None else relayed.elapsed_s,
                 )
+                stream.merges = (
+                    not job.is_tagged
+                )  # the cuts between events must not depend on the reader's pace
                 self._started(stream)
         except BaseException as error:
             await self.close()
@@ -324,6 +348,17 @@ class PromptStreams:
                 self._count(prompt, chunk)
                 yield prompt * n + chunk.index, chunk
 
+    def delivered(self) -> Iterator[tuple[int, OutputChunk]]:
+        """Yield the chunks that the client has from another replica. They count for usage, not for metrics."""
+        assert self._job.relayed is not None
+        self.usage.cached_tokens = self._job.relayed.cached_tokens
+        for i, prompt in enumerate(self._prompts):
+            for chunk in prompt.stream.delivered:
+                self.usage.completion_tokens += len(chunk.token_ids)
+                if chunk.finish_reason is not None:
+                    prompt.metrics.finish(chunk.index, chunk.finish_reason.value, self._state.now())
+                yield i * self._job.sampling.n + chunk.index, chunk
+
     def _count(self, index: int, chunk: OutputChunk) -> None:
         prompt, num_tokens, now_s = self._prompts[index], len(chunk.token_ids), self._state.now()
         metrics, output = prompt.metrics, prompt.stream.output
@@ -332,7 +367,8 @@ class PromptStreams:
             if prompt.ticket is not None:
                 ratio = prompt.ticket.first(now_s - self._arrival_s)
                 self._state.metrics.histograms["quire:ttft_prediction_ratio"].observe(ratio)
-            self.usage.cached_tokens += output.timing.num_cached_tokens
+            if not prompt.stream.delivered:  # else its first replica has told
+                self.usage.cached_tokens += output.timing.num_cached_tokens
         if num_tokens:
             self.usage.completion_tokens += num_tokens
             metrics.chunk(chunk.index, num_tokens, now_s)

@@ -102,6 +102,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         system_fingerprint=fingerprint(config, __version__),
         api_keys=(args.api_key,) if args.api_key else (),
         key_file=KeyFile(Path(args.api_key_file), time.monotonic) if args.api_key_file else None,
+        gateway_key=args.gateway_key,
         cors_origins=_list(args.cors_origins),
         lenient=args.lenient,
         tool_format=args.tool_format,

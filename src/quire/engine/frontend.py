@@ -29,6 +29,7 @@ from quire.engine.build import EngineInfo
 from quire.engine.client import Calls, EngineClient
 from quire.engine.core import AbortRequest, AddRequest, Call, Message, Reply
 from quire.engine.helper_pool import GrammarChecker
+from quire.engine.in_flight import continued
 from quire.engine.output import RequestOutputState
 from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, prepare_request
 from quire.engine.stream import RequestStream
@@ -112,11 +113,17 @@ class Frontend:
         adapter: Adapter | None = None,
         pooling: Pooling | None = None,
         deadline: Deadline | None = None,
+        seed: int | None = None,
+        delivered: Sequence[TokenEvent] = (),
+        elapsed_s: float = 0.0,
     ) -> RequestStream:
         """Start a request. A string is tokenized with what the model expects around a text (BOS).
 
         ``pooling``: nothing is generated; the only chunk carries what is pooled from the prompt. ``continues``: the
         output continues the prompt's text, as a completion does; an answer to a chat begins a new text.
+
+        ``seed``: where ``sampling`` gives none. ``delivered``: what another server has sent of the answer, which goes
+        on behind it; ``elapsed_s`` ago the request arrived there.
 
         A request that the engine rejects (queue full, can never fit) ends with its first chunk: `FinishReason.ERROR`.
 
@@ -126,7 +133,7 @@ class Frontend:
             EngineDeadError: the engine is gone (503).
         """
         self._check_open()
-        arrival_s = self._clock.now()
+        arrival_s = self._clock.now() - elapsed_s
         name = request_id or f"req-{secrets.token_hex(8)}"
         self._num_submitted += 1
         form = sampling.structured_outputs
@@ -143,7 +150,7 @@ class Frontend:
             self.model,
             self.tokenizer,
             arrival_s=arrival_s,
-            seed=self._new_seed(),
+            seed=self._new_seed() if seed is None else seed,
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
@@ -153,8 +160,13 @@ class Frontend:
             deadline=deadline,
         )
         self._check_open()  # tokenizing and checking the grammar may have taken a while
+        if delivered:
+            request = continued(request, delivered, self.model.vocab_size)
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
         stream = RequestStream(name, state, lambda: self.streams.abandon(request.request_id))
+        stream.delivered = [chunk for event in delivered if (chunk := state.feed(event)) is not None]
+        if state.finished:
+            return stream
         self._client.send(AddRequest(request))  # may fail, so the stream is open only after it
         self.streams.add(request.request_id, stream, self._clock.now())
         return stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,7 @@ _LIST_EVERY = 10  # polls
 
 class _Card(msgspec.Struct):
     id: str
+    fingerprint: Any = None  # of replicas of Quire
 
 
 class _Models(msgspec.Struct):
@@ -69,7 +71,12 @@ class Poller:
         try:
             path = await self._probe(backend)
             if lists and not backend.args.models:
-                self._fleet.serves(backend, await self._models(backend))
+                cards = await self._models(backend)
+                self._fleet.serves(backend, [card.id for card in cards])
+                self._fleet.fingerprinted(
+                    backend,
+                    {card.id: card.fingerprint for card in cards if isinstance(card.fingerprint, str)},
+                )
             if not backend.models:
                 return "it serves no model"
         except BackendFailed as error:
@@ -88,10 +95,10 @@ class Poller:
             backend.probe += len(paths) > 1 and backend.probe < len(paths) - 1
         return ""
 
-    async def _models(self, backend: Backend) -> list[str]:
+    async def _models(self, backend: Backend) -> list[_Card]:
         answer = await self._get(backend, "/v1/models")
         try:
-            return [card.id for card in msgspec.json.decode(answer.body, type=_Models).data]
+            return msgspec.json.decode(answer.body, type=_Models).data
         except (msgspec.DecodeError, UnicodeError) as error:
             raise BackendFailed("garbage", f"/v1/models is not a list of models: {error}.") from error
 

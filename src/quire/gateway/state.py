@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -11,6 +13,7 @@ from quire.gateway.config import GatewayConfig
 from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Fleet
 from quire.gateway.metrics import GatewayMetrics
+from quire.gateway.migrate import SEED_BITS, Continuation
 from quire.gateway.placing import Placed, Placing
 from quire.gateway.retries import RetryBudget
 from quire.gateway.routing import Router
@@ -38,6 +41,7 @@ class GatewayState:
     new_id: Callable[[], str] = field(default_factory=id_source)
     is_draining: bool = False
     num_open: int = 0
+    unix_time: Callable[[], float] = time.time
     _upstream: list[Upstream] = field(default_factory=list)
     _tenants: list[Tenants] = field(default_factory=list)
 
@@ -65,6 +69,12 @@ class GatewayState:
         if error.kind == "connect":
             self.fleet.set_ready(backend, False, str(error), self.now())
         log.debug("attempt_failed", backend=backend.name, kind=error.kind, error=str(error))
+
+    def new_continuation(self) -> Continuation | None:
+        """Return what a new answer begins with; None without a gateway_key: no stream is continued then."""
+        if self.config.server.gateway_key is None:
+            return None
+        return Continuation(self.new_id(), int(self.unix_time()), secrets.randbits(SEED_BITS))
 
     async def settle(self, exchange: Exchange) -> None:
         """A request has ended: count it, learn from its usage, and log it."""
