@@ -52,15 +52,29 @@ def asks(num_tokens: int) -> list[tuple[str, dict[str, Any]]]:
             for path, body in found]  # fmt: skip
 
 
+_IDS = re.compile(rb"\b(cmpl-|chatcmpl-|resp_|msg_|fc_|rs_|call_|toolu_)([0-9a-f]{24,32})")
+_CREATED = re.compile(rb'"(created|created_at)":\d+')
 _ENDED = re.compile(rb'"completed_at":\d+')
+# How much of a prompt was cached depends on the replica's earlier requests.
+_CACHED = re.compile(
+    rb'"(cached_tokens|cache_read_input_tokens)":\d+|"input_tokens":\d+(?=,"cache_creation_input_tokens")'
+)
 
 
 def by_choice(stream: bytes) -> dict[int, list[bytes]]:
-    """Return the frames of each choice in order; choices may interleave in any way. -1: frames of no choice."""
+    """Return the frames of each choice in order, whose choices may interleave; -1: frames of no choice."""
     frames: dict[int, list[bytes]] = {}
     for frame in stream.split(b"\n\n"):
         data = frame[frame.find(b"data: ") + 6 :]
         value = json.loads(data) if data[:1] == b"{" else {}
         choices = value.get("choices") or [{}]
-        frames.setdefault(choices[0].get("index", -1), []).append(_ENDED.sub(b"", frame))
+        frames.setdefault(choices[0].get("index", -1), []).append(_CACHED.sub(b"", _ENDED.sub(b"", frame)))
     return frames
+
+
+def without_ids(stream: bytes) -> bytes:
+    """Return a stream with its ids numbered in the order in which they come, and no times."""
+    numbers: dict[bytes, int] = {}
+    return _CREATED.sub(
+        b"", _IDS.sub(lambda m: b"%b#%d" % (m[1], numbers.setdefault(m[0], len(numbers))), stream)
+    )

@@ -166,21 +166,25 @@ async def gateway(*scripted: Scripted, ready: bool = True, **settings: Any) -> A
     async with backends(*scripted):
         named = [{"name": f"b{i}", "url": each.url} for i, each in enumerate(scripted)]
         quick = {"interval_s": 0.05, "slow_start_s": 0.0} | settings.pop("health", {})
-        config = config_of({"backends": named, "health": quick, **settings})
-        state = make_state(config, time.monotonic, 0)
-        sock = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(create_gateway(state), **_UVICORN, lifespan="on"))
-        serving = asyncio.create_task(server._serve([sock]))
-        try:
-            async with aiohttp.ClientSession() as session:
-                live = Live(state, f"http://127.0.0.1:{sock.getsockname()[1]}", session)
-                await live.until(lambda: server.started)
-                if ready:
-                    await live.until(
-                        lambda: all(b.is_ready for b in state.fleet) and len(list(state.fleet)) > 0
-                    )
-                yield live
-        finally:
-            server.should_exit = True
-            with suppress(asyncio.CancelledError):
-                await serving
+        async with gateway_of({"backends": named, "health": quick, **settings}, ready=ready) as live:
+            yield live
+
+
+@asynccontextmanager
+async def gateway_of(config: dict[str, Any], *, ready: bool = True) -> AsyncGenerator[Live, None]:
+    """Run the gateway of a configuration. ``ready``: wait until all backends are."""
+    state = make_state(config_of(config), time.monotonic, 0)
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_gateway(state), **_UVICORN, lifespan="on"))
+    serving = asyncio.create_task(server._serve([sock]))
+    try:
+        async with aiohttp.ClientSession() as session:
+            live = Live(state, f"http://127.0.0.1:{sock.getsockname()[1]}", session)
+            await live.until(lambda: server.started)
+            if ready:
+                await live.until(lambda: all(b.is_ready for b in state.fleet) and len(list(state.fleet)) > 0)
+            yield live
+    finally:
+        server.should_exit = True
+        with suppress(asyncio.CancelledError):
+            await serving
