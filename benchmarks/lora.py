@@ -28,7 +28,7 @@ from quire.args import EngineArgs
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
-from quire.engine.core import AbortRequest, AddRequest, EngineCore
+from quire.engine.core import AbortRequest, EngineCore
 from quire.executor.local import LocalExecutor
 from quire.families import weight_map
 from quire.modelspec import ModelSpec
@@ -65,7 +65,7 @@ class Engine:
                 f"r{self._num_requests}", ids, sampling, 0.0, cache_salt=str(self._num_requests)
             )
             self._num_requests += 1
-            self._core.put(AddRequest(replace(request, adapter=adapters[index % len(adapters)])))
+            self._core.put(replace(request, adapter=adapters[index % len(adapters)]))
 
     def step(self) -> float:
         """Return the seconds of one step."""

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from random import Random
 
 import aiohttp
+import numpy as np
 from slo_live import server
 
-from quire.bench.summary import RequestRecord, percentile
+from quire.bench.summary import RequestRecord
 from quire.config import CacheConfig, SchedulerConfig
 from quire.plan.cost_model import CostModel, Curve
 from quire.sim.replica import ClusterConfig
@@ -48,8 +49,7 @@ class Row:
 def show(load: float, rows: Sequence[Row], duration_s: float) -> tuple[float, float]:
     """Print a row; return p99 TTFT and goodput."""
     done = [row for row in rows if row.status == 200]
-    ttft = sorted(row.first_s - row.sent_s for row in done)
-    p50, p99 = percentile(ttft, 50) or 0.0, percentile(ttft, 99) or 0.0
+    p50, p99 = map(float, np.percentile([row.first_s - row.sent_s for row in done], (50, 99)))
     good = sum(row.end_s <= duration_s for row in done) / duration_s
     print(f"| {load:g} | {len(rows)} | {len(done)} | {p50:.2f} | {p99:.2f} | {good:.2f} |", flush=True)
     return p99, good
@@ -108,7 +108,7 @@ class Live:
         self._start_s = time.perf_counter()
 
     def body(self) -> bytes:
-        prompt = [self._rng.randrange(300, 4000) for _ in range(self._rng.randrange(20, 300))]
+        prompt = [self._rng.randrange(300, 4000) for _ in range(self._rng.randrange(20, 120))]
         length = self._rng.randrange(20, 120)
         return json.dumps(
             {"prompt": prompt, "max_tokens": length, "ignore_eos": True, "stream": True}
@@ -134,7 +134,8 @@ class Live:
             async def user() -> None:
                 nonlocal done
                 while time.perf_counter() < stop_s:
-                    done += (await self.one(session, self.body())).end_s + self._start_s < stop_s
+                    row = await self.one(session, self.body())
+                    done += row.end_s + self._start_s < stop_s
 
             await asyncio.gather(*(user() for _ in range(users)))
             return done / seconds
@@ -164,8 +165,8 @@ def live(seconds: float, seed: int) -> None:
     with server(*flags) as (port, _):
         rate = asyncio.run(Live(port, seed).closed(24, seconds))
         rows, _ = asyncio.run(Live(port, seed).open(LOADS[0] * rate, seconds))
-    ttft = percentile(sorted(row.first_s - row.sent_s for row in rows if row.status == 200), 50) or 0.0
-    limit_ms = max(1000, round(3e3 * ttft))
+    ttft_s = float(np.median([row.first_s - row.sent_s for row in rows if row.status == 200]))
+    limit_ms = max(1000, round(3e3 * ttft_s))
     print(f"Quill, seed {seed}, {rate:.2f} requests/s sustainable, --max-ttft-ms {limit_ms}\n\n{HEAD}")
     found = {}
     with server(*flags, "--max-ttft-ms", str(limit_ms)) as (port, _):
@@ -174,11 +175,10 @@ def live(seconds: float, seed: int) -> None:
             found[load] = show(load, rows, seconds)
         rows, again = asyncio.run(Live(port, seed + 1).open(LOADS[-1] * rate, seconds, retry=True))
     print(f"\n{verdict(found)}")
-    told = [row.retry_after_s for row in rows if row.retry_after_s]
+    told = [row.retry_after_s for row in rows if row.retry_after_s] or [0.0]
     served = sum(row.status == 200 for row in again)
-    print(
-        f"{len(again)} clients came back after {min(told):.0f} to {max(told):.0f} s: {served / len(again):.0%} served"
-    )
+    print(f"{len(again)} clients came back after {min(told):.0f} to {max(told):.0f} s: ", end="")
+    print(f"{served / max(1, len(again)):.0%} served")
 
 
 def main() -> None:

@@ -44,9 +44,12 @@ def main() -> None:
         "--windows", default="full", help="cache groups: 'full' or a window in tokens, by commas"
     )
     parser.add_argument("--in-flight", type=int, default=1, help="steps planned ahead of the results")
+    parser.add_argument(
+        "--drafts", type=int, default=0, help="speculation that may have so many, and finds none"
+    )
     args = parser.parse_args()
     windows = tuple(None if w == "full" else int(w) for w in args.windows.split(","))
-    samples = measure(args.seqs, args.steps, args.prompt, windows, args.in_flight)
+    samples = measure(args.seqs, args.steps, args.prompt, windows, args.in_flight, args.drafts)
     wall_ms = sorted(plan.wall_ms + apply.wall_ms for plan, apply in samples)
     cpu_ms = sorted(plan.cpu_ms + apply.cpu_ms for plan, apply in samples)
     report = {
@@ -54,6 +57,7 @@ def main() -> None:
         "steps": len(samples),
         "windows": args.windows,
         "in_flight": args.in_flight,
+        "drafts": args.drafts,
         "wall_ms_median": round(median(wall_ms), 3),
         "wall_ms_p99": round(wall_ms[int(len(wall_ms) * 0.99)], 3),
         "cpu_ms_min": round(cpu_ms[0], 3),
@@ -66,7 +70,12 @@ def main() -> None:
 
 
 def measure(
-    num_seqs: int, num_steps: int, num_prompt: int, windows: tuple[int | None, ...], in_flight: int
+    num_seqs: int,
+    num_steps: int,
+    num_prompt: int,
+    windows: tuple[int | None, ...],
+    in_flight: int,
+    num_drafts: int,
 ) -> list[tuple[Spent, Spent]]:
     """Return the times of plan and of apply of each of ``num_steps`` steps in which all sequences decode."""
     longest = num_prompt + num_steps + 64
@@ -75,6 +84,8 @@ def measure(
             max_num_seqs=num_seqs,
             max_num_batched_tokens=num_seqs * (num_prompt + 16),
             max_model_len=longest + 1,
+            max_num_drafts=num_drafts,
+            adaptive_drafts=True,
         ),
         CacheConfig(num_blocks=len(windows) * num_seqs * (longest // 16 + 2), windows=windows),
     )

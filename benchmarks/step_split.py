@@ -22,7 +22,7 @@ from quire.clock import WallClock
 from quire.config import EngineConfig
 from quire.device import detect_device
 from quire.engine.assemble import configure
-from quire.engine.core import AddRequest, EngineCore
+from quire.engine.core import EngineCore
 from quire.executor.local import LocalExecutor
 from quire.request import Request, SamplingParams
 from quire.scheduler.scheduler import Scheduler
@@ -90,7 +90,7 @@ def main() -> None:
     runner._sample = sampling.around(runner._sample)  # type: ignore[method-assign]
     core = EngineCore(Scheduler(config.scheduler, config.cache), executor, WallClock())
     for request in requests(config, given):
-        core.put(AddRequest(request))
+        core.put(request)
     rows: list[tuple[float, float, float]] = []
     while core.has_work:
         kernels.take(), sampling.take()

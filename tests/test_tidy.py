@@ -47,27 +47,31 @@ MAX_LINES: dict[str, int] = {
 # The price of each feature that came later, in lines of each package: a change that adds a feature writes it here, in
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
+    "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 135},
+    "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger": {"": 1, "api": 20, "cli": 185, "gateway": 1_170, "http": 320, "jobs": 25},
-    "gateway": {"gateway": 2_500, "cli": 60, "http": 10, "sim": 4},
     "hangs": {
-        "": 14,
+        "": 15,
         "api": 14,
-        "cli": 3,
-        "engine": 512,
-        "metrics": 2,
+        "cache": 58,
+        "cli": 10,
+        "engine": 750,
+        "metrics": 3,
         "runner": 12,
         "sampling": 12,
-        "scheduler": 66,
+        "scheduler": 78,
     },
+    "full disk": {"jobs": 85},
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
-    "no request stalls another": {"": 22, "api": 130, "engine": 360, "http": 180, "jobs": 40, "text": 75},
+    "no request stalls another": {"": 22, "api": 145, "engine": 400, "http": 545, "jobs": 40, "text": 75},
     "speculation": {
-        "": 60,
-        "engine": 70,
+        "": 72,
+        "api": 1,
+        "engine": 75,
         "metrics": 20,
         "plan": 85,
         "runner": 230,
-        "scheduler": 190,
+        "scheduler": 265,
         "speculate": 290,
     },
 }
@@ -213,6 +217,7 @@ def test_the_clock_is_injected_below_the_engine() -> None:
         "cli/",
         "bench/",
         "gateway/",
+        "http/front",  # two processes compare their clocks
         "models/",
     )
     bad = []

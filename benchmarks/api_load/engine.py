@@ -19,10 +19,10 @@ from typing import Any
 import zmq
 
 from quire.engine.build import EngineInfo
-from quire.engine.core import AbortRequest, AddRequest, FinishSample
+from quire.engine.core import AbortRequest, FinishSample
 from quire.engine.process import Boot, Events, decode, encode
 from quire.metrics.engine_stats import EngineStats
-from quire.request import FinishReason, TokenEvent
+from quire.request import FinishReason, Request, TokenEvent
 
 FIRST_TOKEN = 1000  # of the vocabulary: plain words
 NUM_TOKENS = 997
@@ -38,8 +38,8 @@ class ScriptedEngine:
         self.step_times: list[float] = []
 
     def take(self, message: Any) -> None:
-        if isinstance(message, AddRequest):
-            request = message.request
+        if isinstance(message, Request):
+            request = message
             assert request.sampling.max_tokens is not None
             self.open[request.request_id] = [0, request.sampling.max_tokens]
             self.first_step[request.request_id.partition("/")[0]] = len(self.step_times)

@@ -17,7 +17,7 @@ from benchmarks.gpu.timing import DEVICE
 
 from quire.clock import WallClock
 from quire.config import EngineConfig
-from quire.engine.core import AddRequest, EngineCore
+from quire.engine.core import EngineCore
 from quire.executor.device import DeviceExecutor
 from quire.request import Request, SamplingParams
 from quire.scheduler.scheduler import Scheduler
@@ -41,7 +41,7 @@ def generate(core: EngineCore, lengths: list[tuple[int, int]], vocab: int) -> Ro
     for i, (prompt, output) in enumerate(lengths):
         ids = tuple(rng.randrange(vocab) for _ in range(prompt))
         sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=output, ignore_eos=True)
-        core.put(AddRequest(Request(f"{time.perf_counter_ns()}-{i}", ids, sampling, core.clock.now())))
+        core.put(Request(f"{time.perf_counter_ns()}-{i}", ids, sampling, core.clock.now()))
     start_s = time.perf_counter()
     first: set[str] = set()
     all_first_s = start_s

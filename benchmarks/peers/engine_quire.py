@@ -10,7 +10,6 @@ from measure import main, replay_steps
 from workloads import MAX_CONTEXT, Item
 
 from quire import LLM, SamplingParams
-from quire.engine.core import AddRequest
 from quire.engine.prompts import prepare_request
 
 
@@ -42,7 +41,7 @@ class QuireEngine:
                 llm.get_tokenizer(), arrival_s=llm._clock.now(), seed=index,
             )  # fmt: skip
             open_.add(index)
-            client.send(AddRequest(request))
+            client.send(request)
 
         def step() -> None:
             for event in client.receive():

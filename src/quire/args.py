@@ -71,7 +71,6 @@ class ServerArgs:
     port: int = 8000
     api_key: str | None = None
     api_key_file: str | None = None
-    gateway_key: str | None = None
     served_model_name: str | None = None
     chat_template: str | None = None
     tool_format: str = "auto"
@@ -91,6 +90,11 @@ class ServerArgs:
     drain_timeout_s: float = 30.0
     max_restarts: int = 3
     hang_timeout_s: float = 10.0
+    golden_interval_s: float = 300.0
+    replicas: int = 1
+    data_parallel_size: int | None = None
+    gateway: str | None = None
+    gateway_key: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     otlp_traces_endpoint: str | None = None

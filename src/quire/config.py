@@ -10,7 +10,8 @@ from quire.request import Adapter
 from quire.weight_format import WeightFormat
 
 GateKind = Literal["static", "dynamic", "continuous"]
-OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline"]
+OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline", "fair"]
+MAX_DRAFTS = 32  # per sequence and step
 GATES: tuple[GateKind, ...] = get_args(GateKind)
 ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
 
@@ -67,6 +68,7 @@ class SchedulerConfig:
     dynamic_max_wait_s: float = 0.05
     max_loras: int = 0  # adapters in running sequences at once; 0: only the base model
     max_num_drafts: int = 0  # speculated tokens per sequence and step at most; 0: no speculation
+    adaptive_drafts: bool = False  # as many of them as pay; False: always that many
 
 
 @dataclass(frozen=True, slots=True)

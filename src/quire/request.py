@@ -307,6 +307,16 @@ class Deadline:
         )
 
 
+class Tenant(NamedTuple):
+    """For whom a request runs."""
+
+    name: str = ""
+    weight: float = 1.0  # share of the engine under the order "fair"; above 0
+
+
+NO_TENANT = Tenant()
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request as the core sees it: ids only, every default resolved, valid by construction.
@@ -320,7 +330,7 @@ class Request:
     arrival_s: float
     priority: int = 0  # smaller runs first, as in vLLM
     cache_salt: str = ""  # requests share cached blocks only within one salt
-    tenant: str = ""
+    tenant: Tenant = NO_TENANT
     adapter: Adapter | None = None  # None: the base model
     grammar: str | None = None  # in the form that `quire.text.grammar_matcher` compiles
     # After a restart of the engine: what each of the n sequences had already produced.

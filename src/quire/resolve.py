@@ -237,6 +237,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         dynamic_max_wait_s=args.dynamic_max_wait_ms / 1e3,
         max_loras=max_loras,
         max_num_drafts=spec_tokens(args),
+        adaptive_drafts=args.spec_tokens == "auto",
     )
 
 

@@ -25,12 +25,14 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import (
+    NO_TENANT,
     Adapter,
     Deadline,
     FinishReason,
     Pooling,
     SampleTiming,
     SamplingParams,
+    Tenant,
     TokenEvent,
     TokenLogprobs,
 )
@@ -131,7 +133,7 @@ class FakeFrontend:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
-        tenant: str = "",
+        tenant: Tenant = NO_TENANT,
         continues: bool = False,
         adapter: Adapter | None = None,
         pooling: Pooling | None = None,
@@ -158,7 +160,14 @@ class FakeFrontend:
         )
         output = RequestOutputState(request, self.tokenizer, lambda message: None, continues=continues)
         stream = RequestStream(request.request_id, output, lambda: self._give_up(record))
-        kwargs = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt, "tenant": tenant}
+        kwargs = {
+            "request_id": request_id,
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "tenant": tenant.name,
+        }
+        if tenant.weight != 1.0:
+            kwargs["tenant_weight"] = tenant.weight
         record = Submitted(prompt, sampling, kwargs, stream)
         self.submitted.append(record)
         task = asyncio.create_task(self._run(output, stream))

@@ -85,3 +85,18 @@ def test_files_and_batches_belong_to_their_tenant(tenants: tuple[Api, Call, Call
     assert eve("GET", f"/v1/batches/{batch['id']}").status_code == 404
     assert eve("POST", f"/v1/batches/{batch['id']}/cancel").status_code == 404
     assert eve("GET", "/v1/batches").json()["data"] == []
+
+
+def test_weights_of_the_key_file_reach_the_request(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    key = create_key(path, ApiKey("ann", "lab", "", created=datetime.now(UTC), weight=2.5))
+    api = Api(key_file=KeyFile(path, lambda: 0.0))
+    for route, body in (
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+    ):
+        body |= {"model": "tiny", "user": "u"} if "prompt" in body else {"model": "tiny"}
+        headers = {"authorization": f"Bearer {key}"}
+        assert api.call("POST", route, json=body, headers=headers).status_code == 200
+    assert [each.kwargs["tenant"] for each in api.frontend.submitted] == ["lab", "lab"]
+    assert [each.kwargs["tenant_weight"] for each in api.frontend.submitted] == [2.5, 2.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
@@ -14,16 +15,16 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 FAKE_STEP_MS = 3
 
 
-@pytest.fixture(scope="session", params=["fake", "stories"])
+@pytest.fixture(scope="session", params=["fake", "stories", pytest.param("gateway", marks=pytest.mark.slow)])
 def server(
     request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
-    """A live server with stories260K's tokenizer, over the fake executor or over the real model."""
+    """A live server with stories260K's tokenizer: the fake executor, the real model, or the fake behind a gateway."""
     folder = tmp_path_factory.mktemp(request.param)
     template = folder / "chat.jinja"
     template.write_text(TEMPLATE)
     model = str(shared_data / "models" / "stories260K" / "hf")
-    if request.param == "fake":
+    if request.param in ("fake", "gateway"):
         command = ["-m", "tests.e2e.serve_fake_engine", model, str(template), str(FAKE_STEP_MS),
                    str(folder / "batches")]  # fmt: skip
     else:
@@ -31,8 +32,26 @@ def server(
                    "--served-model-name", "tiny", "--num-kv-blocks", "512", "--threads", "1",
                    "--admin-port", "0", "--batch-dir", str(folder / "batches")]  # fmt: skip
     with LiveServer(command, folder / "log") as live:
-        yield live
+        if request.param == "gateway":
+            with behind_gateway(live, folder) as front:
+                yield live
+                assert front.stop() == 0, front.log.read_text()
+        else:
+            yield live
         assert live.stop() == 0, live.log.read_text()
+
+
+@contextmanager
+def behind_gateway(live: LiveServer, folder: Path) -> Iterator[LiveServer]:
+    """Put a gateway in front of a server: from then on ``live.url`` is the gateway's."""
+    config = folder / "gateway.toml"
+    config.write_text(f'port = 0\nbatch_dir = "{folder}/gateway-batches"\n[[backends]]\nurl = "{live.url}"\n')
+    command = ["-m", "quire.cli", "gateway", "--config", str(config)]
+    with LiveServer(
+        command, folder / "gateway.log", ready=r"(?s)listening url=(\S+).*backend_ready"
+    ) as front:
+        live.url = front.url
+        yield front
 
 
 @pytest.fixture(scope="session")

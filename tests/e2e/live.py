@@ -39,7 +39,9 @@ class LiveServer:
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
             )
         try:
-            self.url = self._wait()
+            self.url = self.direct_url = (
+                self._wait()
+            )  # a test may put something in front, which changes ``url``
         except BaseException:
             self.stop()
             raise
@@ -73,7 +75,7 @@ class LiveServer:
 
     def metric(self, name: str) -> float:
         """The value of an unlabelled metric of /metrics (beside the model's own labels)."""
-        text = httpx.get(self.url + "/metrics").text
+        text = httpx.get(self.direct_url + "/metrics").text
         found = re.search(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
         assert found, name
         return float(found[1])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineHealth
-from quire.engine.core import AbortRequest, AddRequest, Message, Reply
+from quire.engine.core import AbortRequest, Message, Reply
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent
@@ -88,8 +88,8 @@ class ScriptedClient:
         self._queue.put(None)
 
     def _take(self, message: Message | None) -> None:
-        if isinstance(message, AddRequest):
-            request = message.request
+        if isinstance(message, Request):
+            request = message
             done = request.output_token_ids or ((),) * request.sampling.n
             self._running[request.request_id] = (request, [len(ids) for ids in done])
         elif isinstance(message, AbortRequest) and message.request_id in self._running:

@@ -421,7 +421,7 @@ def test_request_that_cannot_be_sent_opens_no_stream() -> None:
         await frontend.start()
         with pytest.raises(OverflowError):
             await frontend.submit("a", GREEDY, priority=2**64)
-        assert [message.request.priority for message in client.lost] == [2**64]
+        assert [message.priority for message in client.lost] == [2**64]
         assert frontend.num_requests == 0
         await asyncio.wait_for(frontend.drain(30.0), 1)
         await frontend.close()

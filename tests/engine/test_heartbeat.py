@@ -12,7 +12,7 @@ from tests.scheduler.harness import request
 
 from quire.clock import VirtualClock
 from quire.config import SchedulerConfig
-from quire.engine.core import AddRequest, EngineCore
+from quire.engine.core import EngineCore
 from quire.engine.heartbeat import SLOW_START_S, HangWatch, Heartbeat, Ticker
 from quire.scheduler.predictor import FIRST_STEP_S, Predictor
 from quire.scheduler.scheduler import Scheduler, describe
@@ -96,7 +96,7 @@ def toy_core() -> EngineCore:
 def test_the_loop_ticks_before_each_step(tmp_path: Path) -> None:
     core = toy_core()
     page = ticking(core, tmp_path)
-    core.put(AddRequest(request("a", prompt=range(40), max_tokens=5)))
+    core.put(request("a", prompt=range(40), max_tokens=5))
     while core.has_work:
         core.step()
     assert [step for _, step in page.ticks] == list(range(5))
@@ -106,7 +106,7 @@ def test_the_loop_ticks_before_each_step(tmp_path: Path) -> None:
 
 def test_the_dump_names_the_requests_of_the_step() -> None:
     core = toy_core()
-    core.put(AddRequest(request("slow", prompt=range(40), max_tokens=5)))
+    core.put(request("slow", prompt=range(40), max_tokens=5))
     core.begin()
     (plan,) = core.out
     assert isinstance(plan, StepPlan)
@@ -141,8 +141,8 @@ def test_one_hang_does_not_make_the_next_one_harder_to_see() -> None:
 def test_a_grammar_or_an_adapter_lengthens_the_prediction(tmp_path: Path) -> None:
     core = toy_core()
     page = ticking(core, tmp_path)
-    core.put(AddRequest(request("plain", prompt=range(4), max_tokens=2)))
-    core.put(AddRequest(replace(request("g", prompt=range(4), max_tokens=3), grammar='{"grammars": []}')))
+    core.put(request("plain", prompt=range(4), max_tokens=2))
+    core.put(replace(request("g", prompt=range(4), max_tokens=3), grammar='{"grammars": []}'))
     while core.has_work:
         core.step()
     assert page.ticks[0][0] > SLOW_START_S + FIRST_STEP_S - 1.0

@@ -17,7 +17,7 @@ from tests.fakes.engine import FAKE
 from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
-from quire.engine.core import AbortRequest, AddRequest, ChangePolicy, FinishSample, Reply
+from quire.engine.core import AbortRequest, ChangePolicy, FinishSample, Reply
 from quire.engine.process import Boot, Events, ProcessClient, decode, encode
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError, RequestError
@@ -95,7 +95,7 @@ def test_requests_through_a_child(client: ProcessClient) -> None:
     assert info.num_kv_tokens == 64 * 16
     asked = [request("a", n=3), request("b", max_tokens=7, seed=9), request("aborted"), request("stopped")]
     for one in asked:
-        client.send(AddRequest(one))
+        client.send(one)
     client.send(AbortRequest("aborted"))
     seen = Collected()
     while len(seen.ends) < 6:
@@ -120,7 +120,7 @@ def test_wire_keeps_every_field() -> None:
     event = TokenEvent("r", 1, (5,), (entry,), FinishReason.STOP, 5, timing=SampleTiming(3, ttft_s=0.5))
     reply = Reply("7", {"order": "fcfs", "max_queue": 3}, {"order": "slo"}, "no", "order")
     change = ChangePolicy("7", PolicyChange(gate="static", dynamic_max_wait_s=0.5))
-    for value in (AddRequest(asked), Events([event], [reply]), Boot(engine_config(), "info"), change):
+    for value in (asked, Events([event], [reply]), Boot(engine_config(), "info"), change):
         assert decode(encode(value)) == value
 
 
@@ -154,7 +154,7 @@ def test_sigint_and_sigterm_are_the_parents_affair(client: ProcessClient) -> Non
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(client.pid, number)
     asked = request("a")
-    client.send(AddRequest(asked))
+    client.send(asked)
     seen = Collected()
     while not seen.ends:
         seen.take(client.receive())
@@ -219,7 +219,7 @@ def test_streams_survive_sigkill_of_the_engine() -> None:
     supervisor.wait_ready()
     asked = [request(f"r{i}", n=1 + i % 3, max_tokens=30 + i, seed=i) for i in range(6)]
     for one in asked:
-        supervisor.send(AddRequest(one))
+        supervisor.send(one)
     num_samples = sum(one.sampling.n for one in asked)
     seen = Collected()
     kills = [40, 150]
@@ -266,5 +266,5 @@ def test_sampling_is_checked_at_the_edge_only(monkeypatch: pytest.MonkeyPatch) -
     asked = SamplingParams(temperature=0.5, stop="x")
     monkeypatch.setattr("quire.request._check", None)
     resolved = asked.resolve(seed=1, max_tokens=2, eos_token_ids=(3,), bad_words_token_ids=())
-    value = AddRequest(Request("r", (1,), resolved, 0.0))
+    value = Request("r", (1,), resolved, 0.0)
     assert decode(encode(value)) == value

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from quire.engine.core import AddRequest
 from quire.errors import RequestError
 from quire.request import FinishReason, TokenEvent
 from quire.text import grammar_matcher
@@ -106,7 +105,7 @@ def test_a_sequence_goes_on_after_a_restart(llm: LLM) -> None:
         request = llm._request(list(whole.prompt_token_ids), sampling)
         assert not hasattr(request.sampling, "structured_outputs")
         assert request.grammar is not None
-        llm._client.send(AddRequest(replace(request, output_token_ids=(ids[:cut],))))
+        llm._client.send(replace(request, output_token_ids=(ids[:cut],)))
         rest: list[int] = []
         while len(rest) < len(ids) - cut:
             for event in llm._client.receive():

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.scripted import ScriptedClient, clients, token_of
 
 from quire.clock import VirtualClock
-from quire.engine.core import AbortRequest, AddRequest, ChangePolicy, FinishSample, Message, Reply
+from quire.engine.core import AbortRequest, ChangePolicy, FinishSample, Message, Reply
 from quire.engine.in_flight import InFlight
 from quire.engine.process import decode, encode
 from quire.engine.supervisor import RestartPolicy, Supervisor
@@ -54,7 +54,7 @@ def test_streams_go_on_over_two_deaths() -> None:
     supervisor = Supervisor(first, clients(second, ScriptedClient()), VirtualClock(), NO_PAUSE)
     asked = [request("a", n=2), request("b", max_tokens=4, seed=9), request("c", max_tokens=3)]
     for one in asked:
-        supervisor.send(AddRequest(one))
+        supervisor.send(one)
     reader = Reader()
     reader.read(supervisor, until=4)
     for one in asked:
@@ -64,25 +64,23 @@ def test_streams_go_on_over_two_deaths() -> None:
             assert end.finish_reason is FinishReason.LENGTH
     assert supervisor.num_restarts == 2
     assert first.closed
-    assert [m.request.request_id for m in second.sent if isinstance(m, AddRequest)] == ["a", "b"], (
-        "c was over"
-    )
+    assert [m.request_id for m in second.sent if isinstance(m, Request)] == ["a", "b"], "c was over"
 
 
 def test_requests_between_two_engines_run_exactly_once() -> None:
     dead, fresh = ScriptedClient(die_after=0), ScriptedClient()
 
     def restart() -> ScriptedClient:
-        supervisor.send(AddRequest(request("late")))
-        supervisor.send(AddRequest(request("gone")))
+        supervisor.send(request("late"))
+        supervisor.send(request("gone"))
         supervisor.send(AbortRequest("gone"))
         return fresh
 
     supervisor = Supervisor(dead, restart, VirtualClock(), NO_PAUSE)
-    supervisor.send(AddRequest(request("early")))
+    supervisor.send(request("early"))
     reader = Reader()
     reader.read(supervisor, until=2)
-    added = [m.request.request_id for m in fresh.sent if isinstance(m, AddRequest)]
+    added = [m.request_id for m in fresh.sent if isinstance(m, Request)]
     assert added == ["early", "late"]
 
 
@@ -90,7 +88,7 @@ def test_too_many_restarts_end_every_request_once() -> None:
     dying = [ScriptedClient(die_after=1) for _ in range(4)]
     policy = RestartPolicy(max_restarts=3, backoff_s=0.0, suspect_deaths=99)
     supervisor = Supervisor(dying[0], clients(*dying[1:]), VirtualClock(), policy)
-    supervisor.send(AddRequest(request("a", n=3)))
+    supervisor.send(request("a", n=3))
     reader = Reader()
     reader.read(supervisor, until=3)
     for index in range(3):
@@ -100,7 +98,7 @@ def test_too_many_restarts_end_every_request_once() -> None:
         assert len(reader.tokens["a", index]) == 4
     with pytest.raises(EngineDeadError, match="3 restarts did not help"):
         supervisor.receive()
-    supervisor.send(AddRequest(request("b")))
+    supervisor.send(request("b"))
     (refusal,) = supervisor.receive()
     assert refusal.finish_reason is FinishReason.ERROR
     with pytest.raises(EngineDeadError):
@@ -116,7 +114,7 @@ def test_failed_restarts_count_and_old_ones_do_not() -> None:
         ScriptedClient(),
     ]
     supervisor = Supervisor(ScriptedClient(die_after=1), clients(*made), clock, policy)
-    supervisor.send(AddRequest(request("a", max_tokens=3)))
+    supervisor.send(request("a", max_tokens=3))
     assert len(supervisor.receive()) == 1
     assert supervisor.receive() == []  # two restarts, the first of which failed
     assert len(supervisor.receive()) == 1
@@ -137,7 +135,7 @@ def test_a_request_that_kills_alone_fails_alone() -> None:
     supervisor = Supervisor(made[0], clients(*made[1:]), VirtualClock(), NO_PAUSE)
     asked = [request("good", max_tokens=20), request("poison"), request("other", n=2, max_tokens=9, seed=8)]
     for one in asked:
-        supervisor.send(AddRequest(one))
+        supervisor.send(one)
     reader = Reader()
     reader.read(supervisor, until=4)
     (end,) = reader.ends["poison", 0]
@@ -156,15 +154,15 @@ def test_others_wait_until_suspects_have_run_alone() -> None:
     supervisor = Supervisor(made[0], clients(*made[1:]), VirtualClock(), NO_PAUSE)
     asked = [request(name, max_tokens=30, seed=i) for i, name in enumerate("abc")]
     for one in asked:
-        supervisor.send(AddRequest(one))
+        supervisor.send(one)
     reader = Reader()
     reader.read(supervisor, until=3)
     kinds = [
-        (type(m).__name__, m.request.request_id if isinstance(m, AddRequest) else m.request_id)  # type: ignore[union-attr]
+        (type(m).__name__, m.request_id)  # type: ignore[union-attr]
         for m in made[2].sent
     ]
-    trials = [(kind, name) for name in "abc" for kind in ("AddRequest", "AbortRequest")]
-    assert kinds == [*trials, *(("AddRequest", name) for name in "abc")]
+    trials = [(kind, name) for name in "abc" for kind in ("Request", "AbortRequest")]
+    assert kinds == [*trials, *(("Request", name) for name in "abc")]
     for one in asked:
         assert reader.tokens[one.request_id, 0] == undisturbed(one)[0]
         assert len(reader.ends[one.request_id, 0]) == 1
@@ -178,10 +176,10 @@ def test_a_cleared_suspect_is_not_tried_again_at_once() -> None:
         ScriptedClient(),
     ]
     supervisor = Supervisor(made[0], clients(*made[1:]), VirtualClock(), NO_PAUSE)
-    supervisor.send(AddRequest(request("a", max_tokens=30)))
+    supervisor.send(request("a", max_tokens=30))
     reader = Reader()
     reader.read(supervisor, until=1)
-    assert [type(m) for m in made[3].sent] == [AddRequest], "one death since it ran alone"
+    assert [type(m) for m in made[3].sent] == [Request], "one death since it ran alone"
     assert reader.tokens["a", 0] == undisturbed(request("a", max_tokens=30))[0]
 
 
@@ -217,7 +215,7 @@ def test_the_book_forgets_what_is_over() -> None:
     book = InFlight()
     for index in range(100):
         name = f"r{index}"
-        book.sent(AddRequest(request(name, n=2)))
+        book.sent(request(name, n=2))
         book.received([TokenEvent(name, 0, (5,), None, FinishReason.STOP)])
         book.sent(FinishSample(name, 1, 0) if index % 2 else AbortRequest(name))
     assert len(book) == 0
@@ -226,13 +224,13 @@ def test_the_book_forgets_what_is_over() -> None:
 
 def test_readmission_carries_what_was_delivered() -> None:
     book = InFlight()
-    book.sent(AddRequest(request("a", n=3)))
+    book.sent(request("a", n=3))
     book.received([TokenEvent("a", 0, (1, 2)), TokenEvent("a", 1, (3,), None, FinishReason.STOP)])
     book.received([TokenEvent("unknown", 0, (9,))])
     (message,) = book.readmissions()
-    assert isinstance(message, AddRequest)
-    assert message.request.output_token_ids == ((1, 2), (3,), ())
-    assert message.request.finished_samples == (1,)
+    assert isinstance(message, Request)
+    assert message.output_token_ids == ((1, 2), (3,), ())
+    assert message.finished_samples == (1,)
     rng = random.Random(0)
     rest = [TokenEvent("a", i, (rng.randrange(9),), None, FinishReason.LENGTH) for i in (0, 2)]
     book.received(rest)
@@ -268,9 +266,9 @@ class StrictClient(ScriptedClient):
 
 def test_what_cannot_be_sent_is_not_recorded() -> None:
     supervisor = Supervisor(StrictClient(die_after=2), clients(StrictClient()), VirtualClock(), NO_PAUSE)
-    supervisor.send(AddRequest(request("fine")))
+    supervisor.send(request("fine"))
     with pytest.raises(OverflowError):
-        supervisor.send(AddRequest(replace(request("huge"), priority=2**64)))
+        supervisor.send(replace(request("huge"), priority=2**64))
     assert len(supervisor._record) == 1
     reader = Reader()
     reader.read(supervisor, until=1)
@@ -283,12 +281,12 @@ def test_bad_readmission_fails_alone() -> None:
     fresh = StrictClient()
 
     def restart() -> ScriptedClient:
-        supervisor.send(AddRequest(replace(request("huge", n=2), priority=2**64)))
-        supervisor.send(AddRequest(request("late")))
+        supervisor.send(replace(request("huge", n=2), priority=2**64))
+        supervisor.send(request("late"))
         return fresh
 
     supervisor = Supervisor(StrictClient(die_after=0), restart, VirtualClock(), NO_PAUSE)
-    supervisor.send(AddRequest(request("early")))
+    supervisor.send(request("early"))
     reader = Reader()
     reader.read(supervisor, until=4)
     for index in range(2):

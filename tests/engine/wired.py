@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from quire.engine.client import InProcessClient
-from quire.engine.core import AddRequest, Message, Reply
+from quire.engine.core import Message, Reply
 from quire.engine.process import Events, decode, encode
-from quire.request import TokenEvent
+from quire.request import Request, TokenEvent
 
 
 class WiredClient(InProcessClient):
@@ -15,13 +15,13 @@ class WiredClient(InProcessClient):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.lost: list[AddRequest] = []
+        self.lost: list[Request] = []
 
     def send(self, message: Message) -> None:
         try:
             frames = encode(message)
         except Exception:
-            if isinstance(message, AddRequest):
+            if isinstance(message, Request):
                 self.lost.append(message)
             raise
         super().send(decode(frames))

@@ -22,7 +22,7 @@ from quire.config import (
     SchedulerConfig,
     SpeculateConfig,
 )
-from quire.engine.core import AbortRequest, AddRequest, EngineCore
+from quire.engine.core import AbortRequest, EngineCore
 from quire.executor.base import Executor
 from quire.modelspec import ModelSpec
 from quire.request import FinishReason, TokenEvent
@@ -240,7 +240,7 @@ class EngineRun:
         while arrivals or aborts or self._core.has_work:
             now_s = self._clock.now()
             while arrivals and arrivals[-1].request.arrival_s <= now_s:
-                self._core.put(AddRequest(arrivals.pop().request))
+                self._core.put(arrivals.pop().request)
             while aborts and aborts[-1][0] <= now_s:
                 self._core.put(AbortRequest(aborts.pop()[1]))
             self._take(self._core.step())

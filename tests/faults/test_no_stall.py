@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tests.e2e.live import LiveServer
+from tests.e2e.live import ROOT, LiveServer
 from tests.faults.hostile import ATTACKS, words
 from tests.faults.probe import Probe, send_raw
 
@@ -53,6 +55,17 @@ def test_probes_answer_beside_a_hostile_body(server: LiveServer, name: str) -> N
 @pytest.mark.parametrize("name", sorted(set(ATTACKS) - set(QUICK)))
 def test_probes_answer_beside_every_hostile_body(server: LiveServer, name: str) -> None:
     test_probes_answer_beside_a_hostile_body(server, name)
+
+
+@pytest.mark.slow
+def test_probes_answer_beside_a_burst_of_2000(server: LiveServer) -> None:
+    with Probe(server.url) as probe:
+        command = [sys.executable, "-m", "tests.faults.burst", server.url, "2000"]
+        said = json.loads(subprocess.check_output(command, cwd=ROOT, timeout=280))
+    assert set(said["statuses"]) <= {"200", "503"}
+    assert sum(said["statuses"].values()) == 2000
+    assert not probe.failed
+    assert probe.quantile_ms(0.99) < 300, probe.describe()
 
 
 def begin(server: LiveServer, path: str, body: object) -> socket.socket:

@@ -18,7 +18,7 @@ import uvicorn
 from quire.gateway.app import create_gateway
 from quire.gateway.config import config_of
 from quire.gateway.state import GatewayState, make_state
-from quire.http.drain import _UVICORN
+from quire.http.drain import UVICORN
 
 WAIT_S = 20.0
 
@@ -55,7 +55,7 @@ class Scripted:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (request := await _read(reader)) is not None:
-                if request.method == "GET":
+                if request.method == "GET" and request.path in ("/readyz", "/v1/models"):
                     cards = json.dumps({"data": [{"id": name} for name in self.models]}).encode()
                     await answer(writer, 200 if self.ready else 503, cards)
                     continue
@@ -166,7 +166,7 @@ async def gateway(*scripted: Scripted, ready: bool = True, **settings: Any) -> A
     async with backends(*scripted):
         named = [{"name": f"b{i}", "url": each.url} for i, each in enumerate(scripted)]
         quick = {"interval_s": 0.05, "slow_start_s": 0.0} | settings.pop("health", {})
-        async with gateway_of({"backends": named, "health": quick, **settings}, ready=ready) as live:
+        async with gateway_of({"backends": named, "health": quick} | settings, ready=ready) as live:
             yield live
 
 
@@ -175,7 +175,7 @@ async def gateway_of(config: dict[str, Any], *, ready: bool = True) -> AsyncGene
     """Run the gateway of a configuration. ``ready``: wait until all backends are."""
     state = make_state(config_of(config), time.monotonic, 0)
     sock = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_gateway(state), **_UVICORN, lifespan="on"))
+    server = uvicorn.Server(uvicorn.Config(create_gateway(state), **UVICORN, lifespan="on"))
     serving = asyncio.create_task(server._serve([sock]))
     try:
         async with aiohttp.ClientSession() as session:

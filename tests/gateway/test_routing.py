@@ -11,7 +11,7 @@ from tests.scheduler.harness import make_scheduler, request, step
 from quire.cache.block_hash import extend_chain, root_hash
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer, EventsLost
 from quire.errors import ConfigError
-from quire.gateway.prefix_index import Holders, PendingIndex, PredictedIndex, ReportedIndex
+from quire.gateway.prefix_index import TICKS_TO_LIVE, Holders, PendingIndex, PredictedIndex, ReportedIndex
 from quire.gateway.routing import POLICIES, Demand, Router
 from quire.scheduler.scheduler import Scheduler
 
@@ -175,3 +175,64 @@ def test_wrong_settings_are_named() -> None:
         Router("least-loded", 2)
     with pytest.raises(ConfigError, match="max_load_ratio"):
         Router("random", 2, max_load_ratio=0.9)
+
+
+def test_fewest_tokens_decide_and_two_choices_are_enough() -> None:
+    router = Router("least-tokens", 3)
+    assert router.route("a", Demand(num_prompt_tokens=1000)) == 0
+    assert [router.route(str(i), Demand(num_prompt_tokens=100)) for i in range(4)] == [1, 2, 1, 2]
+    for policy, most in (("power-of-two", 40), ("random", 80)):
+        router = Router(policy, 50, seed=5)
+        for i in range(1500):
+            router.route(str(i), Demand(num_output_tokens=10))
+        loads = [load.requests for load in router.loads]
+        assert max(loads) <= most
+        assert policy == "random" or max(loads) - min(loads) <= 5
+
+
+def test_a_session_stays_where_it_is_while_others_come_and_go() -> None:
+    router = Router("session", 8, max_load_ratio=100.0)
+    keys = [f"user {i}".encode() for i in range(200)]
+
+    def places(among: list[int]) -> dict[bytes, int | None]:
+        found = {}
+        for key in keys:
+            found[key] = router.route(key.decode(), Demand(key=key), among)
+            router.finished(key.decode())
+        return found
+
+    before, without = places(list(range(8))), places([0, 1, 2, 4, 5, 6, 7])
+    assert set(before.values()) == set(range(8))
+    assert all(without[key] == place for key, place in before.items() if place != 3)
+
+
+def test_a_slower_replica_gets_fewer_new_prompts() -> None:
+    router = Router("prefix-predicted", 2, max_load_ratio=10.0)
+    for tokens in (100, 2000, 500) * 20:
+        router.ttft.observe(0, tokens, tokens * 4e-4)
+        router.ttft.observe(1, tokens, tokens * 1e-4)
+    placed = [router.route(str(i), Demand(chain(i), 1000)) for i in range(50)]
+    assert 5 <= placed.count(0) <= 15
+
+
+def test_a_prefix_is_followed_until_its_queue_is_longer_than_computing_it() -> None:
+    router = Router("prefix-predicted", 2, max_load_ratio=10.0)
+    links = chain(*range(10))
+    assert router.route("a", Demand(links, 1000)) == 0
+    router.started("a")
+    places = [router.route(str(i), Demand([*links[:8], bytes([i])], 900)) for i in range(20)]
+    assert places[0] == 0
+    assert 1 in places
+    assert router.loads[0].queued_tokens <= router.loads[1].queued_tokens + 2 * 900
+
+
+def test_what_is_not_sent_again_is_forgotten_in_time() -> None:
+    index = PredictedIndex(100)
+    index.sent(0, chain(1, 2))
+    index.sent(0, chain(7, 8))
+    for _ in range(TICKS_TO_LIVE):
+        index.tick()
+        index.sent(0, chain(7))
+    index.tick()
+    assert index.holders.depths(chain(1, 2), 1) == [0]
+    assert index.holders.depths(chain(7, 8), 1) == [1]

@@ -16,7 +16,7 @@ from tests.parity.families import make
 from tests.parity.harness import VOCAB
 
 from quire.clock import VirtualClock
-from quire.engine.core import AddRequest, EngineCore
+from quire.engine.core import EngineCore
 from quire.executor.local import LocalExecutor
 from quire.models.checkpoint import describe
 from quire.request import Request, SamplingParams
@@ -78,7 +78,7 @@ def run(folder: Path, asked: Sequence[Request], num_blocks: int, budget: int, ma
     scheduler = Scheduler(config.scheduler, config.cache)
     core = EngineCore(scheduler, LocalExecutor(config), VirtualClock())
     for one in asked:
-        core.put(AddRequest(one))
+        core.put(one)
     tokens: dict[str, dict[int, list[int]]] = defaultdict(dict)
     while core.has_work:
         for event in core.step():

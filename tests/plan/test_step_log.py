@@ -12,7 +12,6 @@ from quire.clock import VirtualClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.build import build_core
-from quire.engine.core import AddRequest
 from quire.errors import ConfigError
 from quire.executor.logged import LoggedExecutor
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
@@ -64,7 +63,7 @@ def test_an_engine_writes_it_where_its_settings_say(tmp_path: Path) -> None:
         detect_device(),
     )
     core = build_core(config, FAKE, VirtualClock())
-    core.put(AddRequest(Request("r", (5, 6, 7), SamplingParams(max_tokens=4, seed=1, ignore_eos=True), 0.0)))
+    core.put(Request("r", (5, 6, 7), SamplingParams(max_tokens=4, seed=1, ignore_eos=True), 0.0))
     while core.has_work:
         core.step()
     core.executor.close()

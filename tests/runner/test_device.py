@@ -17,7 +17,7 @@ from tests.runner.tiny import SPECS as ALL_SPECS
 
 from quire.clock import VirtualClock
 from quire.config import DeviceInfo, EngineConfig, LoraConfig
-from quire.engine.core import AddRequest, EngineCore
+from quire.engine.core import EngineCore
 from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
@@ -58,7 +58,7 @@ def generate(
     waiting, running = list(asked), 0
     while waiting or running:
         while waiting and running < together:
-            core.put(AddRequest(waiting.pop(0)))
+            core.put(waiting.pop(0))
             running += 1
         for event in core.step():
             assert isinstance(event, TokenEvent)

@@ -12,7 +12,7 @@ from tests.runner.tiny import GREEDY, SPECS, engine_config, llama, weights
 
 from quire.clock import VirtualClock
 from quire.config import DeviceInfo, EngineConfig
-from quire.engine.core import AddRequest, EngineCore
+from quire.engine.core import EngineCore
 from quire.executor.local import LocalExecutor
 from quire.request import FinishReason, Request, TokenEvent
 from quire.runner.model_runner import ModelRunner
@@ -30,7 +30,7 @@ def serve(
     core = EngineCore(scheduler, run, VirtualClock())
     for length in lengths:
         prompt = tuple(range(length, 0, -1))
-        core.put(AddRequest(Request(str(length), prompt, replace(GREEDY, max_tokens=6), 0.0)))
+        core.put(Request(str(length), prompt, replace(GREEDY, max_tokens=6), 0.0))
     tokens: dict[str, tuple[int, ...]] = {str(length): () for length in lengths}
     ends: dict[str, TokenEvent] = {}
     while core.has_work:

@@ -11,7 +11,7 @@ from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.core import AddRequest, EngineCore
+from quire.engine.core import EngineCore
 from quire.request import Request, SamplingParams, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.step import SeqResult, StepPlan, StepResult
@@ -109,7 +109,7 @@ class Engine:
 
     def put(self, requests: Iterable[Request]) -> None:
         for one in requests:
-            self.core.put(AddRequest(one))
+            self.core.put(one)
 
     def step(self) -> list[TokenEvent]:
         events = self.core.step()

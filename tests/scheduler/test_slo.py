@@ -8,7 +8,7 @@ from tests.fakes.executor import FakeExecutor, FakeFaults
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.core import AddRequest, ChangePolicy, EngineCore
+from quire.engine.core import ChangePolicy, EngineCore
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.request import Request, SamplingParams
 from quire.scheduler.policy import PolicyChange
@@ -103,7 +103,7 @@ def test_a_failed_step_teaches_nothing() -> None:
     executor = FakeExecutor(CacheConfig(100), faults=FakeFaults(1.0))
     core = EngineCore(scheduler, executor, VirtualClock())
     core.controller = SloController(core.scheduler.predictor, CONFIG, 0.02)
-    core.put(AddRequest(Request("a", (1,) * 300, SamplingParams(max_tokens=4, seed=0), 0.0)))
+    core.put(Request("a", (1,) * 300, SamplingParams(max_tokens=4, seed=0), 0.0))
     core.begin()
     core.clock.advance(100.0)  # type: ignore[attr-defined]
     (event,) = core.finish()
@@ -120,7 +120,7 @@ def test_what_a_person_set_stays_until_it_is_released() -> None:
     core = EngineCore(scheduler, executor, clock, SloController(scheduler.predictor, CONFIG, 0.010))
     for index in range(40):
         sampling = SamplingParams(max_tokens=400, ignore_eos=True, seed=index)
-        core.put(AddRequest(Request(str(index), (1,) * 300, sampling, 0.0)))
+        core.put(Request(str(index), (1,) * 300, sampling, 0.0))
 
     def steps(num: int) -> tuple[int, int]:
         for _ in range(num):

@@ -16,7 +16,6 @@ from quire.clock import VirtualClock
 from quire.config import GATES, ORDERS
 from quire.engine.core import (
     AbortRequest,
-    AddRequest,
     EngineCore,
     FinishSample,
     LoadKv,
@@ -145,7 +144,7 @@ class Driver:
             if index not in request.finished_samples:
                 sample = Sample(request, index, expected, reason, stop_at, list(before))
                 self.samples[request.request_id].append(sample)
-        self.core.put(AddRequest(request))
+        self.core.put(request)
         if self.transfer_rng.random() < self.scenario.load_rate:
             num_blocks = self.transfer_rng.choice((1, 2, 1000))
             num_there = self.transfer_rng.choice((0, 2, 1000, 1000))

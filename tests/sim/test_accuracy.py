@@ -26,7 +26,7 @@ from quire.config import EngineConfig
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.build import build_core
-from quire.engine.core import AddRequest, EngineCore
+from quire.engine.core import EngineCore
 from quire.plan.cost_model import CostModel, Curve
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.replica import ClusterConfig
@@ -70,7 +70,7 @@ def test_the_plans_are_those_of_the_live_engine(what: str, settings: dict[str, i
     live = PlanHash(build_core(config, "local", WallClock()).executor)
     core = EngineCore(Scheduler(config.scheduler, config.cache), live, WallClock())
     for request in requests:
-        core.put(AddRequest(request))
+        core.put(request)
     num_tokens = 0
     while core.has_work:
         num_tokens += sum(len(event.token_ids) for event in core.step())

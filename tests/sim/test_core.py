@@ -16,7 +16,6 @@ from quire.clock import WallClock
 from quire.engine.client import InProcessClient
 from quire.engine.core import (
     AbortRequest,
-    AddRequest,
     ChangePolicy,
     Drain,
     FinishSample,
@@ -149,9 +148,7 @@ def test_a_reset_of_the_prefix_cache_leaves_what_runs_alone() -> None:
 def test_put_is_safe_from_other_threads() -> None:
     engine = Engine(make_scheduler(max_queue=1000))
     threads = [
-        threading.Thread(
-            target=lambda t=t: [engine.core.put(AddRequest(request(f"{t}-{i}"))) for i in range(20)]
-        )
+        threading.Thread(target=lambda t=t: [engine.core.put(request(f"{t}-{i}")) for i in range(20)])
         for t in range(4)
     ]
     for thread in threads:
@@ -183,7 +180,7 @@ def test_the_loop_rests_where_nothing_can_be_planned() -> None:
     steps: list[None] = []
     begin = core.begin
     core.begin = lambda: steps.append(None) or begin()  # type: ignore[method-assign, func-returns-value]
-    client.send(AddRequest(request("a")))
+    client.send(request("a"))
     for _ in range(4):
         assert client.receive(0.02) == []
     assert core.has_work

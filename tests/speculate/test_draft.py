@@ -38,19 +38,19 @@ def outputs(**settings: object) -> tuple[list[object], int]:
         for each in params
         for answer in llm.generate(PROMPTS, each)
     ]
-    return found, llm._client.core.stats().num_steps
+    return found, llm._client.core.stats().num_accepted_tokens
 
 
 def test_answers_equal_those_without_drafts() -> None:
-    plain, num_steps = outputs()
+    plain, _ = outputs()
     for settings in (
-        {"speculate": "ngram"},
+        {"speculate": "ngram", "spec_tokens": 4},
         {"speculate": "draft"},
         {"draft_model": "self:int8", "spec_tokens": 3},
     ):
-        found, fewer = outputs(**settings)
+        found, num_accepted = outputs(**settings)
         assert found == plain, settings
-        assert fewer < num_steps, settings
+        assert num_accepted > 0, settings
 
 
 def test_draft_weights_and_kv_are_counted() -> None:

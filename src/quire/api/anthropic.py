@@ -25,6 +25,7 @@ from quire.api.state import ApiState
 from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.http.body import named_event
+from quire.http.edge import TENANT
 from quire.http.refusals import ANTHROPIC_ROOT, Refusal
 from quire.http.wire import parse
 from quire.request import FinishReason, SamplingParams
@@ -61,8 +62,9 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
     def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:
         return MessageAnswer(head, plan, streamed=request.stream)
 
+    tenant = TENANT.get() or metadata.user_id
     return await conversation_job(
-        state, request, conversation, sampling, "msg_", answer, ignored, tenant=metadata.user_id
+        state, request, conversation, sampling, "msg_", answer, ignored, tenant=tenant
     )
 
 

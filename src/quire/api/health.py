@@ -52,6 +52,16 @@ class Probes:
         """200 while the engine works, 503 otherwise (vLLM's probe)."""
         return self._status(self._state.frontend.state in ("ready", "draining"))
 
+    async def answers(self) -> dict[str, Response]:
+        """Return the answers now, for the process that gives them (`quire.http.front`)."""
+        request = Request({"type": "http"})
+        return {
+            "/livez": await self.livez(request),
+            "/readyz": await self.readyz(request),
+            "/startupz": await self.startupz(request),
+            "/health": await self.health(request),
+        }
+
     async def version(self, request: Request) -> Response:
         """The version of Quire."""
         return json_response({"version": self._state.settings.version})

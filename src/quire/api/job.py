@@ -18,11 +18,11 @@ from quire.api.state import ApiState, Ticket
 from quire.engine.output import OutputChunk
 from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip
-from quire.http.edge import TENANT
+from quire.http.edge import TENANT, TENANT_WEIGHT
 from quire.http.refusals import Refusal
 from quire.metrics.prometheus import RequestMetrics
 from quire.metrics.trace import RequestPhases
-from quire.request import Deadline, FinishReason, Pooling, SamplingParams
+from quire.request import Deadline, FinishReason, Pooling, SamplingParams, Tenant
 
 _encode = msgspec.json.Encoder().encode
 
@@ -134,8 +134,7 @@ class Job:
     continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
     prompt_text: str | None = None  # of a chat: the text that its template made
-    # Keep this many tokens at the end of each prompt; -1: as many as the context holds.
-    truncate_to: int | None = None
+    truncate_to: int | None = None  # last tokens of each prompt that are kept; -1: as many as fit
     deadline: Deadline | None = None
     timing: bool = False  # the answer has a timing block
     in_background: bool = False  # a response that runs without its client
@@ -227,14 +226,12 @@ class PromptStreams:
                     request_id=job.answer.head.id + (f"-{i}" if len(job.prompts) > 1 else ""),
                     priority=job.priority,
                     cache_salt=job.cache_salt,
-                    tenant=job.tenant,
+                    tenant=Tenant(job.tenant, TENANT_WEIGHT.get()),
                     continues=job.continues,
                     pooling=job.pooling,
                     deadline=job.deadline,
                     adapter=adapter,
-                    seed=None if relayed is None else relayed.seed_of(i),
-                    delivered=() if relayed is None else relayed.events(i, n),
-                    elapsed_s=0.0 if relayed is None else relayed.elapsed_s,
+                    **({} if relayed is None else relayed.of_prompt(i, n)),
                 )
                 stream.merges = (
                     not job.is_tagged
@@ -412,8 +409,7 @@ def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float
 
 
 def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str, Any]:
-    output = stream.output
-    timing = output.timing
+    output, timing = stream.output, stream.output.timing
     has_token = timing.ttft_s > 0.0
     return {
         "queued_ms": _ms(timing.queued_s),
@@ -427,6 +423,7 @@ def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str
         "preemptions": output.num_preemptions,
         "chunks": output.num_chunks,
         "steps": output.num_steps,
+        "accepted_drafts": output.num_accepted,
         "seed": stream.seed,
         "determinism": determinism,
     }

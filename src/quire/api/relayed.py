@@ -78,18 +78,19 @@ class Relayed:
     def cached_tokens(self) -> int:
         return max((each.cached_tokens for each in self.delivered), default=0)
 
-    def seed_of(self, prompt: int) -> int:
-        """Return the seed of one prompt of the request, where the client gives none."""
-        return (self.seed + prompt) & _SEED_MASK
-
-    def events(self, prompt: int, n: int) -> list[TokenEvent]:
-        """Return the events of one prompt's samples behind what was delivered."""
+    def of_prompt(self, prompt: int, n: int) -> dict[str, Any]:
+        """Return what `Frontend.submit` gets of it for one prompt of the request."""
         first = prompt * n
-        return [
+        events = [
             TokenEvent("", each.choice - first, each.token_ids, each.logprobs, each.finish_reason, each.stop_token_id)
             for each in self.delivered
             if first <= each.choice < first + n
         ]  # fmt: skip
+        return {
+            "seed": (self.seed + prompt) & _SEED_MASK,
+            "delivered": events,
+            "elapsed_s": self.elapsed_s,
+        }
 
 
 # Of the request that a task serves; None if it does not come from a gateway with the key.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import uvloop
 from starlette.applications import Starlette
 
+from quire.api.health import Probes
 from quire.api.state import ApiState
 from quire.engine.build import EngineInfo
 from quire.engine.frontend import Frontend
@@ -63,7 +64,7 @@ async def _serve(
     def on_cut(reason: str) -> None:
         state.metrics.counters[f"quire:http_{reason}s"] += 1
 
-    server = DrainingServer(app, drain, on_cut=on_cut)
+    server = DrainingServer(app, drain, on_cut=on_cut, ask=Probes(state).answers)
     starting = asyncio.create_task(_start(server, frontend, url_of(sock), on_ready))
     try:
         async with served_beside(admin):

@@ -19,7 +19,6 @@ from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.client import InProcessClient
-from quire.engine.core import AddRequest
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.scheduler.policy import PolicyChange
@@ -124,7 +123,7 @@ class OfflineEngine:
             # The queue, which protects servers, would refuse more at once; their arrival times stay as they are.
             while waiting and waiting[0][0] <= now_s and len(running) - len(records) < room:
                 i = heapq.heappop(waiting)[1]
-                self._client.send(AddRequest(replace(made[i], arrival_s=start_s + requests[i].arrival_s)))
+                self._client.send(replace(made[i], arrival_s=start_s + requests[i].arrival_s))
                 running[made[i].request_id] = _Running(requests[i], Timing(now_s))
             pause_s = max(0.0, waiting[0][0] - now_s) if waiting else None
             events = self._client.receive(pause_s)

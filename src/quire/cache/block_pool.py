@@ -25,6 +25,14 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self._free: list[int] = []
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the stack holds each free block that was used before once."""
+        counts, free = self.ref_counts, self._free
+        return len(free) == len(set(free)) == self.num_free - self.num_untouched and not any(
+            counts[block_id] for block_id in free
+        )
+
     def take(self) -> int:
         """Hand out a free block with one reference. The caller has checked `num_free`."""
         return self.take_many(1)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from quire.args import ServerArgs, make_args
 from quire.gateway.config import GatewayArgs, read_config
 from quire.gateway.server import run_gateway
+from quire.gateway.state import GatewayState
+from quire.http.edge import Extension
+from quire.jobs.routes import JobSettings, jobs_of
 from quire.metrics.log import configure
 
 
@@ -20,4 +24,22 @@ def gateway(path: Path, flags: dict[str, Any], log_level: str, log_format: str) 
     style: Any = log_format
     configure(log_level, style=style)
     config = read_config(path)
-    return run_gateway(replace(config, server=replace(config.server, **given)))
+    return run_gateway(replace(config, server=replace(config.server, **given)), extend=batches)
+
+
+def batches(state: GatewayState) -> Extension:
+    """Return ``/v1/files`` and ``/v1/batches`` of the gateway itself; they pause while prompts wait at the backends."""
+
+    def is_busy() -> bool:
+        return any(load.queued_tokens for load in state.router.loads) or not any(
+            b.is_ready for b in state.fleet
+        )
+
+    server = state.config.server
+    settings = JobSettings(
+        batch_dir=server.batch_dir,
+        max_file_bytes=server.max_file_mib << 20,
+        max_body_bytes=server.max_body_mib << 20,
+        lenient=True,  # the backends say which fields they know
+    )
+    return jobs_of(settings, is_busy, time.time)

@@ -9,7 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.http.keys import ApiKey, check_name, create_key, read_keys, read_time, revoke_key, rotate_key
+from quire.http.keys import (
+    ApiKey,
+    check_name,
+    check_weight,
+    create_key,
+    read_keys,
+    read_time,
+    revoke_key,
+    rotate_key,
+)
 
 keys_app = typer.Typer(help="API keys in a file: create, list, rotate, revoke.", no_args_is_help=True)
 FileOption = Annotated[Path, typer.Option("--file", help="The file of keys.")]
@@ -37,6 +46,7 @@ def create(
     expires: Annotated[
         str | None, typer.Option("--expires", help="A date or time (UTC) at which it ends [never].")
     ] = None,
+    weight: Annotated[str, typer.Option("--weight", help="Share of the engine under --order fair.")] = "1",
     admin: Annotated[bool, typer.Option("--admin", help="It may also use the admin surface.")] = False,
 ) -> None:
     """Add a key and print it: it is shown this once, the file holds its hash."""
@@ -49,6 +59,7 @@ def create(
         models=tuple(models or ()),
         endpoints=tuple(endpoints or ()),
         admin=admin,
+        weight=check_weight(weight, "--weight"),
     )
     typer.echo(create_key(file, key))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -23,6 +25,11 @@ def serve(settings: dict[str, Any]) -> int:
     begin = time.monotonic()
     setproctitle("quire: api")
     engine_args, server_args = pick(EngineArgs, settings), pick(ServerArgs, settings)
+    num_replicas = server_args.data_parallel_size or server_args.replicas
+    if num_replicas > 1:
+        from quire.cli.replicas import serve_replicas
+
+        return serve_replicas(settings, server_args, num_replicas)
     process = EngineProcess()
     try:
         return _serve(engine_args, server_args, process, begin)
@@ -55,24 +62,21 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     from quire.http.listen import bind
     from quire.jobs.routes import jobs_of
 
-    names = tuple(name.strip() for name in (server_args.served_model_name or "").split(",") if name.strip())
+    names = _list(server_args.served_model_name)
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
     clock = WallClock()
-    client = Supervisor(
-        first,
-        lambda: ProcessClient(config, **child_log),
-        clock,
-        RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s),
-    )
+    policy = RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s)
+    golden = golden_prompt(config, server_args.golden_interval_s, clock)
+    client = Supervisor(first, lambda: ProcessClient(config, **child_log), clock, policy, golden)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     api = api_settings(server_args, config, __version__)
 
     def announce(url: str, info: EngineInfo) -> None:
-        print(
-            start_up_report(url, info, text.model.names[0], time.monotonic() - begin, note, weights),
-            file=sys.stderr,
-            flush=True,
-        )
+        seconds = time.monotonic() - begin
+        report = start_up_report(url, info, text.model.names[0], seconds, note, weights)
+        print(report, file=sys.stderr, flush=True)
+        if server_args.gateway is not None:
+            heartbeat_of(server_args, api, frontend, url).start()
 
     weights = weights_report(config.model)
     note = slow_kernels(config.device, config.runner.kernels)
@@ -116,6 +120,38 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
             "cache_dtype": config.model.kv_dtype,
         },
     )
+
+
+def golden_prompt(config: Any, interval_s: float, clock: Any) -> Any:
+    """Return the check of the engines' answers, None with an interval of 0."""
+    from quire.engine.golden import GoldenPrompt, golden_folder
+
+    return GoldenPrompt(config, golden_folder(), clock, interval_s) if interval_s else None
+
+
+def heartbeat_of(args: ServerArgs, api: Any, frontend: Any, url: str) -> Any:
+    """Return what registers this server at ``args.gateway``; a server that drains is taken off there."""
+    from quire.http.heartbeat import Heartbeat
+
+    def describe() -> dict[str, Any] | None:
+        if frontend.state != "ready":
+            return None
+        adapters = () if frontend.adapters is None else tuple(frontend.adapters.adapters)
+        return {
+            "name": f"{socket.gethostname()}:{url.rpartition(':')[2]}",
+            "url": url,
+            "models": [*frontend.model.names, *adapters],
+            "api_key": args.api_key,
+            "about": {
+                "pid": os.getpid(),
+                "version": __version__,
+                "fingerprint": api.system_fingerprint,
+                "max_model_len": frontend.model.max_model_len,
+                "kv_tokens": frontend.info.num_kv_tokens,
+            },
+        }
+
+    return Heartbeat(args.gateway or "", args.gateway_key, describe)
 
 
 def job_settings(args: ServerArgs) -> Any:

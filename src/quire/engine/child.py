@@ -32,11 +32,12 @@ from quire.engine.process import Boot, Events, Failure, decode, encode
 from quire.engine.spawn import HEARTBEAT, PLANS, STACKS, wake_at_parents_end
 from quire.errors import QuireError
 from quire.metrics.log import Log, configure
-from quire.scheduler.scheduler import Sleep
+from quire.scheduler.scheduler import Sleep, audit
 from quire.scheduler.scheduler import describe as describe_plan
 from quire.step import StepPlan
 
 STATS_INTERVAL_S = 0.5
+AUDIT_AFTER_S = 1.0  # without work
 log = Log("engine")
 
 
@@ -113,13 +114,21 @@ def serve(
 
 
 def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock, ticker: Ticker) -> None:
-    """Wait until there is something to do, with a tick every `IDLE_TICK_S`; do not wait while there is work."""
+    """Wait until there is something to do, with a tick every `IDLE_TICK_S`; do not wait while there is work.
+
+    After a second, the books of the cache are looked at once.
+    """
     rest = core.rest
     if rest is None:
         return
     until_s = rest.until_s if isinstance(rest, Sleep) else math.inf
+    audit_s: float | None = clock.now() + AUDIT_AFTER_S
     while (now_s := clock.now()) < until_s:
         ticker.idle(now_s)
+        if audit_s is not None and now_s >= audit_s:
+            audit_s = None
+            if num_blocks := audit(core.scheduler):
+                log.error("blocks_reclaimed", blocks=num_blocks)
         if inbox.poll(math.ceil(min(IDLE_TICK_S, until_s - now_s) * 1e3)):
             return
 

@@ -114,7 +114,7 @@ class EngineCore:
 
     def _take_in(self, message: Message | ControlPolicy) -> list[TokenEvent]:
         match message:
-            case AddRequest(request):
+            case Request() as request:
                 if self._draining:
                     text = "The server is shutting down and takes no more requests. Try another replica."
                     indexes = [
@@ -202,13 +202,6 @@ class EngineCore:
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-@dataclass(frozen=True, slots=True)
-class AddRequest:
-    """Queue a request."""
-
-    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +299,7 @@ class TransfersDone:
 
 Call = ChangePolicy | ResetPrefixCache
 Message = (
-    AddRequest
+    Request  # to be queued
     | AbortRequest
     | FinishSample
     | PolicyChange

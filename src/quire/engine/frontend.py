@@ -3,7 +3,7 @@
 A request's way down and up:
 
     prompts      messages ──> text ──> token ids
-    submit       prompt ──> `prepare_request` ──> Request ──> client.send(AddRequest)
+    submit       prompt ──> `prepare_request` ──> Request ──> client.send
     stream       text <── `RequestOutputState` <── `OpenStreams` <── `EventPump` <── client.receive
 
 A template that is not on the list of known ones (`quire.text.chat_template`) is compiled and rendered in a helper
@@ -27,7 +27,7 @@ from quire.clock import Clock
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.client import Calls, EngineClient
-from quire.engine.core import AbortRequest, AddRequest, Call, Message, Reply
+from quire.engine.core import AbortRequest, Call, Message, Reply
 from quire.engine.helper_pool import GrammarChecker
 from quire.engine.in_flight import continued
 from quire.engine.output import RequestOutputState
@@ -36,7 +36,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Adapter, Deadline, Pooling, SamplingParams, TokenEvent
+from quire.request import NO_TENANT, Adapter, Deadline, Pooling, SamplingParams, Tenant, TokenEvent
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -108,7 +108,7 @@ class Frontend:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
-        tenant: str = "",
+        tenant: Tenant = NO_TENANT,
         continues: bool = False,
         adapter: Adapter | None = None,
         pooling: Pooling | None = None,
@@ -167,7 +167,7 @@ class Frontend:
         stream.delivered = [chunk for event in delivered if (chunk := state.feed(event)) is not None]
         if state.finished:
             return stream
-        self._client.send(AddRequest(request))  # may fail, so the stream is open only after it
+        self._client.send(request)  # may fail, so the stream is open only after it
         self.streams.add(request.request_id, stream, self._clock.now())
         return stream
 

@@ -10,24 +10,17 @@ awake: a laptop that slept, or an API process that was stopped together with its
 from __future__ import annotations
 
 import mmap
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from quire.clock import Clock
-from quire.engine.client import EngineClient
-from quire.errors import EngineDeadError
-from quire.metrics.log import Log
-from quire.request import TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan, StepResult
 
-log = Log("supervisor")
 IDLE_TICK_S = 0.25  # between two ticks of an engine without work
 SLOW_START_S = 20.0  # that reading an adapter or building a grammar may add to a step
-_LOOK_S = 0.25  # between two looks at an engine that sends nothing
 _GAP_S = 0.5  # of a longer time between two looks, no more than this counts
 _SLOTS = 3  # doubles: time of the tick, predicted seconds until the next one, step
 
@@ -120,45 +113,3 @@ class HangWatch:
                 self._beat_s = beat_s
                 self._awake_at_beat_s = self._awake_s - min(max(0.0, now_s - beat_s), passed_s)
             return Pulse(not beat_s, self._awake_s - self._awake_at_beat_s, predicted_s, step)
-
-
-class HangGuard:
-    """Receives from an engine and looks whether it hangs; logs what it was doing then. ``timeout_s`` 0: kills none."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._is_hung = False
-
-    def receive(self, client: EngineClient, timeout_s: float | None) -> list[TokenEvent]:
-        """As `EngineClient.receive`, for a quarter of a second at most.
-
-        Raises:
-            EngineDeadError: the engine has died, or was late for so long that it is to be replaced.
-        """
-        events = client.receive(_LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S))
-        health = client.health()
-        if health.status != "hung":
-            if self._is_hung and health.status == "ready":
-                log.warning("engine_goes_on")
-            self._is_hung = False
-            return events
-        if not self._is_hung:
-            self._is_hung = True
-            log.error("engine_hangs", reason=health.reason)
-            log.error("engine_dump", file=_keep(client.dump()))
-        if self._timeout_s and health.overdue_s >= self._timeout_s and not events:
-            self._is_hung = False
-            raise EngineDeadError(f"The engine hung and was killed: {health.reason}.")
-        return events
-
-
-def _keep(dump: str) -> str:
-    """Write what a hung engine said to a file that stays; return its path, or why there is none."""
-    if not dump:
-        return "none: the process is stopped, or does not answer signals"
-    try:
-        with tempfile.NamedTemporaryFile("w", prefix="quire-hang-", suffix=".txt", delete=False) as file:
-            file.write(dump)
-    except OSError as error:
-        return f"none: {error}"
-    return file.name

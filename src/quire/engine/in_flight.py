@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from quire.engine.core import AbortRequest, AddRequest, FinishSample, Message, Reply
+from quire.engine.core import AbortRequest, FinishSample, Message, Reply
 from quire.errors import RequestError
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.policy import PolicyChange
@@ -24,7 +24,7 @@ class _Tracked:
 class InFlight:
     """The requests in flight, in order of arrival, so that they can continue in another engine. Not thread-safe.
 
-    A request is in the record from `AddRequest` until every sample has its terminal event, or until the client's side
+    A request is in the record from its `Request` until every sample has its terminal event, or until the client's side
     ended it. Only delivered tokens count: tokens that were lost with an engine are computed again and come out
     equal.
     """
@@ -39,11 +39,10 @@ class InFlight:
 
     def sent(self, message: Message) -> None:
         """Record a message to the core."""
-        if isinstance(message, AddRequest):
-            request = message.request
-            before = request.output_token_ids or ((),) * request.sampling.num_samples
-            self._requests[request.request_id] = _Tracked(
-                request, [list(ids) for ids in before], set(request.finished_samples)
+        if isinstance(message, Request):
+            before = message.output_token_ids or ((),) * message.sampling.num_samples
+            self._requests[message.request_id] = _Tracked(
+                message, [list(ids) for ids in before], set(message.finished_samples)
             )
         elif isinstance(message, AbortRequest):
             self._requests.pop(message.request_id, None)
@@ -104,15 +103,13 @@ class InFlight:
         """Return the messages that bring a new engine to the state of the dead one, requests in order of arrival."""
         return [*self.settings(), *map(self.readmission, self._requests)]
 
-    def readmission(self, request_id: str) -> AddRequest:
+    def readmission(self, request_id: str) -> Request:
         """Return the message that lets a request continue after what was delivered of it."""
         tracked = self._requests[request_id]
-        return AddRequest(
-            replace(
-                tracked.request,
-                output_token_ids=tuple(tuple(ids) for ids in tracked.outputs),
-                finished_samples=tuple(sorted(tracked.finished)),
-            )
+        return replace(
+            tracked.request,
+            output_token_ids=tuple(tuple(ids) for ids in tracked.outputs),
+            finished_samples=tuple(sorted(tracked.finished)),
         )
 
     def _finish(self, request_id: str, sample_index: int) -> None:

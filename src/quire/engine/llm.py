@@ -20,7 +20,7 @@ from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, llm_args, load_text
 from quire.engine.client import InProcessClient
-from quire.engine.core import AbortRequest, AddRequest
+from quire.engine.core import AbortRequest
 from quire.engine.helper_pool import GrammarChecker
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.pooling import NOTHING_SAMPLED, Scoring, pairs_of, scoring_prompts
@@ -277,7 +277,7 @@ class LLM:
             while waiting or running:
                 while waiting and len(running) < self._max_in_flight:
                     request = waiting.popleft()
-                    self._client.send(AddRequest(request))
+                    self._client.send(request)
                     running[request.request_id] = RequestOutputState(
                         request, self._tokenizer, self._client.send, continues=continues
                     )

@@ -80,11 +80,13 @@ class _Sample:
                 sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
             )
         self.num_tokens = self.num_steps = self.num_chunks = self.num_preemptions = 0
+        self.num_accepted = 0  # drafts
         self.started = False  # its first chunk was returned
         self.finished = False
 
     def note_step(self, event: TokenEvent) -> None:
         """Count a step. The core sends its own count with the first token after an admission and at the end."""
+        self.num_accepted += max(0, len(event.token_ids) - 1)
         if event.timing is not None:
             self.num_steps = max(self.num_steps, event.timing.num_steps)
             self.num_chunks = max(self.num_chunks, event.timing.num_chunks)
@@ -118,8 +120,7 @@ class _Sample:
 class RequestOutputState:
     """The output of one request: n samples, and the numbers for usage and timing. Not thread-safe.
 
-    ``continues``: the output continues the prompt's text, so the leading space of a sentencepiece vocabulary is kept;
-    an answer to a chat begins a new text.
+    ``continues``: the output continues the prompt's text, so a sentencepiece vocabulary's leading space is kept.
     """
 
     def __init__(
@@ -158,6 +159,10 @@ class RequestOutputState:
     def num_chunks(self) -> int:
         """Of these, how many computed a chunk of the prompt."""
         return sum(sample.num_chunks for sample in self._samples)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(sample.num_accepted for sample in self._samples)
 
     @property
     def num_output_tokens(self) -> int:

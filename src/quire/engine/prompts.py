@@ -18,7 +18,7 @@ from quire.engine.helper_pool import Head, HelperPool
 from quire.engine.large_input import INLINE_CHARS, LongTexts, off_loop
 from quire.errors import ModelLoadError, RequestError, clip
 from quire.http.limits import TEXT_CHARACTERS, too_many
-from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams
+from quire.request import NO_TENANT, Adapter, Deadline, Pooling, Request, SamplingParams, Tenant
 from quire.text.chat_template import ChatTemplate, over_limit
 from quire.text.tokenizer import Tokenizer
 
@@ -37,7 +37,7 @@ def prepare_request(
     seed: int,
     priority: int = 0,
     cache_salt: str = "",
-    tenant: str = "",
+    tenant: Tenant = NO_TENANT,
     grammar: str | None = None,
     adapter: Adapter | None = None,
     pooling: Pooling | None = None,

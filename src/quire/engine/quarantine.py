@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable
 
 from quire.engine.client import EngineClient
-from quire.engine.core import AbortRequest, AddRequest, Message
-from quire.engine.heartbeat import HangGuard
+from quire.engine.core import AbortRequest, Message
+from quire.engine.guard import EngineGuard
 from quire.engine.in_flight import InFlight
 from quire.errors import EngineDeadError
 from quire.metrics.log import Log
-from quire.request import TokenEvent
+from quire.request import Request, TokenEvent
 
 log = Log("supervisor")
 TRIAL_STEPS = 4  # with tokens, that a suspect runs alone
@@ -33,7 +33,7 @@ class Quarantine:
         client: EngineClient,
         record: InFlight,
         lock: threading.Lock,
-        guard: HangGuard,
+        guard: EngineGuard,
         is_closed: Callable[[], bool],
     ) -> None:
         self._client, self._record, self._lock, self._guard = client, record, lock, guard
@@ -90,7 +90,7 @@ def send_again(client: EngineClient, message: Message, record: InFlight) -> list
         client.send(message)
     except Exception as error:
         log.exception("readmission_failed")
-        if isinstance(message, AddRequest):
+        if isinstance(message, Request):
             text = f"The request cannot be sent to the engine: {type(error).__name__}: {error}"
-            return record.fail(message.request.request_id, text, "internal")
+            return record.fail(message.request_id, text, "internal")
     return []

@@ -20,7 +20,8 @@ from quire.clock import Clock
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient, EngineHealth
 from quire.engine.core import Message, Reply
-from quire.engine.heartbeat import HangGuard
+from quire.engine.golden import GoldenPrompt
+from quire.engine.guard import EngineGuard
 from quire.engine.in_flight import InFlight
 from quire.engine.quarantine import Quarantine, send_again
 from quire.errors import EngineDeadError, QuireError
@@ -53,7 +54,9 @@ class Supervisor:
         restart: Callable[[], EngineClient],
         clock: Clock,
         policy: RestartPolicy | None = None,
+        golden: GoldenPrompt | None = None,
     ) -> None:
+        """``golden``: a check of each engine's answers at its start, and while it is idle."""
         self._client = first
         self._restart = restart
         self._clock = clock
@@ -66,13 +69,20 @@ class Supervisor:
         self._between = False  # one engine is dead and the next is not ready: messages are only recorded
         self._reason: QuireError | None = None  # why the last engine died
         self._retry_at_s = 0.0  # end of the pause before a restart
-        self._guard = HangGuard(self._policy.hang_timeout_s)
+        self._guard = EngineGuard(self._policy.hang_timeout_s, golden)
         self._dead: EngineDeadError | None = None
         self.num_restarts = 0
 
     def wait_ready(self) -> EngineInfo:
-        """As `EngineClient.wait_ready`. A first engine that cannot load is not replaced."""
-        return self._client.wait_ready()
+        """As `EngineClient.wait_ready`. A first engine that cannot load is not replaced; one that errs is."""
+        info = self._client.wait_ready()
+        try:
+            self._guard.check(self._client)
+        except EngineDeadError as error:
+            self._replace(error)
+            if self._dead is not None:
+                raise self._dead from error
+        return info
 
     def send(self, message: Message) -> None:
         """As `EngineClient.send`; a request that arrives between two engines goes to the next one."""
@@ -125,7 +135,10 @@ class Supervisor:
                     "restarting", str(self._reason), num_restarts=self.num_restarts, retry_in_s=left_s
                 )
             client = self._client
-        return replace(client.health(), num_restarts=self.num_restarts)
+        health = client.health()
+        if health.status == "ready" and self._guard.problem is not None:
+            health = EngineHealth("unsound", self._guard.problem)
+        return replace(health, num_restarts=self.num_restarts)
 
     def dump(self) -> str:
         """As `EngineClient.dump`."""
@@ -156,6 +169,7 @@ class Supervisor:
                 break
             try:
                 client.wait_ready()
+                self._guard.check(client)
                 quarantine = Quarantine(client, self._record, self._lock, self._guard, self._closed.is_set)
                 quarantine.run(self._policy.suspect_deaths, events)
             except QuireError as failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -11,17 +12,32 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.errors import ConfigError, RequestError
+from quire.gateway.config import checked_url
+from quire.gateway.discovery import Registration
 from quire.gateway.fleet import Backend
 from quire.gateway.state import GatewayState
 from quire.http.body import json_response, read_json, send_json
 from quire.http.edge import Edge, NoBrowsers, error_handlers, id_source
 from quire.http.listen import is_loopback
 from quire.http.refusals import Refusal
-from quire.http.wire import Wire, parse
+from quire.http.wire import AnyObject, Integer, Number, Text, Texts, Wire, not_allowed, parse
 from quire.metrics.log import Log
 
 log = Log("gateway")
 MAX_BODY_BYTES = 1 << 20
+
+
+class Heartbeat(Wire):
+    """Body of ``POST /admin/backends``, which a replica sends again before ``ttl_s`` has passed."""
+
+    name: Text
+    url: Text
+    models: Texts
+    ttl_s: Number = 10.0
+    api_key: Text | None = None
+    max_requests: Integer | None = None
+    about: AnyObject | None = None
 
 
 class BackendPatch(Wire):
@@ -38,7 +54,9 @@ def admin_app(state: GatewayState) -> ASGIApp:
     return Starlette(
         routes=[
             Route("/admin/backends", admin.backends, methods=["GET"]),
+            Route("/admin/backends", admin.register, methods=["POST"]),
             Route("/admin/backends/{name:path}", admin.backend, methods=["GET"]),
+            Route("/admin/backends/{name:path}", admin.deregister, methods=["DELETE"]),
             Route("/admin/backends/{name:path}", admin.change, methods=["PATCH"]),
             Route("/admin/routing", admin.routing, methods=["GET"]),
         ],
@@ -72,6 +90,28 @@ class Admin:
     async def backend(self, request: Request) -> Response:
         """One of them."""
         return json_response(self._card(self._state.fleet.named(request.path_params["name"])))
+
+    async def register(self, request: Request) -> Response:
+        """Take a replica's heartbeat. A replica that listens on every address is reached where it called from."""
+        said = parse(Heartbeat, await read_json(request.scope, request.receive, MAX_BODY_BYTES))
+        caller = request.client.host if request.client is not None else "127.0.0.1"
+        if not 1.0 <= said.ttl_s <= 3600.0:
+            raise not_allowed("ttl_s", said.ttl_s, "a number of seconds in 1…3600")
+        try:
+            url = checked_url(said.url, "url")
+        except ConfigError as error:
+            raise RequestError(str(error), param="url") from error
+        if (host := urlsplit(url).hostname) and is_loopback(host) and not is_loopback(caller):
+            url = url.replace(host, f"[{caller}]" if ":" in caller else caller, 1)
+        registration = Registration(
+            said.name, url, tuple(said.models), said.ttl_s, said.api_key, said.max_requests, said.about or {}
+        )
+        return json_response(self._card(self._state.discovery.register(registration)))
+
+    async def deregister(self, request: Request) -> Response:
+        """Forget a replica that has registered itself; its running requests go on."""
+        self._state.discovery.deregister(request.path_params["name"])
+        return json_response({"deleted": True})
 
     async def change(self, request: Request) -> Response:
         """Drain a backend, or let it take requests again. Its running requests go on."""
@@ -118,5 +158,6 @@ class Admin:
             "requests": load.requests,
             "tokens": load.tokens,
             "queued_tokens": load.queued_tokens,
+            "about": backend.about,
             "ttft_ms_per_token": round(1e3 * state.router.ttft.per_token_s(backend.number), 4),
         }

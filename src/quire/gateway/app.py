@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -15,13 +14,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from quire.gateway.admin import admin_app
-from quire.gateway.discovery import Discovery
-from quire.gateway.health import Poller
-from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.proxy import Proxy
 from quire.gateway.state import GatewayState
+from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
-from quire.http.edge import Edge, error_handlers
+from quire.http.edge import Edge, Extension, error_handlers
 from quire.http.keys import KeyFile
 
 # What a replica of Quire serves, and what other servers with OpenAI's API have beside it.
@@ -34,8 +31,12 @@ POST_PATHS = (
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_gateway(state: GatewayState) -> ASGIApp:
-    """Return the gateway's application; the backends of the configuration are added when it starts."""
+def create_gateway(state: GatewayState, extension: Extension | None = None) -> ASGIApp:
+    """Return the gateway's application; the backends of the configuration are added when it starts.
+
+    Of ``extension`` the routes and the lifespan are used: batches run on the gateway, as its own requests.
+    """
+    extension = extension or Extension()
     probes = Probes(state)
     get: dict[str, Handler] = {
         "/livez": probes.livez,
@@ -46,11 +47,18 @@ def create_gateway(state: GatewayState) -> ASGIApp:
         "/v1/models": probes.models,
         "/v1/models/{model_id:path}": probes.model,
     }
+    stored = StoredProxy(state)
+    of_response = {"": ["GET", "DELETE"], "/input_items": ["GET"], "/cancel": ["POST"]}
     key_file = state.config.server.key_file
     app = Starlette(
         routes=[
             *(Route(path, Proxy(state, path), methods=["POST"]) for path in POST_PATHS),
             *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
+            *(
+                Route(f"/v1/responses/{{response_id}}{end}", stored, methods=methods)
+                for end, methods in of_response.items()
+            ),
+            *extension.routes,
         ],
         middleware=[
             Middleware(
@@ -63,7 +71,7 @@ def create_gateway(state: GatewayState) -> ASGIApp:
         exception_handlers=error_handlers(
             lambda status: state.metrics.requests.update([("other", str(status), "refused")])
         ),
-        lifespan=_lifespan(state),
+        lifespan=_lifespan(state, extension),
     )
     app.router.redirect_slashes = False
     return _Split(app, admin_app(state))
@@ -119,26 +127,14 @@ def _card(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "quire"}
 
 
-def _lifespan(state: GatewayState) -> Lifespan[Starlette]:
+def _lifespan(state: GatewayState, extension: Extension) -> Lifespan[Starlette]:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
         state.start()
-        poller = Poller(state)
-        discovery = Discovery(state, poller)
-        discovery.start()
-        ageing = asyncio.create_task(_age(state))
         try:
-            yield
+            async with extension.lifespan(app) if extension.lifespan is not None else nullcontext():
+                yield
         finally:
-            ageing.cancel()
-            await discovery.close()
-            await poller.close()
             await state.close()
 
     return lifespan
-
-
-async def _age(state: GatewayState) -> None:
-    while True:
-        await asyncio.sleep(state.config.routing.index_ttl_s / TICKS_TO_LIVE)
-        state.router.prefixes.tick()

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope
 from quire.errors import RequestError, clip
 from quire.gateway.digest import text_of
 from quire.http.body import decode, header, read_bytes
+from quire.http.client import PRIORITY_KEY
 from quire.http.wire import not_allowed
 
 DEFAULT_OUTPUT_TOKENS = 256  # counted for a request that names no limit
@@ -33,10 +34,11 @@ class Asked:
     text: bytes  # of the prompt, as `gateway.digest` lays it out
     num_output_tokens: int  # at most, over all choices
     session: bytes
+    priority: int | None = None  # replaces the body's: that of a batch, whose lines are sent by this process
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream of this body ends with its usage: always, but for OpenAI's chats and completions."""
+        """Whether a stream of this body ends with its usage: OpenAI's chats and completions have to ask for it."""
         if self.path not in ("/v1/chat/completions", "/v1/completions"):
             return True
         options = self.body.get("stream_options")
@@ -47,10 +49,12 @@ class Asked:
 
         Every other field keeps its bytes.
         """
-        if model == self.model and not adds_usage:
+        if model == self.model and not adds_usage and self.priority is None:
             return self.raw
         fields = _fields(self.raw)
         fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+        if self.priority is not None:
+            fields["priority"] = msgspec.Raw(msgspec.json.encode(self.priority))
         if adds_usage:
             options = self.body.get("stream_options")
             options = (
@@ -86,6 +90,7 @@ async def read_asked(scope: Scope, receive: Receive, max_bytes: int) -> Asked:
         text=text_of(body),
         num_output_tokens=_num_output_tokens(body),
         session=_session(scope, body),
+        priority=scope.get(PRIORITY_KEY),
     )
 
 

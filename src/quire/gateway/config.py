@@ -45,6 +45,8 @@ class GatewayArgs:
     ledger_spool: str | None = None
     max_body_mib: int = 32
     max_answer_mib: int = 64
+    batch_dir: str | None = None
+    max_file_mib: int = 100
     drain_timeout_s: float = 30.0
     access_log: bool = False
 
@@ -276,6 +278,8 @@ def _backend(values: dict[str, Any], where: str) -> BackendArgs:
         return replace(backend, url=checked_url(backend.url, f"{where}: url"))
     if backend.dns is not None:
         checked_url(f"http://{backend.dns}", f"{where}: dns", f"{backend.dns!r}", "host:port")
+        if not backend.dns.rpartition(":")[2].isdigit():
+            raise ConfigError(f"{where}: dns = {backend.dns!r} must be host:port")
     return backend
 
 

@@ -1,41 +1,104 @@
-"""`Discovery`: which backends there are, from the configuration, DNS names and watched files."""
+"""`Discovery`: which backends there are: of the configuration, of DNS names and files, and those that register."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.gateway.config import BackendArgs, checked_url
-from quire.gateway.fleet import Source
+from quire.gateway.fleet import Backend, Fleet, Source
 from quire.gateway.health import Poller
-from quire.gateway.state import GatewayState
 from quire.metrics.log import Log
 
 log = Log("gateway")
 
 
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a replica says of itself."""
+
+    name: str
+    url: str
+    models: tuple[str, ...]
+    ttl_s: float  # without another heartbeat the replica is gone
+    api_key: str | None = None
+    max_requests: int | None = None
+    about: Mapping[str, object] = field(default_factory=dict)  # role, fingerprint, version …
+
+
 class Discovery:
     """Keeps the fleet as the sources say. A source that cannot be read leaves its backends as they are."""
 
-    def __init__(self, state: GatewayState, poller: Poller) -> None:
-        self._state = state
+    def __init__(
+        self, fleet: Fleet, poller: Poller, sources: Sequence[BackendArgs], now: Callable[[], float]
+    ) -> None:
+        self._fleet = fleet
         self._poller = poller
+        self._sources = sources
+        self._now = now
         self._tasks: list[asyncio.Task[None]] = []
+        self._until_s: dict[str, float] = {}  # of registered backends: when they are gone
 
     def start(self) -> None:
         """Add the backends of the configuration and watch the sources that change."""
-        for index, args in enumerate(self._state.config.backends):
+        for index, args in enumerate(self._sources):
             if args.url is not None:
                 name = args.name or args.url.removeprefix("http://").removeprefix("https://")
-                self._state.fleet.add(name if name not in self._state.fleet else f"{name}#{index}", args.url, args,
-                                      "config")  # fmt: skip
+                name = name if name not in self._fleet else f"{name}#{index}"
+                self._fleet.add(name, args.url, args, "config")
             else:
                 self._tasks.append(asyncio.create_task(self._watch(args)))
+        self._tasks.append(asyncio.create_task(self._expire()))
         self._poller.sync()
+
+    def register(self, said: Registration) -> Backend:
+        """Take a heartbeat.
+
+        Raises:
+            RequestError: the name belongs to a backend that has not registered itself.
+        """
+        backend = self._fleet.named(said.name) if said.name in self._fleet else None
+        if backend is not None and backend.source != "registered":
+            raise RequestError(
+                f"name = {clip(said.name)} belongs to a backend of the configuration.", param="name"
+            )
+        if backend is not None and backend.url != said.url:  # it has started again at another address
+            self._fleet.remove(backend)
+            backend = None
+        if backend is None:
+            args = BackendArgs(said.name, said.url, models=said.models, api_key=said.api_key,
+                               max_requests=said.max_requests)  # fmt: skip
+            backend = self._fleet.add(said.name, said.url, args, "registered")
+            self._poller.sync()
+        self._fleet.serves(backend, said.models)
+        backend.about = dict(said.about)
+        self._until_s[said.name] = self._now() + said.ttl_s
+        return backend
+
+    def deregister(self, name: str) -> None:
+        """A replica says that it ends.
+
+        Raises:
+            NotFoundError: no backend of this name has registered itself.
+        """
+        backend = self._fleet.named(name)
+        if self._until_s.pop(name, None) is None:
+            raise NotFoundError(f"The backend {clip(name)} has not registered itself.", code="not_registered")
+        self._fleet.remove(backend)
+        self._poller.sync()
+
+    async def _expire(self) -> None:
+        """Remove the replicas whose heartbeats have stopped."""
+        while True:
+            await asyncio.sleep(self._fleet.health.interval_s / 2)
+            for name in [name for name, until_s in self._until_s.items() if until_s < self._now()]:
+                log.warning("backend_silent", backend=name)
+                self.deregister(name)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -57,11 +120,11 @@ class Discovery:
             else:
                 failure = ""
                 known = self._replace(args, known, urls)
-            await asyncio.sleep(self._state.config.health.interval_s)
+            await asyncio.sleep(self._fleet.health.interval_s)
 
     def _replace(self, args: BackendArgs, known: dict[str, str], urls: Collection[str]) -> dict[str, str]:
         """Make the fleet have exactly ``urls`` of one source; return their names."""
-        fleet, source = self._state.fleet, args.name or args.dns or args.file
+        fleet, source = self._fleet, args.name or args.dns or args.file
         kind: Source = "dns" if args.dns is not None else "file"
         wanted = {f"{source}/{url.partition('://')[2]}": url for url in urls}
         for name in known.keys() - wanted.keys():

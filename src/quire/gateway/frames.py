@@ -11,30 +11,32 @@ from quire.http.body import named_event
 from quire.http.refusals import ANTHROPIC_ROOT, Refusal
 
 MAX_FRAME_BYTES = 8 << 20
+_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
 class Frames:
     """Cuts bytes at the ends of frames (an empty line). A frame beyond `MAX_FRAME_BYTES` raises `ValueError`."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()  # of a frame whose end has not come
 
     def feed(self, data: bytes) -> bytes:
         """Return the whole frames among the bytes so far that have not been returned."""
-        if not self._rest and data.endswith(b"\n\n"):
+        rest = self._rest
+        if not rest and data.endswith(b"\n\n"):
             return data
-        data = self._rest + data
-        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
-        if end < 4 and not data.startswith(b"\n\n"):
-            end = 0  # rfind found neither
-        self._rest = data[end:]
-        if len(self._rest) > MAX_FRAME_BYTES:
+        start = max(len(rest) - 3, 0)  # an empty line may begin in the bytes before
+        rest += data
+        end = max((at + len(line) for line in _ENDS if (at := rest.rfind(line, start)) >= 0), default=0)
+        if len(rest) - end > MAX_FRAME_BYTES:
             raise ValueError(f"a frame has more than {MAX_FRAME_BYTES} bytes")
-        return data[:end]
+        whole = bytes(rest[:end])
+        del rest[:end]
+        return whole
 
     def end(self) -> bytes:
         """Return what is left at the end of the stream."""
-        return self._rest
+        return bytes(self._rest)
 
 
 def without_usage(frames: bytes) -> bytes:

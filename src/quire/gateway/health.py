@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
+from random import Random
 from typing import Any
 
 import msgspec
 
 from quire.gateway.fleet import Backend, Fleet
-from quire.gateway.state import GatewayState
-from quire.gateway.upstream import BackendFailed, Whole
+from quire.gateway.upstream import BackendFailed, Upstream, Whole
 
 _PATHS = ("/readyz", "/health", "/v1/models")  # Quire, vLLM and others, any
 _JITTER = 0.25  # of the interval, either way, so that gateways do not poll in step
@@ -30,16 +31,22 @@ class _Models(msgspec.Struct):
 class Poller:
     """One task for each backend, as long as the backend is in the fleet."""
 
-    def __init__(self, state: GatewayState) -> None:
-        self._state = state
+    def __init__(self, fleet: Fleet, random: Random, now: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._random = random
+        self._now = now
+        self._upstream: Upstream | None = None
         self._tasks: dict[Backend, asyncio.Task[None]] = {}
 
-    @property
-    def _fleet(self) -> Fleet:
-        return self._state.fleet
+    def start(self, upstream: Upstream) -> None:
+        """Poll from now on."""
+        self._upstream = upstream
+        self.sync()
 
     def sync(self) -> None:
         """Poll the backends that the fleet has now, and no others."""
+        if self._upstream is None:
+            return
         present = set(self._fleet)
         for backend in present - self._tasks.keys():
             self._tasks[backend] = asyncio.create_task(self._watch(backend))
@@ -57,22 +64,23 @@ class Poller:
 
     async def _watch(self, backend: Backend) -> None:
         misses = polls = 0
-        random, args = self._state.random, self._state.config.health
+        interval_s = self._fleet.health.interval_s
         while True:
             why = await self.poll(backend, lists=not backend.is_ready or polls % _LIST_EVERY == 0)
             misses = misses + 1 if why else 0
             if not why or misses >= _MISSES or not backend.is_ready:
-                self._fleet.set_ready(backend, not why, why, self._state.now())
+                self._fleet.set_ready(backend, not why, why, self._now())
             polls += 1
-            await asyncio.sleep(args.interval_s * random.uniform(1 - _JITTER, 1 + _JITTER))
+            await asyncio.sleep(interval_s * self._random.uniform(1 - _JITTER, 1 + _JITTER))
 
     async def poll(self, backend: Backend, *, lists: bool) -> str:
         """Return why the backend takes no requests; an empty text: it does. ``lists``: ask for its models, too."""
         try:
             path = await self._probe(backend)
-            if lists and not backend.args.models:
+            if lists and (not backend.args.models or backend.source == "registered"):
                 cards = await self._models(backend)
-                self._fleet.serves(backend, [card.id for card in cards])
+                if not backend.args.models:
+                    self._fleet.serves(backend, [card.id for card in cards])
                 self._fleet.fingerprinted(
                     backend,
                     {card.id: card.fingerprint for card in cards if isinstance(card.fingerprint, str)},
@@ -103,5 +111,6 @@ class Poller:
             raise BackendFailed("garbage", f"/v1/models is not a list of models: {error}.") from error
 
     async def _get(self, backend: Backend, path: str) -> Whole:
-        args = self._state.config.health
-        return await self._state.upstream.get(f"{backend.url}{path}", args.timeout_s, backend.args.api_key)
+        assert self._upstream is not None
+        timeout_s = self._fleet.health.timeout_s
+        return await self._upstream.get(f"{backend.url}{path}", timeout_s, backend.args.api_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ _BYTES_PER_TOKEN = 4.0  # of a model whose answers have said nothing yet
 _LEARNING = 0.05  # weight of one answer in a model's ratio
 _MIN_OBSERVED = 10  # first tokens of a backend, before one can be called late
 _LATE_S = 1.0
+MAX_OWNERS = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -35,9 +37,12 @@ class Placed:
 class Placing:
     """Places requests, and reports to the router what came of them."""
 
-    def __init__(self, fleet: Fleet, router: Router, piece_bytes: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self, fleet: Fleet, router: Router, owners: Owners, piece_bytes: int, now: Callable[[], float]
+    ) -> None:
         self._fleet = fleet
         self._router = router
+        self._owners = owners
         self._piece_bytes = piece_bytes
         self._now = now
         self._bytes_per_token: dict[str, float] = {}
@@ -50,6 +55,8 @@ class Placing:
         target, candidates = self._target(exchange, now)
         if target is None:
             return None
+        owner = self._owners.get(asked.body.get("previous_response_id"))
+        candidates = [b for b in candidates if b.name == owner] or candidates
         demand = self._demand(asked, target.model)
         among = {b.number: b for b in candidates}
         if exchange.explains:
@@ -133,3 +140,20 @@ class Placing:
         named = {among[number].name: each for number, each in scores.items()}
         value = {"policy": self._router.policy, "pieces": len(demand.chain), "backends": named}
         return b"x-quire-route", msgspec.json.encode(value)
+
+
+class Owners:
+    """Which backend holds which stored response: the last `MAX_OWNERS`."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, str] = OrderedDict()
+
+    def put(self, response_id: str, backend: str) -> None:
+        """``backend`` answered with this id."""
+        self._names[response_id] = backend
+        if len(self._names) > MAX_OWNERS:
+            self._names.popitem(last=False)
+
+    def get(self, response_id: object) -> str | None:
+        """Return the backend, or None for an id that is not known."""
+        return self._names.get(response_id) if isinstance(response_id, str) else None

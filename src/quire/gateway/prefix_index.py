@@ -11,8 +11,9 @@ it holds consecutive hashes, and one pass over a request's chain gives the depth
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 
 from quire.cache.events import BlockRemoved, BlockStored, CacheEvent, EventsLost
 
@@ -24,12 +25,17 @@ class Holders:
 
     def __init__(self) -> None:
         self._masks: dict[bytes, int] = {}
+        self._ones: dict[
+            int, int
+        ] = {}  # replica → the mask that most hashes have: one object for all of them
 
     def __len__(self) -> int:
         return len(self._masks)
 
     def add(self, block_hash: bytes, replica: int) -> None:
-        self._masks[block_hash] = self._masks.get(block_hash, 0) | 1 << replica
+        one = self._ones.setdefault(replica, 1 << replica)
+        before = self._masks.get(block_hash)
+        self._masks[block_hash] = one if before is None else before | one
 
     def remove(self, block_hash: bytes, replica: int) -> None:
         mask = self._masks.get(block_hash, 0) & ~(1 << replica)
@@ -58,35 +64,46 @@ class Holders:
 
 
 class PredictedIndex:
-    """Remembers which blocks were sent where; assumes that a replica holds the last ``capacity`` of its blocks."""
+    """Remembers which blocks were sent where; assumes that a replica holds the last ``capacity`` of its blocks.
+
+    About 150 bytes per block of 16 bytes: a plain dict in order of use, from which the oldest are deleted several at a
+    time, since each look at its front walks over what was deleted there.
+    """
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0
         self._capacity = capacity
+        self._slack = capacity >> 6
         self.holders = Holders()
-        self._blocks: dict[int, OrderedDict[bytes, int]] = {}  # hash → the tick at which it was last sent
+        self._blocks: dict[
+            int, dict[bytes, int]
+        ] = {}  # by replica: hash → the tick at which it was last sent
         self._tick = 0
 
     def sent(self, replica: int, chain: Sequence[bytes]) -> None:
         """A request with this chain went to ``replica``."""
-        blocks, tick = self._blocks.setdefault(replica, OrderedDict()), self._tick
+        blocks, tick = self._blocks.setdefault(replica, {}), self._tick
         for block_hash in reversed(chain):  # the front is touched last: the end of a prefix is evicted first
-            if block_hash in blocks:
-                blocks.move_to_end(block_hash)
-            else:
+            if blocks.pop(block_hash, None) is None:
                 self.holders.add(block_hash, replica)
             blocks[block_hash] = tick
-        while len(blocks) > self._capacity:
-            oldest, _ = blocks.popitem(last=False)
-            self.holders.remove(oldest, replica)
+        excess = len(blocks) - self._capacity
+        if excess > self._slack:
+            self._evict(replica, list(islice(blocks, excess)))
 
     def tick(self) -> None:
         """Time has passed: forget what was not sent again within the last `TICKS_TO_LIVE` calls."""
         self._tick += 1
+        oldest = self._tick - TICKS_TO_LIVE
         for replica, blocks in self._blocks.items():
-            while blocks and next(iter(blocks.values())) < self._tick - TICKS_TO_LIVE:
-                oldest, _ = blocks.popitem(last=False)
-                self.holders.remove(oldest, replica)
+            stale = takewhile(lambda block: block[1] < oldest, blocks.items())
+            self._evict(replica, [block_hash for block_hash, _ in stale])
+
+    def _evict(self, replica: int, hashes: Iterable[bytes]) -> None:
+        blocks = self._blocks[replica]
+        for block_hash in hashes:
+            del blocks[block_hash]
+            self.holders.remove(block_hash, replica)
 
     def forget(self, replica: int) -> None:
         """The replica lost its cache."""

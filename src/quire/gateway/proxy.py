@@ -36,6 +36,7 @@ from quire.metrics.log import Log
 log = Log("gateway")
 RETRIED_STATUS = frozenset((429, 500, 502, 503))
 _LOOK_AGAIN_S = 0.05  # while a stream waits for a replica that can continue it
+RESPONSES = "/v1/responses"
 LEFT = 499  # nginx's number for a client that disconnected; it is only counted
 
 
@@ -114,11 +115,8 @@ class Proxy:
         One that has moved on since the last attempt is not charged to the retry budget: as many streams break as a
         replica had, all at once. Nor is a refused connection, which makes no work. Further attempts are.
         """
-        continuation, backend, total_s = (
-            exchange.continuation,
-            exchange.backend,
-            self._timeouts.stream_total_s,
-        )
+        continuation, backend = exchange.continuation, exchange.backend
+        total_s = self._timeouts.stream_total_s
         late = total_s is not None and self._state.now() - exchange.arrival_s >= total_s
         if continuation is None or backend is None or late or not exchange.can_move:
             return False
@@ -146,7 +144,7 @@ class Proxy:
             pass_keys=not state.config.server.checks_keys,
         )
         body = asked.body_for(placed.target.model, adds_usage=self._adds_usage(asked))
-        continuation, key = exchange.continuation, state.config.server.gateway_key
+        continuation, key = exchange.continuation, state.key_of(backend)
         if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
             headers += continuation.headers(key, resumes=exchange.has_begun)
         if continuation is not None and exchange.has_begun:
@@ -186,7 +184,13 @@ class Proxy:
             raise BackendFailed("status", f"The backend answered {whole.status}.", whole)
         if whole.status == 200 and "json" in kind and not exchange.usage.read(whole.body):
             raise BackendFailed("garbage", "The backend's answer says that it is JSON, and is not.")
+        self._own(exchange, placed)
         await exchange.answer(whole.status, whole.headers, whole.body)
+
+    def _own(self, exchange: Exchange, placed: Placed) -> None:
+        """Remember where a response is stored."""
+        if self._path == RESPONSES and exchange.usage.answer_id is not None:
+            self._state.owners.put(exchange.usage.answer_id, placed.backend.name)
 
     async def _relay_stream(
         self, exchange: Exchange, placed: Placed, response: ClientResponse, deadline: asyncio.Timeout
@@ -203,8 +207,10 @@ class Proxy:
                 whole = frames.feed(piece)
                 if not whole:
                     continue
+                exchange.usage.read_frames(whole)
                 if is_first:
                     is_first = False
+                    self._own(exchange, placed)
                     self._state.placing.started(placed)
                     if exchange.has_begun:
                         self._state.metrics.migrations[(placed.backend.name,)] += 1
@@ -212,7 +218,6 @@ class Proxy:
                     exchange.first_s = now()
                     await exchange.begin(response.status, to_client(response.raw_headers))
                 exchange.num_frames += whole.count(b"\n\n")
-                exchange.usage.read_frames(whole)
                 if hides_usage:
                     whole = without_usage(whole)
                 await exchange.write(whole)

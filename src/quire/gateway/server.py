@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import uvloop
+from starlette.types import ASGIApp
 
 from quire.gateway.app import create_gateway
 from quire.gateway.config import GatewayConfig
 from quire.gateway.state import GatewayState, make_state
 from quire.http.drain import DrainingServer
+from quire.http.edge import Extension
 from quire.http.listen import bind, url_of
 from quire.metrics.log import Log
 
@@ -20,26 +25,38 @@ log = Log("gateway")
 _LOOK_S = 0.05
 
 
-def run_gateway(config: GatewayConfig) -> int:
-    """Serve until a signal; return the exit status, 0 after a drain.
+# (state, URL, what ends the gateway) → what runs beside it, such as replicas of this machine
+Beside = Callable[[GatewayState, str, Callable[[], None]], AbstractAsyncContextManager[None]]
+
+
+def run_gateway(
+    config: GatewayConfig,
+    *,
+    beside: Beside | None = None,
+    extend: Callable[[GatewayState], Extension] = lambda state: Extension(),
+) -> int:
+    """Serve until a signal; return the exit status, 0 after a drain. ``extend`` adds routes, such as batches.
 
     Raises:
-        ConfigError: the address cannot be used.
+        ConfigError: the address, or what the extension needs, cannot be used.
     """
     sock = bind(config.server.host, config.server.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         state = make_state(config, time.monotonic, secrets.randbits(32))
+        return runner.run(_serve(state, create_gateway(state, extend(state)), sock, beside))
 
-        async def serve() -> int:
-            server = DrainingServer(create_gateway(state), lambda: _drain(state))
-            url = url_of(sock)
-            print(f"gateway  on {url}, {state.router.policy} over {len(config.backends)} sources of backends",
-                  file=sys.stderr, flush=True)  # fmt: skip
-            log.info("listening", url=url)
-            await server.serve([sock])
-            return 0
 
-        return runner.run(serve())
+async def _serve(state: GatewayState, app: ASGIApp, sock: socket.socket, beside: Beside | None) -> int:
+    server, url = DrainingServer(app, lambda: _drain(state)), url_of(sock)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    print(f"gateway  on {url}, {state.router.policy}", file=sys.stderr, flush=True)
+    log.info("listening", url=url)
+    async with beside(state, url, stop) if beside is not None else nullcontext():
+        await server.serve([sock])
+    return 0
 
 
 async def _drain(state: GatewayState) -> None:

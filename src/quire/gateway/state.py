@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable
@@ -10,11 +11,14 @@ from random import Random
 
 from quire.gateway.catalog import Catalog
 from quire.gateway.config import GatewayConfig
+from quire.gateway.discovery import Discovery
 from quire.gateway.exchange import Exchange
-from quire.gateway.fleet import Fleet
+from quire.gateway.fleet import Backend, Fleet
+from quire.gateway.health import Poller
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.migrate import SEED_BITS, Continuation
-from quire.gateway.placing import Placed, Placing
+from quire.gateway.placing import Owners, Placed, Placing
+from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.retries import RetryBudget
 from quire.gateway.routing import Router
 from quire.gateway.tenants import Tenants
@@ -34,7 +38,10 @@ class GatewayState:
     fleet: Fleet
     catalog: Catalog
     placing: Placing
+    poller: Poller
+    discovery: Discovery
     budget: RetryBudget
+    owners: Owners
     metrics: GatewayMetrics
     now: Callable[[], float]  # monotonic seconds
     random: Random
@@ -42,25 +49,41 @@ class GatewayState:
     is_draining: bool = False
     num_open: int = 0
     unix_time: Callable[[], float] = time.time
-    _upstream: list[Upstream] = field(default_factory=list)
-    _tenants: list[Tenants] = field(default_factory=list)
+    _upstream: Upstream | None = None
+    _ageing: asyncio.Task[None] | None = None
+    _tenants: Tenants | None = None
 
     @property
     def upstream(self) -> Upstream:
-        return self._upstream[0]
+        assert self._upstream is not None, "the gateway has not been started"
+        return self._upstream
 
     @property
     def tenants(self) -> Tenants:
-        return self._tenants[0]
+        assert self._tenants is not None, "the gateway has not been started"
+        return self._tenants
 
     def start(self) -> None:
-        """Open the client side and the books; called in the loop that serves."""
-        self._upstream.append(Upstream(self.config.timeouts.connect_s))
-        self._tenants.append(Tenants(self.config))
+        """Open the client side and the books, and look for backends; called in the loop that serves."""
+        self._upstream = Upstream(self.config.timeouts.connect_s)
+        self._tenants = Tenants(self.config)
+        self.poller.start(self._upstream)
+        self.discovery.start()
+        self._ageing = asyncio.create_task(self._age())
 
     async def close(self) -> None:
-        await self._tenants.pop().close()
-        await self._upstream.pop().close()
+        assert self._ageing is not None
+        self._ageing.cancel()
+        await self.discovery.close()
+        await self.poller.close()
+        await self.tenants.close()
+        await self.upstream.close()
+
+    async def _age(self) -> None:
+        """Let the routing index forget."""
+        while True:
+            await asyncio.sleep(self.config.routing.index_ttl_s / TICKS_TO_LIVE)
+            self.router.prefixes.tick()
 
     def count_failure(self, placed: Placed, error: BackendFailed) -> None:
         """One attempt failed. A refused connection says more than a poll: the backend is down until one succeeds."""
@@ -70,9 +93,15 @@ class GatewayState:
             self.fleet.set_ready(backend, False, str(error), self.now())
         log.debug("attempt_failed", backend=backend.name, kind=error.kind, error=str(error))
 
+    def key_of(self, backend: Backend) -> str | None:
+        """Return the key by which a replica of Quire knows its gateway."""
+        server = self.config.server
+        is_registered = backend.source == "registered"
+        return server.gateway_key or (server.admin_key if is_registered else None)
+
     def new_continuation(self) -> Continuation | None:
-        """Return what a new answer begins with; None without a gateway_key: no stream is continued then."""
-        if self.config.server.gateway_key is None:
+        """Return what a new answer begins with; None without a key that replicas know: no stream is continued then."""
+        if self.config.server.gateway_key is None and self.config.server.admin_key is None:
             return None
         return Continuation(self.new_id(), int(self.unix_time()), secrets.randbits(SEED_BITS))
 
@@ -109,14 +138,19 @@ def make_state(config: GatewayConfig, now: Callable[[], float], seed: int) -> Ga
         routing.policy, seed=seed, max_load_ratio=routing.max_load_ratio, capacity=routing.index_pieces
     )
     fleet = Fleet(router, config.health, random)
+    owners = Owners()
+    poller = Poller(fleet, random, now)
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
     return GatewayState(
         config=config,
         router=router,
         fleet=fleet,
         catalog=Catalog(config.models, config.server.default_model, lambda: fleet.models, random),
-        placing=Placing(fleet, router, routing.piece_bytes, now),
+        placing=Placing(fleet, router, owners, routing.piece_bytes, now),
+        poller=poller,
+        discovery=Discovery(fleet, poller, config.backends, now),
         budget=budget,
+        owners=owners,
         metrics=GatewayMetrics(fleet, budget),
         now=now,
         random=random,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _DECAY = 0.98  # per observation: the last 50 count
 _PRIOR_S_PER_TOKEN = 1e-4
-_PRIOR_WEIGHT = 2.0
+_PRIOR_WEIGHT = 0.5
 
 
 @dataclass(slots=True)

@@ -6,5 +6,8 @@ refusals  exceptions as answers in the error form of OpenAI or Anthropic
 edge      request ids, keys, browsers; errors that reach a router
 client    calls to an application of this process
 listen    sockets
+heartbeat registering at a gateway
+limits    the table of what one request may hold
+front     a process that answers probes and accepts connections; front_link is the server's side
 drain     uvicorn, from the first request to a drained exit
 """

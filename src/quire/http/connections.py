@@ -22,6 +22,7 @@ from quire.metrics.log import Log
 Phase = Literal["head", "body", "write"]
 SLOW_READER, HALF_REQUEST = "slow_reader", "half_request"  # reasons of a cut
 _ANSWER = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+MAX_HEAD_BYTES = 64 * 1024
 log = Log("http")
 
 
@@ -36,14 +37,29 @@ class Patience:
 
 
 class WatchedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which also counts what arrives."""
+    """uvicorn's protocol, which also counts what arrives, and refuses a head of more than `MAX_HEAD_BYTES`."""
 
     num_received = 0  # bytes
+    _head_bytes = -1  # of a head that has begun, in whole reads; -1: none has
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = -1
+        super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
         """Count ``data`` and handle it."""
         self.num_received += len(data)
         super().data_received(data)
+        if self._head_bytes < 0 or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.write(_ANSWER % b"431 Request Header Fields Too Large")
+            self.transport.close()
 
 
 @dataclass(slots=True)

@@ -15,8 +15,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from quire.http.connections import ConnectionWatch, Patience, WatchedProtocol
+from quire.http.front_link import Ask, FrontLink
 
-_UVICORN: dict[str, Any] = {
+UVICORN: dict[str, Any] = {
     "http": WatchedProtocol,
     "ws": "none",
     "log_config": None,
@@ -38,12 +39,16 @@ class DrainingServer(uvicorn.Server):
         *,
         on_cut: Callable[[str], None] = lambda reason: None,
         patience: Patience | None = None,
+        ask: Ask | None = None,
     ) -> None:
-        """``on_cut``: as of `ConnectionWatch`, which looks after the connections with ``patience``."""
+        """``on_cut``: as of `ConnectionWatch`, which looks after the connections with ``patience``.
+
+        ``ask`` returns the answers to probes, which a process of its own then gives (`quire.http.front`).
+        """
         super().__init__(
             uvicorn.Config(
                 app,
-                **_UVICORN,
+                **UVICORN,
                 lifespan="on",
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
@@ -55,6 +60,36 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
         self._num_signals = 0
+        self._ask = ask
+        self._front: FrontLink | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with the process in front that accepts connections and answers probes."""
+        if self._ask is None or not sockets:
+            await super().startup(sockets)
+            return
+        await super().startup(sockets=[])
+        (listen,) = sockets
+        listen.listen(_BACKLOG)
+        self._front = FrontLink(listen, self._ask, self._make_protocol, lambda: self._accept_here(listen))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._front is not None:
+            self._front.close()
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        return WatchedProtocol(self.config, self.server_state, self.lifespan.state, self._loop)
+
+    def _accept_here(self, listen: socket.socket) -> None:
+        """Accept connections in this process: the one in front has ended."""
+
+        async def accept() -> None:
+            self.servers.append(
+                await self._loop.create_server(self._make_protocol, sock=listen, backlog=_BACKLOG)
+            )
+
+        self._accepting = self._loop.create_task(accept())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal. uvicorn would raise it again after its shutdown; a drain ends with status 0 instead."""
@@ -106,7 +141,7 @@ async def served_beside(side: SideApp | None) -> AsyncGenerator[None, None]:
     if side is None:
         yield
         return
-    server = _SideServer(uvicorn.Config(side.app, **_UVICORN, lifespan="off", timeout_graceful_shutdown=1))
+    server = _SideServer(uvicorn.Config(side.app, **UVICORN, lifespan="off", timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve([side.sock]))
     try:
         yield

@@ -33,6 +33,7 @@ _OWN_KEY = "quire.request_id_is_own"
 _API_KEY = "quire.api_key"
 # The tenant of the request that a task serves: of the key that let it in. "" without a key file.
 TENANT: ContextVar[str] = ContextVar("quire.tenant", default="")
+TENANT_WEIGHT: ContextVar[float] = ContextVar("quire.tenant_weight", default=1.0)
 log = Log("api")
 
 
@@ -106,6 +107,7 @@ class Edge:
         else:
             scope[_API_KEY] = found
             TENANT.set(found.tenant)
+            TENANT_WEIGHT.set(found.weight)
             return None
         return Refusal(401, text, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
 

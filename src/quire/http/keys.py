@@ -30,7 +30,7 @@ PREFIX = "sk-quire-"
 RELOAD_S = 1.0  # how old the file's modification time may be
 _HEAD = re.compile(r"#quire-keys 1 ([0-9a-f]{64})")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-_OPTIONS = ("created", "expires", "models", "endpoints", "scope")
+_OPTIONS = ("created", "expires", "models", "endpoints", "scope", "weight")
 log = Log("keys")
 
 
@@ -46,6 +46,7 @@ class ApiKey:
     models: tuple[str, ...] = ()
     endpoints: tuple[str, ...] = ()
     admin: bool = False  # may also use the admin surface
+    weight: float = 1.0  # share of the engine under the order "fair"
 
     def is_expired(self, now: datetime) -> bool:
         return self.expires is not None and now >= self.expires
@@ -64,6 +65,7 @@ class ApiKey:
             "models": ",".join(self.models),
             "endpoints": ",".join(self.endpoints),
             "scope": "admin" if self.admin else "",
+            "weight": "" if self.weight == 1.0 else f"{self.weight:g}",
         }
         return " ".join([self.name, self.tenant, self.digest, *(f"{k}={v}" for k, v in options.items() if v)])
 
@@ -161,6 +163,7 @@ def _parse(words: list[str], where: str) -> ApiKey:
         models=tuple(filter(None, options.get("models", "").split(","))),
         endpoints=tuple(filter(None, options.get("endpoints", "").split(","))),
         admin="scope" in options,
+        weight=check_weight(options.get("weight", "1"), where),
     )
 
 
@@ -173,6 +176,21 @@ def check_name(word: str, where: str) -> str:
     if not _WORD.fullmatch(word):
         raise ConfigError(f"{where}: {clip(word)} must be 1 to 64 letters, digits, '.', '_', '@' or '-'.")
     return word
+
+
+def check_weight(text: str, where: str) -> float:
+    """Read a share of the engine.
+
+    Raises:
+        ConfigError: it is no number above 0.
+    """
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0.001 <= weight <= 1000.0:
+        raise ConfigError(f"{where}: weight = {clip(text)} must be a number in 0.001…1000.")
+    return weight
 
 
 def read_time(text: str, where: str) -> datetime:

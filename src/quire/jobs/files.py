@@ -26,18 +26,9 @@ from quire.errors import RequestError
 from quire.http.body import body_pieces
 from quire.http.edge import TENANT
 from quire.http.limits import CONTENT_TYPE_BYTES, FORM_HEADER_BYTES, FORM_PARTS, too_many
+from quire.jobs.disk import removed_on_failure, write_json
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace the contents of ``path`` with ``value`` atomically, also if the power fails."""
-    made = path.with_suffix(".tmp")
-    with made.open("wb") as file:
-        file.write(msgspec.json.encode(value))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(made, path)
 
 
 class FileStore:
@@ -56,9 +47,10 @@ class FileStore:
     ) -> dict[str, Any]:
         """Copy ``source`` and return its file object."""
         file_id = f"file-{self._new_id()}"
-        with self.path(file_id).open("wb") as file:
-            shutil.copyfileobj(source, file)
-        return self._describe(file_id, filename, purpose, expires_after_s)
+        with removed_on_failure(self.path(file_id)):
+            with self.path(file_id).open("wb") as file:
+                shutil.copyfileobj(source, file)
+            return self._describe(file_id, filename, purpose, expires_after_s)
 
     def adopt(
         self, path: Path, filename: str, purpose: str, expires_after_s: int | None = None

@@ -23,6 +23,7 @@ from quire.http.body import json_response, page_of, read_json
 from quire.http.edge import Extension, id_source
 from quire.http.wire import Body, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
+from quire.jobs.disk import within_disk
 from quire.jobs.files import FileStore, read_form
 from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
 
@@ -97,7 +98,8 @@ class JobRoutes:
     async def files(self, request: Request) -> Response:
         """Upload a file (POST), or list the files."""
         if request.method == "POST":
-            return await self._upload(request)
+            with within_disk():
+                return await self._upload(request)
         files = [
             f
             for f in self._runner.files.all()
@@ -127,7 +129,8 @@ class JobRoutes:
     async def batches(self, request: Request) -> Response:
         """Begin a batch (POST), or list the batches."""
         if request.method == "POST":
-            return await self._create(request)
+            with within_disk():
+                return await self._create(request)
         return page_of(request, [_shown(batch) for batch in self._runner.listed()], default=20, most=100)
 
     async def batch(self, request: Request) -> Response:
@@ -146,7 +149,8 @@ class JobRoutes:
                 f"{batch['id']} is {batch['status']}: it cannot be cancelled.", param="batch_id"
             )
         if batch["status"] != "cancelling":
-            batch = self._runner.cancel(batch["id"])
+            with within_disk():
+                batch = self._runner.cancel(batch["id"])
         return json_response(_shown(batch))
 
     async def _upload(self, request: Request) -> Response:

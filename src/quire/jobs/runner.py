@@ -1,7 +1,8 @@
 """`BatchRunner`: runs batches beside all other requests, and continues them after a restart.
 
 A line runs when a slot is free (``concurrency`` for all batches together) and no other request waits; it has the lowest
-priority. A line that is refused only for now (429 or 503: drain, full queue, dead engine) is tried again.
+priority. A line that is refused only for now (429 or 503: drain, full queue, dead engine) is tried again. A batch that
+finds the disk full is paused: it keeps what it has, and goes on once there is room.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from starlette.types import ASGIApp
 from quire.http.client import post_local
 from quire.http.edge import TENANT
 from quire.http.limits import BATCH_LINE_BYTES, BODY_VALUES, num_marks
-from quire.jobs.files import FileStore, write_json
+from quire.jobs.disk import BatchFolder
+from quire.jobs.files import FileStore
 from quire.metrics.log import Log
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
@@ -29,7 +31,6 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _PAUSE_S = 0.05  # between checks of the load
 _RETRY_S = 1.0  # before a line that was refused for now is tried again
 _EXPIRED = "The batch expired before this request was run."
-_ID = re.compile(r"batch_[0-9a-f]{32}")
 log = Log("batch")
 
 
@@ -73,8 +74,8 @@ class BatchRunner:
         batch["created_at"] = int(batch["created_s"])
         batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
         batch["request_counts"] = {"total": 0, "completed": 0, "failed": 0}
-        self._batches[batch_id] = batch
         self._disk.save(batch)
+        self._batches[batch_id] = batch
         self._start(batch)
         return batch
 
@@ -125,16 +126,16 @@ class BatchRunner:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, batch["expires_at"] - self._unix_time())):
                         await self._run_lines(batch)
-            self._finish(batch)
+            await self._finish(batch)
         except asyncio.CancelledError:
             if batch_id not in self._tasks:  # the server ends: the next one continues
                 raise
-            self._finish(batch)
+            await self._finish(batch)
         except Exception as error:  # one batch must not end the others
             log.exception("batch_failed", batch=batch_id)
             entry = LineError("internal", f"{type(error).__name__}: {error}")._asdict()
             batch["errors"] = {"object": "list", "data": [entry]}
-            self._disk.set_status(batch, "failed")
+            await self._disk.when_room(batch, lambda: self._disk.set_status(batch, "failed"))
         self._tasks.pop(batch_id, None)
 
     async def _validate(self, batch: dict[str, Any]) -> bool:
@@ -143,7 +144,9 @@ class BatchRunner:
         batch["request_counts"]["total"] = total
         if errors:
             batch["errors"] = {"object": "list", "data": [error._asdict() for error in errors]}
-        self._disk.set_status(batch, "failed" if errors else "in_progress")
+        await self._disk.when_room(
+            batch, lambda: self._disk.set_status(batch, "failed" if errors else "in_progress")
+        )
         if errors:
             self._tasks.pop(batch["id"], None)
         return not errors
@@ -181,11 +184,12 @@ class BatchRunner:
                 break
             await asyncio.sleep(_RETRY_S)
         kind = "output" if status == 200 else "errors"
-        self._disk.append(batch, kind, output_line(request_id, line.custom_id, status, body))
+        entry = output_line(request_id, line.custom_id, status, body)
+        await self._disk.when_room(batch, lambda: self._disk.append(batch, kind, entry))
         self._done[batch["id"]].add(line.custom_id)
         batch["request_counts"]["completed" if status == 200 else "failed"] += 1
 
-    def _finish(self, batch: dict[str, Any]) -> None:
+    async def _finish(self, batch: dict[str, Any]) -> None:
         """Write the lines without an answer, and publish the files. Repeating this after a crash is harmless."""
         batch_id, counts = batch["id"], batch["request_counts"]
         done = self._done.pop(batch_id, None)
@@ -199,56 +203,25 @@ class BatchRunner:
             for line in read_lines(self.files.path(batch["input_file_id"])):
                 if line.custom_id not in done:
                     entry = unanswered_line(self._new_id(), line.custom_id, f"batch_{how}", text)
-                    self._disk.append(batch, "errors", entry)
+                    await self._disk.when_room(batch, partial(self._disk.append, batch, "errors", entry))
                     counts["failed"] += 1
         elif how == "completed":
-            self._disk.set_status(batch, "finalizing")
-        for kind, field in (("output", "output_file_id"), ("errors", "error_file_id")):
-            made = self.files.adopt(
-                self._disk.lines(batch, kind),
-                f"{batch_id}_{kind}.jsonl",
-                "batch_output",
-                batch["output_expires_after_s"],
-            )
-            batch[field] = None if made is None else made["id"]
-        self._disk.set_status(batch, how)
+            await self._disk.when_room(batch, lambda: self._disk.set_status(batch, "finalizing"))
+        await self._disk.when_room(batch, lambda: _publish(self.files, self._disk, batch))
+        await self._disk.when_room(batch, lambda: self._disk.set_status(batch, how))
         log.info("batch_ended", batch=batch_id, status=how, **counts)
 
 
-class BatchFolder:
-    """The files of batches, in ``root/batches``. A line in one of the two .jsonl files is not run again.
-
-    ID.json           the batch object: replaced at each change of its state
-    ID.output.jsonl   answered lines, appended as they arrive
-    ID.errors.jsonl   lines that were refused, failed or not run
-    """
-
-    def __init__(self, root: Path, unix_time: Callable[[], float]) -> None:
-        self._folder = root / "batches"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._unix_time = unix_time
-
-    def load(self) -> dict[str, dict[str, Any]]:
-        """Return all batches by id."""
-        paths = [path for path in self._folder.glob("*.json") if _ID.fullmatch(path.stem)]
-        return {path.stem: msgspec.json.decode(path.read_bytes()) for path in paths}
-
-    def lines(self, batch: dict[str, Any], kind: str) -> Path:
-        """Return the path of the lines of a batch; ``kind``: output or errors."""
-        return self._folder / f"{batch['id']}.{kind}.jsonl"
-
-    def append(self, batch: dict[str, Any], kind: str, line: bytes) -> None:
-        with self.lines(batch, kind).open("ab") as file:
-            file.write(line)
-
-    def set_status(self, batch: dict[str, Any], status: str) -> None:
-        """Change the state of a batch, with its time, and save it."""
-        batch["status"] = status
-        batch[f"{status}_at"] = int(self._unix_time())
-        self.save(batch)
-
-    def save(self, batch: dict[str, Any]) -> None:
-        write_json(self._folder / f"{batch['id']}.json", batch)
+def _publish(files: FileStore, disk: BatchFolder, batch: dict[str, Any]) -> None:
+    """Move the files of answers into the store. A second call finds what the first one moved."""
+    for kind, field in (("output", "output_file_id"), ("errors", "error_file_id")):
+        made = files.adopt(
+            disk.lines(batch, kind),
+            f"{batch['id']}_{kind}.jsonl",
+            "batch_output",
+            batch["output_expires_after_s"],
+        )
+        batch[field] = None if made is None else made["id"]
 
 
 MAX_LINES = 50_000  # OpenAI's

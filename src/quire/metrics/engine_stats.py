@@ -80,6 +80,7 @@ class EngineStats:
     num_idle_blocks: int = 0  # in the prefix tree and nowhere else: available on demand
     num_peak_blocks: int = 0  # held by sequences or steps at most, since the start
     ttft: TtftStats = TtftStats()
+    draft_gain: float = 1.0  # tokens per second with drafts over those without, as predicted
     # Counters
     num_steps: int = 0
     num_requests: int = 0
@@ -102,8 +103,13 @@ class EngineStats:
     num_loaded_blocks: int = 0  # that came whole from another tier or peer
     num_stored_blocks: int = 0  # that reached another tier or peer
     num_failed_transfers: int = 0  # that ended with an error, whole blocks or not
+    num_reclaimed_blocks: int = 0  # that nothing referred to any more, and that were not free
     num_recomputed: int = 0  # sequences computed once more: NaN or infinite logits, or a fault beside them
     num_recompute_failed: int = 0  # that failed, since it happened again at the same token
+    num_verifications: int = 0  # of drafts, per sequence and step
+    num_draft_tokens: int = 0  # verified
+    num_accepted_tokens: int = 0  # of these
+    accepted_at: tuple[int, ...] = ()  # the same by position of the draft
     step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # steps by their tokens, at most each bound
 
     @property

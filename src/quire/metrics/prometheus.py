@@ -111,12 +111,20 @@ class ServerMetrics:
         return family
 
     def _of_engine(self, stats: EngineStats) -> Iterator[Metric]:
-        """Yield the histogram of step sizes and the configuration of the cache."""
+        """Yield the histogram of step sizes, accepted drafts by position and the configuration of the cache."""
         steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=self._labels)
         steps.add_metric(
             self._values, cumulative(STEP_TOKENS, stats.step_tokens), float(stats.num_computed_tokens)
         )
         yield steps
+        accepted = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by their position.",
+            labels=[*self._labels, "position"],
+        )
+        for position, count in enumerate(stats.accepted_at or (0,)):
+            accepted.add_metric([*self._values, str(position)], count)
+        yield accepted
         config = {name: str(value) for name, value in self._cache_config().items()}
         info = GaugeMetricFamily("vllm:cache_config_info", "What the KV cache was built with.",
                                  labels=[*self._labels, *config])  # fmt: skip

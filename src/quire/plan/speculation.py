@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.args import EngineArgs
-from quire.config import DeviceInfo, ModelConfig, SpeculateConfig
+from quire.config import MAX_DRAFTS, DeviceInfo, ModelConfig, SpeculateConfig
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
 
-MAX_DRAFTS = 32  # per sequence and step
-AUTO_DRAFTS = 8
+AUTO_DRAFTS = 8  # per sequence and step at most, where the engine chooses
 
 
 @dataclass(frozen=True, slots=True)

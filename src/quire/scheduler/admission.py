@@ -75,6 +75,8 @@ def _new_sequence(state: SchedulerState, group: RequestState, sample_index: int)
     seq.key = sort_key(state.config.order, seq)
     state.next_seq_id += 1
     state.sequences[seq.seq_id] = seq
+    state.shares.join(request.tenant)
+    seq.num_charged = len(seq.token_ids)
     group.sequences.append(seq)
 
 

@@ -1,11 +1,13 @@
-"""How many drafts a step verifies, and how many the worker may propose for the next."""
+"""How many drafts a step verifies, how many the worker may propose for the next, and what became of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quire.scheduler.draft_control import DraftControl
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import SchedulerState
+from quire.step import SeqPlan, SeqResult
 
 
 def choose_drafts(state: SchedulerState, decodes: Iterable[Sequence], budget: int) -> dict[Sequence, int]:
@@ -27,14 +29,36 @@ def choose_drafts(state: SchedulerState, decodes: Iterable[Sequence], budget: in
     return chosen
 
 
-def room_for_drafts(state: SchedulerState, seq: Sequence, end: int, num_drafts: int) -> int:
+def room_for_drafts(
+    state: SchedulerState, control: DraftControl, seq: Sequence, end: int, num_drafts: int
+) -> int:
     """Return how many drafts the worker may propose once it has verified ``num_drafts`` behind token ``end``.
 
     There are blocks for them: a draft model writes K and V there before they are verified. Blocks are taken ahead while
     every running sequence would find one in the next step.
     """
-    num_next = min(state.config.max_num_drafts, max(0, seq.max_planned - end - 1))
+    num_next = min(control.ask(seq.acceptance), max(0, seq.max_planned - end - 1))
+    if not num_next:
+        return 0
     start, table, cache = end + num_drafts, seq.table, state.cache
     if cache.references.num_available > len(state.running) * cache.windows.num_groups:
         cache.allocate(table, start + num_next)
     return min(num_next, table.capacity - start)
+
+
+def note_drafts(
+    state: SchedulerState, control: DraftControl, seq: Sequence, plan: SeqPlan, result: SeqResult
+) -> None:
+    """Count which drafts of ``seq`` were accepted, and how many its worker has for the next step."""
+    num_drafts, num_accepted = plan.num_draft_tokens, len(result.token_ids) - 1
+    if num_drafts:
+        seq.acceptance = control.note_result(seq.acceptance, num_drafts, num_accepted)
+        state.counters.num_verifications += 1
+        state.counters.num_draft_tokens += num_drafts
+        state.counters.num_accepted_tokens += num_accepted
+        for place in range(num_accepted):
+            state.accepted_at[place] += 1
+    if plan.max_next_drafts:
+        control.note_proposed(result.num_next_drafts)
+        seq.num_vain = 0 if result.num_next_drafts else seq.num_vain + 1
+    seq.num_drafts = result.num_next_drafts

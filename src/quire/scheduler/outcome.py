@@ -9,6 +9,7 @@ from quire.cache.block_table import Node
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.beam_steps import end_all, take_continuations
 from quire.scheduler.deadline import end_late, is_late
+from quire.scheduler.drafts import note_drafts
 from quire.scheduler.policy import shrink_budget
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import SchedulerState, StepRecord
@@ -48,12 +49,14 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     if result.transfers_done:
         Transfers(state).end(result.transfers_done)
     _apply_sequences(state, record, results, now, events)
-    state.predictor.note(
+    took_s = state.predictor.note(
         record.seqs,
         record.planned_s,
         now,
         num_prompt_tokens=record.num_prompt_tokens,
     )
+    if state.draft_control is not None and record.sequences and not record.num_prompt_tokens:
+        state.draft_control.note_step(record.sequences, record.num_drafts, took_s, result.draft_s)
     return events
 
 
@@ -100,6 +103,8 @@ def _apply_one(
         state.cache.settle(seq.table, seq.token_ids, end)  # the next token is not known yet
         events += take_continuations(state, seq, end, result.logprobs, now)
         return 0  # tokens of beams are counted when the search is answered
+    if result.token_ids and state.draft_control is not None:
+        note_drafts(state, state.draft_control, seq, plan, result)
     token_ids, reason = _append(seq, result.token_ids)
     if result.token_ids:
         num_rejected = 1 + plan.num_draft_tokens - len(token_ids)
@@ -107,7 +112,6 @@ def _apply_one(
         end -= num_rejected
         if num_rejected:
             state.rollback(seq, num_rejected)
-        seq.num_drafts = result.num_next_drafts
     state.cache.settle(seq.table, seq.token_ids, end)
     seq.num_steps += 1
     if not token_ids:

@@ -27,7 +27,7 @@ class Planner:
         self._new_seqs: list[NewSeq] = []
         self._seqs: list[SeqPlan] = []
         self._sequences: list[Sequence] = []  # parallel to `_seqs`
-        self._num_prompt_tokens = 0
+        self._num_prompt_tokens = self._num_drafts = 0
         # Rank of the sequence that failed to get a block: no lower-ranked one may take a block in this step.
         self._starved: SortKey | None = None
 
@@ -42,7 +42,9 @@ class Planner:
         decodes = self._choose_decodes(decodes, crossing)
         self._budget.left -= len(decodes)
         drafts: dict[Sequence, int] = {}
-        if state.config.max_num_drafts and self._starved is None:
+        control = state.draft_control
+        if control is not None and control.any_held and self._starved is None:
+            control.any_held = False
             drafts = choose_drafts(state, decodes, self._budget.left)
             self._budget.left -= sum(drafts.values())
         for seq in sorted(prefills, key=lambda s: s.key):
@@ -64,9 +66,10 @@ class Planner:
         seqs, loads = tuple(self._seqs), state.adapters.take_moves()
         state.in_flight.append(
             StepRecord(
-                self._step, self._sequences, seqs, gone, self._now, self._num_prompt_tokens, loads, transfers
+                self._step, self._sequences, seqs, gone, self._now, self._num_prompt_tokens, self._num_drafts, loads,
+                transfers,
             )
-        )
+        )  # fmt: skip
         state.next_step += 1
         return StepPlan(self._step, tuple(self._new_seqs), seqs, gone, tuple(record.moves), loads, transfers)
 
@@ -232,8 +235,9 @@ class Planner:
         self._register(seq)
         samples = end >= len(seq.token_ids)
         next_drafts = 0
-        if samples and state.config.max_num_drafts:
-            next_drafts = room_for_drafts(state, seq, end, num_drafts)
+        if samples and state.draft_control is not None:
+            next_drafts = room_for_drafts(state, state.draft_control, seq, end, num_drafts)
+            self._num_drafts += num_drafts
         state.counters.num_chunks += not samples
         state.counters.num_computed_tokens += end + num_drafts - start
         seq.num_planned = end + num_drafts
@@ -282,6 +286,7 @@ def _new_seq(seq: Sequence, adapter_slot: int) -> NewSeq:
 
 def _note_admission(state: SchedulerState, seq: Sequence, num_cached: int, now: float) -> None:
     """Note what the first admission of a request tells of it."""
+    state.shares.charge_prompt(seq, seq.num_prompt - num_cached)
     group = seq.group
     if group.admitted:
         return
@@ -312,6 +317,8 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     """
     if state.adapters.num_slots:
         count += _LOOKAHEAD
+    if state.config.order == "fair":
+        return state.shares.order(state.waiting.by_tenant, state.running, count)
     if state.config.order != "longest-prefix":
         return state.waiting.first(count)
     nearest = state.waiting.first(max(count, _LOOKAHEAD))

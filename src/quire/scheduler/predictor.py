@@ -65,8 +65,8 @@ class Predictor:
         applied_s: float,
         *,
         num_prompt_tokens: int,
-    ) -> None:
-        """A step that was planned at ``planned_s`` was applied."""
+    ) -> float:
+        """A step that was planned at ``planned_s`` was applied; return how long it took."""
         took_s = max(0.0, applied_s - max(planned_s, self._applied_s))  # steps in flight wait for each other
         if self._num_steps and (self._num_prompt_tokens or not num_prompt_tokens):
             # A process that was stopped for an hour says nothing of the next step.
@@ -81,6 +81,7 @@ class Predictor:
             self.num_seqs = len(seqs)
             self.num_decodes = sum(seq.num_known_tokens == 1 for seq in seqs)
             self._correct(self.step_time, seqs, took_s)
+        return took_s
 
     def note_end(self, num_output_tokens: int) -> None:
         """A sequence that ran has ended."""

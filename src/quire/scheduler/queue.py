@@ -8,9 +8,10 @@ An order is a sort key; equal ranks fall back to arrival, then to the sequence i
     longest-prefix   most tokens in the prefix tree at this moment, then arrival; among the first 128 that wait
     deadline         earliest limit first (EDF); a request without one ranks as if it had `UNBOUNDED_S`. Behind all
                      others: those that cannot meet their limit any more (`quire.scheduler.deadline.demote`)
+    fair             the tenant that has had the least service by its weight (`quire.scheduler.fairness`), then arrival
 
 The same key ranks running sequences when blocks run out: the last one is preempted first. Running sequences have
-their prefix already, so under longest-prefix they rank by arrival.
+their prefix already, so under longest-prefix, and under fair, they rank by arrival.
 
 A gate decides when sequences may enter.
 
@@ -29,7 +30,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from quire.config import OrderKind, SchedulerConfig
-from quire.request import Deadline, Request
+from quire.request import Deadline, Request, Tenant
 from quire.scheduler.sequence import Sequence, SortKey
 
 UNBOUNDED_S = 60.0  # limit that a request without a deadline ranks by, so that it is admitted some time
@@ -54,11 +55,16 @@ def sort_key(order: OrderKind, seq: Sequence) -> SortKey:
     return (request.arrival_s, seq.seq_id)
 
 
+def _rank(entry: tuple[SortKey, Sequence]) -> SortKey:
+    return entry[0]
+
+
 class WaitingQueue:
     """Waiting sequences by rank."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[SortKey, Sequence]] = []
+        self.by_tenant: dict[Tenant, list[tuple[SortKey, Sequence]]] = {}  # the same entries
         self.num_tokens = 0  # of their prompts
 
     def __len__(self) -> int:
@@ -68,13 +74,19 @@ class WaitingQueue:
         return (seq for _, seq in self._entries)
 
     def add(self, seq: Sequence) -> None:
-        insort(self._entries, (seq.key, seq), key=lambda entry: entry[0])
+        own = self.by_tenant.setdefault(seq.group.request.tenant, [])
+        for entries in (self._entries, own):
+            insort(entries, (seq.key, seq), key=_rank)
         self.num_tokens += seq.num_prompt
 
     def remove(self, seq: Sequence) -> None:
-        index = bisect_left(self._entries, seq.key, key=lambda entry: entry[0])
-        assert self._entries[index][1] is seq
-        del self._entries[index]
+        tenant = seq.group.request.tenant
+        for entries in (self._entries, self.by_tenant[tenant]):
+            index = bisect_left(entries, seq.key, key=_rank)
+            assert entries[index][1] is seq
+            del entries[index]
+        if not self.by_tenant[tenant]:
+            del self.by_tenant[tenant]
         self.num_tokens -= seq.num_prompt
 
     def first(self, count: int) -> list[Sequence]:
@@ -85,6 +97,7 @@ class WaitingQueue:
         """The keys changed."""
         waiting = list(self)
         self._entries.clear()
+        self.by_tenant.clear()
         self.num_tokens = 0
         for seq in waiting:
             self.add(seq)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
+from quire.cache.ledger import reclaim
 from quire.cache.manager import CacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
@@ -24,6 +25,7 @@ from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission import add_request
 from quire.scheduler.beam_steps import end_all, park_idle
 from quire.scheduler.deadline import demote, expire
+from quire.scheduler.draft_control import DraftControl
 from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
 from quire.scheduler.policy import PolicyChange, change_policy
@@ -72,6 +74,7 @@ class Scheduler:
             AdapterSlots(config.max_loras),
             self.predictor,
             chains_steps=chains_steps,
+            draft_control=DraftControl(config) if config.max_num_drafts else None,
         )
         self.transfers = Transfers(self._state)
         self._num_peak_blocks = 0
@@ -190,7 +193,18 @@ class Scheduler:
             num_steps=state.next_step,
             num_evicted_blocks=prefix.num_evicted,
             step_tokens=tuple(state.step_tokens.counts),
+            accepted_at=tuple(state.accepted_at[: state.config.max_num_drafts]),
+            draft_gain=1.0 if state.draft_control is None else state.draft_control.predicted_gain,
         )
+
+
+def audit(scheduler: Scheduler) -> int:
+    """Put the books of the cache right, if nothing runs; return how many blocks were counted wrongly."""
+    if scheduler.has_work:
+        return 0
+    num_blocks = reclaim(scheduler.cache)
+    scheduler._state.counters.num_reclaimed_blocks += num_blocks
+    return num_blocks
 
 
 def describe(scheduler: Scheduler, plan: StepPlan) -> str:

@@ -63,8 +63,11 @@ class Sequence:
     num_steps: int = 0  # steps that computed something of it
     num_chunks: int = 0  # of these, steps that computed known tokens
     num_drafts: int = 0  # tokens that its worker proposes for the next step
+    num_vain: int = 0  # steps in a row in which it was asked for drafts and had none
+    acceptance: float | None = None  # of its drafts, the last ones weigh most; None: there were none
     # Orders decodes that do not all fit a step: the one that waited longest comes first.
     turn: int = 0
+    num_charged: int = 0  # tokens that its tenant's share has been charged for
     recomputed_at: int = -1  # its number of tokens when it was last computed once more
     ttft_s: float | None = None  # arrival to first token
     told_first: bool = False  # the first token since its last admission is out

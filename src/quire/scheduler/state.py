@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from quire.cache.block_table import BlockTable
 from quire.cache.manager import CacheManager
-from quire.config import SchedulerConfig
+from quire.config import MAX_DRAFTS, SchedulerConfig
 from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
+from quire.scheduler.draft_control import MAX_VAIN, DraftControl
+from quire.scheduler.fairness import FairShares
 from quire.scheduler.predictor import Predictor
 from quire.scheduler.promises import Promises
 from quire.scheduler.queue import Deadlines, Gate, WaitingQueue, sort_key
@@ -28,6 +30,7 @@ class StepRecord:
     gone: tuple[int, ...]
     planned_s: float = 0.0
     num_prompt_tokens: int = 0
+    num_drafts: int = 0  # verified
     adapter_moves: tuple[AdapterMove, ...] = ()
     transfers: tuple[KvTransfer, ...] = ()  # begun by this step
 
@@ -48,6 +51,7 @@ class SchedulerState:
     sequences: dict[int, Sequence] = field(default_factory=dict)  # by id, those not ended
     in_flight: deque[StepRecord] = field(default_factory=deque)
     gone: list[int] = field(default_factory=list)  # sequences that the worker drops with the next plan
+    draft_control: DraftControl | None = None  # None: without speculation
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
     counters: EngineStats = field(default_factory=EngineStats)  # its gauges are not kept here
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -57,9 +61,11 @@ class SchedulerState:
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
     # Beams selected since the last plan: (parent, what is forked from it); see `beam_steps`.
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)  # drafts accepted, by position
     loading: dict[int, Sequence] = field(default_factory=dict)  # by transfer id, those in state LOADING_KV
     new_transfers: list[KvTransfer] = field(default_factory=list)  # begin with the next plan
     next_transfer_id: int = 0
+    shares: FairShares = field(default_factory=FairShares)
     next_step: int = 0
     next_seq_id: int = 0
     next_turn: int = 1
@@ -94,9 +100,11 @@ class SchedulerState:
         """Find the position up to which a decode of ``seq`` appends one token and does nothing else.
 
         That is where the sequence next needs, fills or drops a block, or reaches its last token. It is
-        called once the first token is out; with drafts every decode is an event.
+        called once the first token is out; while it may have drafts, every decode is an event.
         """
-        if not self.config.max_num_drafts:
+        control = self.draft_control
+        idle = seq.num_vain >= MAX_VAIN or control is None or not control.limit(seq.acceptance)
+        if idle and not seq.num_drafts:
             seq.next_event_at = min(self.cache.next_event_at(seq.table), seq.max_planned)
 
     def rollback(self, seq: Sequence, num_tokens: int) -> None:
@@ -166,6 +174,7 @@ class SchedulerState:
         seq.epoch = ENDED_EPOCH
         del self.sequences[seq.seq_id]
         group.sequences.remove(seq)
+        self.shares.leave(seq)
         if not group.sequences:
             del self.requests[group.request.request_id]
         if seq.siblings:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from quire.clock import VirtualClock
-from quire.engine.core import AbortRequest, AddRequest
+from quire.engine.core import AbortRequest
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.gateway.routing import Demand, Router
@@ -135,7 +135,7 @@ class Cluster:
             return
         replica = self.replicas[sent.replica]
         resumed = bool(sent.token_times)
-        replica.core.put(AddRequest(self.client.resumed(sent) if resumed else sent.request))
+        replica.core.put(self.client.resumed(sent) if resumed else sent.request)
         if not replica.waits:
             self._wake(replica, self.clock.now())  # after all requests of this very moment are in the inbox
 

@@ -1,0 +1,170 @@
+"""`quire serve --replicas N`: N servers as child processes, and a gateway in this one. Cores are shared out."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from quire.args import ServerArgs, flag_name
+from quire.cli.gateway import batches
+from quire.engine.spawn import child_environment
+from quire.errors import ConfigError
+from quire.gateway.config import GatewayArgs, GatewayConfig
+from quire.gateway.server import run_gateway
+from quire.gateway.state import GatewayState
+from quire.metrics.log import Log, configure
+
+# Settings that belong to one server. The gateway has its own, or would have to have them.
+_REFUSED = ("admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "step_log")
+_OWN = ("replicas", "data_parallel_size", "host", "port", "api_key", "batch_dir")
+_MEMORY = ("kv_memory", "num_kv_blocks", "gpu_memory_utilization", "gpu_memory")
+_MEMORY_SHARE = 0.8  # of what is available, for all replicas together
+_RESTART_S = 1.0
+_STOP_S = 15.0
+_PR_SET_PDEATHSIG = 1
+log = Log("gateway")
+
+
+def serve_replicas(settings: dict[str, Any], args: ServerArgs, num: int) -> int:
+    """Run until a signal; return the exit status: 1 when a replica could not start.
+
+    Raises:
+        ConfigError: a setting that several replicas cannot have.
+    """
+    for name in _REFUSED:
+        if settings.get(name) not in (None, False):
+            raise ConfigError(
+                f"{flag_name(name)} is a setting of one server and not allowed with --replicas {num}: leave it out, "
+                "or start the replicas and `quire gateway` yourself (docs/gateway.md)."
+            )
+    style: Any = args.log_format
+    configure(args.log_level, style=style)
+    key = secrets.token_hex(16)
+    server = GatewayArgs(
+        args.host,
+        args.port,
+        api_keys=(args.api_key,) if args.api_key else (),
+        admin_key=key,
+        max_body_mib=args.max_body_mib,
+        batch_dir=args.batch_dir,
+        max_file_mib=args.max_file_mib,
+        drain_timeout_s=args.drain_timeout_s,
+    )
+    shared = {name: value for name, value in settings.items() if name not in _OWN and value is not None}
+    if not any(name in shared for name in _MEMORY):
+        shared["gpu_memory_utilization"] = round(_MEMORY_SHARE / num, 4)
+    shared |= {"host": "127.0.0.1", "port": 0, "api_key": key, "gateway_key": key}
+    replicas = Replicas(shared, core_groups(sorted(os.sched_getaffinity(0)), num), args.max_restarts)
+    status = run_gateway(GatewayConfig(server=server), beside=replicas.running, extend=batches)
+    return status or replicas.status
+
+
+def core_groups(cores: Sequence[int], num: int) -> list[set[int]]:
+    """Share ``cores`` out in ``num`` groups of neighbours; with fewer cores than groups, some share one."""
+    if len(cores) < num:
+        return [{cores[index % len(cores)]} for index in range(num)]
+    ends = [len(cores) * index // num for index in range(num + 1)]
+    return [set(cores[start:end]) for start, end in pairwise(ends)]
+
+
+class Replicas:
+    """The child processes. One that dies is started again; one that cannot start ends the server."""
+
+    def __init__(self, settings: dict[str, Any], cores: Sequence[set[int]], max_restarts: int) -> None:
+        self._settings = settings
+        self._cores = cores
+        self._max_restarts = max_restarts
+        self._is_stopping = False
+        self._children: dict[int, asyncio.subprocess.Process] = {}
+        self.status = 0
+
+    @asynccontextmanager
+    async def running(
+        self, state: GatewayState, url: str, stop: Callable[[], None]
+    ) -> AsyncGenerator[None, None]:
+        """Run them while the block does. They register at ``url``; ``stop`` ends the gateway."""
+        with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+            path = Path(folder) / "serve.toml"  # the folder is this user's alone: the file has keys
+            path.write_text(_toml(self._settings | {"gateway": url}))
+            tasks = [
+                asyncio.create_task(self._keep(index, path, state, stop)) for index in range(len(self._cores))
+            ]
+            try:
+                yield
+            finally:
+                self._is_stopping = True
+                for child in self._children.values():
+                    with suppress(ProcessLookupError):
+                        child.terminate()
+                _, late = await asyncio.wait(tasks, timeout=_STOP_S)
+                for child in self._children.values() if late else ():
+                    with suppress(ProcessLookupError):
+                        child.kill()
+                await asyncio.gather(*tasks)
+
+    async def _keep(self, index: int, path: Path, state: GatewayState, stop: Callable[[], None]) -> None:
+        """Start one replica again and again until the server ends."""
+        restarts = 0
+        while not self._is_stopping:
+            begin_s = time.monotonic()
+            child = await self._start(index, path)
+            await _copy_lines(child, index)
+            status = await child.wait()
+            del self._children[index]
+            if self._is_stopping:
+                return
+            was_up = any(backend.about.get("pid") == child.pid for backend in state.fleet)
+            log.error(
+                "replica_died", replica=index, status=status, seconds=round(time.monotonic() - begin_s, 1)
+            )
+            restarts += 1
+            if not was_up or restarts > self._max_restarts:
+                self.status = 1
+                stop()
+                return
+            await asyncio.sleep(_RESTART_S)
+
+    async def _start(self, index: int, path: Path) -> asyncio.subprocess.Process:
+        cores = self._cores[index]
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "quire.cli", "serve", "--config", str(path),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=child_environment(),
+            start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which drains first
+            preexec_fn=lambda: _in_child(cores),
+        )  # fmt: skip
+        self._children[index] = child
+        return child
+
+
+def _in_child(cores: set[int]) -> None:
+    """Bind the replica to its cores; it ends with this process, however that ends."""
+    os.sched_setaffinity(0, cores)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+async def _copy_lines(child: asyncio.subprocess.Process, index: int) -> None:
+    """Write the replica's output on stderr, each line behind its number."""
+    assert child.stdout is not None
+    while line := await child.stdout.readline():
+        sys.stderr.write(f"[{index}] {line.decode(errors='replace')}")
+        sys.stderr.flush()
+
+
+def _toml(settings: dict[str, Any]) -> str:
+    """Return settings as TOML; JSON's strings, numbers, truth values and lists of strings are TOML's."""
+    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items())

@@ -1,0 +1,216 @@
+"""A process that answers probes whatever the server's load is, and hands every other connection to the server.
+
+Run as ``python -I front.py LISTEN CONTROL STATE``, three inherited file descriptors:
+
+    LISTEN    the server's listening socket
+    CONTROL   a unix socket to the server: connections go over it, and its end is the end of this process
+    STATE     shared memory that the server writes (`quire.http.front_link`): its clock and the answer to each probe
+
+The first bytes of a connection are looked at without being read, so the server sees all of what it gets. Little is
+imported: the process starts at once and is small.
+"""
+
+from __future__ import annotations
+
+import mmap
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from array import array
+
+from setproctitle import setproctitle
+
+PATHS = (b"/livez", b"/readyz", b"/health", b"/startupz")
+HEAD = struct.Struct("<Qd")  # a counter that is odd while the server writes; its monotonic clock
+SLOT = struct.Struct("<H1022s")  # one per path: length and bytes of the answer, without its connection header
+STATE_BYTES = HEAD.size + len(PATHS) * SLOT.size
+STALLED_S = 10.0  # the server's loop has not run for so long: it is alive no more
+_STALLED = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: 20\r\n\r\n"
+    b'{"status":"stalled"}'
+)
+_STARTS = tuple(b"GET " + path for path in PATHS)
+_MAX_HEAD = 4096
+_PATIENCE_S = 0.25  # for the first bytes; then the server waits for them
+_KEEP_ALIVE_S = 75.0
+_RETRY_S = 0.01
+FDS_AT_ONCE = 64
+_ACCEPTS_AT_ONCE = 64
+
+
+class Front:
+    """The loop of the process. Connections are kept by file descriptor."""
+
+    def __init__(self, listen: socket.socket, control: socket.socket, state: mmap.mmap) -> None:
+        self._listen = listen
+        self._control = control
+        self._state = state
+        self._epoll = select.epoll()
+        self._waiting: dict[int, tuple[socket.socket, float]] = {}  # and until when
+        self._leaving: list[socket.socket] = []  # to the server
+        self._control_events = select.EPOLLIN
+        listen.setblocking(False)
+        control.setblocking(False)
+        self._epoll.register(listen, select.EPOLLIN)
+        self._epoll.register(control, select.EPOLLIN)
+
+    def run(self) -> None:
+        """Serve until the server ends."""
+        next_sweep_s = 0.0
+        while True:
+            for fd, events in self._epoll.poll(_PATIENCE_S if self._waiting else -1):
+                if fd == self._listen.fileno():
+                    self._accept()
+                elif fd == self._control.fileno():
+                    if events & (
+                        select.EPOLLIN | select.EPOLLHUP
+                    ):  # the server never writes: this is its end
+                        return
+                elif fd in self._waiting:
+                    self._look(self._waiting[fd][0])
+            if time.monotonic() >= next_sweep_s:
+                next_sweep_s = time.monotonic() + _PATIENCE_S
+                self._sweep()
+            self._hand_over()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):
+            try:
+                sock, _ = self._listen.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # too many open files: those that wait are handed over first
+                time.sleep(_RETRY_S)
+                return
+            sock.setblocking(False)
+            self._look(sock)
+
+    def _look(self, sock: socket.socket) -> None:
+        """Answer probes; leave anything else to the server; wait while it may become either."""
+        while self._answered(sock):
+            continue
+
+    def _answered(self, sock: socket.socket) -> bool:
+        """Whether there was a probe, and another one may follow."""
+        try:
+            seen = sock.recv(_MAX_HEAD, socket.MSG_PEEK)
+        except BlockingIOError:
+            self._wait(sock, _PATIENCE_S)
+            return False
+        except OSError:
+            self._drop(sock)
+            return False
+        if not seen:
+            self._drop(sock)
+        elif not any(seen.startswith(start) or start.startswith(seen) for start in _STARTS):
+            self._leave(sock)
+        elif b"\r\n\r\n" not in seen:
+            if len(seen) < _MAX_HEAD:
+                self._wait(sock, _PATIENCE_S)
+            else:
+                self._leave(sock)
+        else:
+            return self._answer(sock, seen[: seen.index(b"\r\n\r\n") + 4])
+        return False
+
+    def _answer(self, sock: socket.socket, head: bytes) -> bool:
+        line, _, fields = head.lower().partition(b"\r\n")
+        answer = self._probe(line)
+        # A body or a page of another origin is the server's business.
+        if answer is None or any(name in fields for name in (b"content-length", b"transfer-enc", b"origin:")):
+            self._leave(sock)
+            return False
+        closes = b"connection: close" in fields or not line.endswith(b" http/1.1")
+        try:
+            sock.recv(len(head))
+            sock.send(answer.replace(b"\r\n", b"\r\nconnection: close\r\n", 1) if closes else answer)
+        except OSError:
+            closes = True
+        if closes:
+            self._drop(sock)
+        else:
+            self._wait(sock, _KEEP_ALIVE_S, again=True)
+        return not closes
+
+    def _probe(self, line: bytes) -> bytes | None:
+        """Return the answer to a request line in lower case; None if it is no probe, or there is no state yet."""
+        parts = line.split(b" ")
+        if len(parts) != 3 or parts[1] not in PATHS:
+            return None
+        offset = HEAD.size + PATHS.index(parts[1]) * SLOT.size
+        for _ in range(1000):
+            before, clock_s = HEAD.unpack_from(self._state)
+            length, answer = SLOT.unpack_from(self._state, offset)
+            if before % 2 == 0 and HEAD.unpack_from(self._state)[0] == before:
+                break
+        if not length:
+            return None
+        return answer[:length] if time.monotonic() - clock_s < STALLED_S else _STALLED
+
+    def _wait(self, sock: socket.socket, patience_s: float, *, again: bool = False) -> None:
+        fd = sock.fileno()
+        if fd not in self._waiting:
+            # Each new byte is looked at once: a level would report what was only peeked at for ever.
+            self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+            self._waiting[fd] = (sock, time.monotonic() + patience_s)
+        elif again:
+            self._waiting[fd] = (sock, time.monotonic() + patience_s)
+
+    def _forget(self, sock: socket.socket) -> None:
+        if self._waiting.pop(sock.fileno(), None) is not None:
+            self._epoll.unregister(sock.fileno())
+
+    def _drop(self, sock: socket.socket) -> None:
+        self._forget(sock)
+        sock.close()
+
+    def _leave(self, sock: socket.socket) -> None:
+        self._forget(sock)
+        self._leaving.append(sock)
+
+    def _sweep(self) -> None:
+        now_s = time.monotonic()
+        for sock, until_s in list(self._waiting.values()):
+            if now_s >= until_s:
+                self._leave(sock)
+
+    def _hand_over(self) -> None:
+        """Send the connections that leave; the rest when the server has taken some."""
+        while self._leaving:
+            some = self._leaving[:FDS_AT_ONCE]
+            fds = array("i", [sock.fileno() for sock in some])
+            try:
+                self._control.sendmsg([b"c"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            except BlockingIOError:
+                break
+            except (
+                OSError
+            ):  # too many connections are on their way; or the server has ended, as the next poll tells
+                time.sleep(_RETRY_S)
+                break
+            del self._leaving[: len(some)]
+            for sock in some:
+                sock.close()
+        wanted = select.EPOLLIN | (select.EPOLLOUT if self._leaving else 0)
+        if wanted != self._control_events:
+            self._control_events = wanted
+            self._epoll.modify(self._control, wanted)
+
+
+def main(listen: int, control: int, state: int) -> None:
+    """Serve until the server ends. It also handles the signals that a terminal sends to all of its processes."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    setproctitle("quire: front")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    memory = mmap.mmap(state, STATE_BYTES, prot=mmap.PROT_READ)
+    Front(socket.socket(fileno=listen), socket.socket(fileno=control), memory).run()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""`FrontLink`: the server's side of `quire.http.front`, the process that answers probes and accepts connections."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from starlette.responses import Response
+
+from quire.http import front
+from quire.metrics.log import Log
+
+log = Log("server")
+Ask = Callable[[], Awaitable[Mapping[str, Response]]]  # the answers to the probes now, by path
+TICK_S = 0.1
+_CONNECTIONS_AT_ONCE = 16  # taken in one turn of the loop, so that other requests have theirs
+_STATUS = {200: b"200 OK", 503: b"503 Service Unavailable"}
+
+
+class FrontLink:
+    """Starts the process, tells it the answers ten times a second, and takes the connections that it hands over."""
+
+    def __init__(
+        self,
+        listen: socket.socket,
+        ask: Ask,
+        make_protocol: Callable[[], asyncio.Protocol],
+        on_end: Callable[[], None],
+    ) -> None:
+        """``on_end`` is called when the process ended by itself: the server then has to accept connections."""
+        self._ask = ask
+        self._make_protocol = make_protocol
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._closed = False
+        self._connecting: set[asyncio.Task[object]] = set()
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
+        with theirs, tempfile.TemporaryFile() as file:
+            file.truncate(front.STATE_BYTES)
+            self._state = mmap.mmap(file.fileno(), front.STATE_BYTES)
+            fds = [listen.fileno(), theirs.fileno(), file.fileno()]
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", str(Path(front.__file__)), *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=fds,
+            )
+        self._loop.add_reader(self._control, self._take)
+        self._ticking = self._loop.create_task(self._tick())
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def close(self) -> None:
+        """End the process. A second call has no effect."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ticking.cancel()
+        self._loop.remove_reader(self._control)
+        self._control.close()
+        try:
+            self._popen.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+    def _take(self) -> None:
+        """Take some connections. The end of the process is an empty read."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, 1, front.FDS_AT_ONCE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        for fd in fds:
+            task = self._loop.create_task(self._connect(socket.socket(fileno=fd)))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+        if not data:
+            self.close()
+            log.warning("front_ended", status=self._popen.returncode)
+            self._on_end()
+
+    async def _connect(self, sock: socket.socket) -> object:
+        try:
+            return await self._loop.connect_accepted_socket(self._make_protocol, sock)
+        except OSError:
+            sock.close()  # the client is gone
+            return None
+
+    async def _tick(self) -> None:
+        while True:
+            self._write(await self._ask())
+            await asyncio.sleep(TICK_S)
+
+    def _write(self, answers: Mapping[str, Response]) -> None:
+        counter, _ = front.HEAD.unpack_from(self._state)
+        front.HEAD.pack_into(self._state, 0, counter + 1, time.monotonic())
+        for i, path in enumerate(front.PATHS):
+            raw = raw_answer(answers[path.decode()])
+            front.SLOT.pack_into(self._state, front.HEAD.size + i * front.SLOT.size, len(raw), raw)
+        front.HEAD.pack_into(self._state, 0, counter + 2, time.monotonic())
+
+
+def raw_answer(answer: Response) -> bytes:
+    """Return the bytes of an answer; one that is too long for its slot is left to the server, as an empty one."""
+    body = bytes(answer.body)
+    raw = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+        _STATUS[answer.status_code],
+        len(body),
+        body,
+    )
+    return raw if len(raw) <= front.SLOT.size - 2 else b""

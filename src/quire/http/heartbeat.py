@@ -1,0 +1,71 @@
+"""`Heartbeat`: a replica says to a gateway, again and again, that it is there and what it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+
+from quire.metrics.log import Log
+
+log = Log("server")
+INTERVAL_S = 2.0
+TTL_S = 10.0
+
+
+class Heartbeat:
+    """Posts to ``/admin/backends`` of a gateway. ``describe`` returns the body at each beat; None: take it off."""
+
+    def __init__(
+        self,
+        gateway: str,
+        key: str | None,
+        describe: Callable[[], Mapping[str, Any] | None],
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._interval_s = interval_s
+        self._url = f"{gateway.rstrip('/')}/admin/backends"
+        self._headers = {"authorization": f"Bearer {key}"} if key is not None else {}
+        self._describe = describe
+        self._failure = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Beat in the running loop until it ends."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=INTERVAL_S)
+        async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session:
+            name = ""
+            while True:
+                said = self._describe()
+                if said is not None:
+                    name = said["name"]
+                    await self._send(session.post(self._url, json={"ttl_s": TTL_S, **said}))
+                elif name:
+                    await self._send(session.delete(f"{self._url}/{name}"))
+                    name = ""
+                await asyncio.sleep(self._interval_s)
+
+    async def _send(self, call: Any) -> None:
+        """Log what is new: a failure, its end, or another failure."""
+        failure = ""
+        try:
+            async with call as response:
+                if response.status >= 400:
+                    failure = f"{response.status}: {(await response.text())[:200]}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            failure = str(error) or type(error).__name__
+        if failure and failure != self._failure:
+            log.error("gateway_unreachable", url=self._url, error=failure)
+        elif not failure and self._failure:
+            log.info("gateway_reached", url=self._url)
+        self._failure = failure

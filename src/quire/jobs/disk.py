@@ -1,0 +1,125 @@
+"""What jobs keep on disk: whole or not at all, and what happens while the disk is full."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.http.refusals import HttpError, Refusal
+from quire.metrics.log import Log
+
+FULL_S = 1.0  # before a write to a full disk is tried again
+_ID = re.compile(r"batch_[0-9a-f]{32}")
+log = Log("batch")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the contents of ``path`` with ``value`` atomically, also if the power fails."""
+    made = path.with_suffix(".tmp")
+    with removed_on_failure(made):
+        with made.open("wb") as file:
+            file.write(msgspec.json.encode(value))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
+
+
+def is_full(error: OSError) -> bool:
+    """Tell whether a write failed because the disk or the user's share of it is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def removed_on_failure(*paths: Path) -> Iterator[None]:
+    """Leave no half of a file behind where the block fails."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def within_disk() -> Iterator[None]:
+    """Answer 507 where the block finds the disk full.
+
+    Raises:
+        HttpError: nothing was kept of the request.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        log.error("disk_full", error=str(error))
+        text = "The server's disk is full: nothing was stored. Delete files that are not needed, or try again later."
+        raise HttpError(Refusal(507, text, code="disk_full")) from None
+
+
+class BatchFolder:
+    """The files of batches, in ``root/batches``. A line in one of the two .jsonl files is not run again.
+
+    ID.json           the batch object: replaced at each change of its state
+    ID.output.jsonl   answered lines, appended as they arrive
+    ID.errors.jsonl   lines that were refused, failed or not run
+    """
+
+    def __init__(self, root: Path, unix_time: Callable[[], float]) -> None:
+        self._folder = root / "batches"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._unix_time = unix_time
+
+    def load(self) -> dict[str, dict[str, Any]]:
+        """Return all batches by id."""
+        paths = [path for path in self._folder.glob("*.json") if _ID.fullmatch(path.stem)]
+        return {path.stem: msgspec.json.decode(path.read_bytes()) for path in paths}
+
+    def lines(self, batch: dict[str, Any], kind: str) -> Path:
+        """Return the path of the lines of a batch; ``kind``: output or errors."""
+        return self._folder / f"{batch['id']}.{kind}.jsonl"
+
+    def append(self, batch: dict[str, Any], kind: str, line: bytes) -> None:
+        """Add a line, or nothing of it where the disk is full."""
+        with self.lines(batch, kind).open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)
+                raise
+
+    def set_status(self, batch: dict[str, Any], status: str) -> None:
+        """Change the state of a batch, with its time, and save it."""
+        changed = {"status": status, f"{status}_at": int(self._unix_time())}
+        self.save({**batch, **changed})
+        batch.update(changed)
+
+    def save(self, batch: dict[str, Any]) -> None:
+        write_json(self._folder / f"{batch['id']}.json", batch)
+
+    async def when_room(self, batch: dict[str, Any], write: Callable[[], None]) -> None:
+        """Call ``write`` until the disk has room for it. The batch is paused meanwhile."""
+        paused = False
+        while True:
+            try:
+                write()
+                break
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                if not paused:
+                    log.error("batch_paused", batch=batch["id"], error=str(error))
+                paused = True
+            await asyncio.sleep(FULL_S)
+        if paused:
+            log.info("batch_continued", batch=batch["id"])
