@@ -63,6 +63,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "full disk": {"jobs": 85},
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
+    "moved streams": {"api": 210, "engine": 60, "gateway": 175},
     "no request stalls another": {"": 22, "api": 145, "engine": 400, "http": 545, "jobs": 40, "text": 75},
     "speculation": {
         "": 72,

@@ -76,5 +76,5 @@ def without_ids(stream: bytes) -> bytes:
     """Return a stream with its ids numbered in the order in which they come, and no times."""
     numbers: dict[bytes, int] = {}
     return _CREATED.sub(
-        b"", _IDS.sub(lambda m: b"%b#%d" % (m[1], numbers.setdefault(m[0], len(numbers))), stream)
+        rb'"\1":0', _IDS.sub(lambda m: b"%b#%d" % (m[1], numbers.setdefault(m[0], len(numbers))), stream)
     )

@@ -51,12 +51,13 @@ class Scripted:
     received: list[Received] = field(default_factory=list)
     num_left: int = 0  # connections that the gateway closed during an answer
     url: str = ""
+    card: dict[str, str] = field(default_factory=dict)  # beside the id of each model
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (request := await _read(reader)) is not None:
                 if request.method == "GET" and request.path in ("/readyz", "/v1/models"):
-                    cards = json.dumps({"data": [{"id": name} for name in self.models]}).encode()
+                    cards = json.dumps({"data": [{"id": name} | self.card for name in self.models]}).encode()
                     await answer(writer, 200 if self.ready else 503, cards)
                     continue
                 self.received.append(request)
@@ -88,8 +89,10 @@ async def answer(
     await writer.drain()
 
 
-async def begin_stream(writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+async def begin_stream(writer: asyncio.StreamWriter, headers: Mapping[str, str] | None = None) -> None:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items()).encode()
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + lines)
+    writer.write(b"transfer-encoding: chunked\r\n\r\n")
     await writer.drain()
 
 

@@ -68,3 +68,47 @@ def test_any_stream_goes_on_from_any_point(replica: LiveServer) -> None:
                 joined = b"".join(events for _, events in [*whole[:cut], *groups(again.content)])
                 expected = by_choice(b"".join(events for _, events in whole))
                 assert by_choice(joined) == expected, (path, body, cut)
+
+
+def test_without_the_key_the_headers_have_no_effect(replica: LiveServer) -> None:
+    path, body = asks(4)[0]
+    with httpx.Client(base_url=replica.url, timeout=60) as client:
+        answer = client.post(path, json=body, headers=headers(1, key="another"))
+        assert answer.status_code == 200
+        assert "x-quire-tagged" not in answer.headers
+        assert answer.content.startswith(b"data: ")
+        assert b"cmpl-" + b"%032x" % 1 not in answer.content
+        form = resume_form(body, "x", [])
+        refused = client.post(path, json=form, headers=headers(1, key="another", resumes=True))
+        assert refused.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"fingerprint": "another"}, "fingerprint_differs"),
+        ({"delivered": [[9, [1], 0]]}, "choice 9"),
+        ({"delivered": [[0, [10**6], 0]]}, "vocabulary"),
+        ({"delivered": [[0, [1], 0, "stop", 2]]}, "stop token"),
+        ({"delivered": [[0, [1] * 99, 0]]}, "max_tokens"),
+        ({"delivered": [[0, [1], 0, "length"], [0, [1], 0]]}, "ended before"),
+        ({"delivered": [[0, "a", 0]]}, "resume form"),
+        ({"delivered": None}, "resume form"),
+    ],
+)
+def test_a_wrong_resume_form_is_refused(replica: LiveServer, changes: dict[str, Any], says: str) -> None:
+    path, body = asks(8)[0]
+    with httpx.Client(base_url=replica.url, timeout=60) as client:
+        cards = client.get("/v1/models").json()["data"]
+        form = resume_form(body, cards[0]["fingerprint"], []) | changes
+        refused = client.post(path, json=form, headers=headers(1, resumes=True))
+        assert refused.status_code == 400
+        assert says in refused.text
+
+
+def test_logprobs_of_the_prompt_are_not_tagged(replica: LiveServer) -> None:
+    path, body = asks(4)[2]
+    with httpx.Client(base_url=replica.url, timeout=60) as client:
+        answer = client.post(path, json={**body, "echo": True}, headers=headers(2))
+        assert answer.status_code == 200
+        assert "x-quire-tagged" not in answer.headers

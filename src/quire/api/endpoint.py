@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quire.api.job import Job, PromptStreams, Usage
+from quire.api.job import Job, Usage
+from quire.api.prompt_streams import PromptStreams
 from quire.api.relayed import MAX_DELIVERED_BYTES, Tags, enter, has_gateway_key
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk, merge
@@ -333,9 +334,13 @@ class Generation:
 
     async def _answer_stream(self, send: Send, headers: Headers) -> None:
         answer, tags = self.job.answer, self._tags
-        if tags is not None and self.job.relayed is not None and self.job.relayed.is_resumed:
-            await self._resume_stream(send, headers)
         try:
+            if tags is not None and self.job.relayed is not None and self.job.relayed.is_resumed:
+                await self._start_stream(send, headers)
+                for i, (index, chunk) in enumerate(self._streams.delivered()):
+                    answer.frame(index, chunk, self.usage)  # the client has it
+                    if i % _REPLAYED_AT_ONCE == 0:
+                        await asyncio.sleep(0)
             async with aclosing(self._streams.chunks()) as chunks:
                 async for index, chunk in chunks:
                     if chunk.finish_reason is not None:
@@ -355,27 +360,13 @@ class Generation:
         self._streams.note_timing()
         await self._send_last(send, answer.closing(self.usage))
 
-    async def _resume_stream(self, send: Send, headers: Headers) -> None:
-        """Bring the answer to where the client has it, and send the status alone."""
-        answer = self.job.answer
-        answer.opening(self._streams.token_ids(), self._streams.echoes, self.usage)
-        for i, (index, chunk) in enumerate(self._streams.delivered()):
-            answer.frame(index, chunk, self.usage)
-            if i % _REPLAYED_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        await self._send_head(send, headers)
-        await send({"type": "http.response.body", "body": b"", "more_body": True})
-
     async def _start_stream(self, send: Send, headers: Headers) -> bytes:
         """Send the status, and return the first events."""
-        await self._send_head(send, headers)
-        return self.job.answer.opening(self._streams.token_ids(), self._streams.echoes, self.usage)
-
-    async def _send_head(self, send: Send, headers: Headers) -> None:
         self._begun = True
         tagged = self._tags.headers if self._tags is not None else ()
         every = [*STREAM_HEADERS, *tagged, *headers]
         await send({"type": "http.response.start", "status": 200, "headers": every})
+        return self.job.answer.opening(self._streams.token_ids(), self._streams.echoes, self.usage)
 
     async def _fail_stream(self, send: Send, error: Exception) -> None:
         """End a stream that had begun with an event that has the error."""

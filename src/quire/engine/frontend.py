@@ -36,7 +36,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import NO_TENANT, Adapter, Deadline, Pooling, SamplingParams, Tenant, TokenEvent
+from quire.request import NO_TENANT, Adapter, Deadline, Pooling, Request, SamplingParams, Tenant, TokenEvent
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -122,9 +122,8 @@ class Frontend:
         ``pooling``: nothing is generated; the only chunk carries what is pooled from the prompt. ``continues``: the
         output continues the prompt's text, as a completion does; an answer to a chat begins a new text.
 
-        ``seed``: where ``sampling`` gives none. ``delivered``: what another server has sent of the answer, which goes
-        on behind it; ``elapsed_s`` ago the request arrived there.
-
+        ``seed``: where ``sampling`` gives none. ``delivered``: what another server, where the request arrived
+        ``elapsed_s`` ago, has sent of the answer, which goes on behind it.
         A request that the engine rejects (queue full, can never fit) ends with its first chunk: `FinishReason.ERROR`.
 
         Raises:
@@ -160,6 +159,12 @@ class Frontend:
             deadline=deadline,
         )
         self._check_open()  # tokenizing and checking the grammar may have taken a while
+        return self._open(name, request, delivered, continues=continues)
+
+    def _open(
+        self, name: str, request: Request, delivered: Sequence[TokenEvent], *, continues: bool
+    ) -> RequestStream:
+        """Send a request to the engine, and return the stream of what comes."""
         if delivered:
             request = continued(request, delivered, self.model.vocab_size)
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
