@@ -11,14 +11,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple, TypeVar
 
+from quire.clock import WallClock
 from quire.config import CacheConfig, SchedulerConfig
+from quire.engine.heartbeat import HangWatch, Heartbeat, Ticker
 from quire.request import Request, SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.step import SeqResult, StepPlan, StepResult
@@ -65,6 +69,8 @@ def main() -> None:
         "cpu_ms_p99": round(cpu_ms[int(len(cpu_ms) * 0.99)], 3),
         "cpu_ms_plan": round(median(plan.cpu_ms for plan, _ in samples), 3),
         "cpu_ms_apply": round(median(apply.cpu_ms for _, apply in samples), 3),
+        "cpu_us_tick": round(tick_us(args.seqs), 2),
+        "cpu_us_look": round(look_us(), 2),
     }
     print(json.dumps(report))
 
@@ -112,6 +118,37 @@ def measure(
     finally:
         gc.enable()
     return samples
+
+
+def tick_us(num_seqs: int, rounds: int = 20, calls: int = 2000) -> float:
+    """Return the CPU time of what a step adds for the heartbeat, with ``num_seqs`` sequences in the step in flight."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs * 16),
+        CacheConfig(num_blocks=4 * num_seqs),
+    )
+    for i in range(num_seqs):
+        sampling = SamplingParams(seed=i, max_tokens=8, eos_token_ids=(1,))
+        scheduler.add(Request(f"request-{i}", (i, i + 1), sampling, arrival_s=0.0), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    scheduler.apply(answer(plan), 1.0)
+    plan = scheduler.plan(1.0)
+    assert plan is not None
+    with tempfile.TemporaryDirectory() as folder:
+        ticker = Ticker(Heartbeat(Path(folder, "page")), scheduler, WallClock())
+        return per_call_us(lambda: ticker([plan]), rounds, calls)
+
+
+def look_us(rounds: int = 20, calls: int = 2000) -> float:
+    """Return the CPU time of a look at the heartbeat, in the API process, once per message from the engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        watch = HangWatch(Heartbeat(Path(folder, "page")), 0.0)
+        return per_call_us(lambda: watch.look(time.monotonic()), rounds, calls)
+
+
+def per_call_us(call: Callable[[], object], rounds: int, calls: int) -> float:
+    spent = [timed(lambda: [call() for _ in range(calls)])[0].cpu_ms * 1e3 / calls for _ in range(rounds)]
+    return median(spent)
 
 
 def timed(call: Callable[[], T]) -> tuple[Spent, T]:

@@ -36,7 +36,7 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire simulate                 a workload through the real scheduler on a virtual clock (docs/simulator.md); also
                                    the workload, load and results flags of bench serve, and the engine's scheduling
     quire doctor                   what this machine has, which kernels are used and why, what to install
-    quire doctor --check MODEL     read all weights: do shapes and types fit config.json, is anything NaN or infinite
+    quire doctor --check MODEL     read every file: do weights fit config.json, is any NaN; tokenizer; chat template
     quire plan [MODEL]             does it fit, how fast, at what cost: formulas (docs/planner.md)
     quire keys create NAME         add an API key to a file and print it (docs/tenants.md)
     quire keys list                names, tenants and rights of the keys

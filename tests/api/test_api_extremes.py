@@ -185,6 +185,7 @@ class Served:
         start_s = time.monotonic()
         self._runner.run(self.frontend.drain(10.0))
         self._runner.run(self.frontend.close())
+        self._app.state.quire.bodies.close()
         self._runner.close()
         return time.monotonic() - start_s
 

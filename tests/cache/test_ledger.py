@@ -16,14 +16,14 @@ from quire.cache.ledger import reclaim
 from quire.cache.manager import CacheManager
 from quire.clock import VirtualClock
 from quire.engine import child
-from quire.engine.core import AddRequest, EngineCore
+from quire.engine.core import EngineCore
 from quire.engine.heartbeat import Heartbeat, Ticker
 from quire.request import TokenEvent
 from quire.scheduler.scheduler import Scheduler, audit
 
 
 def run(core: EngineCore, name: str) -> list[TokenEvent]:
-    core.put(AddRequest(request(name, prompt=range(70), max_tokens=20)))
+    core.put(request(name, prompt=range(70), max_tokens=20))
     events = []
     while core.has_work:
         events += core.step()
@@ -83,7 +83,7 @@ def test_good_books_are_left_alone(core: EngineCore) -> None:
 
 
 def test_a_running_engine_is_not_audited(core: EngineCore) -> None:
-    core.put(AddRequest(request("long", prompt=range(70), max_tokens=20)))
+    core.put(request("long", prompt=range(70), max_tokens=20))
     core.step()
     lose_one(core.scheduler.cache)
     assert audit(core.scheduler) == 0

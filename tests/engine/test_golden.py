@@ -11,15 +11,10 @@ from tests.engine.scripted import ScriptedClient, clients, token_of
 from tests.engine.test_supervisor import NO_PAUSE, Reader, request, undisturbed
 from tests.engine.toy import engine_config
 
-from quire import LLM, SamplingParams
-from quire.args import EngineArgs
 from quire.clock import VirtualClock
-from quire.device import detect_device
-from quire.engine.assemble import configure
-from quire.engine.golden import FILE, NUM_OUTPUT, PREFIX, GoldenPrompt, setup_of
+from quire.engine.golden import NUM_OUTPUT, PREFIX, GoldenPrompt
 from quire.engine.supervisor import Supervisor
 from quire.errors import EngineDeadError
-from quire.models.quill import quill_path
 from quire.request import Request, TokenEvent
 
 
@@ -145,21 +140,3 @@ def supervised_of(folder: Path, **fields: int) -> None:
     clock = VirtualClock()
     golden = GoldenPrompt(engine_config(**fields), folder, clock, 60.0)
     Supervisor(ScriptedClient(), clients(), clock, NO_PAUSE, golden).wait_ready()
-
-
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "amx"])
-@pytest.mark.parametrize("name", ["quill", "quill-draft"])
-def test_quill_brings_its_ids(name: str, isa: str) -> None:
-    shipped = json.loads((quill_path(name) / FILE).read_text())
-    device = detect_device()
-    levels = ["scalar", "avx2", "avx512", "amx"]
-    if not device.native or levels.index(isa) > levels.index(device.isa):
-        pytest.skip(f"this machine has no {isa}")
-    config, _ = configure(EngineArgs(model=name, cpu_isa=isa, num_kv_blocks=16, max_model_len=128), device)  # type: ignore[arg-type]
-    ids = shipped["ids"].get(setup_of(config))
-    if ids is None:
-        pytest.skip(f"no ids are shipped for {setup_of(config)}")
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
-    with LLM(name, cpu_isa=isa, num_kv_blocks=16, max_model_len=128, threads=1) as llm:
-        (output,) = llm.generate([{"prompt_token_ids": shipped["prompt"]}], sampling)
-    assert list(output.outputs[0].token_ids) == ids

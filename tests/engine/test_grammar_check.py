@@ -49,6 +49,15 @@ WRONG = [
 ]
 
 
+def test_remembered_grammars_are_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helper_pool, "_MAX_REMEMBERED_BYTES", 100_000)
+    for i in range(20):
+        checker.check(StructuredOutputsParams(choice=[f"{i}" + "x" * 5000, "b"]))
+        sizes = [len(source) + len(str(answer)) for source, answer in checker._remembered.items()]
+        assert checker._num_bytes == sum(sizes) <= 100_000
+    assert 2 < len(checker._remembered) < 20
+
+
 def test_what_is_wrong_is_named(checker: GrammarChecker) -> None:
     for params, said in WRONG:
         with pytest.raises(RequestError, match=said) as caught:

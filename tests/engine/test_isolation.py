@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tests.fakes.integrity import check_integrity
 
+import quire
 from quire import LLM, SamplingParams
 from quire.engine.results import RequestOutput
 from quire.request import FinishReason
@@ -19,6 +21,7 @@ from quire.sampling.grammars import Grammars
 from quire.structured_outputs import StructuredOutputsParams
 
 PROMPTS = ["Once upon a time", "The captain", "It was a dark night", "She said"]
+FOLDER = Path(quire.__file__).parent / "models" / "quill_data" / "quill"  # without its weights
 BAD = 2  # whose request is at fault
 CHOICE = StructuredOutputsParams(regex="[a-z ]{30,40}")
 
@@ -30,7 +33,7 @@ def params(index: int, **fields: Any) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM("quill", num_kv_blocks=128, max_model_len=256, threads=1)
+    made = LLM(str(FOLDER), load_format="random", num_kv_blocks=128, max_model_len=256, threads=1)
     yield made
     made.close()
 

@@ -93,7 +93,12 @@ def test_requests_through_a_child(client: ProcessClient) -> None:
     info = client.wait_ready()
     assert info.pid == client.pid != os.getpid()
     assert info.num_kv_tokens == 64 * 16
-    asked = [request("a", n=3), request("b", max_tokens=7, seed=9), request("aborted"), request("stopped")]
+    asked = [
+        request("a", n=3),
+        request("b", max_tokens=7, seed=9),
+        request("aborted"),
+        request("stopped", max_tokens=400),
+    ]
     for one in asked:
         client.send(one)
     client.send(AbortRequest("aborted"))

@@ -26,6 +26,12 @@ ENDS = "{% endfor %}" * 3
 DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = DOUBLED %}{% endfor %}"
 
 GREEDY = {
+    "two macros that call each other": (
+        "{% macro a() %}{{ b() }}{% endmacro %}{% macro b() %}{{ a() }}{% endmacro %}{{ a() }}"
+    ),
+    "a list of a list, printed": (
+        "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}"
+    ),
     "empty loops": LOOPS + ENDS,
     "loops that write": LOOPS + "text" + ENDS,
     "loops that print": LOOPS + "{{ a }}" + ENDS,

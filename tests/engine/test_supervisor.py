@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.engine.scripted import ScriptedClient, clients, token_of
 
 from quire.clock import VirtualClock
+from quire.engine.client import EngineHealth
 from quire.engine.core import AbortRequest, ChangePolicy, FinishSample, Message, Reply
 from quire.engine.in_flight import InFlight
 from quire.engine.process import decode, encode
@@ -296,3 +298,43 @@ def test_bad_readmission_fails_alone() -> None:
     for name in ("early", "late"):
         assert reader.tokens[name, 0] == undisturbed(request(name))[0]
     assert len(supervisor._record) == 0
+
+
+def hung(overdue_s: float) -> EngineHealth:
+    return EngineHealth("hung", "step 7 does not end", overdue_s)
+
+
+class Silent(ScriptedClient):
+    """An engine that sends nothing while it is hung."""
+
+    def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
+        return [] if self.now_health.status == "hung" else super().receive(timeout_s)
+
+    def dump(self) -> str:
+        return "plans and stacks"
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 10.0])
+def test_a_hung_engine_is_killed_late_or_never(
+    timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first = Silent()
+    policy = RestartPolicy(backoff_s=0.0, hang_timeout_s=timeout_s)
+    supervisor = Supervisor(first, clients(ScriptedClient()), VirtualClock(), policy)
+    supervisor.send(request("a"))
+    assert supervisor.receive(0.0) != []
+    for overdue_s in (2.0, 9.9):
+        first.now_health = hung(overdue_s)
+        assert supervisor.receive(0.0) == []
+        assert supervisor.health().status == "hung"
+        assert not first.closed
+    (dump,) = tmp_path.iterdir()
+    assert dump.read_text() == "plans and stacks"
+    first.now_health = hung(1e6 if not timeout_s else 10.0)
+    assert supervisor.receive(0.0) == []
+    assert first.closed == bool(timeout_s)
+    assert supervisor.num_restarts == bool(timeout_s)
+    first.now_health = EngineHealth()
+    while supervisor.receive(0.0)[0].finish_reason is None:
+        pass

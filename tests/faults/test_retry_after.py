@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 import httpx
+import pytest
 from tests.e2e.live import LiveServer
 from tests.faults.conftest import COMMAND
 
@@ -39,6 +40,7 @@ async def burst(url: str, seed: int) -> list[list[tuple[int, float]]]:
         return await asyncio.gather(*(one(client, body) for body in bodies))
 
 
+@pytest.mark.slow
 def test_clients_of_a_burst_that_wait_as_told_are_served(tmp_path: Path) -> None:
     seed = 7
     command = [*COMMAND, "--max-num-seqs", "2", "--max-queue", "4"]

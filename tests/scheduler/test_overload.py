@@ -61,7 +61,7 @@ def test_promises_that_are_not_kept_hold_nothing_for_long() -> None:
     assert promises.expected() == (200, 1600)
     assert promises.redeem(request("r199"), 0.0) is False, "not yet"
     assert promises.redeem(request("r199"), 199.0) is True
-    assert len(promises) == 5, "those of the last seconds"
+    assert len(promises) == 2, "those of the last seconds"
     assert promises.share < 0.2
     assert promises.expected()[0] == 1
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.args import EngineArgs
 from quire.device import detect_device
-from quire.engine.assemble import configure
+from quire.engine.assemble import configure, llm_args
 from quire.engine.draft_model import check_vocabulary, find_draft
 from quire.errors import ConfigError
 from quire.models.checkpoint import describe, read_tokenizer
@@ -38,7 +39,9 @@ def outputs(**settings: object) -> tuple[list[object], int]:
         for each in params
         for answer in llm.generate(PROMPTS, each)
     ]
-    return found, llm._client.core.stats().num_accepted_tokens
+    num_accepted = llm._client.core.stats().num_accepted_tokens
+    llm.close()
+    return found, num_accepted
 
 
 def test_answers_equal_those_without_drafts() -> None:
@@ -103,3 +106,33 @@ def test_quill_has_a_draft_model_of_its_own(quill: Path) -> None:
     assert found is not None
     assert found.path == str(quill_path("quill-draft"))
     assert find_draft(QUILL, checkpoint) is None
+
+
+def test_the_speculative_config_of_vllm_is_understood() -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    assert llm_args("quill", {"speculative_config": ngram}) == EngineArgs(
+        model="quill", speculate="ngram", spec_tokens=5
+    )
+    draft = {"model": "quill-draft", "num_speculative_tokens": 3}
+    assert llm_args("quill", {"speculative_config": draft}) == EngineArgs(
+        model="quill", speculate="draft", draft_model="quill-draft", spec_tokens=3
+    )
+    for wrong in ({"method": "eagle"}, {"method": "ngram", "tree": 3}, "ngram"):
+        with pytest.raises(ConfigError, match="speculative_config"):
+            llm_args("quill", {"speculative_config": wrong})
+
+
+@pytest.mark.parametrize("settings", [{"speculate": "ngram"}, {"draft_model": "self:int8"}], ids=str)
+def test_a_grammar_holds_with_drafts(settings: dict[str, object]) -> None:
+    grammar = StructuredOutputsParams(regex=r"(ab|cd){3,9}, (red|blue) [0-9]{4}\.")
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=40, structured_outputs=grammar)
+
+    def texts(**more: object) -> list[str]:
+        llm = LLM("quill", kv_memory="16MiB", max_model_len=512, **more)
+        found = [answer.outputs[0].text for answer in llm.generate(PROMPTS, params)]
+        llm.close()
+        return found
+
+    plain = texts()
+    assert all(re.fullmatch(r"(ab|cd){3,9}, (red|blue) [0-9]{4}\.", text) for text in plain)
+    assert texts(**settings, spec_tokens=4) == plain

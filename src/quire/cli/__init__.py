@@ -135,7 +135,7 @@ def doctor(
     ] = None,
     check: Annotated[
         str | None,
-        typer.Option("--check", help="Read all weights of this model: shapes, types, NaN and infinity."),
+        typer.Option("--check", help="Read all of this model: weights, tokenizer, chat template."),
     ] = None,
 ) -> None:
     """Say what this machine has and what to install; with a model, what it is held in and its bytes; or check one."""

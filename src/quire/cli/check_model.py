@@ -1,11 +1,13 @@
-"""`quire doctor MODEL`: the formats in which a model is held and their bytes; ``--check``: are the weights sound?
+"""`quire doctor MODEL`: the formats in which a model is held and their bytes; ``--check``: is every file of it sound?
 
 Torch-free.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from datetime import datetime
 
 from rich.console import Console
 from rich.table import Table
@@ -14,13 +16,16 @@ from quire.args import EngineArgs
 from quire.config import ModelConfig
 from quire.device import detect_device
 from quire.engine.assemble import configure
+from quire.engine.prompts import Prompts
+from quire.errors import ModelLoadError
 from quire.families import quantization_of, weight_map
 from quire.families.gguf import gguf_weight_map
-from quire.models.checkpoint import Checkpoint, read_json
+from quire.models.checkpoint import Checkpoint, read_json, read_tokenizer
 from quire.models.gguf_file import read_gguf
-from quire.models.safetensors_file import StoredTensor, read_checkpoint
+from quire.models.safetensors_file import AGAIN, StoredTensor, read_checkpoint, reading
 from quire.models.weight_check import not_finite
 from quire.models.weight_sources import find_sources
+from quire.text.chat_template import ChatTemplate
 from quire.weight_plan import activations_of, weight_table
 
 MIB = 2**20
@@ -74,7 +79,31 @@ def check_model(model: str) -> int:
     console.print(
         f"{len(tensors)} tensors, {size:.2f} GiB: names, shapes and types fit the configuration; {verdict}"
     )
+    console.print(_text_side(checkpoint))
     return 1 if bad else 0
+
+
+def _text_side(checkpoint: Checkpoint) -> str:
+    """Read the tokenizer, compile the chat template, and return what they are.
+
+    Raises:
+        ModelLoadError: one of them cannot be read or compiled, or the tokenizer has ids that the model has not.
+    """
+    tokenizer, most = read_tokenizer(checkpoint.tokenizer), checkpoint.spec.vocab_size
+    if tokenizer.vocab_size > most:
+        raise ModelLoadError(
+            f"{checkpoint.tokenizer}: ids up to {tokenizer.vocab_size - 1}, and the model has {most} tokens; {AGAIN}."
+        )
+    with reading(checkpoint.tokenizer):
+        template = ChatTemplate.of(tokenizer, datetime.now)
+    if not template.names:
+        return f"tokenizer: {tokenizer.vocab_size} ids; no chat template"
+    prompts = Prompts(tokenizer, template)
+    try:
+        asyncio.run(prompts.start())
+    finally:
+        prompts.close()
+    return f"tokenizer: {tokenizer.vocab_size} ids; chat template {', '.join(template.names)}: compiles"
 
 
 def _matching_tensors(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:

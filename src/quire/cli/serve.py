@@ -15,6 +15,7 @@ from quire import __version__
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.flags import pick
 from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
+from quire.http.listen import LEAST_FILES, raise_file_limit
 
 GIB = 2**30
 WORTH_SAYING = ("linears", "output matrix", "embedding table")
@@ -30,6 +31,9 @@ def serve(settings: dict[str, Any]) -> int:
         from quire.cli.replicas import serve_replicas
 
         return serve_replicas(settings, server_args, num_replicas)
+    few = raise_file_limit(engine_args.max_num_seqs + engine_args.max_queue + LEAST_FILES)
+    if few is not None:
+        print(f"quire: {few}", file=sys.stderr)
     process = EngineProcess()
     try:
         return _serve(engine_args, server_args, process, begin)

@@ -16,11 +16,12 @@ from typing import Any
 from quire.args import EngineArgs, make_args
 from quire.config import DeviceInfo, EngineConfig
 from quire.engine.adapters import AdapterRegistry, read_adapters
-from quire.engine.draft_model import find_draft
+from quire.engine.draft_model import find_draft, speculation_of
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
 from quire.models.hub import locate
+from quire.models.safetensors_file import reading
 from quire.resolve import resolve
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -79,7 +80,9 @@ def load_text(
         ConfigError: the file of ``chat_template`` cannot be read.
     """
     tokenizer = read_tokenizer(Path(config.model.tokenizer))
-    template = ChatTemplate.of(tokenizer, local_time, _read_template(chat_template))
+    given = _read_template(chat_template)
+    with reading(chat_template or config.model.tokenizer):
+        template = ChatTemplate.of(tokenizer, local_time, given)
     defaults = {
         k: v for k, v in asdict(checkpoint.generation).items() if k in SAMPLING_DEFAULTS and v is not None
     }
@@ -98,6 +101,8 @@ def _read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
+        if Path(path).exists() and not Path(path).is_file():  # opening a pipe would wait for a writer
+            raise OSError("it is no regular file")
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -132,8 +137,10 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
             _check_tensor_parallel(value)
         elif key in NO_EFFECT:
             continue
+        elif key == "speculative_config":
+            values |= {} if value is None else speculation_of(value)
         elif name not in known:
-            everything = [*known, *ALIASES, *NO_EFFECT, "tensor_parallel_size"]
+            everything = [*known, *ALIASES, *NO_EFFECT, "tensor_parallel_size", "speculative_config"]
             raise ConfigError(f"LLM: unknown keyword {key!r}{nearest(key, everything)}")
         elif name in values:
             raise ConfigError(f"LLM: {key} and {_other(key, given)} set the same thing; give one of them")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from quire.args import EngineArgs
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
@@ -54,3 +57,25 @@ def check_vocabulary(name: str, draft: Tokenizer, target: Tokenizer) -> None:
 
 def _said(token: str | None) -> str:
     return "no token" if token is None else repr(token)
+
+
+def speculation_of(config: Any) -> dict[str, Any]:
+    """Return our keywords for vLLM's ``speculative_config``.
+
+    Its ``prompt_lookup_min`` and ``prompt_lookup_max`` have no effect: a suffix of any length is found.
+
+    Raises:
+        ConfigError: a field is unknown, or the method is not one that is here.
+    """
+    known = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+    if not isinstance(config, Mapping) or not set(config) <= set(known):
+        raise ConfigError(f"LLM: speculative_config = {config!r} must be a dict with {', '.join(known)}")
+    method = config.get("method") or ("draft_model" if "model" in config else None)
+    if method not in ("ngram", "draft_model"):
+        raise ConfigError(f"LLM: speculative_config: method = {method!r} must be 'ngram' or 'draft_model'")
+    found: dict[str, Any] = {"speculate": "ngram" if method == "ngram" else "draft"}
+    if method == "draft_model" and "model" in config:
+        found["draft_model"] = config["model"]
+    if "num_speculative_tokens" in config:
+        found["spec_tokens"] = config["num_speculative_tokens"]
+    return found

@@ -30,7 +30,8 @@ from quire.text.grammar import grammar_source
 from quire.text.grammar_matcher import TokenTable, token_table
 from quire.text.tokenizer import Tokenizer
 
-_MAX_REMEMBERED = 512
+_MAX_REMEMBERED = 512  # answers
+_MAX_REMEMBERED_BYTES = 64 * 2**20  # of grammars and answers together
 
 
 class GrammarChecker:
@@ -43,6 +44,7 @@ class GrammarChecker:
         self._table: TokenTable | None = None
         self._lock = threading.Lock()
         self._remembered: OrderedDict[str, Head] = OrderedDict()
+        self._num_bytes = 0  # remembered
         self._pool = HelperPool("grammar", self._vocabulary)
 
     def submit(self, params: StructuredOutputsParams) -> Future[str]:
@@ -101,9 +103,12 @@ class GrammarChecker:
                 else "it is too large or too deep: compiling it took more memory or stack than is allowed"
             }
         with self._lock:
-            self._remembered[source] = answer
-            if len(self._remembered) > _MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
+            if source not in self._remembered:
+                self._remembered[source] = answer
+                self._num_bytes += len(source) + len(str(answer))
+            while len(self._remembered) > _MAX_REMEMBERED or self._num_bytes > _MAX_REMEMBERED_BYTES:
+                oldest, forgotten = self._remembered.popitem(last=False)
+                self._num_bytes -= len(oldest) + len(str(forgotten))
         return _grammar_of(answer, params)
 
 

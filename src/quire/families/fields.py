@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.errors import ModelLoadError, UnsupportedModelError, clip
+
+LARGEST = 2**31 - 1  # of any integer: token ids have 32 bits
+MOST_LAYERS = 4096
 
 
 class Fields:
@@ -20,12 +23,13 @@ class Fields:
         return self.values.get(key) is not None
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Return an integer ≥ ``minimum``; without a ``default`` the key is required."""
+        """Return an integer ≥ ``minimum``, at most `LARGEST`; without a ``default`` the key is required."""
         value = self._get(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # some converters write 32.0
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.wrong(key, f"an integer ≥ {minimum}")
+        most = MOST_LAYERS if key in ("num_hidden_layers", "block_count") else LARGEST
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= most:
+            raise self.wrong(key, f"an integer in {minimum}…{most}")
         return value
 
     def optional_integer(self, key: str, *, minimum: int = 0) -> int | None:
@@ -78,7 +82,7 @@ class Fields:
         value = self.values.get(key)
         found = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
         for item in found:
-            if not isinstance(item, int) or isinstance(item, bool) or item < 0:
+            if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item <= LARGEST:
                 raise self.wrong(key, "an integer ≥ 0 or a list of them")
         return tuple(found)
 
@@ -102,7 +106,7 @@ class Fields:
 
     def wrong(self, key: str, allowed: str) -> ModelLoadError:
         value = self.values.get(key)
-        said = f"{key} is missing" if value is None else f"{key} = {value!r} makes no sense"
+        said = f"{key} is missing" if value is None else f"{key} = {clip(value)} makes no sense"
         return ModelLoadError(
             f"{self.where}: {said}; it must be {allowed}. Correct the file or download the model again."
         )

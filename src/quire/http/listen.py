@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 import socket
 import stat
 
 from quire.errors import ConfigError
+
+LEAST_FILES = 128  # a server that is idle needs about half of them
+
+
+def raise_file_limit(wanted: int) -> str | None:
+    """Raise the soft limit of open files to the hard one; return a warning where ``wanted`` files cannot be open.
+
+    Raises:
+        ConfigError: the hard limit is below `LEAST_FILES`.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = 2**20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    if hard < LEAST_FILES:
+        raise ConfigError(
+            f"This process may open {hard} files (ulimit -n); a server needs {LEAST_FILES} at the least."
+        )
+    if hard >= wanted:
+        return None
+    return f"at most {hard} files may be open (ulimit -n), and as many requests as may run and wait need {wanted}"
 
 
 def bind(host: str, port: int) -> socket.socket:

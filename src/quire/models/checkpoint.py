@@ -19,7 +19,7 @@ from quire.families.gguf import BLOCK_TYPES, gguf_weight_map, spec_from_gguf
 from quire.models.gguf_file import read_gguf
 from quire.models.hub import INSTEAD, config_of, locate
 from quire.models.quill import QUILL_NAMES
-from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_safetensors
+from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_safetensors, reading
 from quire.models.weight_sources import FLOATS, find_sources, stored_formats
 from quire.modelspec import ModelSpec
 from quire.plan.presets import preset_of, preset_spec
@@ -69,6 +69,11 @@ def describe(path: Path, load_format: str = "auto") -> Checkpoint:
     Raises `ModelLoadError` with what is wrong and what to do, `UnsupportedModelError` for a model that Quire does not
     run. Headers of the weight files are read, so a truncated file is found here.
     """
+    with reading(path):
+        return _describe(path, load_format)
+
+
+def _describe(path: Path, load_format: str) -> Checkpoint:
     if path.is_dir() and load_format in ("auto", "gguf") and not (path / "config.json").is_file():
         path = _only_gguf(path)
     if path.is_file():
@@ -192,16 +197,17 @@ def _generation(folder: Path) -> tuple[GenerationDefaults, tuple[int, ...]]:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer at `Checkpoint.tokenizer`. Raises `ModelLoadError` where there is none."""
-    if path.suffix == ".gguf":
-        return tokenizer_from_gguf_metadata(read_gguf(path).metadata)
-    return load_tokenizer(path)
+    with reading(path):
+        if path.suffix == ".gguf":
+            return tokenizer_from_gguf_metadata(read_gguf(path).metadata)
+        return load_tokenizer(path)
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
     """Return the JSON object of a file. Raises `ModelLoadError` where it is none."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not readable JSON ({error}); {AGAIN}.") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds no JSON object; {AGAIN}.")

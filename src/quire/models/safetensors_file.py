@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.errors import ModelLoadError, QuireError, UnsupportedModelError, clip
 
 # What a header may say → the name and the bytes of an element.
 _DTYPES: dict[str, tuple[str, int]] = {
@@ -52,8 +53,28 @@ class StoredTensor:
             self.buffer.madvise(mmap.MADV_DONTNEED, start, size)
 
 
+@contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """Turn whatever the contents of a damaged file cause in the block into one clear line.
+
+    Raises:
+        ModelLoadError: names ``path``.
+    """
+    try:
+        yield
+    except QuireError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of a Rust library
+            raise
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelLoadError(f"{path} cannot be read ({clip(why, 200)[1:-1]}); {AGAIN}.") from error
+
+
 def map_file(path: Path) -> mmap.mmap:
     """Map a file privately (writes never reach it). Raises `ModelLoadError` where it cannot be opened or is empty."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+        raise ModelLoadError(f"{path} is no regular file; {AGAIN}.")
     try:
         with path.open("rb") as handle:
             return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -82,7 +103,9 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         entries = [(name, item) for name, item in header.items() if name != "__metadata__"]
         tensors = {name: _stored(path, buffer, 8 + header_size, name, item) for name, item in entries}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{path} has no readable safetensors header ({error!r}); {AGAIN}.") from None
+        raise ModelLoadError(
+            f"{path} has no readable safetensors header ({clip(str(error), 200)}); {AGAIN}."
+        ) from None
     for name, tensor in tensors.items():
         end = tensor.offset + tensor.num_bytes
         if end > size:
@@ -153,7 +176,9 @@ def read_index(path: Path) -> dict[str, str]:
                 raise ValueError(f"{name} is in {file!r}, which is no file name")
         return dict(weight_map)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{path} is no readable index of shards ({error!r}); {AGAIN}.") from None
+        raise ModelLoadError(
+            f"{path} is no readable index of shards ({clip(str(error), 200)}); {AGAIN}."
+        ) from None
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:

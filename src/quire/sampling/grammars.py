@@ -37,6 +37,7 @@ from quire.text.grammar_matcher import (
 )
 
 _MAX_COMPILED = 64  # grammars kept for the requests to come
+_MAX_TEXT = 800_000  # characters of their texts together; compiled, a character takes up to 80 bytes
 _BUILD_STACK_BYTES = 64 << 20  # eight times the stack on which the API side has compiled the same grammar
 _NO_TOKEN = "structured_outputs: no token of the model's vocabulary can continue the answer here."
 
@@ -134,6 +135,7 @@ class Grammars:
         self._num_threads = max(1, num_threads // 4)
         self._tokenizers: dict[tuple[int, ...], Any] = {}  # by EOS ids
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], Any] = OrderedDict()
+        self._num_characters = 0  # of the texts in it
         self._builders: ThreadPoolExecutor | None = None
         self._followers: ThreadPoolExecutor | None = None
         self._executor: Any = None  # llguidance's own threads
@@ -201,8 +203,12 @@ class Grammars:
             if compiled.is_error():
                 raise RequestError(str(compiled.get_error()))
             self._compiled[key] = compiled
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._num_characters += len(new.grammar)
+            while len(self._compiled) > 1 and (
+                len(self._compiled) > _MAX_COMPILED or self._num_characters > _MAX_TEXT
+            ):
+                (forgotten, _), _ = self._compiled.popitem(last=False)
+                self._num_characters -= len(forgotten)
         else:
             self._compiled.move_to_end(key)
         state.constraint = GrammarConstraint(compiled.deep_copy(), self._vocab_size, new.output_token_ids)

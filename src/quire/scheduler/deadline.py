@@ -70,7 +70,7 @@ def too_late(
     elapsed_s, num_own = now - request.arrival_s, _num_uncached(state, request)
     ahead = [seq for seq in state.waiting if _is_ahead(state.config.order, seq, request)]
     first_s = elapsed_s + _first_s(state, ahead, num_own)
-    if not kept and len(state.promises):
+    if not kept and state.waiting and len(state.promises):  # a free seat is held for no request
         held = state.promises.expected(now + first_s)
         first_s = elapsed_s + _first_s(state, ahead, num_own, *held)
     more_s = (_least_output(request) - 1) * state.predictor.step_s

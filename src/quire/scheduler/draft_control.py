@@ -23,13 +23,15 @@ from quire.config import SchedulerConfig
 CUTS = (0.85, 0.7, 0.55, 0.42, 0.32, 0.24, 0.18, 0.12)
 REFRESH = 8  # decode steps after which the cut is chosen again
 PROBE = 96  # without drafts: decode steps after which one sequence tries one
-PLAIN_PROBE = 200  # with drafts: decode steps after which a step without is measured
+# With drafts: decode steps after which a step without is measured, first and later; between them the steps double.
+FIRST_PROBE, PLAIN_PROBE = 4, 200
 BETTER = 1.02  # another cut has to promise that much more
 STALE = 2_000  # steps after which a time that was not measured again is forgotten
 MAX_VAIN = 16  # steps in a row without a proposal, after which a sequence is asked at block boundaries only
 PRIOR = 0.6  # acceptance before the first draft
 SEQ_WEIGHT, ENGINE_WEIGHT, TIME_WEIGHT = 0.06, 0.02, 0.2  # of the newest observation
 PROBE_WEIGHT = 0.12  # of a probe, in the engine's acceptance
+FEW, OUTLIER = 3, 2.0  # measurements of which the least counts; beyond that much of the mean, one is cut
 FORGET = 0.05  # per step without drafts
 SLOPE = 0.12  # share of a plain step that one draft per sequence adds, before it was measured
 
@@ -45,6 +47,7 @@ class _Time:
     drafts: float  # per sequence
     seconds: float
     step: int  # the last one measured
+    count: int = 0  # measured
 
 
 class StepTimes:
@@ -59,9 +62,13 @@ class StepTimes:
         times = self._of.setdefault(_bucket(num_seqs), {})
         known = times.setdefault(round(2 * ratio), _Time(ratio, seconds, step))
         if step - known.step > STALE:
-            known.seconds = seconds
+            known.seconds, known.count = seconds, 0
         known.drafts += (ratio - known.drafts) * TIME_WEIGHT
-        known.seconds += (min(seconds, 3 * known.seconds) - known.seconds) * TIME_WEIGHT
+        known.count += 1
+        if known.count <= FEW:  # one step that other processes held up must not decide
+            known.seconds = min(known.seconds, seconds)
+        else:
+            known.seconds += (min(seconds, OUTLIER * known.seconds) - known.seconds) * TIME_WEIGHT
         known.step = step
 
     def seconds(self, num_seqs: int, ratio: float, step: int) -> float:
@@ -112,7 +119,7 @@ class DraftControl:
         self.predicted_gain = 1.0  # tokens per second with this cut, over those without drafts
         self.any_held = False  # whether a worker may hold drafts that no step has verified
         self._step = 0  # decode steps
-        self._probe_at = PROBE
+        self._probe_at = FIRST_PROBE
         self._probed = False
         self._num_proposed = 0  # in the step being applied
 
@@ -148,17 +155,24 @@ class DraftControl:
         self._num_proposed += num_proposed
         self.any_held = self.any_held or num_proposed > 0
 
+    def note_mixed_step(self) -> None:
+        """A step with prompt tokens was applied, in which a draft model may have computed a prompt as well."""
+        self._num_proposed = 0
+
     def note_step(self, seqs: Sequence[Drafted], num_drafts: int, took_s: float, draft_s: float) -> None:
         """A step of decodes alone, of ``seqs``, was applied; it verified ``num_drafts`` in all."""
         self._step += 1
         if self._num_proposed:
-            self.draft_s += (draft_s / self._num_proposed - self.draft_s) * TIME_WEIGHT
+            one_s = draft_s / self._num_proposed
+            known_s = self.draft_s or one_s
+            self.draft_s = known_s + (min(one_s, OUTLIER * known_s) - known_s) * TIME_WEIGHT
         self._num_proposed = 0
         if not self._adaptive:
             return
         self.times.note(len(seqs), num_drafts, max(1e-6, took_s - draft_s), self._step)
         if self._probed:
-            self._probed, self._probe_at = False, self._step + (PROBE if self.cut is None else PLAIN_PROBE)
+            wait = PROBE if self.cut is None else min(PLAIN_PROBE, max(2 * FIRST_PROBE, self._step))
+            self._probed, self._probe_at = False, self._step + wait
         if self._step % REFRESH == 0:
             self._choose([self.acceptance if seq.acceptance is None else seq.acceptance for seq in seqs])
 

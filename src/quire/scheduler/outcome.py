@@ -55,8 +55,11 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
         now,
         num_prompt_tokens=record.num_prompt_tokens,
     )
-    if state.draft_control is not None and record.sequences and not record.num_prompt_tokens:
-        state.draft_control.note_step(record.sequences, record.num_drafts, took_s, result.draft_s)
+    control = state.draft_control
+    if control is not None and record.num_prompt_tokens:
+        control.note_mixed_step()
+    elif control is not None and record.sequences:
+        control.note_step(record.sequences, record.num_drafts, took_s, result.draft_s)
     return events
 
 

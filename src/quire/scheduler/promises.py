@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from quire.request import Request
 
-GRACE_S = 5.0  # a place is held for so long after the time told
+GRACE_S = 2.0  # a place is held for so long after the time told
 EARLY_S = 0.25  # a client's clock may be ahead by so much
 MAX_PROMISES = 16_384
-_WEIGHT = 1 / 64  # of the newest promise in the share that is kept
+_WEIGHT = 1 / 32  # of the newest promise in the share that is kept
 _LEAST_SHARE = 1 / 32
 
 

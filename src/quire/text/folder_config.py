@@ -126,6 +126,6 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         templates = {"default": str(source)} if source else {}
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = read_template(folder / "chat_template.jinja")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+    for path in sorted(filter(Path.is_file, (folder / "additional_chat_templates").glob("*.jinja"))):
         templates[path.stem] = read_template(path)
     return templates

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
 
-from quire.errors import RequestError
+from quire.errors import ModelLoadError, RequestError
 from quire.text.token_text import CleanUpStream, TokenText, clean_up
 
 
@@ -31,6 +31,9 @@ class SpecialTokens:
     end_of_text: tuple[
         str, ...
     ] = ()  # tokens other than `eos_token` that end an answer, such as `<|eot_id|>`
+
+
+MOST_IDS = 2**24  # tables have an entry per id
 
 
 class Tokenizer:
@@ -56,6 +59,10 @@ class Tokenizer:
         self.chat_templates: Mapping[str, str] = dict(chat_templates or {})
         # Not the number of tokens: ids may have gaps.
         self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
+        if self.vocab_size > MOST_IDS:
+            raise ModelLoadError(
+                f"The tokenizer has a token id {self.vocab_size - 1}; at most {MOST_IDS - 1} is allowed."
+            )
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.special_texts = tuple(added[i].content for i in sorted(self.special_token_ids))
         self._backend = backend

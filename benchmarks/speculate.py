@@ -1,0 +1,111 @@
+"""Speculation by wall clock beside plain decoding and beside theory, on one machine and in one run.
+
+Rounds alternate between the settings, so that a busy machine is unfair to none, and the best round of each counts.
+Every answer is compared with plain decoding: a difference ends the benchmark. For a fixed number of drafts γ, the table
+has the tokens per verification that Leviathan et al. 2023 expect from the measured acceptance α:
+(1 − α^(γ+1)) / (1 − α).
+
+    python benchmarks/speculate.py [MODEL] [--settings draft:4,ngram:auto …] [--tokens 200] [--rounds 5] [--batch 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from quire import LLM, SamplingParams
+from quire.device import cpu_name
+
+PROSE = (
+    "It was a dark and stormy night; the rain fell in torrents, and the",
+    "Once upon a time there was a little girl who lived in a small house near the",
+    "In the beginning the captain of the ship had said that nobody would",
+    "The old man looked out of the window and saw that the street was",
+)
+EDIT = (
+    "Copy the text. Text: The quick brown fox jumps over the lazy dog near the river bank, and then the fox sleeps. "
+    "Copy: The quick brown fox jumps over the lazy dog near the river bank, and then the fox sleeps. Copy:"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="quill")
+    parser.add_argument(
+        "--settings", default="draft:2,draft:4,draft:auto,self:int8:4,self:int4:auto,ngram:4,ngram:auto"
+    )
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=1, help="sequences at once")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: of this process, with one thread"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--text", choices=["prose", "edit"], default="prose")
+    args = parser.parse_args()
+    texts = PROSE if args.text == "prose" else (EDIT,)
+    prompts = [f"{texts[i % len(texts)]}" for i in range(max(args.batch, len(texts)))]
+    params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True)
+    names = ["plain", *args.settings.split(",")]
+    shared = {"max_model_len": 1024, "kv_memory": "256MiB", "threads": args.threads}
+    engines = {name: LLM(args.model, **shared, **keywords(name)) for name in names}
+    clock = time.perf_counter if args.clock == "wall" else time.process_time
+    times: dict[str, list[float]] = {name: [] for name in names}
+    answers: dict[str, Any] = {}
+    for turn in range(args.rounds + 1):
+        for name, llm in engines.items():
+            start = clock()
+            found = [
+                output.outputs[0].token_ids
+                for at in range(0, len(prompts), args.batch)
+                for output in llm.generate(prompts[at : at + args.batch], params)
+            ]
+            if turn:  # the first round warms up
+                times[name].append(clock() - start)
+            if answers.setdefault("plain", found) != found:
+                raise SystemExit(f"{name} does not give the tokens of plain decoding")
+    print(
+        f"{args.model} on {cpu_name()}: batch {args.batch}, {args.text}, T = {args.temperature:g}, "
+        f"{args.threads} threads, {args.clock} time"
+    )
+    print("| setting | tokens/s | × plain | α | tokens per verification | expected |")
+    print("|---|---|---|---|---|---|")
+    for name, llm in engines.items():
+        print(row(name, llm, min(times[name]), min(times["plain"]), len(prompts) * args.tokens))
+
+
+def keywords(name: str) -> dict[str, Any]:
+    if name == "plain":
+        return {}
+    method, _, count = name.rpartition(":")
+    found: dict[str, Any] = {"spec_tokens": count if count == "auto" else int(count)}
+    return found | ({"draft_model": method} if method.startswith("self:") else {"speculate": method})
+
+
+def row(name: str, llm: LLM, seconds: float, plain_s: float, num_tokens: int) -> str:
+    stats = llm._client.core.stats()
+    cells = [f"{num_tokens / seconds:.0f}", f"{plain_s / seconds:.2f}", "", "", ""]
+    if stats.num_verifications:
+        accepted, drafted, count = stats.num_accepted_tokens, stats.num_draft_tokens, stats.num_verifications
+        most = drafted / count
+        # Verifications that end in a rejection tried one draft more than they accepted.
+        tried = accepted + sum(a - b for a, b in pairs(count, stats.accepted_at, round(most)))
+        alpha = accepted / tried
+        cells[2:4] = [f"{alpha:.3f}", f"{1 + accepted / count:.2f}"]
+        if not name.endswith("auto") and alpha < 1.0:
+            cells[4] = f"{(1 - alpha ** (most + 1)) / (1 - alpha):.2f}"
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def pairs(count: int, accepted_at: tuple[int, ...], most: int) -> list[tuple[int, int]]:
+    """Return (reached, accepted) of each position: what was accepted before it reached it."""
+    reached = [count, *accepted_at]
+    return list(zip(reached[:most], accepted_at[:most], strict=True))
+
+
+if __name__ == "__main__":
+    main()

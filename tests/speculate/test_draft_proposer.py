@@ -1,0 +1,106 @@
+"""The draft model's K and V: what it computes when drafts hold, are rejected, or blocks come back empty."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from quire.speculate.draft import DraftProposer, Rows
+from quire.speculate.proposer import Wanted
+
+
+class FakeModel:
+    """Samples (last token + 1) % 50; its cache has the token that was computed at each position."""
+
+    max_tokens = 120
+    max_rows = 16
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.cache: dict[int, list[int]] = {}
+        self.filled: dict[int, int] = {}  # known tokens with K and V
+        self.num_appended = 0
+        self.num_rows = 0
+
+    def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:
+        cached = len(self.cache.setdefault(seq_id, []))
+        count = min(self.filled.get(seq_id, 0), cached, num_known)
+        return min(cached, num_agreed) if count == num_known else count
+
+    def forward(self, rows: list[Rows]) -> list[int]:
+        found = []
+        for seq_id, start, end in rows:
+            tokens, cache = self.tokens[seq_id], self.cache[seq_id]
+            assert cache[:start] == tokens[:start], "K and V of other tokens are read"
+            cache[start:] = tokens[start:end]
+            if not self.num_appended:
+                self.filled[seq_id] = end
+            self.num_rows += end - start
+            found.append((tokens[end - 1] + 1) % 50)
+        assert sum(end - start for _, start, end in rows) <= self.max_rows
+        return found
+
+    def append(self, seq_id: int, token_id: int) -> None:
+        self.tokens[seq_id].append(token_id)
+        self.num_appended += 1
+
+    def take_back(self, seq_id: int, num_drafts: int) -> None:
+        del self.tokens[seq_id][-num_drafts:]
+        self.num_appended -= num_drafts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_is_computed_behind_the_right_tokens(seed: int) -> None:
+    rng = random.Random(seed)
+    model = FakeModel()
+    proposer = DraftProposer(model)
+    states = {i: proposer.begin() for i in range(3)}
+    model.tokens = {i: [rng.randrange(50) for _ in range(rng.randint(1, 30))] for i in range(3)}
+    num_drafts = 0
+    for _ in range(25):
+        wanted = [
+            Wanted(i, np.array(tokens, np.int32), rng.randint(1, 4), states[i])
+            for i, tokens in model.tokens.items()
+            if rng.random() < 0.8
+        ]
+        for each, drafts in zip(wanted, proposer.propose(wanted), strict=True):
+            tokens = model.tokens[each.seq_id]
+            assert tokens == each.token_ids.tolist(), "drafts are taken back"
+            assert len(drafts) <= each.limit
+            assert list(drafts) == [(tokens[-1] + 1 + i) % 50 for i in range(len(drafts))]
+            num_drafts += len(drafts)
+            accepted = drafts[: rng.randint(0, len(drafts))]
+            tokens += [*accepted, rng.randrange(50)]
+        for seq_id in model.tokens.keys() - {
+            each.seq_id for each in wanted
+        }:  # these had no drafts in this step
+            model.tokens[seq_id].append(rng.randrange(50))
+        if rng.random() < 0.2:  # a block was given back
+            cache = model.cache.get(0, [])
+            del cache[len(cache) // 2 :]
+    assert num_drafts > 60
+
+
+def test_accepted_drafts_are_not_computed_again() -> None:
+    model = FakeModel()
+    proposer = DraftProposer(model)
+    state = proposer.begin()
+    model.tokens[0] = [1, 2, 3]
+    for _ in range(5):
+        known = model.tokens[0]
+        (drafts,) = proposer.propose([Wanted(0, np.array(known, np.int32), 4, state)])
+        known += [*drafts, (drafts[-1] + 1) % 50]
+    assert model.num_rows == len(model.tokens[0]) - 2, "all but the last draft and the token behind it"
+
+
+def test_no_draft_is_made_past_the_end_of_its_context() -> None:
+    model = FakeModel()
+    proposer = DraftProposer(model)
+    model.max_rows = 200
+    model.tokens[0] = (list(range(10)) * 12)[:118]
+    (drafts,) = proposer.propose([Wanted(0, np.array(model.tokens[0], np.int32), 4, proposer.begin())])
+    assert len(drafts) == 2
+    model.tokens[0] += [1, 2, 3]
+    assert proposer.propose([Wanted(0, np.array(model.tokens[0], np.int32), 4, proposer.begin())]) == [()]
