@@ -74,7 +74,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "moved streams": {"api": 210, "engine": 60, "gateway": 175},
     "no request stalls another": {
         "": 22,
-        "api": 145,
+        "api": 225,
         "engine": 400,
         "http": 545,
         "jobs": 40,

@@ -34,6 +34,7 @@ class Api:
     def __init__(self, frontend: FakeFrontend | None = None, **settings: Any) -> None:
         self.frontend = frontend or FakeFrontend()
         self.app = app_with_jobs(self.frontend, **settings)
+        self._bodies = self.app.state.quire.bodies
 
     def call(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         async def go() -> httpx.Response:
@@ -44,7 +45,7 @@ class Api:
         try:
             return asyncio.run(go())
         finally:
-            self.app.state.quire.bodies.close()  # ends the helper process that a large body starts
+            self._bodies.close()  # ends the helper process that a large body starts
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.call("POST", path, json=body, **kwargs)

@@ -259,7 +259,7 @@ class FakeFrontend:
             for start, part in ((1, entries[:2]), (3, entries[2:])):
                 stream.feed(TokenEvent(name, 0, prompt_logprobs=part, prompt_start=start))
         if request.prompt_only:
-            await asyncio.sleep(0)
+            await asyncio.sleep(self._step_s)
             for index in range(n):
                 reason = FinishReason.LENGTH if request.pooling is None else FinishReason.STOP
                 pooled = (

@@ -189,7 +189,7 @@ def test_many_inputs_go_a_few_at_a_time() -> None:
             most = max(most, self.num_requests + 1)
             return await super().submit(*args, **kwargs)
 
-    data = embed(Api(Counting()), input=[[i % 250] for i in range(700)], normalize=False)["data"]
+    data = embed(Api(Counting(step_s=0.05)), input=[[i % 250] for i in range(700)], normalize=False)["data"]
     assert [d["index"] for d in data] == list(range(700))
     frontend = FakeFrontend()
     assert data[600]["embedding"] == list(frontend.pooled([100], Pooling("last")))

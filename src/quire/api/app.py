@@ -18,7 +18,7 @@ from quire.api.health import Models, Probes
 from quire.api.openapi import Description
 from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, responses_job
-from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast
+from quire.api.state import ApiSettings, ApiState, FullQueue, ResponseStore, RunningRequests, TtftForecast
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
@@ -54,6 +54,7 @@ def create_app(
         responses=ResponseStore(settings.response_store_bytes),
         running=RunningRequests(),
         bodies=LargeBodies(),
+        full_queue=FullQueue(lambda: frontend.num_requests, now),
         tracer=tracer,
         forecast=forecast,
     )

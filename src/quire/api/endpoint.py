@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.api.job import Job, Usage
 from quire.api.prompt_streams import PromptStreams
-from quire.api.relayed import MAX_DELIVERED_BYTES, Tags, enter, has_gateway_key
+from quire.api.relayed import MAX_DELIVERED_BYTES, Tags, enter, resumes
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk, merge
 from quire.engine.results import choose_best
@@ -45,6 +45,11 @@ class PostEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = self._state.now()
+        refusal = self._early_refusal(scope)
+        if refusal is not None:
+            await send_json(send, refusal.status, refusal.body(self._path), refusal.headers)
+            self._state.metrics.response(self._path, refusal.status)
+            return
         status, client = 200, _Client(receive)
         try:
             pieces = await read_pieces(scope, receive, self._max_body_bytes(scope), "--max-body-mib")
@@ -72,6 +77,10 @@ class PostEndpoint:
     def _max_body_bytes(self, scope: Scope) -> int:
         return self._state.settings.max_body_bytes
 
+    def _early_refusal(self, scope: Scope) -> Refusal | None:
+        """Return the answer to a request that is refused before its body is read."""
+        return None
+
     def _ignored(self) -> list[str] | None:
         """Return the list that collects unknown names; None refuses them."""
         return [] if self._state.settings.lenient else None
@@ -81,7 +90,7 @@ class PostEndpoint:
         request_id = request_id_of(scope)
         if not isinstance(error, QuireError):
             log.exception("request_crashed", request_id=request_id, path=self._path)
-        elif refusal.status >= 500:
+        elif refusal.status >= 500 and refusal.code != "queue_full":  # which `FullQueue` logs once
             log.error("request_failed", request_id=request_id, status=refusal.status, error=refusal.message)
         elif log.debugging:
             log.debug("request_refused", request_id=request_id, status=refusal.status, error=refusal.message)
@@ -109,6 +118,11 @@ class GenerateEndpoint(PostEndpoint):
     def __init__(self, state: ApiState, path: str, prepare: Prepare) -> None:
         super().__init__(state, path)
         self._prepare = prepare
+
+    def _early_refusal(self, scope: Scope) -> Refusal | None:
+        if PRIORITY_KEY in scope or resumes(scope, self._state.settings.gateway_key):
+            return None
+        return self._state.full_queue.refusal()
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         ignored = self._ignored()
@@ -138,8 +152,8 @@ class GenerateEndpoint(PostEndpoint):
             )
 
     def _max_body_bytes(self, scope: Scope) -> int:
-        relays = has_gateway_key(scope, self._state.settings.gateway_key)
-        return super()._max_body_bytes(scope) + (MAX_DELIVERED_BYTES if relays else 0)
+        is_form = resumes(scope, self._state.settings.gateway_key)
+        return super()._max_body_bytes(scope) + (MAX_DELIVERED_BYTES if is_form else 0)
 
     async def _answer(
         self, generation: Generation, ignored: list[str] | None, client: _Client, send: Send
@@ -301,7 +315,10 @@ class Generation:
         """Raise unless the last chunk of a choice ends an answer that can be shown."""
         if chunk.finish_reason is FinishReason.ERROR:
             after_s = max(self._state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
-            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s))
+            refusal = refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s)
+            if chunk.error_kind == "capacity":
+                self._state.full_queue.rejected(refusal)
+            raise HttpError(refusal)
         if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
             raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))
         if chunk.finish_reason is FinishReason.ABORT:

@@ -103,6 +103,11 @@ def has_gateway_key(scope: Scope, key: str | None) -> bool:
     return key is not None and given is not None and hmac.compare_digest(given, key.encode())
 
 
+def resumes(scope: Scope, key: str | None) -> bool:
+    """Whether the body is a resume form. Its request has its place: a full queue does not refuse it."""
+    return header(scope, b"x-quire-resume") is not None and has_gateway_key(scope, key)
+
+
 def enter(scope: Scope, body: Any, key: str | None) -> Any:
     """Set `RELAYED` for this task, and return the client's body.
 
@@ -114,7 +119,7 @@ def enter(scope: Scope, body: Any, key: str | None) -> Any:
     if given is None or not has_gateway_key(scope, key):
         return body
     answer_id, created, seed = _answer(given.decode("latin-1"))
-    if header(scope, b"x-quire-resume") is None:
+    if not resumes(scope, key):
         RELAYED.set(Relayed(answer_id, created, seed))
         return body
     try:
