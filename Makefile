@@ -10,7 +10,7 @@ PART ?= decode-attention
 GPU_PYTHON ?= python3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve test test-quick test-slow test-gpu exact fuzz mutants parity lint bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo test test-quick test-slow test-gpu exact fuzz mutants parity lint bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,6 +41,9 @@ dev: $(VENV)/.dev  ## install Quire and what the tests need
 
 serve: install  ## serve Quill (MODEL=… PORT=… ARGS="…" change it)
 	$(BIN)/quire serve $(MODEL) --port $(PORT) $(ARGS)
+
+gateway-demo: install  ## two Quill replicas behind a gateway, two keys, a replica that is killed
+	$(BIN)/python tools/gateway_demo.py
 
 test: dev  ## run the default tests (under 15 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)

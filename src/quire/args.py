@@ -79,6 +79,7 @@ class ServerArgs:
     admin_socket: str | None = None
     admin_key: str | None = None
     lenient: bool = False
+    strict_fields: bool = False
     cors_origins: str | None = None
     max_body_mib: int = 32
     response_store_mib: int = 64

@@ -180,7 +180,7 @@ def test_refusals(tmp_path: Path) -> None:
     for change in (
         {"input_file_id": "file-nothing"}, {"input_file_id": 5}, {"endpoint": "/v1/messages"},
         {"completion_window": "1y"},
-        {"completion_window": "31d"}, {"metadata": {"a": 1}}, {"window": "24h"},
+        {"completion_window": "31d"}, {"metadata": {"a": 1}}, {"endpoints": "x"},
     ):  # fmt: skip
         assert error_of(api.post("/v1/batches", {**good, **change}), 400)["param"] == next(iter(change))
     for query, param in (

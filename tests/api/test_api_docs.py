@@ -12,14 +12,15 @@ from tests.api.fake_frontend import FakeFrontend
 from quire.api import anthropic_request as anthropic
 from quire.api import protocol as wire
 from quire.api import response_request as responses
+from quire.api.answer_form import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from quire.api.app import create_app
-from quire.api.chat import Message, TextPart
-from quire.api.conversation import FUNCTION, TOOL
+from quire.api.chat_messages import Message, TextPart
 from quire.api.pooling import Document, EmbeddingRequest, RerankRequest, ScoreRequest
-from quire.api.protocol import DeadlineMs, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from quire.api.protocol import DeadlineMs
 from quire.api.state import ApiSettings
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
-from quire.http.wire import Table, Use, table_of
+from quire.api.tool_use import FUNCTION, TOOL
+from quire.http.wire import Table, Use, rules_of, sections, table_of
 from quire.jobs.routes import BatchRequest, ExpiresAfter
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -72,15 +73,29 @@ MODELS: dict[str, type[wire.Wire] | Table] = {
 TABLES = {title: table_of(m) if isinstance(m, type) else m for title, m in MODELS.items()}
 
 
+EVERYWHERE = sections()["SampledFields"]
+TARGETS = {name for names in EVERYWHERE["mapped"].values() for name in names}
+COMMON = {
+    name: rule for name, rule in rules_of(["SampledFields"], TARGETS).items() if rule.use is not Use.USED
+}
+
+
 def render(tables: dict[str, Table]) -> str:
     """The section of docs/api.md between the markers."""
     lines = []
-    for title, table in tables.items():
-        lines += [f"### `{title}`", ""]
+    for title, table in {"Every endpoint that samples: names of other servers": COMMON, **tables}.items():
+        if table is not COMMON and COMMON.keys() <= table.keys():
+            table = {name: rule for name, rule in table.items() if rule != COMMON.get(name)}
+        lines += [f"### {title}" if table is COMMON else f"### `{title}`", ""]
         for use in (Use.USED, Use.NO_EFFECT):
             names = ", ".join(f"`{name}`" for name, rule in sorted(table.items()) if rule.use is use)
             if names:
                 lines += [f"{use.value.capitalize()}: {names}.", ""]
+        mapped = [
+            f"`{name}` (`{rule.used_as}`)" for name, rule in sorted(table.items()) if rule.use is Use.MAPPED
+        ]
+        if mapped:
+            lines += [f"Other names: {', '.join(mapped)}.", ""]
         refused = [(name, rule) for name, rule in sorted(table.items()) if rule.use is Use.REFUSED]
         if refused:
             lines += ["| refused | accepted beside null | |", "|---|---|---|"]

@@ -13,7 +13,7 @@ from tests.api.fake_frontend import FakeFrontend, say
 from tests.api.test_api_fields import properties
 
 from quire.api import response_request as protocol
-from quire.api.chat import TextPart
+from quire.api.chat_messages import TextPart
 from quire.api.state import ResponseStore, Stored
 from quire.http.wire import Use, table_of
 
@@ -241,7 +241,7 @@ def test_the_store_is_bounded() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"formats": {}}}, "text.formats"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"metadata": {"a": 1}}, "metadata"),

@@ -137,7 +137,7 @@ def test_the_template_sees_the_tools() -> None:
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]},
             "tools[0].function.parameters",
         ),
-        ({"tools": [{"type": "function", "function": {"name": "a", "foo": 3}}]}, "tools[0].function.foo"),
+        ({"tools": [{"function": {"name": "a", "parameter": {}}}]}, "tools[0].function.parameter"),
         ({"tools": [*TOOLS, TOOLS[1]]}, "tools[2]"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
@@ -164,9 +164,12 @@ def test_a_required_call_constrains_the_answer() -> None:
         assert [name for name in ("get", "now") if f'\\"{name}\\"' in text] == names
 
 
-def test_a_required_call_and_another_form_contradict() -> None:
-    fields = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
-    assert error_of(api(CALLS).chat(**fields), 400)["param"] == "tool_choice"
+def test_a_required_call_wins_over_another_form() -> None:
+    server, forms = api(CALLS), []
+    for form in ({}, {"response_format": {"type": "json_object"}}):
+        assert server.chat(tools=TOOLS, tool_choice="required", max_tokens=200, **form).status_code == 200
+        forms.append(server.frontend.submitted[-1].sampling.structured_outputs)
+    assert forms[0] == forms[1]
 
 
 def test_tools_that_the_model_cannot_call_are_refused() -> None:

@@ -17,6 +17,7 @@ from quire.api.anthropic_request import (
     conversation_of,
     form_of,
 )
+from quire.api.context_edits import check_edits
 from quire.api.conversation import OutputPlan, arguments_of, conversation_job
 from quire.api.job import Answer, Head, Job, Usage
 from quire.api.parts import Assembler, Event, Kind, Part
@@ -46,6 +47,7 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
     """
     request = parse(MessagesRequest, body, ignored=ignored)
     state.check_model(request.model)
+    check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
     conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
     metadata = parse(Metadata, request.metadata or {}, prefix="metadata.", ignored=ignored)
     given = given_sampling(request)
@@ -77,6 +79,7 @@ async def count_tokens(state: ApiState, body: Any, ignored: list[str] | None) ->
     request = parse(CountTokensRequest, body, ignored=ignored)
     state.check_model(request.model)
     form_of(request, ignored)
+    check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
     conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
     _, prompt = await conversation.prompt(state)
     return {"input_tokens": len(prompt)}

@@ -6,16 +6,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from quire.api.conversation import Conversation, Thinking, ToolUse, call_message, template_variables, tool_use
+from quire.api.conversation import Conversation, Thinking, call_message, template_variables
 from quire.api.protocol import EFFORTS, SampledFields, Tools
+from quire.api.tool_use import ToolUse, tool_use
 from quire.errors import RequestError, clip
-from quire.http.wire import INT64_MAX, AnyObject, Boolean, JsonSchema, Text, Texts, TypedObject, Wire, parse
+from quire.http.wire import (
+    INT64_MAX,
+    AnyObject,
+    Boolean,
+    JsonSchema,
+    Past,
+    Text,
+    Texts,
+    TypedObject,
+    Wire,
+    parse,
+)
 from quire.structured_outputs import StructuredOutputsParams
 
 # The blocks that a message of each role may hold.
 _ALLOWED = {
     "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "tool_use"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
 Content = Annotated[str | list[Any], Field(description="a string or a list of content blocks")]
@@ -31,6 +43,7 @@ class AnthropicFields(Wire):
     tool_choice: TypedObject | None = None
     thinking: TypedObject | None = None
     output_config: AnyObject | None = None
+    context_management: AnyObject | None = None
     chat_template_kwargs: AnyObject | None = None
 
 
@@ -52,28 +65,28 @@ class Metadata(Wire):
     user_id: Text = ""
 
 
-class Turn(Wire):
+class Turn(Past):
     """One of ``messages``."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
-class TextBlock(Wire):
+class TextBlock(Past):
     """A block of text."""
 
     type: Literal["text"]
     text: Text
 
 
-class ThinkingBlock(Wire):
+class ThinkingBlock(Past):
     """Reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: Text
 
 
-class ToolUseBlock(Wire):
+class ToolUseBlock(Past):
     """A call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -82,7 +95,7 @@ class ToolUseBlock(Wire):
     input: AnyObject
 
 
-class ToolResultBlock(Wire):
+class ToolResultBlock(Past):
     """The result of a call."""
 
     type: Literal["tool_result"]
@@ -249,6 +262,9 @@ def _assistant(turn: Turn, where: str, names: dict[str, str], ignored: list[str]
         elif kind == "thinking":
             thought = parse(ThinkingBlock, block, prefix=prefix, ignored=ignored)
             thoughts.append(thought.thinking)
+        elif kind == "redacted_thinking":  # encrypted: no template can read it
+            if ignored is not None:
+                ignored.append(prefix + kind)
         else:
             call = parse(ToolUseBlock, block, prefix=prefix, ignored=ignored)
             names[call.id] = call.name

@@ -17,7 +17,7 @@ from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
 from quire.api.health import Models, Probes
 from quire.api.openapi import Description
 from quire.api.pooling import embeddings_job, rerank_job, score_job
-from quire.api.responses import StoredResponses, responses_job
+from quire.api.responses import StoredResponses, count_input, responses_job
 from quire.api.state import ApiSettings, ApiState, FullQueue, ResponseStore, RunningRequests, TtftForecast
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
@@ -127,6 +127,7 @@ def _routes(state: ApiState) -> list[Route]:
         "/detokenize": detokenize,
         "/v1/chat/completions/render": render,
         "/v1/messages/count_tokens": count_tokens,
+        "/v1/responses/input_tokens": count_input,
     }
     # Routes are tried in order: the busy ones come first.
     routes = [

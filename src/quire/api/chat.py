@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import msgspec
-from pydantic import Field
 
+from quire.api.answer_form import structured_outputs
+from quire.api.chat_messages import template_messages
 from quire.api.conversation import (
-    MALFORMED,
     Conversation,
     OutputPlan,
     Thinking,
-    call_message,
-    chat_tools,
     conversation_job,
     template_variables,
-    tool_use,
 )
 from quire.api.job import Answer, Head, Job
 from quire.api.parts import (
@@ -33,24 +30,20 @@ from quire.api.parts import (
     prompt_logprobs,
 )
 from quire.api.protocol import (
+    REST_OF_CONTEXT,
     ChatPrompt,
     ChatRequest,
-    TextContent,
     given_sampling,
+    output_limit,
     sampling_params,
     stream_options,
-    structured_outputs,
 )
 from quire.api.state import ApiState
+from quire.api.tool_use import chat_tools, tool_use
 from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError, clip
-from quire.http.wire import (
-    Text,
-    Wire,
-    not_allowed,
-    parse,
-)
+from quire.http.wire import not_allowed, parse
 from quire.request import FinishReason, SamplingParams, TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
@@ -77,7 +70,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
     def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:
         choices = ChatChoices(
             TokenNames(state.frontend.tokenizer, as_ids=request.return_tokens_as_token_ids),
-            with_logprobs=request.logprobs,
+            with_logprobs=bool(request.logprobs),
             with_ids=request.return_token_ids,
             num_prompt_logprobs=request.prompt_logprobs,
             plan=plan,
@@ -125,14 +118,18 @@ def _max_tokens(request: ChatRequest) -> int | None:
             "send one of them.",
             param="max_completion_tokens",
         )
-    if new is not None and new < 1:
-        raise not_allowed("max_completion_tokens", new, "an integer ≥ 1, or null")
-    return new if new is not None else old
+    if new is not None and new < 1 and new != REST_OF_CONTEXT:
+        raise not_allowed(
+            "max_completion_tokens", new, "an integer ≥ 1, or null or -1 for the rest of the context"
+        )
+    return output_limit(new if new is not None else old)
 
 
 def _num_logprobs(request: ChatRequest) -> int | None:
+    """An integer is the completions' form of the field: that many alternatives, and 0 is false."""
     if request.logprobs:
-        return request.top_logprobs or 0
+        top = None if request.logprobs is True else request.logprobs
+        return request.top_logprobs if request.top_logprobs is not None else top or 0
     if request.top_logprobs:
         raise RequestError(
             f"top_logprobs = {clip(request.top_logprobs)} is only allowed with logprobs = true.",
@@ -253,124 +250,3 @@ def _reasoning(text: str) -> dict[str, str]:
 
 def _call(part: Part, arguments: str) -> dict[str, Any]:
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": arguments}}
-
-
-class FunctionCall(Wire):
-    """The function of a tool call in the history."""
-
-    name: Text
-    arguments: Annotated[str | dict[str, Any], Field(description="a string of JSON, or an object")] = "{}"
-
-
-class ToolCall(Wire):
-    """A tool call of an assistant message in the history."""
-
-    id: Text | None = None
-    type: Literal["function"] = "function"
-    function: Annotated[FunctionCall, Field(description="an object with a name and arguments")]
-
-
-class Message(Wire):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: TextContent | None = None
-    name: Text | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(description="a list of tool calls")] = None
-    tool_call_id: Text | None = None
-    reasoning_content: Text | None = None
-    reasoning: Text | None = None
-    thinking: Text | None = None
-
-
-class TextPart(Wire):
-    """A part of a content."""
-
-    type: Text
-    text: Text
-
-
-def text_of(
-    content: str | list[Any], where: str, kinds: tuple[str, ...] = ("text",), ignored: list[str] | None = None
-) -> str:
-    """Return the text of a string, or of text parts of the types ``kinds``, joined by line breaks.
-
-    Raises:
-        RequestError: names the part of ``where``, and what is allowed.
-    """
-    if isinstance(content, str):
-        return content
-    texts = []
-    for i, part in enumerate(content):
-        place = f"{where}[{i}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise RequestError(
-                f"{place} = {clip(part)} is not allowed: it must be an object like "
-                f'{{"type": "{kinds[0]}", "text": "…"}}.',
-                param=place,
-                code="invalid_type",
-            )
-        if kind not in kinds:
-            raise RequestError(
-                f"{place} is a part of type {clip(kind)}, but the model is text only. Supported part types: "
-                f"{', '.join(kinds)}.",
-                param=place,
-                code="unsupported_content",
-            )
-        texts.append(parse(TextPart, part, prefix=place + ".", ignored=ignored).text)
-    return "\n".join(texts)
-
-
-# Fields of a message that pass to the template as they are.
-_PASSED = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
-
-
-def template_messages(messages: list[Any], ignored: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the messages of a chat completion as a chat template reads them.
-
-    Raises:
-        RequestError: names ``messages[i].…``, the value and what is allowed.
-    """
-    return [_message(message, f"messages[{i}]", ignored) for i, message in enumerate(messages)]
-
-
-def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
-    message = parse(Message, raw, prefix=where + ".", ignored=ignored)
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        raise RequestError(
-            f"{where}.content is required: only an assistant message with tool_calls may leave it out.",
-            param=where + ".content",
-            code="missing_required_parameter",
-        )
-    if message.tool_calls and message.role != "assistant":
-        raise RequestError(
-            f"{where}.tool_calls is only allowed in an assistant message, not in one of {message.role!r}.",
-            param=where + ".tool_calls",
-        )
-    result: dict[str, Any] = {"role": message.role, "content": None}
-    if message.content is not None:
-        result["content"] = text_of(message.content, where + ".content", ignored=ignored)
-    result |= {name: value for name in _PASSED if (value := getattr(message, name)) is not None}
-    if message.tool_calls:
-        calls = enumerate(message.tool_calls)
-        result["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in calls]
-    return result
-
-
-def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
-    """OpenAI sends arguments as a string of JSON; HF templates expect the object."""
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        shown = f"{where}.function.arguments = {clip(arguments)}"
-        try:
-            arguments = msgspec.json.decode(arguments.encode() or b"{}")
-        except MALFORMED as error:
-            message = f"{shown} is not JSON: {error}."
-            raise RequestError(message, param=where + ".function.arguments") from None
-        if not isinstance(arguments, dict):
-            raise RequestError(f"{shown} must be a JSON object.", param=where + ".function.arguments")
-    made = call_message(call.id, call.function.name, arguments)
-    if call.id is None:
-        del made["id"]
-    return made

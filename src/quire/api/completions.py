@@ -9,14 +9,15 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from quire.api.answer_form import structured_outputs
 from quire.api.job import Job, common_fields, new_head
 from quire.api.parts import Choices, ChoicesAnswer, CompletionLogprobs, TokenNames, prompt_logprobs
 from quire.api.protocol import (
     CompletionRequest,
     given_sampling,
+    output_limit,
     sampling_params,
     stream_options,
-    structured_outputs,
 )
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
@@ -40,7 +41,7 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
     sampling = sampling_params(
         given_sampling(_echoing(request)),
         state.model.generation_defaults,
-        max_tokens=request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS,
+        max_tokens=output_limit(DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens),
         logprobs=request.logprobs,
         form=structured_outputs(request, ignored),
     )
@@ -110,6 +111,8 @@ def _prompt(where: str, item: Any) -> str | Sequence[int]:
 
 
 def _ids(where: str, items: list[Any]) -> list[int]:
+    if float in set(map(type, items)):  # clients whose numbers are all of one type write 119.0
+        items = [int(item) if isinstance(item, float) and item.is_integer() else item for item in items]
     for i, item in enumerate(items):
         if not _is_id(item):
             allowed = "a token id (an integer ≥ 0), like the elements before it"
@@ -118,7 +121,9 @@ def _ids(where: str, items: list[Any]) -> list[int]:
 
 
 def _is_id(item: Any) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
+    return (isinstance(item, int) and not isinstance(item, bool)) or (
+        isinstance(item, float) and item.is_integer()
+    )
 
 
 @dataclass(slots=True)

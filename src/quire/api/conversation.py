@@ -6,8 +6,7 @@ place where tools, the answer's parser, its grammar and the thinking budget are 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +15,9 @@ import msgspec
 from quire.api.job import Answer, Head, Job, common_fields, new_head
 from quire.api.protocol import SampledFields
 from quire.api.state import ApiState
+from quire.api.tool_use import ToolUse
 from quire.engine.prompts import RenderedChat
 from quire.errors import RequestError, clip
-from quire.http.wire import not_allowed, rules_of, sift
 from quire.request import SamplingParams, ThinkingBudget
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
@@ -117,7 +116,7 @@ async def conversation_job(
     if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
         form = plan.constrained(use, sampling.structured_outputs)
         sampling = replace(sampling, skip_special_tokens=False, structured_outputs=form)
-    budget = thinking_budget(state, conversation.thinking, text, has_tools=bool(use.tools))
+    budget = thinking_budget(state, conversation.thinking, text, ignored, has_tools=bool(use.tools))
     if budget is not None:
         sampling = replace(sampling, thinking_budget=budget)
     return Job(
@@ -183,97 +182,8 @@ def arguments_of(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"malformed_arguments": text}
 
 
-TOOL = rules_of(["tools"], ["type", "function"])
-FUNCTION = rules_of([], ["name", "description", "parameters", "strict", "return", "response"])
 # Tokens of reasoning at most; "high" and "xhigh" are limited by max_tokens alone.
 EFFORT_TOKENS = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192}
-_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """``tools`` as the template gets them. ``choice`` is none, auto, required, or "=" and a tool's name."""
-
-    tools: tuple[dict[str, Any], ...] = ()
-    choice: str = "auto"
-    parallel: bool = True
-
-    @property
-    def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """The parameters of each tool that may be called, by name."""
-        chosen = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
-        return {} if self.choice == "none" else chosen
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """Names of tools of which one must be called; empty if the model decides."""
-        if self.choice == "required":
-            return tuple(self.schemas)
-        return (self.choice[1:],) if self.choice.startswith("=") else ()
-
-
-def tool_use(
-    tools: Sequence[dict[str, Any]], choice: Any, parallel: bool | None, *, function: str
-) -> ToolUse:
-    """Check names and ``tool_choice``. ``tools`` are in OpenAI's form; ``function`` is the path of one in its tool.
-
-    Raises:
-        RequestError: a name that is not allowed or not unique, or a choice without a tool of that name.
-    """
-    names: list[str] = []
-    for i, tool in enumerate(tools):
-        where, name = f"tools[{i}]{function}.name", tool["function"].get("name")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise not_allowed(where, name, "1 to 128 letters, digits, '_', '-' or '.'")
-        if name in names:
-            raise RequestError(f"{where} = {clip(name)} is used twice.", param=f"tools[{i}]")
-        names.append(name)
-    return ToolUse(tuple(tools), _choice(choice, names), parallel is not False)
-
-
-def chat_tools(tools: list[Any] | None, ignored: list[str] | None) -> list[dict[str, Any]]:
-    """Return the checked ``tools`` of a chat completion; `tool_use` checks their names.
-
-    Raises:
-        RequestError: names the tool and what it must be.
-    """
-    return [_tool(tool, f"tools[{i}]", ignored) for i, tool in enumerate(tools or ())]
-
-
-def _tool(tool: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or tool.get("type") != "function":
-        raise not_allowed(where, tool, '{"type": "function", "function": {…}}', "invalid_type")
-    sift(tool, TOOL, prefix=where + ".", ignored=ignored)
-    prefix = where + ".function."
-    sift(function, FUNCTION, prefix=prefix, ignored=ignored)
-    parameters = function.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise not_allowed(prefix + "parameters", parameters, "a JSON schema (an object)", "invalid_type")
-    return dict(tool)
-
-
-def _choice(choice: Any, names: list[str]) -> str:
-    if choice is None:
-        return "auto"
-    if choice in ("none", "auto"):
-        return str(choice)
-    if choice == "required":
-        if names:
-            return "required"
-        raise RequestError("tool_choice = 'required' is only allowed with tools.", param="tool_choice")
-    function = (
-        choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    )
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        form = '{"type": "function", "function": {"name": …}}'
-        raise not_allowed("tool_choice", choice, f"'none', 'auto', 'required' or {form}")
-    if name not in names:
-        known = ", ".join(names) or "none"
-        message = f"tool_choice names {clip(name)}, which is not a tool of this request; tools: {known}."
-        raise RequestError(message, param="tool_choice")
-    return "=" + name
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,11 +209,8 @@ class OutputPlan:
         param = "tool_choice" if form is None else form.param
         in_reasoning = self.format.reasoning is not None and self.opening == self.format.reasoning[0]
         if use.required:
-            if form is not None:
-                raise RequestError(
-                    f"tool_choice requires a call, and {form.param} asks for another form: send one of them.",
-                    param="tool_choice",
-                )
+            # The form is that of an answer without calls, in a later turn.
+            param = "tool_choice"
             part = required_calls(self.format, self.schemas, use.required, parallel=use.parallel)
             if part is None:
                 raise RequestError(
@@ -340,28 +247,23 @@ class Thinking:
 
 
 def thinking_budget(
-    state: ApiState, asked: Thinking, prompt: str, *, has_tools: bool
+    state: ApiState, asked: Thinking, prompt: str, ignored: list[str] | None, *, has_tools: bool
 ) -> ThinkingBudget | None:
     """Return the limit of an answer to ``prompt`` (text), or None if there is none.
 
     A number of tokens is an upper limit, which a model that does not reason keeps. An effort means nothing to such a
-    model, so all but "none" are refused. An effort that the template reads is left to the template.
+    model: all but "none" are added to ``ignored``. An effort that the template reads is left to the template.
 
     Raises:
-        RequestError: the effort is not supported, or the model's marks of reasoning are not single tokens.
+        RequestError: the model's marks of reasoning are not single tokens.
     """
     format = state.output_format(has_tools)
     num_tokens, param = asked.num_tokens, asked.tokens_param
     reasons = format.reasoning is not None or format.harmony
     if num_tokens is None and asked.effort is not None and not _reads_effort(state, has_tools):
         param = asked.effort_param
-        if not reasons and asked.effort != "none":
-            raise RequestError(
-                f"{param} = {clip(asked.effort)} is not supported by this model: it does not reason (its chat "
-                "template shows no format of reasoning). Leave it out, or send 'none'.",
-                param=param,
-                code="unsupported_parameter",
-            )
+        if not reasons and asked.effort != "none" and ignored is not None:
+            ignored.append(param)
         num_tokens = EFFORT_TOKENS.get(asked.effort)
     if num_tokens is None or not reasons:
         return None

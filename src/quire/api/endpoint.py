@@ -23,6 +23,7 @@ from quire.errors import QuireError, RequestError
 from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import adopt_request_id, request_id_of
+from quire.http.ignored import Ignored
 from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.metrics.log import Log
 from quire.metrics.trace import trace_headers
@@ -30,7 +31,7 @@ from quire.request import FinishReason
 
 log = Log("api")
 
-# (state, body, list that collects unknown names with --lenient, else None) → job
+# (state, body, what collects ignored fields and judges unknown names) → job
 Prepare = Callable[[ApiState, Any, list[str] | None], Awaitable[Job]]
 # The same → the JSON value of the answer.
 Compute = Callable[[ApiState, Any, list[str] | None], Awaitable[Any]]
@@ -81,9 +82,13 @@ class PostEndpoint:
         """Return the answer to a request that is refused before its body is read."""
         return None
 
-    def _ignored(self) -> list[str] | None:
-        """Return the list that collects unknown names; None refuses them."""
-        return [] if self._state.settings.lenient else None
+    def _ignored(self) -> Ignored:
+        """Return the list that collects the fields which the request's answer does not depend on."""
+        return Ignored.of(lenient=self._state.settings.lenient, strict=self._state.settings.strict_fields)
+
+    def _ignored_header(self, ignored: Ignored) -> list[tuple[bytes, bytes]]:
+        self._state.metrics.counters["quire:ignored_fields"] += len(ignored)
+        return ignored.header()
 
     async def _refuse(self, error: Exception, scope: Scope, send: Send) -> int:
         refusal = refusal_of(error, retry_after_s=self._state.settings.retry_after_s)
@@ -109,7 +114,7 @@ class JsonEndpoint(PostEndpoint):
         ignored = self._ignored()
         answer = await self._compute(self._state, body, ignored)
         client.release()
-        await send_json(send, 200, msgspec.json.encode(answer), ignored_header(ignored))
+        await send_json(send, 200, msgspec.json.encode(answer), self._ignored_header(ignored))
 
 
 class GenerateEndpoint(PostEndpoint):
@@ -155,9 +160,7 @@ class GenerateEndpoint(PostEndpoint):
         is_form = resumes(scope, self._state.settings.gateway_key)
         return super()._max_body_bytes(scope) + (MAX_DELIVERED_BYTES if is_form else 0)
 
-    async def _answer(
-        self, generation: Generation, ignored: list[str] | None, client: _Client, send: Send
-    ) -> None:
+    async def _answer(self, generation: Generation, ignored: Ignored, client: _Client, send: Send) -> None:
         try:
             if not generation.job.in_background:
                 await generation.submit()
@@ -165,7 +168,7 @@ class GenerateEndpoint(PostEndpoint):
             client.on_leave = (
                 partial(generation.cancel, CANCELLED_BY_CLIENT) if in_background else generation.disconnect
             )
-            await generation.answer(send, ignored_header(ignored))
+            await generation.answer(send, self._ignored_header(ignored))
         except QuireError:
             if not generation.disconnected:
                 raise
@@ -204,13 +207,6 @@ class _Client:
         assert self._serving is not None
         self.has_left = True
         self._serving.cancel()
-
-
-def ignored_header(ignored: list[str] | None) -> list[tuple[bytes, bytes]]:
-    """Return the header with the names of the fields that ``--lenient`` ignored."""
-    if not ignored:
-        return []
-    return [(b"x-quire-ignored-fields", ", ".join(ignored).encode("ascii", "replace"))]
 
 
 _REPLAYED_AT_ONCE = 256  # chunks; other requests get their turn then

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from quire.api import protocol as wire
 from quire.api.anthropic_request import CountTokensRequest, MessagesRequest, Turn
-from quire.api.chat import Message
+from quire.api.chat_messages import Message
 from quire.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.api.response_request import ResponsesRequest
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
@@ -36,6 +36,7 @@ BODIES: dict[str, Body] = {
         "Count the tokens of a conversation", CountTokensRequest, {"messages": Turn}
     ),
     "/v1/responses": Body("Answer, and keep the answer", ResponsesRequest),
+    "/v1/responses/input_tokens": Body("Count the tokens of a response's input", ResponsesRequest),
     "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest),
     **dict.fromkeys(
         ("/v1/rerank", "/rerank", "/v2/rerank"),
@@ -125,6 +126,8 @@ def _schema(body: Body, schemas: dict[str, Any]) -> dict[str, Any]:
     for name, rule in table_of(body.model).items():
         if rule.use is Use.NO_EFFECT:
             properties.setdefault(name, {"description": "accepted; no effect here"})
+        elif rule.use is Use.MAPPED:
+            properties.setdefault(name, {"description": f"another name of {rule.used_as}"})
     return reference
 
 

@@ -19,7 +19,6 @@ from quire.http.wire import (
     Boolean,
     Int64,
     Integer,
-    JsonSchema,
     Number,
     Text,
     Texts,
@@ -40,6 +39,7 @@ DeadlineField = Annotated[
     Field(description="a number of milliseconds, or an object with first_token, total or both"),
 ]
 
+REST_OF_CONTEXT = -1  # llama.cpp's and Ollama's max_tokens for "no limit"
 EFFORTS = {"max": "xhigh"}  # the highest level that templates know
 
 
@@ -149,7 +149,7 @@ class ChatRequest(GenerationFields, ChatPrompt):
     ] = None
     include_reasoning: Boolean = True
     separate_reasoning: Boolean = True
-    logprobs: Boolean = False
+    logprobs: Annotated[bool | int, Field(description="true or false")] = False
     top_logprobs: Integer | None = None
     max_completion_tokens: Integer | None = None
 
@@ -172,57 +172,7 @@ _SAME_NAME = tuple(
     for each in fields(SamplingParams)
     if each.name in GenerationFields.model_fields and each.name not in _OTHER_MEANING
 )
-# Names that mean the same as a field of structured_outputs: vLLM's older ones, then SGLang's.
-_ALIASES = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "structural_tag": "structural_tag",
-    "json_schema": "json",
-    "regex": "regex",
-    "ebnf": "grammar",
-}
-# The type of response_format that each of its parts belongs to.
-_PART_TYPES = {
-    "json_schema": "json_schema",
-    "structures": "structural_tag",
-    "triggers": "structural_tag",
-    "format": "structural_tag",
-}
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
-
-
-class JsonSchemaFormat(Wire):
-    """``response_format.json_schema``. The schema holds with and without ``strict``."""
-
-    name: Text
-    schema_: Annotated[JsonSchema, Field(alias="schema")]
-    strict: Boolean | None = None
-
-
-class ResponseFormat(Wire):
-    """``response_format`` of OpenAI, and vLLM's type structural_tag."""
-
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: AnyObject | None = None
-    structures: Annotated[list[Any] | None, Field(description="a list of objects")] = None
-    triggers: Annotated[list[Any] | None, Field(description="a list of strings")] = None
-    format: AnyObject | None = None
-
-
-class StructuredOutputs(Wire):
-    """``structured_outputs``; `StructuredOutputsParams` checks the values."""
-
-    json_: Annotated[Any, Field(alias="json")] = None
-    regex: Any = None
-    choice: Any = None
-    grammar: Any = None
-    json_object: Any = None
-    structural_tag: Any = None
-    whitespace_pattern: Any = None
-    disable_any_whitespace: Boolean = False
-    disable_additional_properties: Boolean = False
 
 
 class DeadlineMs(Wire):
@@ -285,6 +235,11 @@ def sampling_params(
         raise RequestError(message, param=name, code=error.code) from None
 
 
+def output_limit(max_tokens: int | None) -> int | None:
+    """Return ``max_tokens`` with None for the rest of the context."""
+    return None if max_tokens == REST_OF_CONTEXT else max_tokens
+
+
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key.lstrip("0")) <= len(str(TOKEN_ID_MAX))):
@@ -294,75 +249,6 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
                 param="logit_bias",
             )
     return {int(key): value for key, value in bias.items()}
-
-
-def structured_outputs(
-    request: GenerationFields, ignored: list[str] | None = None
-) -> StructuredOutputsParams | None:
-    """Return the form of the answer that the request asks for; None for free text.
-
-    Raises:
-        RequestError: a wrong value, or two fields that both set the form; ``param`` is the client's name.
-    """
-    given = [name for name in ("response_format", "structured_outputs", *_ALIASES) if _is_set(request, name)]
-    if len(given) > 1:
-        raise RequestError(
-            f"{given[0]} and {given[1]} both say what form the answer has: send one of them.", param=given[1]
-        )
-    pattern = request.guided_whitespace_pattern
-    if pattern is not None and given not in (["guided_json"], ["json_schema"]):
-        raise RequestError(
-            "guided_whitespace_pattern is only allowed with guided_json.", param="guided_whitespace_pattern"
-        )
-    if not given:
-        return None
-    name = given[0]
-    if name == "response_format":
-        return _response_format(request, ignored)
-    if name == "structured_outputs":
-        outputs = parse(StructuredOutputs, request.structured_outputs, prefix=f"{name}.", ignored=ignored)
-        return StructuredOutputsParams(**outputs.model_dump(by_alias=True), param=name)
-    values = {_ALIASES[name]: getattr(request, name)}
-    return StructuredOutputsParams(**values, whitespace_pattern=pattern, param=name)
-
-
-def schema_form(raw: Any, prefix: str, ignored: list[str] | None) -> StructuredOutputsParams:
-    """Return the form of an object with a name and a JSON schema; ``prefix`` is its path, with a dot.
-
-    Raises:
-        RequestError: names the field, the value and what is allowed.
-    """
-    schema = parse(JsonSchemaFormat, raw, prefix=prefix, ignored=ignored)
-    return StructuredOutputsParams(json=schema.schema_, param=f"{prefix}schema")
-
-
-def _is_set(request: GenerationFields, name: str) -> bool:
-    value = getattr(request, name)
-    return value is not None and not (name == "response_format" and value == {"type": "text"})
-
-
-def _response_format(request: GenerationFields, ignored: list[str] | None) -> StructuredOutputsParams | None:
-    name = "response_format"
-    form = parse(ResponseFormat, request.response_format, prefix=f"{name}.", ignored=ignored)
-    for part, kind in _PART_TYPES.items():
-        if getattr(form, part) is not None and form.type != kind:
-            raise RequestError(
-                f"{name}.{part} is only allowed with type {kind!r}, not with {form.type!r}.",
-                param=f"{name}.{part}",
-            )
-    if form.type == "text":
-        return None
-    if form.type == "json_object":
-        return StructuredOutputsParams(json_object=True, param=name)
-    if form.type == "structural_tag":
-        return StructuredOutputsParams(structural_tag=form.model_dump(exclude_none=True), param=name)
-    if form.json_schema is None:
-        raise RequestError(
-            f"{name}.json_schema is required with type 'json_schema': an object with name and schema.",
-            param=f"{name}.json_schema",
-            code="missing_required_parameter",
-        )
-    return schema_form(form.json_schema, f"{name}.json_schema.", ignored)
 
 
 def deadline_of(given: Any, ignored: list[str] | None) -> Deadline | None:

@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.chat import text_of
+from quire.api.answer_form import schema_form
+from quire.api.chat_messages import text_of
 from quire.api.conversation import (
     Conversation,
     Thinking,
-    ToolUse,
     arguments_of,
     call_message,
     template_variables,
-    tool_use,
 )
-from quire.api.protocol import EFFORTS, SampledFields, TextContent, Tools, schema_form
+from quire.api.protocol import EFFORTS, SampledFields, TextContent, Tools
+from quire.api.tool_use import ToolUse, tool_use
 from quire.errors import RequestError, clip
 from quire.http.wire import (
     AnyObject,
@@ -25,6 +25,7 @@ from quire.http.wire import (
     Integer,
     JsonSchema,
     Metadata,
+    Past,
     Text,
     Texts,
     Wire,
@@ -57,6 +58,7 @@ class ResponsesRequest(SampledFields):
     text: AnyObject | None = None
     reasoning: AnyObject | None = None
     max_output_tokens: Annotated[int | None, Field(description="an integer ≥ 1, or null", ge=1)] = None
+    context_management: Annotated[list[Any] | None, Field(description="a list of objects")] = None
     user: Text = ""
     chat_template_kwargs: AnyObject | None = None
 
@@ -99,7 +101,7 @@ class NamedChoice(Wire):
     name: Text
 
 
-class MessageItem(Wire):
+class MessageItem(Past):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -107,7 +109,7 @@ class MessageItem(Wire):
     content: TextContent
 
 
-class CallItem(Wire):
+class CallItem(Past):
     """A call of an earlier answer."""
 
     type: Literal["function_call"]
@@ -116,7 +118,7 @@ class CallItem(Wire):
     arguments: Text
 
 
-class OutputItem(Wire):
+class OutputItem(Past):
     """The result of a call."""
 
     type: Literal["function_call_output"]
@@ -124,7 +126,7 @@ class OutputItem(Wire):
     output: TextContent
 
 
-class ReasoningItem(Wire):
+class ReasoningItem(Past):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]

@@ -8,7 +8,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.conversation import OutputPlan, conversation_job
+from quire.api.context_edits import check_compaction
+from quire.api.conversation import Conversation, OutputPlan, conversation_job
 from quire.api.endpoint import Generation
 from quire.api.job import Answer, Head, Job
 from quire.api.parts import TokenNames
@@ -42,9 +43,7 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
         )
     state.check_model(request.model)
     num_logprobs = _num_logprobs(request)
-    size = 0 if isinstance(request.input, str) else len(request.input)
-    messages = await off_loop(size, _messages, state, request, ignored)
-    conversation = conversation_of(request, messages, ignored)
+    messages, conversation = await _conversation(state, request, ignored)
     sampling = sampling_params(
         given_sampling(request),
         state.model.generation_defaults,
@@ -80,6 +79,30 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
     return await conversation_job(
         state, request, conversation, sampling, "resp_", answer, ignored, in_background=background
     )
+
+
+async def count_input(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
+    """Return ``{object, input_tokens}``: the length of the prompt that the same fields make in ``/v1/responses``.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(ResponsesRequest, body, ignored=ignored)
+    state.check_model(request.model)
+    form_of(request, ignored)
+    _, conversation = await _conversation(state, request, ignored)
+    _, prompt = await conversation.prompt(state)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+
+
+async def _conversation(
+    state: ApiState, request: ResponsesRequest, ignored: list[str] | None
+) -> tuple[list[dict[str, Any]], Conversation]:
+    """Return the messages of the earlier turns and the input, and the conversation that they make."""
+    check_compaction(request.context_management, state.model.max_model_len, ignored)
+    size = 0 if isinstance(request.input, str) else len(request.input)
+    messages = await off_loop(size, _messages, state, request, ignored)
+    return messages, conversation_of(request, messages, ignored)
 
 
 def _messages(state: ApiState, request: ResponsesRequest, ignored: list[str] | None) -> list[dict[str, Any]]:

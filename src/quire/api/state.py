@@ -41,7 +41,8 @@ class ApiSettings:
     key_file: KeyFile | None = None
     gateway_key: str | None = None  # lets a gateway ask for tagged streams, see `quire.api.relayed`
     cors_origins: tuple[str, ...] = ()  # empty: no CORS headers; "*": every origin
-    lenient: bool = False  # accept unknown request fields; the header x-quire-ignored-fields lists them
+    lenient: bool = False  # accept every unknown request field
+    strict_fields: bool = False  # refuse every unknown request field
     max_body_bytes: int = 32 * 2**20
     tool_format: str = "auto"  # a name of quire.text.output.FORMATS; auto: what the chat template shows
     retry_after_s: int = 1  # sent with 503

@@ -113,6 +113,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         gateway_key=args.gateway_key,
         cors_origins=_list(args.cors_origins),
         lenient=args.lenient,
+        strict_fields=args.strict_fields,
         tool_format=args.tool_format,
         max_body_bytes=args.max_body_mib * 2**20,
         response_store_bytes=args.response_store_mib * 2**20,
@@ -168,6 +169,7 @@ def job_settings(args: ServerArgs) -> Any:
         max_file_bytes=args.max_file_mib * 2**20,
         max_body_bytes=args.max_body_mib * 2**20,
         lenient=args.lenient,
+        strict_fields=args.strict_fields,
     )
 
 

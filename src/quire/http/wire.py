@@ -1,38 +1,57 @@
-"""Wire models: the only pydantic in Quire. A request's names are all known, and its types are strict ("5" is not 5).
+"""Wire models: the only pydantic in Quire. A request's types are strict ("5" is not 5), its names are judged.
 
-A model holds the fields that Quire uses; ``fields.toml`` has the other names that a request may carry: names without
-effect here, and names that would change the answer and are refused unless they are null or neutral. Any other name is
-refused with the nearest known one. An absent field and a null field are the same. Ranges of values are checked later.
+A model holds the fields that Quire uses; ``fields.toml`` has the names of other servers and clients: other names of
+used fields, names without effect here, and names that would change the answer and are refused unless they are null or
+neutral. `Ignored` says what becomes of any other name. An absent field and a null field are the same. Ranges of values
+are checked later.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
 from quire.errors import RequestError, clip, nearest
+from quire.http.ignored import Ignored, misspelled
 
 MAX_PARAM_CHARS = 200  # of an unknown field's name in an error
 # msgpack and the engine hold integers of 64 bits.
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
+
+def _whole(value: Any) -> Any:
+    """JSON has one type of number: 5.0 is an integer, as in JSON Schema."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [_whole(item) for item in value]
+    return value
+
+
 # What an error message says is allowed: the description of a field, or the values of its Literal.
 Number = Annotated[float, Strict(), Field(description="a number")]
-Integer = Annotated[int, Strict(), Field(description="an integer")]
+Integer = Annotated[int, Strict(), Field(description="an integer"), BeforeValidator(_whole)]
 Int64 = Annotated[
-    int, Strict(), Field(description=f"an integer in {INT64_MIN}…{INT64_MAX}", ge=INT64_MIN, le=INT64_MAX)
+    int,
+    Strict(),
+    Field(description=f"an integer in {INT64_MIN}…{INT64_MAX}", ge=INT64_MIN, le=INT64_MAX),
+    BeforeValidator(_whole),
 ]
 Boolean = Annotated[bool, Strict(), Field(description="true or false")]
 Text = Annotated[str, Strict(), Field(description="a string")]
 Texts = Annotated[list[str], Field(description="a list of strings")]
-TokenIds = Annotated[list[Annotated[int, Strict()]], Field(description="a list of token ids (integers)")]
+TokenIds = Annotated[
+    list[Annotated[int, Strict()]],
+    Field(description="a list of token ids (integers)"),
+    BeforeValidator(_whole),
+]
 AnyObject = Annotated[dict[str, Any], Field(description="an object")]
 TypedObject = Annotated[dict[str, Any], Field(description="an object with a type")]
 JsonSchema = Annotated[dict[str, Any], Field(description="a JSON schema (an object)")]
@@ -43,6 +62,13 @@ class Wire(BaseModel):
     """Base of the wire models: frozen, strict, no name beyond the declared ones."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+    in_history: ClassVar[bool] = False
+
+
+class Past(Wire):
+    """Base of what a client sends back of earlier answers: what no template reads is ignored, misspelled or not."""
+
+    in_history: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +85,7 @@ class Use(StrEnum):
     """What Quire does with a field."""
 
     USED = "used"
+    MAPPED = "another name"  # of a used field
     NO_EFFECT = "no effect here"  # accepted: it cannot change this server's answer
     REFUSED = "refused"  # would change the answer and is not supported
 
@@ -70,6 +97,7 @@ class Rule:
     use: Use
     neutral: tuple[Any, ...] = ()
     hint: str = ""  # what to do instead
+    used_as: str = ""  # of a mapped field: the used one
 
 
 Table = Mapping[str, Rule]
@@ -79,7 +107,8 @@ Model = TypeVar("Model", bound=Wire)
 def parse(model: type[Model], body: Any, *, prefix: str = "", ignored: list[str] | None = None) -> Model:
     """Return the wire value of ``body``, whose path in the request is ``prefix``.
 
-    A list ``ignored`` lets unknown names pass and collects their paths (``--lenient``).
+    ``ignored`` collects the paths of fields without effect and judges unknown names. A plain list accepts them all;
+    None refuses them all.
 
     Raises:
         RequestError: a name that is unknown or refused, or a value of the wrong type; ``param`` is its path.
@@ -87,35 +116,61 @@ def parse(model: type[Model], body: Any, *, prefix: str = "", ignored: list[str]
     if not isinstance(body, dict):
         what = f"{prefix.rstrip('.')} = {clip(body)}" if prefix else f"The body {clip(body)}"
         raise RequestError(f"{what} is not allowed: it must be an object.", param=prefix.rstrip(".") or None)
-    kept = sift(body, table_of(model), prefix=prefix, ignored=ignored)
+    kept = sift(body, table_of(model), prefix=prefix, ignored=ignored, in_history=model.in_history)
     try:
         return model.model_validate(kept)
     except ValidationError as error:
-        raise _type_error(model, error, body, prefix) from None
+        raise _type_error(model, error, {**body, **kept}, prefix) from None
 
 
 def sift(
-    body: Mapping[str, Any], table: Table, *, prefix: str = "", ignored: list[str] | None = None
+    body: Mapping[str, Any],
+    table: Table,
+    *,
+    prefix: str = "",
+    ignored: list[str] | None = None,
+    in_history: bool = False,
 ) -> dict[str, Any]:
-    """Return the used fields that are not null. The arguments are those of `parse`.
+    """Return the used fields that are not null, under their own names. The arguments are those of `parse`.
 
     Raises:
-        RequestError: a field that is refused, or (without ``ignored``) a name that is not in the table.
+        RequestError: a field that is refused, an unknown name that ``ignored`` does not accept, or two names of one
+            field with different values.
     """
     kept: dict[str, Any] = {}
+    mapped: dict[str, tuple[str, Any]] = {}
     for name, value in body.items():
         rule = table.get(name)
         if rule is None:
-            if ignored is None:
+            if ignored is None or not _accepts(ignored, name, table, in_history):
                 raise _unknown(name, table, prefix)
             ignored.append(prefix + name)
-        elif value is None or rule.use is Use.NO_EFFECT:
+        elif value is None:
             continue
+        elif rule.use is Use.NO_EFFECT:
+            if ignored is not None and not in_history:
+                ignored.append(prefix + name)
         elif rule.use is Use.USED:
             kept[name] = value
+        elif rule.use is Use.MAPPED:
+            mapped[rule.used_as] = (name, value)
         elif not _is_neutral(rule, value):
             raise _refusal(prefix + name, value, rule)
+    for used, (name, value) in mapped.items():
+        if kept.setdefault(used, value) != value:
+            raise RequestError(
+                f"{prefix}{used} = {clip(kept[used])} and {prefix}{name} = {clip(value)}, another name of it, "
+                "contradict each other: send one of them.",
+                param=prefix + name,
+            )
     return kept
+
+
+def _accepts(ignored: list[str], name: str, table: Table, in_history: bool) -> bool:
+    refused = ignored.refused if isinstance(ignored, Ignored) else "none"
+    if refused == "misspelled" and not in_history:
+        return misspelled(name, [n for n, rule in table.items() if rule.use is Use.USED]) is None
+    return refused != "all"
 
 
 @cache
@@ -125,7 +180,7 @@ def table_of(model: type[Wire]) -> Table:
     return rules_of([base.__name__ for base in reversed(model.__mro__)], names)
 
 
-def rules_of(names: Iterable[str], used: Iterable[str]) -> dict[str, Rule]:
+def rules_of(names: Sequence[str], used: Iterable[str]) -> dict[str, Rule]:
     """Return the rules in sections of ``fields.toml``, where later sections win, and those of ``used`` fields."""
     rules: dict[str, Rule] = {}
     for name in names:
@@ -134,7 +189,12 @@ def rules_of(names: Iterable[str], used: Iterable[str]) -> dict[str, Rule]:
         for field_name, refused in section.get("refused", {}).items():
             neutral = tuple(refused.get("neutral", ()))
             rules[field_name] = Rule(Use.REFUSED, neutral, refused.get("hint", ""))
-    return rules | {field: Rule(Use.USED) for field in used}
+    own = {field: Rule(Use.USED) for field in used}
+    for name in names:
+        for field_name, ours in sections().get(name, {}).get("mapped", {}).items():
+            target = next((target for target in ours if target in own), "")
+            rules[field_name] = Rule(Use.MAPPED, used_as=target) if target else Rule(Use.REFUSED)
+    return rules | own
 
 
 @cache
@@ -151,7 +211,7 @@ def not_allowed(where: str, value: Any, allowed: str, code: str = "invalid_value
 
 def _unknown(name: str, table: Table, prefix: str) -> RequestError:
     return RequestError(
-        f"Unknown field {clip(prefix + name)}{nearest(name, table)}. Remove it, or start the server with "
+        f"Unknown field {clip(prefix + name)}{nearest(name, table)}. Correct or remove it, or start the server with "
         "--lenient to have unknown fields ignored.",
         param=(prefix + name)[:MAX_PARAM_CHARS],
         code="unknown_parameter",
@@ -185,10 +245,6 @@ def _type_error(
     if first["type"] == "missing" and len(first["loc"]) == 1:
         message = f"{where} is required: it must be {allowed}."
         return RequestError(message, param=where, code="missing_required_parameter")
-    if name == "tool_calls" and len(first["loc"]) > 1:
-        where += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])
-        message = f"{where} = {clip(first['input'])} is not allowed: {first['msg'].lower()}."
-        return RequestError(message, param=where, code="invalid_type")
     return not_allowed(where, body.get(name), allowed, "invalid_type")
 
 

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of, read_json
 from quire.http.edge import Extension, id_source
+from quire.http.ignored import Ignored
 from quire.http.wire import Body, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.disk import within_disk
@@ -63,7 +64,8 @@ class JobSettings:
     batch_concurrency: int = 8
     max_file_bytes: int = 100 * 2**20
     max_body_bytes: int = 32 * 2**20
-    lenient: bool = False  # accept unknown request fields
+    lenient: bool = False  # accept every unknown request field
+    strict_fields: bool = False  # refuse every unknown request field
 
 
 class JobRoutes:
@@ -203,8 +205,8 @@ class JobRoutes:
         }
         return json_response(_shown(runner.create(values)))
 
-    def _ignored(self) -> list[str] | None:
-        return [] if self._settings.lenient else None
+    def _ignored(self) -> Ignored:
+        return Ignored.of(lenient=self._settings.lenient, strict=self._settings.strict_fields)
 
     def _file(self, request: Request) -> dict[str, Any]:
         file_id = request.path_params["file_id"]

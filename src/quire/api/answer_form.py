@@ -1,0 +1,163 @@
+"""The form of an answer: ``response_format``, ``structured_outputs`` and its other names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from quire.api.protocol import GenerationFields
+from quire.errors import RequestError
+from quire.http.wire import AnyObject, Boolean, JsonSchema, Text, Wire, not_allowed, parse
+from quire.structured_outputs import StructuredOutputsParams
+
+# Names that mean the same as a field of structured_outputs: vLLM's older ones, then SGLang's.
+_ALIASES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+# The type of response_format that each of its parts belongs to.
+_PART_TYPES = {
+    "json_schema": ("json_schema",),
+    "schema": ("json_object", "json_schema"),
+    "value": ("json_object", "json", "regex"),
+    "structures": ("structural_tag",),
+    "triggers": ("structural_tag",),
+    "format": ("structural_tag",),
+}
+
+
+class JsonSchemaFormat(Wire):
+    """``response_format.json_schema``. The schema holds with and without ``strict``."""
+
+    name: Text | None = None
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+    strict: Boolean | None = None
+
+
+class ResponseFormat(Wire):
+    """``response_format`` of OpenAI, and vLLM's type structural_tag.
+
+    Some clients put the schema beside the type: those of llama.cpp and Together as ``schema``, huggingface_hub as
+    ``value``.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex"]
+    json_schema: AnyObject | None = None
+    schema_: Annotated[JsonSchema | None, Field(alias="schema")] = None
+    value: Annotated[
+        str | dict[str, Any] | None, Field(description="a JSON schema (an object), or a regex")
+    ] = None
+    structures: Annotated[list[Any] | None, Field(description="a list of objects")] = None
+    triggers: Annotated[list[Any] | None, Field(description="a list of strings")] = None
+    format: AnyObject | None = None
+
+
+class StructuredOutputs(Wire):
+    """``structured_outputs``; `StructuredOutputsParams` checks the values."""
+
+    json_: Annotated[Any, Field(alias="json")] = None
+    regex: Any = None
+    choice: Any = None
+    grammar: Any = None
+    json_object: Any = None
+    structural_tag: Any = None
+    whitespace_pattern: Any = None
+    disable_any_whitespace: Boolean = False
+    disable_additional_properties: Boolean = False
+
+
+def structured_outputs(
+    request: GenerationFields, ignored: list[str] | None = None
+) -> StructuredOutputsParams | None:
+    """Return the form of the answer that the request asks for; None for free text.
+
+    Raises:
+        RequestError: a wrong value, or two fields that both set the form; ``param`` is the client's name.
+    """
+    given = [name for name in ("response_format", "structured_outputs", *_ALIASES) if _is_set(request, name)]
+    if len(given) > 1:
+        raise RequestError(
+            f"{given[0]} and {given[1]} both say what form the answer has: send one of them.", param=given[1]
+        )
+    pattern = request.guided_whitespace_pattern
+    if pattern is not None and given not in (["guided_json"], ["json_schema"]):
+        raise RequestError(
+            "guided_whitespace_pattern is only allowed with guided_json.", param="guided_whitespace_pattern"
+        )
+    if not given:
+        return None
+    name = given[0]
+    if name == "response_format":
+        return _response_format(request, ignored)
+    if name == "structured_outputs":
+        outputs = parse(StructuredOutputs, request.structured_outputs, prefix=f"{name}.", ignored=ignored)
+        return StructuredOutputsParams(**outputs.model_dump(by_alias=True), param=name)
+    values = {_ALIASES[name]: getattr(request, name)}
+    return StructuredOutputsParams(**values, whitespace_pattern=pattern, param=name)
+
+
+def schema_form(raw: Any, prefix: str, ignored: list[str] | None) -> StructuredOutputsParams:
+    """Return the form of an object with a name and a JSON schema; ``prefix`` is its path, with a dot.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    schema = parse(JsonSchemaFormat, raw, prefix=prefix, ignored=ignored)
+    return StructuredOutputsParams(json=schema.schema_, param=f"{prefix}schema")
+
+
+def _is_set(request: GenerationFields, name: str) -> bool:
+    value = getattr(request, name)
+    return value is not None and not (name == "response_format" and value == {"type": "text"})
+
+
+def _response_format(request: GenerationFields, ignored: list[str] | None) -> StructuredOutputsParams | None:
+    name = "response_format"
+    form = parse(ResponseFormat, request.response_format, prefix=f"{name}.", ignored=ignored)
+    parts = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+    for part in parts:
+        if form.type not in _PART_TYPES[part]:
+            raise RequestError(
+                f"{name}.{part} is only allowed with type {_PART_TYPES[part][0]!r}, not with {form.type!r}.",
+                param=f"{name}.{part}",
+            )
+    if len(parts) > 1 and form.type != "structural_tag":
+        first, second = list(parts)[:2]
+        raise RequestError(
+            f"{name}.{first} and {name}.{second} both say what form the answer has: send one of them.",
+            param=f"{name}.{second}",
+        )
+    if form.type == "text":
+        return None
+    if form.type == "structural_tag":
+        return StructuredOutputsParams(structural_tag=form.model_dump(exclude_none=True), param=name)
+    if form.json_schema is not None:
+        return schema_form(form.json_schema, f"{name}.json_schema.", ignored)
+    if parts:
+        (part,) = parts
+        return _beside(form.type, parts[part], f"{name}.{part}")
+    if form.type == "json_object":
+        return StructuredOutputsParams(json_object=True, param=name)
+    part, what = (
+        ("json_schema", "an object with a schema") if form.type == "json_schema" else ("value", "the form")
+    )
+    raise RequestError(
+        f"{name}.{part} is required with type {form.type!r}: {what}.",
+        param=f"{name}.{part}",
+        code="missing_required_parameter",
+    )
+
+
+def _beside(kind: str, value: Any, where: str) -> StructuredOutputsParams:
+    """Return the form of a value beside the type: a regular expression, or a JSON schema."""
+    if isinstance(value, str) != (kind == "regex"):
+        allowed = "a regular expression (a string)" if kind == "regex" else "a JSON schema (an object)"
+        raise not_allowed(where, value, allowed, "invalid_type")
+    return StructuredOutputsParams(**{"regex" if kind == "regex" else "json": value}, param=where)

@@ -1,0 +1,164 @@
+"""The messages of a chat completion: their wire models, and what a chat template reads of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from quire.api.conversation import MALFORMED, call_message
+from quire.api.protocol import TextContent
+from quire.errors import RequestError, clip
+from quire.http.wire import AnyObject, Past, Text, parse
+
+
+class FunctionCall(Past):
+    """The function of a tool call in the history."""
+
+    name: Text
+    arguments: Annotated[str | dict[str, Any], Field(description="a string of JSON, or an object")] = "{}"
+
+
+class ToolCall(Past):
+    """A tool call of an assistant message in the history."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: AnyObject
+
+
+class Message(Past):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: TextContent | None = None
+    name: Text | None = None
+    tool_calls: Annotated[list[Any] | None, Field(description="a list of tool calls")] = None
+    function_call: Annotated[
+        dict[str, Any] | None, Field(description="an object with a name and arguments")
+    ] = None
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    thinking: Text | None = None
+
+
+class TextPart(Past):
+    """A part of a content."""
+
+    type: Text
+    text: Text
+
+
+def text_of(
+    content: str | list[Any], where: str, kinds: tuple[str, ...] = ("text",), ignored: list[str] | None = None
+) -> str:
+    """Return the text of a string, or of text parts of the types ``kinds``, joined by line breaks.
+
+    Raises:
+        RequestError: names the part of ``where``, and what is allowed.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        place = f"{where}[{i}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise RequestError(
+                f"{place} = {clip(part)} is not allowed: it must be an object like "
+                f'{{"type": "{kinds[0]}", "text": "…"}}.',
+                param=place,
+                code="invalid_type",
+            )
+        if kind not in kinds:
+            raise RequestError(
+                f"{place} is a part of type {clip(kind)}, but the model is text only. Supported part types: "
+                f"{', '.join(kinds)}.",
+                param=place,
+                code="unsupported_content",
+            )
+        texts.append(parse(TextPart, part, prefix=place + ".", ignored=ignored).text)
+    return "\n".join(texts)
+
+
+# Fields of a message that pass to the template as they are.
+_PASSED = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+
+
+def template_messages(messages: list[Any], ignored: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the messages of a chat completion as a chat template reads them.
+
+    Raises:
+        RequestError: names ``messages[i].…``, the value and what is allowed.
+    """
+    result = []
+    call_id = None
+    for i, raw in enumerate(messages):
+        message = _message(raw, f"messages[{i}]", ignored)
+        if message.pop("is_legacy", False):  # functions of before tools: no ids, one call at a time
+            if message["role"] == "tool":
+                message.setdefault("tool_call_id", call_id)
+            else:
+                call_id = message["tool_calls"][-1]["id"] = (
+                    f"call{i:05}"  # Mistral's templates want 9 characters
+                )
+        result.append(message)
+    return result
+
+
+def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
+    message = parse(Message, raw, prefix=where + ".", ignored=ignored)
+    if message.content is None and message.role != "assistant":
+        raise RequestError(
+            f"{where}.content is required: only an assistant message may leave it out.",
+            param=where + ".content",
+            code="missing_required_parameter",
+        )
+    for name in ("tool_calls", "function_call"):
+        if getattr(message, name) and message.role != "assistant":
+            raise RequestError(
+                f"{where}.{name} is only allowed in an assistant message, not in one of {message.role!r}.",
+                param=f"{where}.{name}",
+            )
+    calls = [
+        _tool_call(call, f"{where}.tool_calls[{i}]", ignored)
+        for i, call in enumerate(message.tool_calls or ())
+    ]
+    if message.function_call:
+        calls.append(_call(message.function_call, None, where + ".function_call", ignored))
+    is_legacy = message.role == "function" or bool(message.function_call)
+    role = "tool" if message.role == "function" else message.role
+    # Templates read a missing text as an empty one, or as the mark of a message that only calls.
+    result: dict[str, Any] = {"role": role, "content": None if calls else ""}
+    if message.content is not None:
+        result["content"] = text_of(message.content, where + ".content", ignored=ignored)
+    result |= {name: value for name in _PASSED if (value := getattr(message, name)) is not None}
+    if calls:
+        result["tool_calls"] = calls
+    return {**result, "is_legacy": True} if is_legacy else result
+
+
+def _tool_call(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
+    call = parse(ToolCall, raw, prefix=where + ".", ignored=ignored)
+    return _call(call.function, call.id, where + ".function", ignored)
+
+
+def _call(raw: Any, call_id: str | None, where: str, ignored: list[str] | None) -> dict[str, Any]:
+    """OpenAI sends arguments as a string of JSON; HF templates expect the object."""
+    function = parse(FunctionCall, raw, prefix=where + ".", ignored=ignored)
+    arguments = function.arguments
+    if isinstance(arguments, str):
+        shown = f"{where}.arguments = {clip(arguments)}"
+        try:
+            arguments = msgspec.json.decode(arguments.encode() or b"{}")
+        except MALFORMED as error:
+            message = f"{shown} is not JSON: {error}."
+            raise RequestError(message, param=where + ".arguments") from None
+        if not isinstance(arguments, dict):
+            raise RequestError(f"{shown} must be a JSON object.", param=where + ".arguments")
+    made = call_message(call_id, function.name, arguments)
+    if call_id is None:
+        del made["id"]
+    return made
