@@ -29,7 +29,10 @@ def main() -> None:
     print(
         f"{'attack':24} {'status':>8} {'answer s':>9} {'probes':>7} {'p50 ms':>8} {'p99 ms':>8} {'max ms':>9}"
     )
-    with tempfile.TemporaryDirectory() as folder, LiveServer(COMMAND, Path(folder) / "log") as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LiveServer([*COMMAND, "--batch-dir", folder], Path(folder) / "log") as server,
+    ):
         for name in names:
             path, kind, body = ATTACKS[name]() if name in ATTACKS else ("", "", b"")
             with Probe(server.url) as probe:

@@ -161,9 +161,7 @@ class StepResult:
 
     step: int
     seqs: tuple[SeqResult, ...] = ()
-    moves_done: int = 0  # how many of kv_moves took effect
-    device_s: float = 0.0  # seconds the device (or the compute threads) worked
-    draft_s: float = 0.0  # of these, how long drafts for the next step were made
+    draft_s: float = 0.0  # seconds in which drafts for the next step were made
     max_tokens: int | None = None  # found out in this step: one of more tokens runs out of memory
     error: str | None = None
     transfers_done: tuple[TransferDone, ...] = ()

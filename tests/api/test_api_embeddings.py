@@ -193,7 +193,7 @@ def test_many_inputs_go_a_few_at_a_time() -> None:
     assert [d["index"] for d in data] == list(range(700))
     frontend = FakeFrontend()
     assert data[600]["embedding"] == list(frontend.pooled([100], Pooling("last")))
-    assert most == 256
+    assert 2 < most <= 256  # up to 256 where they are submitted faster than they end
 
 
 def test_a_failed_prompt_fails_the_request() -> None:

@@ -182,7 +182,7 @@ def test_a_bad_grammar_state_fails_its_request(llm: LLM, monkeypatch: pytest.Mon
 
     def marked(self: Grammars, new: Any) -> Any:
         state = begin(self, new)
-        state.is_bad = new.sampling.seed == 100 + BAD  # type: ignore[union-attr]
+        state.is_bad = new.sampling.seed == 100 + BAD  # type: ignore[attr-defined]
         return state
 
     monkeypatch.setattr(Grammars, "_follow", follow)

@@ -155,7 +155,7 @@ class FakeExecutor:
             else self._lose(p, "injected" if p.seq_id in failed else "its state went with a failed step")
             for p in plan.seqs
         )
-        result = StepResult(plan.step, results, moves_done=len(plan.kv_moves))
+        result = StepResult(plan.step, results)
         return _Outstanding(result, False, not failed, uses)
 
     def _fail(self, plan: StepPlan) -> StepResult:

@@ -14,7 +14,7 @@ from tests.models.tiny import model_config
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.checkpoint import describe
 from quire.models.gguf_file import read_gguf
-from quire.models.loader import load_weights
+from quire.models.loader import iter_weights
 
 
 def write_gguf(
@@ -63,8 +63,8 @@ def test_element_types(tmp_path: Path, kind: str, worst: float) -> None:
     exact = describe(write_gguf(tmp_path / "exact.gguf"))
     found = describe(write_gguf(tmp_path / "model.gguf", kind=kind))
     assert found.dtype == {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}[kind]
-    expected = load_weights(model_config(exact.path, exact.spec), torch.float32)
-    loaded = load_weights(model_config(found.path, found.spec), torch.float32)
+    expected = dict(iter_weights(model_config(exact.path, exact.spec), torch.float32))
+    loaded = dict(iter_weights(model_config(found.path, found.spec), torch.float32))
     reader = gguf.GGUFReader(found.path)
     for tensor in reader.tensors:
         if tensor.name == "blk.0.ffn_up.weight":
@@ -93,7 +93,7 @@ def test_metadata_becomes_a_spec(tmp_path: Path) -> None:
 def test_q_and_k_rows_are_put_back(tmp_path: Path) -> None:
     found = describe(write_gguf(tmp_path / "model.gguf"))
     stored = {t.name: t.data for t in gguf.GGUFReader(found.path).tensors}
-    loaded = load_weights(model_config(found.path, found.spec), torch.float32)
+    loaded = dict(iter_weights(model_config(found.path, found.spec), torch.float32))
     rows = torch.from_numpy(stored["blk.0.attn_k.weight"].copy()).view(2, 4, 2, 32)  # head, pair, which half
     expected = torch.cat([torch.cat((rows[h, :, 0], rows[h, :, 1])) for h in range(2)])
     assert torch.equal(loaded["layers.0.attn.k.weight"], expected)
@@ -105,7 +105,7 @@ def test_factors_of_llama3_come_from_a_tensor(tmp_path: Path) -> None:
     rope = describe(path).spec.layers[0].attention.rope
     assert rope is not None
     assert (rope.kind, rope.long_factor, rope.attention_factor) == ("longrope", (1.0, 1.5, 4.0, 8.0), 1.0)
-    load_weights(model_config(path, describe(path).spec), torch.float32)
+    dict(iter_weights(model_config(path, describe(path).spec), torch.float32))
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -144,10 +144,10 @@ def test_stories260k_from_gguf_equals_safetensors(shared_data: Path) -> None:
     folder = shared_data / "models" / "stories260K"
     original, f32 = describe(folder / "hf"), describe(folder / "stories260K-f32.gguf")
     assert f32.spec == original.spec
-    weights = load_weights(model_config(original.path, original.spec), torch.float32)
-    for name, tensor in load_weights(model_config(f32.path, f32.spec), torch.float32).items():
+    weights = dict(iter_weights(model_config(original.path, original.spec), torch.float32))
+    for name, tensor in dict(iter_weights(model_config(f32.path, f32.spec), torch.float32)).items():
         assert torch.equal(tensor, weights[name]), name
     q8 = describe(folder / "stories260K-q8_0.gguf")
     assert q8.dtype == "q8_0"
-    for name, tensor in load_weights(model_config(q8.path, q8.spec), torch.float32).items():
+    for name, tensor in dict(iter_weights(model_config(q8.path, q8.spec), torch.float32)).items():
         assert (tensor - weights[name]).abs().max() <= weights[name].abs().max() / 127, name

@@ -13,15 +13,15 @@ from tests.models.tiny import CONFIG, SPEC, model_config, tensors, write_model
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import spec_from_config, weight_map
-from quire.models.loader import load_weights
+from quire.models.loader import iter_weights
 from quire.modelspec import weight_shapes
 
 
 def test_single_and_sharded_are_equal(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "three").mkdir()
-    one = load_weights(model_config(write_model(tmp_path / "one")), torch.float32)
-    three = load_weights(model_config(write_model(tmp_path / "three", shards=3)), torch.float32)
+    one = dict(iter_weights(model_config(write_model(tmp_path / "one")), torch.float32))
+    three = dict(iter_weights(model_config(write_model(tmp_path / "three", shards=3)), torch.float32))
     assert list(one) == list(weight_shapes(SPEC))
     stored = tensors()
     for name, takes in weight_map(SPEC).sources.items():
@@ -39,11 +39,11 @@ def mapped_ranges(file: Path) -> list[range]:
 def test_weights_are_views_of_the_mapped_file(tmp_path: Path) -> None:
     """No second copy where the type is right."""
     model = model_config(write_model(tmp_path))
-    same = load_weights(model, torch.float32)
+    same = dict(iter_weights(model, torch.float32))
     ranges = mapped_ranges(tmp_path / "model.safetensors")
     for name, tensor in same.items():
         assert any(tensor.data_ptr() in where for where in ranges), name
-    other = load_weights(model, torch.bfloat16)
+    other = dict(iter_weights(model, torch.bfloat16))
     assert not any(other["embed.weight"].data_ptr() in where for where in ranges)
 
 
@@ -51,14 +51,14 @@ def test_weights_are_views_of_the_mapped_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
 def test_types_convert(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
     expected = tensors(stored)
-    loaded = load_weights(model_config(write_model(tmp_path, expected)), wanted)
+    loaded = dict(iter_weights(model_config(write_model(tmp_path, expected)), wanted))
     assert torch.equal(loaded["embed.weight"], expected["model.embed_tokens.weight"].to(wanted))
 
 
 def test_buffers_that_are_computed_are_ignored(tmp_path: Path) -> None:
     stored = tensors()
     stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
-    assert len(load_weights(model_config(write_model(tmp_path, stored)), torch.float32)) == len(
+    assert len(dict(iter_weights(model_config(write_model(tmp_path, stored)), torch.float32))) == len(
         weight_shapes(SPEC)
     )
 
@@ -66,7 +66,7 @@ def test_buffers_that_are_computed_are_ignored(tmp_path: Path) -> None:
 def test_a_tied_head_may_be_stored(tmp_path: Path) -> None:
     spec = spec_from_config({**CONFIG, "tie_word_embeddings": True})
     write_model(tmp_path, tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_weights(model_config(tmp_path, spec), torch.float32)
+    assert "lm_head.weight" not in dict(iter_weights(model_config(tmp_path, spec), torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_wrong_names_and_shapes(tmp_path: Path, change: object, says: str) -> No
     stored = tensors()
     change(stored)  # type: ignore[operator]
     with pytest.raises(ModelLoadError, match=says):
-        load_weights(model_config(write_model(tmp_path, stored)), torch.float32)
+        dict(iter_weights(model_config(write_model(tmp_path, stored)), torch.float32))
 
 
 def test_a_fused_tensor_of_the_wrong_size_is_found(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_fused_tensor_of_the_wrong_size_is_found(tmp_path: Path) -> None:
     stored["model.layers.0.self_attn.qkv_proj.weight"] = torch.ones(48, 16)
     write_model(tmp_path, stored, architectures=["Phi3ForCausalLM"])
     with pytest.raises(ModelLoadError, match=r"qkv_proj.weight has shape \[48, 16\].*\[32, 16\]"):
-        load_weights(model_config(tmp_path, spec_from_config(config)), torch.float32)
+        dict(iter_weights(model_config(tmp_path, spec_from_config(config)), torch.float32))
 
 
 @pytest.mark.parametrize("size", [0, 4, 20, 3000])
@@ -105,7 +105,7 @@ def test_truncated_files(tmp_path: Path, size: int) -> None:
     file = write_model(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(ModelLoadError, match=r"model\.safetensors.*download it again"):
-        load_weights(model_config(tmp_path), torch.float32)
+        dict(iter_weights(model_config(tmp_path), torch.float32))
 
 
 def test_damaged_headers(tmp_path: Path) -> None:
@@ -119,21 +119,21 @@ def test_damaged_headers(tmp_path: Path) -> None:
     ):
         file.write_bytes(broken)
         with pytest.raises(ModelLoadError, match="download it again"):
-            load_weights(model_config(tmp_path), torch.float32)
+            dict(iter_weights(model_config(tmp_path), torch.float32))
 
 
 def test_an_lfs_pointer_is_named(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ModelLoadError, match="git lfs pull"):
-        load_weights(model_config(tmp_path), torch.float32)
+        dict(iter_weights(model_config(tmp_path), torch.float32))
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_model(tmp_path, shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"1 of 3 shards.*model-00002-of-00003"):
-        load_weights(model_config(tmp_path), torch.float32)
+        dict(iter_weights(model_config(tmp_path), torch.float32))
 
 
 def test_an_index_that_lies(tmp_path: Path) -> None:
@@ -143,32 +143,32 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
     content["weight_map"]["model.extra"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(content))
     with pytest.raises(ModelLoadError, match=r"lacks model\.extra"):
-        load_weights(model_config(tmp_path), torch.float32)
+        dict(iter_weights(model_config(tmp_path), torch.float32))
     content["weight_map"]["model.extra"] = "../../etc/passwd"
     index.write_text(json.dumps(content))
     with pytest.raises(ModelLoadError, match="no file name"):
-        load_weights(model_config(tmp_path), torch.float32)
+        dict(iter_weights(model_config(tmp_path), torch.float32))
 
 
 def test_element_types_that_are_not_read(tmp_path: Path) -> None:
     stored = tensors()
     stored["model.norm.weight"] = torch.ones(16, dtype=torch.float8_e5m2)
     with pytest.raises(UnsupportedModelError, match="F8_E5M2"):
-        load_weights(model_config(write_model(tmp_path, stored)), torch.float32)
+        dict(iter_weights(model_config(write_model(tmp_path, stored)), torch.float32))
 
 
 def test_folders_without_weights(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match="holds no weights"):
-        load_weights(model_config(tmp_path), torch.float32)
+        dict(iter_weights(model_config(tmp_path), torch.float32))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelLoadError, match="pickles"):
-        load_weights(model_config(tmp_path), torch.float32)
+        dict(iter_weights(model_config(tmp_path), torch.float32))
     for name in ("a", "b"):
         save_file(tensors(), tmp_path / f"{name}.safetensors")
     with pytest.raises(ModelLoadError, match="2 safetensors files"):
-        load_weights(model_config(tmp_path), torch.float32)
+        dict(iter_weights(model_config(tmp_path), torch.float32))
 
 
 def test_a_header_of_odd_length(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_header_of_odd_length(tmp_path: Path) -> None:
     whole = file.read_bytes()
     size = int.from_bytes(whole[:8], "little")
     file.write_bytes((size + 1).to_bytes(8, "little") + whole[8 : 8 + size] + b" " + whole[8 + size :])
-    loaded = load_weights(model_config(tmp_path), torch.float32)
+    loaded = dict(iter_weights(model_config(tmp_path), torch.float32))
     assert torch.equal(loaded["embed.weight"], tensors()["model.embed_tokens.weight"])
 
 
@@ -207,8 +207,8 @@ def test_experts_single_or_fused(tmp_path: Path, name: str) -> None:
     for folder, content in (("single", stored), ("fused", fused)):
         (tmp_path / folder).mkdir()
         write_model(tmp_path / folder, content, **config)
-    single = load_weights(model_config(tmp_path / "single", spec), torch.float32)
-    whole = load_weights(model_config(tmp_path / "fused", spec), torch.float32)
+    single = dict(iter_weights(model_config(tmp_path / "single", spec), torch.float32))
+    whole = dict(iter_weights(model_config(tmp_path / "fused", spec), torch.float32))
     for canonical, tensor in single.items():
         assert torch.equal(tensor, whole[canonical]), canonical
 
@@ -218,7 +218,7 @@ def test_correction_bias_stays_float32(tmp_path: Path) -> None:
     config |= {"intermediate_size": 8, "moe_intermediate_size": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
     config |= {"num_attention_heads": 2, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
     model = model_config(tmp_path, spec_from_config(config), load_format="random")
-    types = {name: tensor.dtype for name, tensor in load_weights(model, torch.bfloat16).items()}
+    types = {name: tensor.dtype for name, tensor in dict(iter_weights(model, torch.bfloat16)).items()}
     assert types.pop("layers.3.moe.correction_bias") == torch.float32
     assert set(types.values()) == {torch.bfloat16}
 
@@ -227,4 +227,4 @@ def test_packed_bytes_in_the_place_of_numbers(tmp_path: Path) -> None:
     stored = tensors()
     stored["model.norm.weight"] = torch.ones(16, dtype=torch.uint8)
     with pytest.raises(ModelLoadError, match=r"model\.norm\.weight is of type uint8"):
-        load_weights(model_config(write_model(tmp_path, stored)), torch.float32)
+        dict(iter_weights(model_config(write_model(tmp_path, stored)), torch.float32))

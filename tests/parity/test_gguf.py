@@ -17,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from quire.config import ModelConfig
 from quire.families.gguf import ARCHITECTURES
 from quire.models.checkpoint import describe
-from quire.models.loader import load_weights
+from quire.models.loader import iter_weights
 
 # Architecture → what the tiny case changes: GGUF has no key for some choices, and readers fix those.
 CHANGES: dict[str, dict[str, object]] = {
@@ -41,7 +41,7 @@ def test_architecture(arch: str, tmp_path: Path) -> None:
     spec = found.spec
     model = ModelConfig(str(found.path), arch, spec, "float32", "float32", CONTEXT)
     (tmp_path / "gguf").mkdir()
-    path = write_gguf(tmp_path / "gguf" / "model.gguf", arch, spec, load_weights(model, torch.float32))
+    path = write_gguf(tmp_path / "gguf" / "model.gguf", arch, spec, dict(iter_weights(model, torch.float32)))
     read = describe(path).spec
     assert read == replace(
         spec, norm_plus_one=False, bos_token_id=read.bos_token_id, eos_token_ids=read.eos_token_ids

@@ -42,12 +42,6 @@ def new(seq_id: int, source: str | None, output: tuple[int, ...] = (), epoch: in
     return NewSeq(seq_id, epoch, (1, 2), output, GREEDY, 0, grammar=source)
 
 
-def begin(grammars: Grammars, new_seq: NewSeq) -> GrammarState:
-    state = grammars.begin(new_seq)
-    assert state is not None
-    return state
-
-
 def allowed(*states: GrammarState) -> list[list[int]]:
     rows = []
     for state in states:
@@ -61,27 +55,26 @@ def allowed(*states: GrammarState) -> list[list[int]]:
 def test_rows_without_a_grammar_cost_no_thread() -> None:
     before = threading.active_count()
     grammars = Grammars(PATH, VOCAB, 1)
-    assert grammars.begin(new(1, None)) is None
     grammars.follow([])
     assert threading.active_count() == before
 
 
 def test_a_batch_follows_its_own_grammars() -> None:
     grammars = Grammars(PATH, VOCAB, 1)
-    one, three = begin(grammars, new(1, DIGITS)), begin(grammars, new(3, grammar(choice=["ab"])))
+    one, three = grammars.begin(new(1, DIGITS)), grammars.begin(new(3, grammar(choice=["ab"])))
     first = allowed(three, one)
     digit = first[1][0]
     grammars.follow([(three, first[0][0]), (one, digit)])
     second = allowed(one, three)
     assert second[0]
     assert second[0] != first[1] or second[1] != first[0]
-    again = begin(grammars, new(1, DIGITS, (digit,), epoch=1))  # preempted and admitted again
+    again = grammars.begin(new(1, DIGITS, (digit,), epoch=1))  # preempted and admitted again
     assert allowed(again) == [second[0]]
 
 
 def test_the_end_and_after_it() -> None:
     grammars = Grammars(PATH, VOCAB, 1)
-    state = begin(grammars, new(1, DIGITS))
+    state = grammars.begin(new(1, DIGITS))
     for _ in range(3):
         (ids,) = allowed(state)
         if ids == [EOS]:
@@ -94,10 +87,10 @@ def test_the_end_and_after_it() -> None:
 def test_drafts_that_go_back_leave_no_trace() -> None:
     """Rows get the mask after the drafts before them; a forbidden draft ends them; all of it can be taken back."""
     grammars = Grammars(PATH, VOCAB, 1)
-    state = begin(grammars, new(1, DIGITS))
+    state = grammars.begin(new(1, DIGITS))
     (first,) = allowed(state)
     digit = first[0]
-    expected = [begin(grammars, new(2, DIGITS, (digit,) * count)) for count in range(3)]
+    expected = [grammars.begin(new(2, DIGITS, (digit,) * count)) for count in range(3)]
     for drafts, usable in (((digit, digit), 2), ((digit, EOS), 1), ((EOS, digit), 0), ((digit, 5, digit), 1)):
         assert 5 not in first
         logits = torch.zeros(1 + len(drafts), VOCAB)
@@ -121,7 +114,7 @@ def test_the_same_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> N
         lambda tokenizer, text: compiled.append(text) or compile_matcher(tokenizer, text),
     )
     grammars = Grammars(PATH, VOCAB, 1)
-    rows = allowed(*(begin(grammars, new(seq_id, DIGITS)) for seq_id in range(5)))
+    rows = allowed(*(grammars.begin(new(seq_id, DIGITS)) for seq_id in range(5)))
     assert rows == [rows[0]] * 5
     assert compiled == [DIGITS]
 
@@ -131,7 +124,7 @@ def test_the_same_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> N
     [("", DIGITS, "no tokenizer"), ("/nowhere", DIGITS, "/nowhere"), (PATH, "start: nothing", "nothing")],
 )
 def test_what_cannot_be_built_fails_its_sequence(path: str, source: str, said: str) -> None:
-    state = begin(Grammars(path, VOCAB, 1), new(1, source))
+    state = Grammars(path, VOCAB, 1).begin(new(1, source))
     logits = torch.zeros(1, VOCAB)
     state.apply(logits, ())
     assert said in str(state.error)
@@ -140,7 +133,7 @@ def test_what_cannot_be_built_fails_its_sequence(path: str, source: str, said: s
 
 def test_a_token_that_the_grammar_forbids_is_an_error() -> None:
     grammars = Grammars(PATH, VOCAB, 1)
-    one, two = begin(grammars, new(1, DIGITS)), begin(grammars, new(2, DIGITS))
+    one, two = grammars.begin(new(1, DIGITS)), grammars.begin(new(2, DIGITS))
     wrong = next(i for i in range(VOCAB) if i not in allowed(one)[0])
     grammars.follow([(one, wrong), (two, allowed(two)[0][0])])
     for state in (one, two):

@@ -6,7 +6,6 @@ Torch-free.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from datetime import datetime
 
 from rich.console import Console
@@ -18,13 +17,9 @@ from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.prompts import Prompts
 from quire.errors import ModelLoadError
-from quire.families import quantization_of, weight_map
-from quire.families.gguf import gguf_weight_map
-from quire.models.checkpoint import Checkpoint, read_json, read_tokenizer
-from quire.models.gguf_file import read_gguf
-from quire.models.safetensors_file import AGAIN, StoredTensor, read_checkpoint, reading
+from quire.models.checkpoint import Checkpoint, read_tokenizer, stored_sources
+from quire.models.safetensors_file import AGAIN, reading
 from quire.models.weight_check import not_finite
-from quire.models.weight_sources import find_sources
 from quire.text.chat_template import ChatTemplate
 from quire.weight_plan import activations_of, weight_table
 
@@ -64,7 +59,7 @@ def check_model(model: str) -> int:
         ModelLoadError, UnsupportedModelError: a file, a name, a shape or a type is wrong; the message says which.
     """
     _, checkpoint = configure(EngineArgs(model=model), detect_device())
-    tensors = _matching_tensors(checkpoint)
+    tensors, _ = stored_sources(checkpoint.path, checkpoint.spec)
     console = Console(highlight=False, soft_wrap=True)
     bad = list(not_finite(tensors))
     for found in bad:
@@ -104,18 +99,3 @@ def _text_side(checkpoint: Checkpoint) -> str:
     finally:
         prompts.close()
     return f"tokenizer: {tokenizer.vocab_size} ids; chat template {', '.join(template.names)}: compiles"
-
-
-def _matching_tensors(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
-    """Return every tensor on disk, after checking that names, shapes and types fit the configuration."""
-    path, spec = checkpoint.path, checkpoint.spec
-    if path.is_dir():
-        config = path / "config.json"
-        tensors = read_checkpoint(path)
-        find_sources(str(path), weight_map(spec), tensors, quantization_of(read_json(config), str(config)))
-        return tensors
-    file = read_gguf(path)
-    find_sources(
-        str(path), gguf_weight_map(spec, str(file.metadata.get("general.architecture"))), file.tensors
-    )
-    return file.tensors

@@ -21,7 +21,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Unpack
 
 from quire.clock import Clock
 from quire.engine.adapters import AdapterRegistry
@@ -31,12 +31,12 @@ from quire.engine.core import AbortRequest, Call, Message, Reply
 from quire.engine.helper_pool import GrammarChecker
 from quire.engine.in_flight import continued
 from quire.engine.output import RequestOutputState
-from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, prepare_request
+from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, RequestOptions, prepare_request
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import NO_TENANT, Adapter, Deadline, Pooling, Request, SamplingParams, Tenant, TokenEvent
+from quire.request import Adapter, Request, SamplingParams, TokenEvent
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -106,16 +106,11 @@ class Frontend:
         sampling: SamplingParams,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: Tenant = NO_TENANT,
         continues: bool = False,
-        adapter: Adapter | None = None,
-        pooling: Pooling | None = None,
-        deadline: Deadline | None = None,
         seed: int | None = None,
         delivered: Sequence[TokenEvent] = (),
         elapsed_s: float = 0.0,
+        **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Start a request. A string is tokenized with what the model expects around a text (BOS).
 
@@ -150,13 +145,8 @@ class Frontend:
             self.tokenizer,
             arrival_s=arrival_s,
             seed=self._new_seed() if seed is None else seed,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
             grammar=grammar,
-            adapter=adapter,
-            pooling=pooling,
-            deadline=deadline,
+            **options,
         )
         self._check_open()  # tokenizing and checking the grammar may have taken a while
         return self._open(name, request, delivered, continues=continues)

@@ -226,8 +226,8 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(self, ids: Sequence[int], sampling: SamplingParams, **more: Any) -> Request:
-        """Build a request; ``more`` is ``adapter`` or ``pooling``."""
+    def _request(self, ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Request:
+        """Build a request; ``options``: `RequestOptions`."""
         request_id = str(self._num_requests)
         self._num_requests += 1
         form = sampling.structured_outputs
@@ -240,7 +240,7 @@ class LLM:
             arrival_s=self._clock.now(),
             seed=self._seeds.getrandbits(SEED_BITS),
             grammar=None if form is None else self._grammars.check(form),
-            **more,
+            **options,
         )
 
     def _run(

@@ -11,19 +11,30 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from quire.engine import helper_pool
 from quire.engine.helper_pool import Head, HelperPool
 from quire.engine.large_input import INLINE_CHARS, LongTexts, off_loop
 from quire.errors import ModelLoadError, RequestError, clip
 from quire.http.limits import TEXT_CHARACTERS, too_many
-from quire.request import NO_TENANT, Adapter, Deadline, Pooling, Request, SamplingParams, Tenant
+from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams, Tenant
 from quire.text.chat_template import ChatTemplate, over_limit
 from quire.text.tokenizer import Tokenizer
 
 # A seed of 53 bits in JSON survives clients that read numbers as doubles.
 SEED_BITS = 53
+
+
+class RequestOptions(TypedDict, total=False):
+    """The fields of a `Request` that the edge sets and nothing on the way to the core reads; see there."""
+
+    priority: int
+    cache_salt: str
+    tenant: Tenant
+    adapter: Adapter | None
+    pooling: Pooling | None
+    deadline: Deadline | None
 
 
 def prepare_request(
@@ -35,13 +46,8 @@ def prepare_request(
     *,
     arrival_s: float,
     seed: int,
-    priority: int = 0,
-    cache_salt: str = "",
-    tenant: Tenant = NO_TENANT,
     grammar: str | None = None,
-    adapter: Adapter | None = None,
-    pooling: Pooling | None = None,
-    deadline: Deadline | None = None,
+    **options: Unpack[RequestOptions],
 ) -> Request:
     """Return the request as the core sees it. ``seed`` is used where ``sampling`` gives none.
 
@@ -52,7 +58,7 @@ def prepare_request(
     """
     assert (grammar is None) == (sampling.structured_outputs is None)
     max_tokens = _max_tokens(
-        len(prompt_token_ids), sampling, model.max_model_len, prompt_only=pooling is not None
+        len(prompt_token_ids), sampling, model.max_model_len, prompt_only=options.get("pooling") is not None
     )
     ids = tuple(prompt_token_ids)
     check_token_ids("prompt", ids, model.vocab_size)
@@ -73,19 +79,7 @@ def prepare_request(
         eos_token_ids=model.eos_token_ids,
         bad_words_token_ids=bad_words,
     )
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=ids,
-        sampling=resolved,
-        arrival_s=arrival_s,
-        priority=priority,
-        cache_salt=cache_salt,
-        tenant=tenant,
-        adapter=adapter,
-        grammar=grammar,
-        pooling=pooling,
-        deadline=deadline,
-    )
+    return Request(request_id, ids, resolved, arrival_s, grammar=grammar, **options)
 
 
 def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:

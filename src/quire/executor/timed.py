@@ -70,7 +70,7 @@ class StepLedger:
         num = len(seqs)
         results = tuple([sampled[seq[0]] for seq in seqs])
         step = StepFeatures(num, num, num, sum(map(_start_of, seqs)) + num, 0, 0)
-        return Taken(_result(plan, results), step, num)
+        return Taken(StepResult(plan.step, results), step, num)
 
     def _admit(self, new: NewSeq) -> None:
         token_id = sampled_token(new.sampling, new.sample_index)
@@ -115,11 +115,7 @@ class StepLedger:
             if not left:
                 break
         step = StepFeatures(num_tokens, num_seqs, num_logits, decode_kv, chunk_kv, pairs)
-        return Taken(_result(plan, tuple(results)), step, num_decodes, num_restored)
-
-
-def _result(plan: StepPlan, results: tuple[SeqResult, ...]) -> StepResult:
-    return StepResult(plan.step, results, moves_done=len(plan.kv_moves))
+        return Taken(StepResult(plan.step, tuple(results)), step, num_decodes, num_restored)
 
 
 class TimedExecutor:

@@ -19,8 +19,8 @@ from quire.families.gguf import BLOCK_TYPES, gguf_weight_map, spec_from_gguf
 from quire.models.gguf_file import read_gguf
 from quire.models.hub import INSTEAD, config_of, locate
 from quire.models.quill import QUILL_NAMES
-from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_safetensors, reading
-from quire.models.weight_sources import FLOATS, find_sources, stored_formats
+from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
+from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats
 from quire.modelspec import ModelSpec
 from quire.plan.presets import preset_of, preset_spec
 from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
@@ -123,7 +123,7 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
     dtype = spec.dtype
     if load_format != "random":
         files = checkpoint_files(path)
-        stored = {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
+        stored = read_checkpoint(path)
         dtype = _common_dtype(stored.values())
         quantization = quantization_of(config, str(config_path))
         if quantization is not None:
@@ -148,6 +148,20 @@ def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
     names = gguf_weight_map(spec, str(file.metadata.get("general.architecture")))
     formats = stored_formats(spec, find_sources(str(path), names, file.tensors))
     return Checkpoint(path, "gguf", spec, (path,), dtype, GenerationDefaults(), path, formats)
+
+
+def stored_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTensor], Mapping[str, Source]]:
+    """Return every tensor of the folder or GGUF file at ``path``, and where each weight of ``spec`` comes from.
+
+    Raises the errors of `find_sources` where names, shapes or types do not fit ``spec``.
+    """
+    if path.is_dir():
+        config, tensors = path / "config.json", read_checkpoint(path)
+        quantization = quantization_of(read_json(config), str(config))
+        return tensors, find_sources(str(path), weight_map(spec), tensors, quantization)
+    file = read_gguf(path)
+    names = gguf_weight_map(spec, str(file.metadata.get("general.architecture")))
+    return file.tensors, find_sources(str(path), names, file.tensors)
 
 
 def _end_of_turn(metadata: Mapping[str, Any]) -> tuple[int, ...]:

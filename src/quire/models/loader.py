@@ -15,15 +15,12 @@ from torch import Tensor
 
 from quire.config import ModelConfig
 from quire.errors import ModelLoadError
-from quire.families import Take, WeightMap, quantization_of, weight_map
-from quire.families.gguf import gguf_weight_map
-from quire.families.quantization import Quantization
-from quire.models.checkpoint import read_json
-from quire.models.gguf_file import read_gguf
+from quire.families import Take
+from quire.models.checkpoint import stored_sources
 from quire.models.random_weights import random_weights, stored_dtype
-from quire.models.safetensors_file import StoredTensor, read_checkpoint
+from quire.models.safetensors_file import StoredTensor
 from quire.models.stored_weights import open_quantized, unpermute, view
-from quire.models.weight_sources import Source, find_sources
+from quire.models.weight_sources import Source
 from quire.modelspec import weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
@@ -46,26 +43,12 @@ def iter_weights(
     """
     if model.load_format == "random":
         return random_weights(model.spec, model.seed, dtype, device)
-    path = Path(model.path)
-    if path.is_dir():
-        config = path / "config.json"
-        quantization = quantization_of(read_json(config), str(config))
-        return _iter_mapped(model, weight_map(model.spec), read_checkpoint(path), quantization, dtype)
-    file = read_gguf(path)
-    arch = str(file.metadata.get("general.architecture"))
-    return _iter_mapped(model, gguf_weight_map(model.spec, arch), file.tensors, None, dtype)
-
-
-def load_weights(model: ModelConfig, dtype: torch.dtype) -> dict[str, Weight]:
-    """Return all weights of `iter_weights` by canonical name."""
-    return dict(iter_weights(model, dtype))
+    return _iter_mapped(model, *stored_sources(Path(model.path), model.spec), dtype)
 
 
 def _iter_mapped(
-    model: ModelConfig, names: WeightMap, stored: Mapping[str, StoredTensor], quantization: Quantization | None,
-    dtype: torch.dtype,
-) -> Iterator[tuple[str, Weight]]:  # fmt: skip
-    sources = find_sources(model.path, names, stored, quantization)
+    model: ModelConfig, stored: Mapping[str, StoredTensor], sources: Mapping[str, Source], dtype: torch.dtype
+) -> Iterator[tuple[str, Weight]]:
     for canonical, shape in weight_shapes(model.spec).items():
         source = sources[canonical]
         weight = _weight(model, canonical, source, stored, stored_dtype(canonical, dtype))

@@ -27,7 +27,7 @@ from quire.runner.device_batch import StepUpload, recorded_event
 from quire.runner.sequences import WorkerSeq
 from quire.sampling.grammars import Grammars, GrammarState
 from quire.sampling.processors import LogitsProcessors, Penalties
-from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, Columns, Purpose, SeqSample
+from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, TOKEN_NOISE, Columns, SeqSample
 from quire.text.grammar_matcher import bitmask_words
 
 CHUNK = 1024  # ids of a program
@@ -124,7 +124,7 @@ class DeviceSampler:
             source, counted = self._processors.apply(logits, processors, masks)
         rows, wanted = logprobs_wanted(columns)
         facts, rows_there = self._facts.put([facts_of(columns), rows])
-        ids, best = sample_rows(source, facts, Purpose.TOKEN, cut=truncated(columns))
+        ids, best = sample_rows(source, facts, TOKEN_NOISE, cut=truncated(columns))
         found: tuple[Tensor, ...] = ()
         if wanted:
             of, of_ids = logits, ids

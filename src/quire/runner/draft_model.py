@@ -56,9 +56,8 @@ class DraftModel:
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """These blocks hold nothing yet."""
-        if block_ids:
-            self.runner.kv.clear(block_ids)
-            self.filled[block_ids] = self._written[block_ids] = 0
+        self.runner.kv.clear(block_ids)
+        self.filled[block_ids] = self._written[block_ids] = 0
 
     def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:
         """As `DraftForward.num_computed`."""

@@ -82,7 +82,7 @@ class KvCache:
 
         Blocks in tiles are not cleared here: storing the first position of a tile clears it.
         """
-        if block_ids and not self._masks and any(view.layout == "rows" for view in self.views):
+        if not self._masks and any(view.layout == "rows" for view in self.views):
             clear_blocks(self.storage, torch.tensor(block_ids, dtype=torch.int64))
 
 

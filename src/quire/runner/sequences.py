@@ -87,7 +87,8 @@ class WorkerSeqs:
         try:
             processors = LogitsProcessors(new, self._vocab_size)
             seq.processors = processors if processors else None
-            seq.grammar = self._grammars.begin(new)
+            if new.grammar is not None:
+                seq.grammar = self._grammars.begin(new)
         except Exception as error:  # whatever it is, the other sequences of the step go on
             seq.refusal = f"its sampling cannot be set up: {type(error).__name__}: {error}"
             return seq

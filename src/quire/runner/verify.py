@@ -66,7 +66,8 @@ def verify(
                 errors[place], kept[-1] = _fault(error), range(0)
         if place not in errors and seq.grammar is not None:
             followed.append((seq.grammar, token_ids[first + count]))
-    grammars.follow(followed)
+    if followed:
+        grammars.follow(followed)
     found = sampler.logprobs(logits, columns, [row for rows in kept for row in rows], token_ids)
     return [
         SeqSample(

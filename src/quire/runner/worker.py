@@ -35,7 +35,6 @@ class Launched:
     """A step on its way."""
 
     plan: StepPlan
-    start_s: float
     # Sequences that sample, and the pending result that has theirs in that order.
     launches: list[tuple[Sequence[WorkerSeq], PendingResult]] = field(default_factory=list)
     prompts: dict[int, PromptOutput] = field(default_factory=dict)
@@ -88,7 +87,6 @@ class Worker:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Begin a step; the next may be launched before this one is finished. Raises what the model raises."""
-        start_s = self._clock.now()
         for seq_id in plan.gone:
             self.seqs.drop(seq_id)
         if plan.kv_moves:
@@ -101,7 +99,7 @@ class Worker:
             self._lora.load(slot, adapter)
         for new in plan.new_seqs:
             self.seqs.admit(new)
-        launched = Launched(plan, start_s)
+        launched = Launched(plan)
         named = [(each, self.seqs.find(each.seq_id)) for each in plan.seqs]
         fine = [(each, seq) for each, seq in named if seq is None or seq.refusal is None]
         plans = [each for each, _ in fine]
@@ -134,15 +132,7 @@ class Worker:
             before_s = self._clock.now()
             results = self._propose(self.proposer, plan.seqs, results, samples)
             draft_s = self._clock.now() - before_s
-        took_s = self._clock.now() - launched.start_s
-        return StepResult(
-            plan.step,
-            results,
-            len(plan.kv_moves),
-            device_s=took_s,
-            max_tokens=launched.max_tokens,
-            draft_s=draft_s,
-        )
+        return StepResult(plan.step, results, draft_s=draft_s, max_tokens=launched.max_tokens)
 
     def _compute(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched) -> None:
         """Launch the tokens of ``plans``, whose sequences are ``seqs``."""
@@ -154,9 +144,10 @@ class Worker:
             if plan.num_draft_tokens:
                 self.seqs.take_drafts(plan, seq)
         fresh = self._inputs.update_tables(plans, seqs)
-        self.runner.kv.clear(fresh)
-        if self.draft_model is not None:
-            self.draft_model.forget(fresh)
+        if fresh:
+            self.runner.kv.clear(fresh)
+            if self.draft_model is not None:
+                self.draft_model.forget(fresh)
         self._compute_in_memory(plans, seqs, launched)
 
     def _compute_in_memory(

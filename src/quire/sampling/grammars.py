@@ -141,10 +141,8 @@ class Grammars:
         self._executor: Any = None  # llguidance's own threads
         self._together = True  # whether one call advances all sequences of a step
 
-    def begin(self, new: NewSeq) -> GrammarState | None:
-        """Begin to build the state of ``new`` after its output ids; None where it has no grammar."""
-        if new.grammar is None:
-            return None
+    def begin(self, new: NewSeq) -> GrammarState:
+        """Begin to build the state of ``new``, which has a grammar, after its output ids."""
         state = GrammarState(new, self)
         state.pending = self._builder().submit(self._guard, [state], lambda: self._build(state, new))
         return state

@@ -12,7 +12,6 @@ drafts meets the same noise at the same position again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -33,14 +32,9 @@ ALL_FORBIDDEN = (
     "no token may be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together "
     "forbid every id; loosen one of them."
 )
+# The purpose of the noise, a word of its counter: noise of another purpose at one position would be independent.
+TOKEN_NOISE = 0
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): the checkpoint or its dtype is at fault."
-
-
-class Purpose(IntEnum):
-    """The counter word that keeps noise of different meaning at one position independent."""
-
-    TOKEN = 0  # the token itself
-    ACCEPT = 1  # rejection sampling of drafts (Leviathan et al. 2023)
 
 
 class SeqSample(NamedTuple):
@@ -110,7 +104,7 @@ class Sampler:
             for row in np.flatnonzero(part["features"] & EDITED).tolist():
                 edited[row] = logits[start + row].clone()
                 edit(start + row, edited[row])
-            found.append(self._sample(logits[start : start + step], edited, part, Purpose.TOKEN))
+            found.append(self._sample(logits[start : start + step], edited, part, TOKEN_NOISE))
         if len(found) == 1:
             return found[0]
         ids, best = zip(*found, strict=True)
