@@ -152,7 +152,8 @@ def test_two_hundred_kills_under_64_streams(tmp_path: Path) -> None:
 
     async def main() -> None:
         wanted = [(path, {**body, "seed": SEED}) for path, body in asks(160)]
-        async with served(tmp_path, 3) as (live, replicas):
+        patient = {"attempts": 50, "budget": 1.0, "reserve": 10_000}  # kills come faster than streams begin
+        async with served(tmp_path, 3, retries=patient) as (live, replicas):
             expected = []
             for number, (path, body) in enumerate(wanted):
                 of = Continuation(f"{number:032x}", 1700000000, 0)

@@ -112,8 +112,8 @@ class Proxy:
     def _migrates(self, exchange: Exchange, error: BackendFailed) -> bool:
         """Whether a stream that broke is tried elsewhere.
 
-        One that has moved on since the last attempt is not charged to the retry budget: as many streams break as a
-        replica had, all at once. Nor is a refused connection, which makes no work. Further attempts are.
+        The death of a replica is not charged to the retry budget, since all its streams break at once; what a live one
+        answers is. `attempts` limits how many replicas may die or fail in a row without the stream moving on.
         """
         continuation, backend = exchange.continuation, exchange.backend
         total_s = self._timeouts.stream_total_s
@@ -127,7 +127,9 @@ class Proxy:
         if error.kind == "connect":
             return True
         continuation.num_in_vain += 1
-        return continuation.num_in_vain < self._state.config.retries.attempts and self._state.budget.take()
+        if continuation.num_in_vain >= self._state.config.retries.attempts:
+            return False
+        return error.kind == "broken" or self._state.budget.take()
 
     async def _attempt(self, exchange: Exchange, placed: Placed) -> None:
         """Send the request to one backend and relay its answer.
