@@ -26,7 +26,7 @@ from tests.gateway.test_resume import KEY, groups
 from quire.errors import ModelLoadError
 from quire.gateway.migrate import Continuation
 from quire.gateway.state import GatewayState
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 
 START_S = 120.0
 SEED = 11

@@ -13,7 +13,7 @@ from tests.e2e.live import LiveServer
 from tests.gateway.asks import asks, by_choice
 
 from quire.errors import ModelLoadError
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 
 KEY = "the-gateway's"
 Group = tuple[bytes, bytes]  # tag, events
