@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from tests.e2e.live import LiveServer  # noqa: E402
 
-from quire.models.quill import quill_path  # noqa: E402
+from quire.models.hub import quill_path  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TOKENIZER = str(quill_path("quill"))

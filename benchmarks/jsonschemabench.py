@@ -36,7 +36,7 @@ from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.engine.helper_pool import GrammarChecker
 from quire.errors import RequestError
 from quire.models.checkpoint import read_tokenizer
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 from quire.request import FinishReason
 from quire.text.grammar_matcher import compile_matcher, encode_forced, ll_tokenizer, token_table
 

@@ -41,7 +41,6 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (
         4,
         (
-            "models.quill",
             "models.hub",
             "models.safetensors_file",
             "models.gguf_file",
@@ -134,7 +133,7 @@ def modules_of(*names: str) -> list[str]:
 
 TORCH_FREE = modules_of(
     *(name for rank, names in LINES if rank <= 2 for name in names if name != "_native"),
-    "models.quill", "models.hub", "models.checkpoint", "lora.adapter",
+    "models.hub", "models.checkpoint", "lora.adapter",
     "executor.base",
     "engine.core", "engine.client", "engine.frontend", "engine.heartbeat", "engine.quarantine", "engine.supervisor",
     "engine.process",

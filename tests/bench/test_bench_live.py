@@ -10,7 +10,7 @@ from tests.e2e.live import LiveServer
 
 from quire.bench.args import ServeBenchArgs
 from quire.bench.serve import run
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 
 STEP_MS = 20.0
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.cli.doctor import advice, kernels
 from quire.cli.terminal import Conversation
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 
 SMALL = ["--num-kv-blocks", "64", "--max-model-len", "512"]
 

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.live import LiveServer
 
 from quire.errors import ModelLoadError
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.live import LiveServer
 
 from quire.errors import ModelLoadError
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 
 TEXT = "Once upon a time, there was a little girl who lived by the sea with her mother and a small grey cat."
 

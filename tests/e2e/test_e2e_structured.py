@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.asking import ask
 from tests.e2e.live import LiveServer
 
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 
 SCHEMA = {
     "type": "object",

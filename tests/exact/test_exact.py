@@ -19,7 +19,7 @@ from tests.exact.suite import POLICIES, Case, deal, serve_and_check, truth_of
 from quire.errors import ModelLoadError
 from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.models import random_weights
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 from quire.request import FinishReason, TokenLogprobs
 from quire.runner.model_runner import ModelRunner
 

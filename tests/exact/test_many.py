@@ -8,7 +8,7 @@ from tests.exact.suite import Case, serve_and_check
 
 from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.models import random_weights
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 
 LEVEL = next((level for level in NATIVE_LEVELS if level in backends("linear")), None)
 needs_native = pytest.mark.skipif(LEVEL is None, reason="the native extension is not built")

@@ -21,7 +21,7 @@ from quire.engine.large_input import LongTexts
 from quire.errors import RequestError, clip
 from quire.http import limits
 from quire.http.limits import FIELDS, check_fields, check_whole
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 from quire.text.load import load_tokenizer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"

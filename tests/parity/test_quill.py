@@ -7,7 +7,7 @@ import torch
 from tests.parity.harness import TOLERANCE, compare, prompts_of, run_ragged
 from transformers import AutoModelForCausalLM
 
-from quire.models.quill import QUILL_NAMES, quill_path
+from quire.models.hub import QUILL_NAMES, quill_path
 
 
 @pytest.mark.parametrize("name", QUILL_NAMES)

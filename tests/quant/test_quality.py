@@ -18,8 +18,8 @@ from tests.quant.perplexity import Text, bits_per_byte, nats, perplexity, text_o
 from quire.args import EngineArgs
 from quire.errors import ModelLoadError
 from quire.models.checkpoint import describe
+from quire.models.hub import quill_path
 from quire.models.loader import load_weights
-from quire.models.quill import quill_path
 
 Q4_0, Q8_0, F16 = (gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", "F16"))
 

@@ -11,7 +11,7 @@ from quire.args import EngineArgs
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.golden import FILE, NUM_OUTPUT, setup_of
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "amx"])

@@ -15,7 +15,7 @@ from make_tokenizer import CONTROL_TOKENS, RESERVED_TOKENS, VISIBLE_TOKENS
 
 from quire.errors import ModelLoadError
 from quire.families import spec_from_config
-from quire.models.quill import QUILL_NAMES, quill_path
+from quire.models.hub import QUILL_NAMES, quill_path
 from quire.modelspec import weight_shapes
 from quire.text.chat_template import ChatTemplate
 from quire.text.load import load_tokenizer
@@ -111,7 +111,7 @@ def test_unknown_name_is_refused() -> None:
 
 
 def test_lookup_does_not_import_torch() -> None:
-    code = "import sys, quire.models.quill; sys.exit('torch' in sys.modules)"
+    code = "import sys, quire.models.hub; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
     )

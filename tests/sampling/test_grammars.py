@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.sampling.test_verify import generate
 
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 from quire.request import SamplingParams
 from quire.sampling import grammars as grammars_module
 from quire.sampling.grammars import Grammars, GrammarState

@@ -15,7 +15,7 @@ from quire.engine.assemble import configure, llm_args
 from quire.engine.draft_model import check_vocabulary, find_draft
 from quire.errors import ConfigError
 from quire.models.checkpoint import describe, read_tokenizer
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 from quire.text.tokenizer import Tokenizer
 
 QUILL = EngineArgs(model="quill", kv_memory="16MiB", max_model_len=512)

@@ -13,7 +13,7 @@ from tests.text.test_grammar import Vocabulary
 from tests.text.test_output_round_trip import calls_of
 
 from quire.models.checkpoint import read_tokenizer
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
 from quire.text.output.formats import FORMATS, ReasoningDelta

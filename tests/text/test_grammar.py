@@ -15,7 +15,7 @@ from tests.text.conftest import Load
 
 from quire.errors import RequestError
 from quire.models.checkpoint import read_tokenizer
-from quire.models.quill import quill_path
+from quire.models.hub import quill_path
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar import MAX_SOURCE_BYTES, build_grammar, grammar_source
 from quire.text.grammar_matcher import (

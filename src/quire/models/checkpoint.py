@@ -17,8 +17,7 @@ from quire.families import quantization_of, spec_from_config, weight_map
 from quire.families.fields import Fields
 from quire.families.gguf import BLOCK_TYPES, gguf_weight_map, spec_from_gguf
 from quire.models.gguf_file import read_gguf
-from quire.models.hub import INSTEAD, config_of, locate
-from quire.models.quill import QUILL_NAMES
+from quire.models.hub import INSTEAD, QUILL_NAMES, config_of, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
 from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats
 from quire.modelspec import ModelSpec

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
 from quire.errors import ModelLoadError, nearest
-from quire.models.quill import QUILL_NAMES, quill_path
 
+# The models that ship with Quire, ordinary checkpoints that no other code treats as special (docs/quill.md).
+QUILL_NAMES = ("quill", "quill-draft")
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "LICENSE*")
 INSTEAD = "Give a local folder of a model, or run the model that ships with Quire: quill"
 
@@ -42,6 +44,21 @@ def locate(name: str, *, revision: str | None = None, token: str | None = None) 
         )
     repo, wanted = (base, quant) if base else (name, "")
     return _from_hub(repo, wanted, revision, token)
+
+
+def quill_path(name: str) -> Path:
+    """Folder of the shipped model ``name``. Raises `ModelLoadError` for another name or when its data is missing."""
+    if name not in QUILL_NAMES:
+        allowed = ", ".join(QUILL_NAMES)
+        raise ModelLoadError(
+            f"no shipped model is named {name!r}; there are: {allowed}{nearest(name, QUILL_NAMES)}"
+        )
+    folder = Path(str(resources.files("quire.models"))) / "quill_data" / name
+    if not (folder / "model.safetensors").is_file():
+        raise ModelLoadError(
+            f"the weights of {name!r} are not installed ({folder}); reinstall quire, or give a model folder"
+        )
+    return folder
 
 
 def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
