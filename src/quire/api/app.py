@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
+from quire.api.about import About
 from quire.api.anthropic import count_tokens, messages_job
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
@@ -82,15 +83,20 @@ def create_app(
     return app
 
 
+LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+
+
 def _cors(origins: tuple[str, ...]) -> list[Middleware]:
-    """Outside of `Edge`: a preflight has no key, and a refusal needs the headers too."""
-    if not origins:
-        return []
+    """Outside of `Edge`: a preflight has no key, and a refusal needs the headers too.
+
+    Without ``origins``, pages that this machine serves are allowed.
+    """
     exposed = ["x-request-id", "x-quire-ignored-fields", "x-quire-predicted-ttft-ms", "retry-after"]
     return [
         Middleware(
             CORSMiddleware,
             allow_origins=origins,
+            allow_origin_regex=None if origins else LOCAL_ORIGINS,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=exposed,
@@ -99,7 +105,7 @@ def _cors(origins: tuple[str, ...]) -> list[Middleware]:
 
 
 def _routes(state: ApiState) -> list[Route]:
-    probes, models, stored = Probes(state), Models(state), StoredResponses(state)
+    probes, models, stored, about = Probes(state), Models(state), StoredResponses(state), About(state)
     get = {
         "/livez": probes.livez,
         "/readyz": probes.readyz,
@@ -109,6 +115,10 @@ def _routes(state: ApiState) -> list[Route]:
         "/metrics": probes.metrics,
         "/v1/models": models.listed,
         "/v1/models/{model_id:path}": models.one,
+        "/": about.page,
+        "/tokenizer_info": about.tokenizer_info,
+        "/props": about.props,
+        "/slots": about.slots,
     }
     generate = {
         "/v1/completions": completion_job,

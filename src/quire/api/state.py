@@ -39,7 +39,7 @@ class ApiSettings:
     system_fingerprint: str = "fp_unknown"  # see `fingerprint`
     api_keys: tuple[str, ...] = ()  # with no key_file either, no key is needed
     key_file: KeyFile | None = None
-    cors_origins: tuple[str, ...] = ()  # empty: no CORS headers; "*": every origin
+    cors_origins: tuple[str, ...] = ()  # empty: those of this machine; "*": every origin
     lenient: bool = False  # accept every unknown request field
     strict_fields: bool = False  # refuse every unknown request field
     max_body_bytes: int = 32 * 2**20

@@ -26,7 +26,7 @@ from quire.http.wire import Body
 from quire.metrics.log import Log
 
 # Probes and scrapers send no key, as with vLLM.
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"})
 MAX_REQUEST_ID_CHARS = 128
 _SCOPE_KEY = "quire.request_id"
 _OWN_KEY = "quire.request_id_is_own"
