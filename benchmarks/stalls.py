@@ -24,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", help="names of attacks; 'burst' is the burst")
     parser.add_argument("--burst", type=int, default=2000)
+    parser.add_argument("--path", default="/livez", help="/version is answered by the API process itself")
     args = parser.parse_args()
     names = args.only or [*ATTACKS, "burst"]
     print(
@@ -35,7 +36,7 @@ def main() -> None:
     ):
         for name in names:
             path, kind, body = ATTACKS[name]() if name in ATTACKS else ("", "", b"")
-            with Probe(server.url) as probe:
+            with Probe(server.url, args.path) as probe:
                 time.sleep(0.2)
                 begin_s = time.perf_counter()
                 if name == "burst":

@@ -24,7 +24,7 @@ MAX_LINES: dict[str, int] = {
     "bench": 2_387,
     "cache": 1_188,
     "cli": 1_451,
-    "engine": 3_660,
+    "engine": 3_652,
     "executor": 457,
     "families": 1_590,
     "gateway": 321,
@@ -50,7 +50,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 135},
     "names of other servers": {"": 1, "api": 340, "cli": 2, "http": 105, "jobs": 2},
     "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
-    "keys, limits, ledger": {"": 1, "api": 20, "cli": 185, "gateway": 1_170, "http": 320, "jobs": 25},
+    "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
     "hangs": {
         "": 15,
         "api": 14,
@@ -72,6 +72,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "text": 8,
     },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
+    "moved streams": {"api": 210, "engine": 60, "gateway": 175},
     "no request stalls another": {
         "": 22,
         "api": 225,

@@ -56,7 +56,8 @@ class DraftModel:
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """These blocks hold nothing yet."""
-        self.runner.kv.clear(block_ids)
+        if self.runner.kv.needs_clear:
+            self.runner.kv.clear(block_ids)
         self.filled[block_ids] = self._written[block_ids] = 0
 
     def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:

@@ -67,23 +67,21 @@ class KvCache:
             self.storage = torch.zeros(num_blocks, block_elements, dtype=kind, device=device)
         attends = kernels.backend("attention")
         # Attention on a GPU does not read what no token may see, so what lies there does not matter.
-        self._masks = attends in GPU_KERNELS
-        tiles = attends in NATIVE_LEVELS or (dtype == "int8" and not self._masks)
+        masks = attends in GPU_KERNELS
+        tiles = attends in NATIVE_LEVELS or (dtype == "int8" and not masks)
         self.views: tuple[KvView, ...] = tuple(
             _view(self.storage, spec, layout, index, block_size, tiles) for index in range(spec.num_layers)
         )
+        # Blocks in tiles need no `clear`: storing the first position of a tile clears it.
+        self.needs_clear = not masks and any(view.layout == "rows" for view in self.views)
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in list order."""
         copy_blocks(self.storage, moves)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks that a sequence just got: what another left there might be inf or NaN, and 0 · NaN is NaN.
-
-        Blocks in tiles are not cleared here: storing the first position of a tile clears it.
-        """
-        if not self._masks and any(view.layout == "rows" for view in self.views):
-            clear_blocks(self.storage, torch.tensor(block_ids, dtype=torch.int64))
+        """Zero blocks that a sequence just got: what another left there might be inf or NaN, and 0 · NaN is NaN."""
+        clear_blocks(self.storage, torch.tensor(block_ids, dtype=torch.int64))
 
 
 def _view(

@@ -145,7 +145,8 @@ class Worker:
                 self.seqs.take_drafts(plan, seq)
         fresh = self._inputs.update_tables(plans, seqs)
         if fresh:
-            self.runner.kv.clear(fresh)
+            if self.runner.kv.needs_clear:
+                self.runner.kv.clear(fresh)
             if self.draft_model is not None:
                 self.draft_model.forget(fresh)
         self._compute_in_memory(plans, seqs, launched)
