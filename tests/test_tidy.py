@@ -50,7 +50,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 135},
     "names of other servers": {"": 1, "api": 340, "cli": 2, "http": 105, "jobs": 2},
     "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
-    "keys, limits, ledger": {"": 1, "api": 20, "cli": 185, "gateway": 1_170, "http": 320, "jobs": 25},
+    "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
     "hangs": {
         "": 15,
         "api": 14,
@@ -72,6 +72,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "text": 8,
     },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
+    "moved streams": {"api": 210, "engine": 60, "gateway": 175},
     "no request stalls another": {
         "": 22,
         "api": 225,

@@ -71,6 +71,8 @@ class ServerArgs:
     port: int = 8000
     api_key: str | None = None
     api_key_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     served_model_name: str | None = None
     chat_template: str | None = None
     tool_format: str = "auto"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -21,7 +23,7 @@ from quire.api.app import create_app
 from quire.api.server import run
 from quire.api.state import ApiSettings
 from quire.errors import ConfigError
-from quire.http.listen import bind, url_of
+from quire.http.listen import bind, tls_of, url_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = "/v1/chat/completions"
@@ -139,3 +141,40 @@ def test_an_address_that_cannot_be_had() -> None:
         bind("no.such.host.invalid", 0)
     with bind("127.0.0.1", 0) as sock:
         assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A self-signed certificate for 127.0.0.1, and its key."""
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("no openssl on this machine, which makes the certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    made = [program, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-subj", "/CN=quire", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(
+        [*made, "-keyout", key, "-out", cert, "-days", "2", *names], check=True, capture_output=True
+    )
+    return cert, key
+
+
+def test_a_server_with_a_certificate_speaks_https(pem: tuple[str, str]) -> None:
+    with server("0", "5", "", "", *pem) as (process, url):
+        assert url.startswith("https://127.0.0.1:")
+        trusted = ssl.create_default_context(cafile=pem[0])
+        with httpx.Client(base_url=url, verify=trusted) as client:
+            assert client.get("/livez").status_code == 200
+            with client.stream("POST", PATH, json=CHAT) as answer:
+                assert texts(answer.iter_lines()) == ANSWER
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url.replace("https", "http") + "/livez")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_a_wrong_certificate_is_one_clear_error(pem: tuple[str, str], tmp_path: Path) -> None:
+    assert tls_of(None, None) is None
+    for cert, key in ((pem[0], None), (None, pem[1]), (pem[1], pem[0]), (pem[0], str(tmp_path / "missing"))):
+        with pytest.raises(ConfigError, match="--tls-"):
+            tls_of(cert, key)

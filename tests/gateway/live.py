@@ -51,12 +51,13 @@ class Scripted:
     received: list[Received] = field(default_factory=list)
     num_left: int = 0  # connections that the gateway closed during an answer
     url: str = ""
+    card: dict[str, str] = field(default_factory=dict)  # beside the id of each model
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (request := await _read(reader)) is not None:
                 if request.method == "GET" and request.path in ("/readyz", "/v1/models"):
-                    cards = json.dumps({"data": [{"id": name} for name in self.models]}).encode()
+                    cards = json.dumps({"data": [{"id": name} | self.card for name in self.models]}).encode()
                     await answer(writer, 200 if self.ready else 503, cards)
                     continue
                 self.received.append(request)
@@ -88,8 +89,10 @@ async def answer(
     await writer.drain()
 
 
-async def begin_stream(writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+async def begin_stream(writer: asyncio.StreamWriter, headers: Mapping[str, str] | None = None) -> None:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items()).encode()
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + lines)
+    writer.write(b"transfer-encoding: chunked\r\n\r\n")
     await writer.drain()
 
 
@@ -166,21 +169,25 @@ async def gateway(*scripted: Scripted, ready: bool = True, **settings: Any) -> A
     async with backends(*scripted):
         named = [{"name": f"b{i}", "url": each.url} for i, each in enumerate(scripted)]
         quick = {"interval_s": 0.05, "slow_start_s": 0.0} | settings.pop("health", {})
-        config = config_of({"backends": named, "health": quick} | settings)
-        state = make_state(config, time.monotonic, 0)
-        sock = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(create_gateway(state), **UVICORN, lifespan="on"))
-        serving = asyncio.create_task(server._serve([sock]))
-        try:
-            async with aiohttp.ClientSession() as session:
-                live = Live(state, f"http://127.0.0.1:{sock.getsockname()[1]}", session)
-                await live.until(lambda: server.started)
-                if ready:
-                    await live.until(
-                        lambda: all(b.is_ready for b in state.fleet) and len(list(state.fleet)) > 0
-                    )
-                yield live
-        finally:
-            server.should_exit = True
-            with suppress(asyncio.CancelledError):
-                await serving
+        async with gateway_of({"backends": named, "health": quick} | settings, ready=ready) as live:
+            yield live
+
+
+@asynccontextmanager
+async def gateway_of(config: dict[str, Any], *, ready: bool = True) -> AsyncGenerator[Live, None]:
+    """Run the gateway of a configuration. ``ready``: wait until all backends are."""
+    state = make_state(config_of(config), time.monotonic, 0)
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_gateway(state), **UVICORN, lifespan="on"))
+    serving = asyncio.create_task(server._serve([sock]))
+    try:
+        async with aiohttp.ClientSession() as session:
+            live = Live(state, f"http://127.0.0.1:{sock.getsockname()[1]}", session)
+            await live.until(lambda: server.started)
+            if ready:
+                await live.until(lambda: all(b.is_ready for b in state.fleet) and len(list(state.fleet)) > 0)
+            yield live
+    finally:
+        server.should_exit = True
+        with suppress(asyncio.CancelledError):
+            await serving

@@ -5,7 +5,7 @@ message_start (content_block_start content_block_delta* content_block_stop)* mes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -62,7 +62,7 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
     )
 
     def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:
-        return MessageAnswer(head, plan, state.new_id, streamed=request.stream)
+        return MessageAnswer(head, plan, streamed=request.stream)
 
     tenant = TENANT.get() or metadata.user_id
     return await conversation_job(
@@ -88,12 +88,10 @@ async def count_tokens(state: ApiState, body: Any, ignored: list[str] | None) ->
 class MessageAnswer(Answer):
     """The one message that answers a request."""
 
-    def __init__(
-        self, head: Head, plan: OutputPlan | None, new_id: Callable[[], str], *, streamed: bool
-    ) -> None:
+    def __init__(self, head: Head, plan: OutputPlan | None, *, streamed: bool) -> None:
         self.head = head
         self.streamed = streamed
-        self._assembler = Assembler(plan, lambda: "toolu_" + new_id()[:24])
+        self._assembler = Assembler(plan, lambda call: "toolu_" + head.id_of("call", call)[:24])
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:

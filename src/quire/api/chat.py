@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -75,7 +74,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
             with_ids=request.return_token_ids,
             num_prompt_logprobs=request.prompt_logprobs,
             plan=plan,
-            new_id=state.new_id,
+            head=head,
         )
         return ChoicesAnswer(head, choices, options, sampling.n)
 
@@ -151,11 +150,8 @@ class ChatChoices(Choices):
     with_ids: bool
     num_prompt_logprobs: int | None
     plan: OutputPlan | None
-    new_id: Callable[[], str]
-    _assemblers: defaultdict[int, Assembler] = field(init=False)  # by choice
-
-    def __post_init__(self) -> None:
-        self._assemblers = defaultdict(lambda: Assembler(self.plan, lambda: "call_" + self.new_id()[:24]))
+    head: Head
+    _assemblers: dict[int, Assembler] = field(default_factory=dict)  # by choice
 
     def opening(self, index: int, echo: str) -> bytes | None:
         """Return the choice that names the role, before any content; chats are not echoed."""
@@ -176,7 +172,7 @@ class ChatChoices(Choices):
                 index,
                 content,
             )
-        delta = _delta(self._assemblers[index].feed(chunk.text, last=last))
+        delta = _delta(self._assembler(index).feed(chunk.text, last=last))
         if text_only and not delta:
             return None
         if not delta and self.plan is None and not last:
@@ -188,7 +184,7 @@ class ChatChoices(Choices):
 
     def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the choice object of a whole answer, given as one chunk."""
-        assembler = self._assemblers[index]
+        assembler = self._assembler(index)
         assembler.feed(chunk.text, last=True)
         calls = [_call(part, part.text) for part in assembler.parts if part.kind is Kind.CALL]
         content = assembler.text(Kind.TEXT)
@@ -210,10 +206,17 @@ class ChatChoices(Choices):
         """Return the prompt's log-probabilities with the first chunk of the first choice."""
         return {} if index else prompt_logprobs(chunk, self.num_prompt_logprobs, self.names)
 
+    def _assembler(self, index: int) -> Assembler:
+        assembler = self._assemblers.get(index)
+        if assembler is None:
+            assembler = Assembler(self.plan, lambda call: "call_" + self.head.id_of("call", index, call)[:24])
+            self._assemblers[index] = assembler
+        return assembler
+
     def _beside_text(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         """Return the fields of a choice beside its message or delta."""
         finish: str | None = chunk.finish_reason
-        if chunk.finish_reason is FinishReason.STOP and self._assemblers[index].num_calls:
+        if chunk.finish_reason is FinishReason.STOP and self._assembler(index).num_calls:
             finish = "tool_calls"
         fields = {
             "logprobs": self._logprobs(chunk.logprobs),

@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quire.api.job import Job, PromptStreams, Usage
+from quire.api.job import Job, Usage
+from quire.api.prompt_streams import PromptStreams
+from quire.api.relayed import MAX_DELIVERED_BYTES, Tags, enter, resumes
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk, merge
 from quire.engine.results import choose_best
@@ -51,7 +53,7 @@ class PostEndpoint:
             return
         status, client = 200, _Client(receive)
         try:
-            pieces = await read_pieces(scope, receive, self._state.settings.max_body_bytes, "--max-body-mib")
+            pieces = await read_pieces(scope, receive, self._max_body_bytes(scope), "--max-body-mib")
             client.watch()
             body = await decode_body(pieces, self._state.bodies.decode)
             del pieces
@@ -72,6 +74,9 @@ class PostEndpoint:
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         raise NotImplementedError
+
+    def _max_body_bytes(self, scope: Scope) -> int:
+        return self._state.settings.max_body_bytes
 
     def _early_refusal(self, scope: Scope) -> Refusal | None:
         """Return the answer to a request that is refused before its body is read."""
@@ -120,11 +125,16 @@ class GenerateEndpoint(PostEndpoint):
         self._prepare = prepare
 
     def _early_refusal(self, scope: Scope) -> Refusal | None:
-        return self._state.full_queue.refusal() if PRIORITY_KEY not in scope else None
+        if PRIORITY_KEY in scope or resumes(scope, self._state.settings.gateway_key):
+            return None
+        return self._state.full_queue.refusal()
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
         ignored = self._ignored()
+        body = enter(scope, body, self._state.settings.gateway_key)
         job = await self._prepare(self._state, body, ignored)
+        if job.relayed is not None:
+            job.relayed.check_fingerprint(self._state.continuable_with(job.answer.head.model))
         adopt_request_id(scope, job.client_request_id)
         if scope.get(PRIORITY_KEY) is not None:
             job = replace(job, priority=scope[PRIORITY_KEY])
@@ -145,6 +155,10 @@ class GenerateEndpoint(PostEndpoint):
                 output_tokens=generation.usage.completion_tokens,
                 seconds=self._state.now() - arrival_s,
             )
+
+    def _max_body_bytes(self, scope: Scope) -> int:
+        is_form = resumes(scope, self._state.settings.gateway_key)
+        return super()._max_body_bytes(scope) + (MAX_DELIVERED_BYTES if is_form else 0)
 
     async def _answer(self, generation: Generation, ignored: Ignored, client: _Client, send: Send) -> None:
         try:
@@ -195,6 +209,7 @@ class _Client:
         self._serving.cancel()
 
 
+_REPLAYED_AT_ONCE = 256  # chunks; other requests get their turn then
 CANCELLED = "cancelled"
 CANCELLED_BY_CLIENT = "cancelled_by_client"
 log = Log("api")
@@ -216,6 +231,7 @@ class Generation:
         self._begun = False  # the first bytes of a stream were sent
         self._ended = False  # the last bytes were sent
         self._cancelled = ""  # the error's code
+        self._tags = Tags(state.continuable_with(job.answer.head.model)) if job.is_tagged else None
 
     @property
     def usage(self) -> Usage:
@@ -330,8 +346,14 @@ class Generation:
         await send_json(send, 200, body, headers)
 
     async def _answer_stream(self, send: Send, headers: Headers) -> None:
-        answer = self.job.answer
+        answer, tags = self.job.answer, self._tags
         try:
+            if tags is not None and self.job.relayed is not None and self.job.relayed.is_resumed:
+                await self._start_stream(send, headers)
+                for i, (index, chunk) in enumerate(self._streams.delivered()):
+                    answer.frame(index, chunk, self.usage)  # the client has it
+                    if i % _REPLAYED_AT_ONCE == 0:
+                        await asyncio.sleep(0)
             async with aclosing(self._streams.chunks()) as chunks:
                 async for index, chunk in chunks:
                     if chunk.finish_reason is not None:
@@ -339,6 +361,8 @@ class Generation:
                     # Not earlier: a rejection by the engine is the first chunk, and has a status of its own.
                     frame = b"" if self._begun else await self._start_stream(send, headers)
                     frame += answer.frame(index, chunk, self.usage)
+                    if tags is not None:
+                        frame = tags.chunk(index, chunk, self.usage.cached_tokens, frame)
                     if frame:
                         await send({"type": "http.response.body", "body": frame, "more_body": True})
         except Exception as error:
@@ -352,15 +376,21 @@ class Generation:
     async def _start_stream(self, send: Send, headers: Headers) -> bytes:
         """Send the status, and return the first events."""
         self._begun = True
-        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
+        tagged = self._tags.headers if self._tags is not None else ()
+        every = [*STREAM_HEADERS, *tagged, *headers]
+        await send({"type": "http.response.start", "status": 200, "headers": every})
         return self.job.answer.opening(self._streams.token_ids(), self._streams.echoes, self.usage)
 
     async def _fail_stream(self, send: Send, error: Exception) -> None:
         """End a stream that had begun with an event that has the error."""
         if not isinstance(error, QuireError):
             log.exception("stream_crashed", id=self.job.answer.head.id)
-        await self._send_last(send, self.job.answer.error(refusal_of(error)))
+        refusal = refusal_of(error)
+        await self._send_last(send, self.job.answer.error(refusal), refusal.status)
 
-    async def _send_last(self, send: Send, body: bytes) -> None:
+    async def _send_last(self, send: Send, body: bytes, status: int = 0) -> None:
+        """``status``: of the error that ``body`` is, or 0."""
         self._ended = True
+        if self._tags is not None:
+            body = self._tags.end(status, body)
         await send({"type": "http.response.body", "body": body, "more_body": False})

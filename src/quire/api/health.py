@@ -101,4 +101,5 @@ class Models:
             "root": base if adapter is None else adapter.path,
             "parent": None if adapter is None else base,
             "max_model_len": self._state.model.max_model_len,
+            "fingerprint": self._state.continuable_with(name),
         }

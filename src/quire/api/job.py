@@ -1,26 +1,21 @@
-"""`Job`: a checked request and how its answer is written; and `PromptStreams`, its prompts while they run, counted."""
+"""`Job`: a checked request and how its answer is written."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from quire.api.protocol import RequestFields, SampledFields, deadline_of
-from quire.api.state import ApiState, Ticket
+from quire.api.relayed import RELAYED, Relayed
+from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.stream import RequestStream
-from quire.errors import RequestError, clip
-from quire.http.edge import TENANT, TENANT_WEIGHT
+from quire.http.edge import TENANT
 from quire.http.refusals import Refusal
-from quire.metrics.prometheus import RequestMetrics
-from quire.metrics.trace import RequestPhases
-from quire.request import Deadline, FinishReason, Pooling, SamplingParams, Tenant
+from quire.request import Deadline, Pooling, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
 
@@ -61,6 +56,10 @@ class Head:
     fingerprint: str
     determinism: str  # "exact" | "batch-dependent"
 
+    def id_of(self, *place: str | int) -> str:
+        """Return the id of a part of the answer, 32 hexadecimal digits: the same on every replica that writes it."""
+        return hashlib.blake2b(repr((self.id, *place)).encode(), digest_size=16).hexdigest()
+
     def to_json(self, kind: str) -> dict[str, Any]:
         return {
             "id": self.id,
@@ -73,15 +72,15 @@ class Head:
 
 
 def new_head(state: ApiState, prefix: str, model: str | None) -> Head:
-    """Return the head of an answer under a new id. ``model``: the name that the request gives.
+    """Return the head of an answer under a new id, or its gateway's. ``model``: the name that the request gives.
 
     Raises:
         NotFoundError: the model is not served.
     """
-    info = state.frontend.info
+    info, relayed = state.frontend.info, RELAYED.get()
     return Head(
-        id=prefix + state.new_id(),
-        created=int(state.unix_time()),
+        id=prefix + (state.new_id() if relayed is None else relayed.answer_id),
+        created=int(state.unix_time()) if relayed is None else relayed.created,
         model=state.check_model(model),
         fingerprint=state.settings.system_fingerprint,
         determinism=info.determinism if info is not None else state.model.determinism,
@@ -135,6 +134,17 @@ class Job:
     echo: bool = False  # each choice begins with its prompt's text
     pooling: Pooling | None = None  # of requests that sample nothing
     prompt_param: str = "prompt"  # the endpoint's name of its prompts
+    relayed: Relayed | None = None  # the answer goes through a gateway
+
+    @property
+    def is_tagged(self) -> bool:
+        """Whether its stream is tagged: another replica can then continue it. The prompt's logprobs are not kept."""
+        return (
+            self.relayed is not None
+            and self.answer.streamed
+            and not (self.in_background or self.echo or self.samples_nothing)
+            and self.sampling.prompt_logprobs is None
+        )
 
     @property
     def samples_nothing(self) -> bool:
@@ -156,244 +166,8 @@ def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str
         "client_request_id": request.request_id or getattr(request, "rid", None),
         "tenant": tenant or getattr(request, "user", ""),
         "truncate_to": getattr(request, "truncate_prompt_tokens", None),
+        "relayed": RELAYED.get(),
     }
     if isinstance(request, SampledFields):
         given |= {"deadline": deadline_of(request.deadline_ms, ignored), "timing": request.timing}
     return given
-
-
-_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-_LEAST = 16  # tokens that a prompt counts as
-
-
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """A prompt that was submitted."""
-
-    stream: RequestStream
-    metrics: RequestMetrics
-    ticket: Ticket | None  # of the forecast
-
-
-@dataclass(slots=True, eq=False)
-class PromptStreams:
-    """The prompts of a job as streams of the frontend, counted for usage, metrics and forecast."""
-
-    _state: ApiState
-    _job: Job
-    _arrival_s: float
-    _request_id: str
-    _trace: Mapping[str, str]
-    usage: Usage = field(default_factory=Usage)
-    echoes: list[str] = field(default_factory=list)  # the text of each prompt, with `Job.echo`
-    _prompts: list[_Started] = field(default_factory=list)
-    _open: deque[_Started] = field(default_factory=deque)  # not known to have ended
-
-    async def submit(self) -> None:
-        """Start all prompts, or none."""
-        job = self._job
-        adapter = self._state.adapter_of(job.answer.head.model)
-        try:
-            for i, given in enumerate(job.prompts):
-                prompt = await self._cut(given)
-                if i:
-                    await asyncio.sleep(0)  # other requests have their turn between two prompts
-                if job.samples_nothing:
-                    await self._wait_for_turn()
-                if job.echo:
-                    self.echoes.append(self._text_of(prompt))
-                stream = await self._state.frontend.submit(
-                    prompt,
-                    job.sampling,
-                    request_id=job.answer.head.id + (f"-{i}" if len(job.prompts) > 1 else ""),
-                    priority=job.priority,
-                    cache_salt=job.cache_salt,
-                    tenant=Tenant(job.tenant, TENANT_WEIGHT.get()),
-                    continues=job.continues,
-                    pooling=job.pooling,
-                    deadline=job.deadline,
-                    adapter=adapter,
-                )
-                self._started(stream)
-        except BaseException as error:
-            await self.close()
-            if isinstance(error, RequestError) and error.param == "prompt" != job.prompt_param:
-                message = str(error)
-                if message.startswith("prompt "):
-                    message = job.prompt_param + message.removeprefix("prompt")
-                raise RequestError(message, param=job.prompt_param, code=error.code) from None
-            raise
-
-    async def _wait_for_turn(self) -> None:
-        """Wait until few tokens of this request are left to compute, so that it shares the engine with others."""
-        most = self._state.settings.tokens_at_once
-        while sum(max(_LEAST, len(prompt.stream.prompt_token_ids)) for prompt in self._open) >= most:
-            await self._open.popleft().stream.ended()
-
-    def _text_of(self, prompt: str | Sequence[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        skip = self._job.sampling.skip_special_tokens
-        return self._state.frontend.tokenizer.decode(prompt, skip_special_tokens=skip)
-
-    def _started(self, stream: RequestStream) -> None:
-        state, sampling, num_tokens = self._state, self._job.sampling, len(stream.prompt_token_ids)
-        metrics = state.metrics.request(
-            self._arrival_s,
-            n=sampling.num_samples,
-            max_tokens=sampling.max_tokens,
-            prompt_tokens=num_tokens,
-            on_end=self._spans(stream.request_id),
-        )
-        ticket = None if state.forecast is None else state.forecast.enter(num_tokens)
-        self._prompts.append(_Started(stream, metrics, ticket))
-        self._open.append(self._prompts[-1])
-        self.usage.prompt_tokens += num_tokens
-
-    async def _cut(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
-        """Apply ``truncate_prompt_tokens``; the usage counts the tokens that are cut off."""
-        asked, limit = self._job.truncate_to, self._state.model.max_model_len
-        if asked is None:
-            return prompt
-        if asked != -1 and not 1 <= asked <= limit:
-            raise RequestError(
-                f"truncate_prompt_tokens = {clip(asked)} is not allowed: it must be an integer in 1…{limit} (the "
-                "context of this model), or -1 for as many as the context holds.",
-                param="truncate_prompt_tokens",
-            )
-        ids = await self._state.frontend.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt
-        room = limit - (self._job.sampling.max_tokens or 1) if asked == -1 else asked
-        num_cut = max(0, len(ids) - max(room, 1))
-        self.usage.truncated_tokens += num_cut
-        return ids[num_cut:] if num_cut else prompt
-
-    def _spans(self, request_id: str) -> Callable[[RequestPhases], None] | None:
-        """Return the function that makes the spans of a prompt when it ends; None without a tracer."""
-        if self._state.tracer is None:
-            return None
-        sampling = self._job.sampling
-        attributes = {
-            "gen_ai.request.id": request_id,
-            "gen_ai.response.model": self._job.answer.head.model,
-            "gen_ai.request.max_tokens": sampling.max_tokens,
-            "gen_ai.request.temperature": sampling.temperature,
-            "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.request.n": sampling.n,
-            "http.request_id": self._request_id,
-        }
-        return self._state.tracer.follow(self._trace, attributes)
-
-    async def abort(self) -> None:
-        for prompt in self._prompts:
-            await prompt.stream.abort()
-
-    async def close(self) -> None:
-        """Abort the prompts that still run."""
-        for prompt in self._prompts:
-            await prompt.stream.aclose()
-            prompt.metrics.abandon(self._state.now())
-            if prompt.ticket is not None:
-                prompt.ticket.leave()
-
-    def token_ids(self) -> list[Sequence[int]]:
-        return [prompt.stream.prompt_token_ids for prompt in self._prompts]
-
-    def note_timing(self) -> None:
-        if self._job.timing:
-            streams = [prompt.stream for prompt in self._prompts]
-            total_s = self._state.now() - self._arrival_s
-            self.usage.timing = timing_of(streams, self._job.answer.head.determinism, total_s)
-
-    def predicted_ms(self) -> float | None:
-        """Return the predicted time to the first token of the last prompt to have one; None without a forecast."""
-        predicted_s = [prompt.ticket.predicted_s for prompt in self._prompts if prompt.ticket is not None]
-        return max(predicted_s) * 1e3 if predicted_s else None
-
-    async def chunks(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
-        """Yield (choice index, chunk) of all prompts as they arrive, counted; raise on an error of the engine."""
-        if len(self._prompts) == 1:  # the most frequent case, with one generator less per chunk
-            async with aclosing(aiter(self._prompts[0].stream)) as chunks:
-                async for chunk in chunks:
-                    self._count(0, chunk)
-                    yield chunk.index, chunk
-            return
-        n = self._job.sampling.num_samples
-        async with aclosing(_merged([prompt.stream for prompt in self._prompts])) as merged:
-            async for prompt, chunk in merged:
-                self._count(prompt, chunk)
-                yield prompt * n + chunk.index, chunk
-
-    def _count(self, index: int, chunk: OutputChunk) -> None:
-        prompt, num_tokens, now_s = self._prompts[index], len(chunk.token_ids), self._state.now()
-        metrics, output = prompt.metrics, prompt.stream.output
-        if not metrics.is_admitted and (num_tokens or chunk.finish_reason in _COMPLETE):
-            metrics.admitted(output.timing.queued_s, output.timing.num_cached_tokens)
-            if prompt.ticket is not None:
-                ratio = prompt.ticket.first(now_s - self._arrival_s)
-                self._state.metrics.histograms["quire:ttft_prediction_ratio"].observe(ratio)
-            self.usage.cached_tokens += output.timing.num_cached_tokens
-        if num_tokens:
-            self.usage.completion_tokens += num_tokens
-            metrics.chunk(chunk.index, num_tokens, now_s)
-        if chunk.finish_reason is not None:
-            metrics.finish(chunk.index, chunk.finish_reason.value, now_s, output.num_preemptions)
-
-
-async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, OutputChunk], None]:
-    """Yield (index of the stream, chunk) in order of arrival."""
-    queue: asyncio.Queue[tuple[int, OutputChunk | Exception | None]] = asyncio.Queue()
-
-    async def forward(i: int) -> None:
-        try:
-            async for chunk in streams[i]:
-                queue.put_nowait((i, chunk))
-            queue.put_nowait((i, None))
-        except Exception as error:
-            queue.put_nowait((i, error))
-
-    tasks = [asyncio.create_task(forward(i)) for i in range(len(streams))]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            i, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield i, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float) -> Any:
-    """Return the ``timing`` block of an answer that has ended: one object, or a list of one per prompt."""
-    blocks = [_timing(stream, determinism, total_s) for stream in streams]
-    return blocks[0] if len(blocks) == 1 else blocks
-
-
-def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str, Any]:
-    output, timing = stream.output, stream.output.timing
-    has_token = timing.ttft_s > 0.0
-    return {
-        "queued_ms": _ms(timing.queued_s),
-        "prefill_ms": _ms(timing.ttft_s - timing.queued_s) if has_token else None,
-        "first_token_ms": _ms(timing.ttft_s) if has_token else None,
-        "total_ms": _ms(total_s),
-        "prompt_tokens": len(stream.prompt_token_ids),
-        "cached_tokens": timing.num_cached_tokens,
-        "cache_miss": timing.cache_miss or None,
-        "completion_tokens": output.num_output_tokens,
-        "preemptions": output.num_preemptions,
-        "chunks": output.num_chunks,
-        "steps": output.num_steps,
-        "accepted_drafts": output.num_accepted,
-        "seed": stream.seed,
-        "determinism": determinism,
-    }
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)

@@ -59,12 +59,13 @@ class Event(NamedTuple):
 class Assembler:
     """Takes the text of one answer in pieces; ``plan`` None: all of it is text."""
 
-    def __init__(self, plan: OutputPlan | None, new_call_id: Callable[[], str]) -> None:
+    def __init__(self, plan: OutputPlan | None, call_id: Callable[[int], str]) -> None:
+        """``call_id``: returns the id of the call of an index, where the model writes none."""
         self.parts: list[Part] = []
         self.num_calls = 0
         self._plan = plan
         self._parser = None if plan is None else plan.parser()
-        self._new_call_id = new_call_id
+        self._call_id = call_id
         self._is_open = False
 
     def feed(self, text: str, *, last: bool) -> list[Event]:
@@ -93,7 +94,7 @@ class Assembler:
             if plan.max_calls is not None and delta.call >= plan.max_calls:
                 return
             if delta.name is not None:
-                self._open(events, Kind.CALL, delta.name, delta.id or self._new_call_id())
+                self._open(events, Kind.CALL, delta.name, delta.id or self._call_id(self.num_calls))
                 self.num_calls += 1
             self._more(events, delta.arguments)
             return

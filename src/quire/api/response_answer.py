@@ -49,7 +49,7 @@ class ResponseAnswer(Answer):
     streamed: bool = False
 
     def __post_init__(self, plan: OutputPlan | None) -> None:
-        self._assembler = Assembler(plan, lambda: "call_" + self._state.new_id()[:24])
+        self._assembler = Assembler(plan, lambda call: "call_" + self.head.id_of("call", call)[:24])
         self._ids: list[str] = []  # of the items
         self._cut = False  # a limit ended the answer
         self._cut_by = "max_output_tokens"  # or the context; or "deadline"
@@ -141,7 +141,7 @@ class ResponseAnswer(Answer):
     def _name(self, event: Event) -> None:
         """Give a part that opens the id of its item."""
         if event.verb == "open":
-            self._ids.append(_PREFIXES[event.part.kind] + self._state.new_id())
+            self._ids.append(_PREFIXES[event.part.kind] + self.head.id_of("item", event.part.index))
 
     def _item(self, part: Part, *, begun: bool = False) -> dict[str, Any]:
         """Return the output item of a part (``begun``: still empty); a part that a limit cut off is incomplete."""

@@ -20,7 +20,7 @@ from quire.engine.build import EngineInfo
 from quire.engine.frontend import Frontend
 from quire.errors import QuireError
 from quire.http.drain import DrainingServer, SideApp, served_beside
-from quire.http.listen import bind, url_of
+from quire.http.listen import Tls, bind, url_of
 from quire.metrics.log import Log
 
 log = Log("server")
@@ -36,6 +36,7 @@ def run(
     on_ready: ReadyHook | None = None,
     sock: socket.socket | None = None,
     admin: SideApp | None = None,
+    tls: Tls | None = None,
 ) -> int:
     """Serve ``app`` until a signal; return the exit status: 0 after a drain, 1 when the engine could not start.
 
@@ -44,7 +45,7 @@ def run(
     """
     sock = sock if sock is not None else bind(host, port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(app, sock, drain_timeout_s, on_ready, admin))
+        return runner.run(_serve(app, sock, drain_timeout_s, on_ready, admin, tls))
 
 
 async def _serve(
@@ -53,6 +54,7 @@ async def _serve(
     drain_timeout_s: float,
     on_ready: ReadyHook | None,
     admin: SideApp | None,
+    tls: Tls | None,
 ) -> int:
     state: ApiState = app.state.quire
     frontend = state.frontend
@@ -64,8 +66,8 @@ async def _serve(
     def on_cut(reason: str) -> None:
         state.metrics.counters[f"quire:http_{reason}s"] += 1
 
-    server = DrainingServer(app, drain, on_cut=on_cut, ask=Probes(state).answers)
-    starting = asyncio.create_task(_start(server, frontend, url_of(sock), on_ready))
+    server = DrainingServer(app, drain, on_cut=on_cut, ask=Probes(state).answers, tls=tls)
+    starting = asyncio.create_task(_start(server, frontend, url_of(sock, secure=tls is not None), on_ready))
     try:
         async with served_beside(admin):
             await server.serve([sock])

@@ -39,6 +39,7 @@ class ApiSettings:
     system_fingerprint: str = "fp_unknown"  # see `fingerprint`
     api_keys: tuple[str, ...] = ()  # with no key_file either, no key is needed
     key_file: KeyFile | None = None
+    gateway_key: str | None = None  # lets a gateway ask for tagged streams, see `quire.api.relayed`
     cors_origins: tuple[str, ...] = ()  # empty: those of this machine; "*": every origin
     lenient: bool = False  # accept every unknown request field
     strict_fields: bool = False  # refuse every unknown request field
@@ -99,6 +100,17 @@ class ApiState:
                 text + (f" Adapters: {loaded}." if loaded else ""), param="model", code="model_not_found"
             )
         return name
+
+    def continuable_with(self, name: str) -> str:
+        """Return a digest of all that the output of model ``name`` depends on, beside the request.
+
+        Where it is equal, another replica can continue a stream.
+        """
+        adapter, settings, model = self.adapter_of(name), self.settings, self.model
+        sources = sorted(self.frontend.chat_template.sources.items())
+        limits = (model.max_model_len, model.eos_token_ids, sorted(model.generation_defaults.items()))
+        scope = (settings.system_fingerprint, settings.tool_format, adapter and adapter.key, sources, limits)
+        return hashlib.blake2b(repr(scope).encode(), digest_size=12).hexdigest()
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
@@ -242,9 +254,10 @@ class ResponseStore:
         return len(self._items)
 
     def put(self, response_id: str, stored: Stored) -> None:
-        """Keep an answer under an id that is new."""
+        """Keep an answer under its id."""
         key = (TENANT.get(), response_id)
-        assert key not in self._items
+        before = self._items.pop(key, None)  # an answer that a gateway resumed here twice
+        self.num_bytes -= before.num_bytes if before is not None else 0
         self._items[key] = stored
         self.num_bytes += stored.num_bytes
         while self.num_bytes > self.max_bytes:

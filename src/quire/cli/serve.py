@@ -63,7 +63,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     from quire.clock import WallClock
     from quire.engine.build import EngineInfo
     from quire.engine.frontend import Frontend
-    from quire.http.listen import bind
+    from quire.http.listen import bind, tls_of
     from quire.jobs.routes import jobs_of
 
     names = _list(server_args.served_model_name)
@@ -84,6 +84,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
 
     weights = weights_report(config.model)
     note = slow_kernels(config.device, config.runner.kernels)
+    tls = tls_of(server_args.tls_cert, server_args.tls_key)
     sock = bind(server_args.host, server_args.port)
     tracer = make_tracer(server_args.otlp_traces_endpoint, clock, __version__)
     jobs = jobs_of(job_settings(server_args), lambda: is_busy(frontend), time.time)
@@ -92,9 +93,8 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     )
     admin = admin_listener(app, server_args)
     try:
-        return run(
-            app, sock=sock, drain_timeout_s=server_args.drain_timeout_s, on_ready=announce, admin=admin
-        )
+        drain_s = server_args.drain_timeout_s
+        return run(app, sock=sock, drain_timeout_s=drain_s, on_ready=announce, admin=admin, tls=tls)
     finally:
         if tracer is not None:
             tracer.close()
@@ -110,6 +110,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         system_fingerprint=fingerprint(config, __version__),
         api_keys=(args.api_key,) if args.api_key else (),
         key_file=KeyFile(Path(args.api_key_file), time.monotonic) if args.api_key_file else None,
+        gateway_key=args.gateway_key,
         cors_origins=_list(args.cors_origins),
         lenient=args.lenient,
         strict_fields=args.strict_fields,

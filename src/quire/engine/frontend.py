@@ -29,13 +29,14 @@ from quire.engine.build import EngineInfo
 from quire.engine.client import Calls, EngineClient
 from quire.engine.core import AbortRequest, Call, Message, Reply
 from quire.engine.helper_pool import GrammarChecker
+from quire.engine.in_flight import continued
 from quire.engine.output import RequestOutputState
 from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, RequestOptions, prepare_request
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Adapter, SamplingParams, TokenEvent
+from quire.request import Adapter, Request, SamplingParams, TokenEvent
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -106,6 +107,9 @@ class Frontend:
         *,
         request_id: str | None = None,
         continues: bool = False,
+        seed: int | None = None,
+        delivered: Sequence[TokenEvent] = (),
+        elapsed_s: float = 0.0,
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Start a request. A string is tokenized with what the model expects around a text (BOS).
@@ -113,6 +117,8 @@ class Frontend:
         ``pooling``: nothing is generated; the only chunk carries what is pooled from the prompt. ``continues``: the
         output continues the prompt's text, as a completion does; an answer to a chat begins a new text.
 
+        ``seed``: where ``sampling`` gives none. ``delivered``: what another server, where the request arrived
+        ``elapsed_s`` ago, has sent of the answer, which goes on behind it.
         A request that the engine rejects (queue full, can never fit) ends with its first chunk: `FinishReason.ERROR`.
 
         Raises:
@@ -121,7 +127,7 @@ class Frontend:
             EngineDeadError: the engine is gone (503).
         """
         self._check_open()
-        arrival_s = self._clock.now()
+        arrival_s = self._clock.now() - elapsed_s
         name = request_id or f"req-{secrets.token_hex(8)}"
         self._num_submitted += 1
         form = sampling.structured_outputs
@@ -138,13 +144,24 @@ class Frontend:
             self.model,
             self.tokenizer,
             arrival_s=arrival_s,
-            seed=self._new_seed(),
+            seed=self._new_seed() if seed is None else seed,
             grammar=grammar,
             **options,
         )
         self._check_open()  # tokenizing and checking the grammar may have taken a while
+        return self._open(name, request, delivered, continues=continues)
+
+    def _open(
+        self, name: str, request: Request, delivered: Sequence[TokenEvent], *, continues: bool
+    ) -> RequestStream:
+        """Send a request to the engine, and return the stream of what comes."""
+        if delivered:
+            request = continued(request, delivered, self.model.vocab_size)
         state = RequestOutputState(request, self.tokenizer, self._client.send, continues=continues)
         stream = RequestStream(name, state, lambda: self.streams.abandon(request.request_id))
+        stream.delivered = [chunk for event in delivered if (chunk := state.feed(event)) is not None]
+        if state.finished:
+            return stream
         self._client.send(request)  # may fail, so the stream is open only after it
         self.streams.add(request.request_id, stream, self._clock.now())
         return stream

@@ -45,6 +45,7 @@ class OutputChunk:
     # "capacity", "hopeless", "never_fits", "step", "internal", "dead", "deadline", "slow_reader".
     error_kind: str | None = None
     retry_after_s: float = 0.0  # with "hopeless"
+    stop_token_id: int | None = None  # the EOS or stop token that ended it: the last of token_ids
 
 
 _WITH_ERROR = (FinishReason.ERROR, FinishReason.DEADLINE)
@@ -265,4 +266,5 @@ class RequestOutputState:
             error=event.error if reason in _WITH_ERROR else None,
             error_kind=event.error_kind if reason in _WITH_ERROR else None,
             retry_after_s=event.retry_after_s,
+            stop_token_id=event.stop_token_id if used == len(event.token_ids) else None,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.metrics.log import Log
@@ -37,6 +37,8 @@ class RequestStream:
         self.seed = seed  # the request's own, or the one chosen for it
         self.output = state  # only this class changes it
         self.timers: list[asyncio.TimerHandle] = []  # of its deadline; cancelled at its end
+        self.merges = True  # whether the chunks that a reader fell behind with become one
+        self.delivered: Sequence[OutputChunk] = ()  # what the client has of it from another server
         self._abandon = abandon
         self._chunks: deque[OutputChunk] = deque()
         self._unread_bytes = 0
@@ -71,6 +73,10 @@ class RequestStream:
         self._unread_bytes = 0
         if len(self._chunks) == 1:
             return [self._chunks.popleft()]
+        if not self.merges:
+            chunks = list(self._chunks)
+            self._chunks.clear()
+            return chunks
         samples: dict[int, list[OutputChunk]] = {}
         for chunk in self._chunks:
             samples.setdefault(chunk.index, []).append(chunk)

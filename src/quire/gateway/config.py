@@ -37,6 +37,7 @@ class GatewayArgs:
     port: int = 8080
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
+    gateway_key: str | None = None
     default_model: str | None = None
     key_file: str | None = None
     redis: str | None = None

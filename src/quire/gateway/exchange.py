@@ -13,6 +13,7 @@ from quire.gateway.fleet import Backend
 from quire.gateway.headers import Pairs
 from quire.gateway.limits import Reservation
 from quire.gateway.limits import Usage as Reserved
+from quire.gateway.migrate import Continuation
 from quire.gateway.upstream import BackendFailed
 from quire.gateway.usage import Usage
 
@@ -48,6 +49,7 @@ class Exchange:
     num_frames: int = 0  # events of a stream that came
     # What `Tenants` knows of it. The ledger's id is the gateway's own: a client may send one request id twice.
     ledger_id: str = ""
+    continuation: Continuation | None = None  # with a gateway_key
     key: str = ""
     tenant: str = ""
     reserved: Reserved = field(default_factory=Reserved)
@@ -57,6 +59,18 @@ class Exchange:
     def explains(self) -> bool:
         """Whether the client asks why its request goes where it goes."""
         return any(name == b"x-quire-explain" for name, _ in self.scope["headers"])
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another replica can go on with the stream that the client has the beginning of."""
+        return self.has_begun and self.continuation is not None and self.continuation.can_move
+
+    def may_go_to(self, backend: Backend, model: str) -> bool:
+        """Whether a backend may take the next attempt: every one, until bytes went to the client."""
+        if not self.has_begun:
+            return True
+        assert self.continuation is not None
+        return backend.fingerprints.get(model) == self.continuation.fingerprint
 
     async def begin(self, status: int, headers: Pairs) -> None:
         """Send the head of the answer; from now on no other backend can answer instead."""

@@ -28,6 +28,8 @@ class Backend:
     number: int  # in the router
     breaker: Breaker
     models: frozenset[str] = frozenset()
+    # Of replicas of Quire, by model: where equal, one can continue a stream of the other.
+    fingerprints: dict[str, str] = field(default_factory=dict)
     is_ready: bool = False  # by the last polls
     was_ready: bool = False  # at any time before
     is_draining: bool = False  # by an operator
@@ -98,6 +100,16 @@ class Fleet:
         for each in self._backends.values():
             for model in sorted(each.models):
                 self._by_model.setdefault(model, []).append(each)
+
+    def fingerprinted(self, backend: Backend, fingerprints: dict[str, str]) -> None:
+        """``backend`` says what its streams depend on: weights, quantization, template, by model."""
+        if backend.fingerprints == fingerprints:
+            return
+        backend.fingerprints = fingerprints
+        for model, own in fingerprints.items():
+            others = [b.name for b in self.serving(model) if b.fingerprints.get(model, own) != own]
+            if others:
+                log.warning("fingerprints_differ", model=model, backend=backend.name, others=",".join(others))
 
     def set_ready(self, backend: Backend, ready: bool, why: str, now: float) -> None:
         """A poll, or a refused connection, says whether the backend takes requests."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import Scope
 
+from quire.gateway.migrate import TAGGED
 from quire.http.body import header
 
 Pairs = list[tuple[bytes, bytes]]
@@ -20,7 +21,7 @@ _REPLACED = frozenset(
 _KEYS = frozenset((b"authorization", b"x-api-key"))
 _OWN_PREFIX = b"x-quire-"
 # Of an answer: what the gateway's own server writes.
-_WRITTEN_ANEW = frozenset((b"content-length", b"date", b"server", b"x-request-id"))
+_WRITTEN_ANEW = frozenset((b"content-length", b"date", b"server", b"x-request-id", TAGGED))
 
 
 def to_backend(

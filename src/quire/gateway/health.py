@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,7 @@ _LIST_EVERY = 10  # polls
 
 class _Card(msgspec.Struct):
     id: str
+    fingerprint: Any = None  # of replicas of Quire
 
 
 class _Models(msgspec.Struct):
@@ -75,8 +77,14 @@ class Poller:
         """Return why the backend takes no requests; an empty text: it does. ``lists``: ask for its models, too."""
         try:
             path = await self._probe(backend)
-            if lists and not backend.args.models:
-                self._fleet.serves(backend, await self._models(backend))
+            if lists and (not backend.args.models or backend.source == "registered"):
+                cards = await self._models(backend)
+                if not backend.args.models:
+                    self._fleet.serves(backend, [card.id for card in cards])
+                self._fleet.fingerprinted(
+                    backend,
+                    {card.id: card.fingerprint for card in cards if isinstance(card.fingerprint, str)},
+                )
             if not backend.models:
                 return "it serves no model"
         except BackendFailed as error:
@@ -95,10 +103,10 @@ class Poller:
             backend.probe += len(paths) > 1 and backend.probe < len(paths) - 1
         return ""
 
-    async def _models(self, backend: Backend) -> list[str]:
+    async def _models(self, backend: Backend) -> list[_Card]:
         answer = await self._get(backend, "/v1/models")
         try:
-            return [card.id for card in msgspec.json.decode(answer.body, type=_Models).data]
+            return msgspec.json.decode(answer.body, type=_Models).data
         except (msgspec.DecodeError, UnicodeError) as error:
             raise BackendFailed("garbage", f"/v1/models is not a list of models: {error}.") from error
 

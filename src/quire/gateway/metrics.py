@@ -27,6 +27,7 @@ class GatewayMetrics:
         self.requests: Counter[tuple[str, str, str]] = Counter()  # (path, status, outcome)
         self.answers: Counter[tuple[str, str]] = Counter()  # (backend, status)
         self.failures: Counter[tuple[str, str]] = Counter()  # (backend, kind of failure)
+        self.migrations: Counter[tuple[str]] = Counter()  # (backend that went on,)
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # (backend, model, prompt | cached | output)
         self._ttft: dict[str, Histogram] = defaultdict(lambda: Histogram(_SECONDS))
         self._total: dict[str, Histogram] = defaultdict(lambda: Histogram(_SECONDS))
@@ -60,6 +61,8 @@ class GatewayMetrics:
                        ("backend", "envoy_response_code"), self.answers)  # fmt: skip
         yield _counter("quire:gateway_attempt_failures", "Failed attempts by backend and kind.",
                        ("backend", "kind"), self.failures)  # fmt: skip
+        yield _counter("quire:gateway_migrations", "Streams that a backend continued for another one.",
+                       ("backend",), self.migrations)  # fmt: skip
         yield _counter("quire:gateway_tokens", "Tokens by backend, model and kind, as answers say.",
                        ("backend", "model", "kind"), self.tokens)  # fmt: skip
         retries = {(): self._budget.num_taken}

@@ -111,10 +111,14 @@ class Placing:
         A fallback that is not for saturation is skipped while the backends before it are well and only have no room.
         """
         is_full = exchange.failure is not None and exchange.failure.tells_of_load
-        for target in exchange.targets:
+        targets = exchange.targets
+        if exchange.has_begun and exchange.target is not None:
+            targets = [exchange.target]
+        for target in targets:
             if target.is_fallback and is_full and not target.when_saturated:
                 continue
-            candidates = self._fleet.candidates(target.model, now, exchange.tried)
+            ready = self._fleet.candidates(target.model, now, exchange.tried)
+            candidates = [b for b in ready if exchange.may_go_to(b, target.model)]
             if candidates:
                 return target, candidates
             is_full |= any(

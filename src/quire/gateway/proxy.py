@@ -1,8 +1,9 @@
 """`Proxy`: the walk of one request through the gateway.
 
     read → targets → place → attempt ─ first whole frame or whole answer → relay → end
-                       ▲        │
-                       └─ retry ┘   while no byte went to the client, within the retry budget
+                       ▲        │                                            │
+                       ├─ retry ┘   while no byte went to the client         │
+                       └─ migrate: another replica continues the stream ─────┘
 
 A stream is relayed in whole frames. Each `send` waits until the client takes the bytes, and the backend's connection
 is not read meanwhile, so the slowest side sets the pace. A client that leaves cancels the walk, which closes the
@@ -23,6 +24,7 @@ from quire.gateway.asked import Asked, read_asked
 from quire.gateway.exchange import Exchange
 from quire.gateway.frames import Frames, error_frame, without_usage
 from quire.gateway.headers import to_backend, to_client
+from quire.gateway.migrate import TAGGED, Groups, StreamMoves
 from quire.gateway.placing import Placed
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, closing, failures, read_whole
@@ -33,6 +35,7 @@ from quire.metrics.log import Log
 
 log = Log("gateway")
 RETRIED_STATUS = frozenset((429, 500, 502, 503))
+_LOOK_AGAIN_S = 0.05  # while a stream waits for a replica that can continue it
 RESPONSES = "/v1/responses"
 LEFT = 499  # nginx's number for a client that disconnected; it is only counted
 
@@ -56,6 +59,7 @@ class Proxy:
                     busy("The gateway is draining: send the request to another one.", "draining", 1)
                 )
             exchange.asked = await read_asked(scope, receive, state.config.server.max_body_mib << 20)
+            exchange.continuation = state.new_continuation()
             exchange.targets = state.catalog.targets(exchange.asked.model)
             model = exchange.targets[0].model
             await state.tenants.reserve(exchange, model, state.placing.num_tokens(exchange.asked, model))
@@ -77,7 +81,7 @@ class Proxy:
         """Try backends until one has answered, or no more may be tried."""
         retries = self._state.config.retries
         self._state.budget.earn()
-        while (placed := self._state.placing.place(exchange)) is not None:
+        while (placed := await self._place(exchange)) is not None:
             exchange.num_attempts += 1
             exchange.backend, exchange.target = placed.backend, placed.target
             try:
@@ -87,11 +91,45 @@ class Proxy:
                 exchange.failure = error
                 exchange.tried.add(placed.backend.name)
                 self._state.count_failure(placed, error)
-                if exchange.has_begun or exchange.num_attempts >= retries.attempts:
-                    raise
-                if not self._state.budget.take():
+                if exchange.has_begun:
+                    if not self._migrates(exchange, error):
+                        raise
+                elif exchange.num_attempts >= retries.attempts or not self._state.budget.take():
                     raise
         raise exchange.failure or _none_left(exchange)
+
+    async def _place(self, exchange: Exchange) -> Placed | None:
+        """Choose a backend. A stream that has begun waits for one, as long as for a first token."""
+        placed = self._state.placing.place(exchange)
+        if placed is None and exchange.can_move:
+            limit_s = self._state.now() + self._timeouts.first_token_s
+            while placed is None and self._state.now() < limit_s:
+                await asyncio.sleep(_LOOK_AGAIN_S)
+                exchange.tried.clear()
+                placed = self._state.placing.place(exchange)
+        return placed
+
+    def _migrates(self, exchange: Exchange, error: BackendFailed) -> bool:
+        """Whether a stream that broke is tried elsewhere.
+
+        The death of a replica is not charged to the retry budget, since all its streams break at once; what a live one
+        answers is. `attempts` limits how many replicas may die or fail in a row without the stream moving on.
+        """
+        continuation, backend = exchange.continuation, exchange.backend
+        total_s = self._timeouts.stream_total_s
+        late = total_s is not None and self._state.now() - exchange.arrival_s >= total_s
+        if continuation is None or backend is None or late or not exchange.can_move:
+            return False
+        if continuation.has_moved():
+            continuation.num_in_vain = 0
+            exchange.tried = {backend.name}
+            return True
+        if error.kind == "connect":
+            return True
+        continuation.num_in_vain += 1
+        if continuation.num_in_vain >= self._state.config.retries.attempts:
+            return False
+        return error.kind == "broken" or self._state.budget.take()
 
     async def _attempt(self, exchange: Exchange, placed: Placed) -> None:
         """Send the request to one backend and relay its answer.
@@ -108,6 +146,13 @@ class Proxy:
             pass_keys=not state.config.server.checks_keys,
         )
         body = asked.body_for(placed.target.model, adds_usage=self._adds_usage(asked))
+        continuation, key = exchange.continuation, state.key_of(backend)
+        if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
+            headers += continuation.headers(key, resumes=exchange.has_begun)
+        if continuation is not None and exchange.has_begun:
+            body = continuation.body(body, state.now() - exchange.arrival_s)
+        elif continuation is not None:
+            continuation.restart()
         timeouts = self._timeouts
         limit_s = timeouts.first_token_s if asked.streams else timeouts.total_s
         is_good: bool | None = None
@@ -137,7 +182,7 @@ class Proxy:
             await self._relay_stream(exchange, placed, response, deadline)
             return
         whole = await read_whole(response, self._state.config.server.max_answer_mib << 20)
-        if whole.status in RETRIED_STATUS:
+        if whole.status in RETRIED_STATUS or exchange.has_begun:
             raise BackendFailed("status", f"The backend answered {whole.status}.", whole)
         if whole.status == 200 and "json" in kind and not exchange.usage.read(whole.body):
             raise BackendFailed("garbage", "The backend's answer says that it is JSON, and is not.")
@@ -153,33 +198,40 @@ class Proxy:
         self, exchange: Exchange, placed: Placed, response: ClientResponse, deadline: asyncio.Timeout
     ) -> None:
         """Relay server-sent events from the first whole frame on."""
-        now, timeouts, frames = self._state.now, self._timeouts, Frames()
+        now, timeouts, frames = self._state.now, self._timeouts, _frames_of(exchange, response)
         loop_s = asyncio.get_running_loop().time() - now()  # the loop's clock may have another origin
         total_s = timeouts.stream_total_s
         end_s = exchange.arrival_s + total_s if total_s is not None else float("inf")
         assert exchange.asked is not None
-        hides_usage = self._adds_usage(exchange.asked)
+        hides_usage, is_first = self._adds_usage(exchange.asked), True
         try:
             async for piece in response.content.iter_any():
                 whole = frames.feed(piece)
                 if not whole:
                     continue
                 exchange.usage.read_frames(whole)
-                if exchange.first_s is None:
-                    exchange.first_s = now()
+                if is_first:
+                    is_first = False
                     self._own(exchange, placed)
                     self._state.placing.started(placed)
+                    if exchange.has_begun:
+                        self._state.metrics.migrations[(placed.backend.name,)] += 1
+                if exchange.first_s is None:
+                    exchange.first_s = now()
                     await exchange.begin(response.status, to_client(response.raw_headers))
                 exchange.num_frames += whole.count(b"\n\n")
                 if hides_usage:
                     whole = without_usage(whole)
                 await exchange.write(whole)
                 deadline.reschedule(min(now() + timeouts.idle_s, end_s) + loop_s)
+            if is_first:
+                raise BackendFailed("garbage", "The backend's stream ended without an event.")
+            rest = frames.end()
         except ValueError as error:
             raise BackendFailed("garbage", f"The backend's stream is not one of events: {error}.") from error
-        if exchange.first_s is None:
-            raise BackendFailed("garbage", "The backend's stream ended without an event.")
-        await exchange.end(frames.end())
+        except StreamMoves:
+            raise BackendFailed("broken", "The backend gave the stream up.") from None
+        await exchange.end(rest)
 
     def _adds_usage(self, asked: Asked) -> bool:
         """Whether the gateway asks for the usage of a stream, and the client did not."""
@@ -202,6 +254,17 @@ class Proxy:
         exchange.outcome = "refused" if refusal.status < 500 else "failed"
         headers = [(b"content-type", b"application/json"), *refusal.headers]
         await exchange.answer(refusal.status, headers, refusal.body(self._path))
+
+
+def _frames_of(exchange: Exchange, response: ClientResponse) -> Frames | Groups:
+    """Return what cuts a stream into whole frames, by whether it is tagged."""
+    fingerprint, continuation = response.headers.get(TAGGED.decode()), exchange.continuation
+    if continuation is None or fingerprint is None:
+        if exchange.has_begun:
+            raise BackendFailed("garbage", "The backend does not continue the stream.")
+        return Frames()
+    continuation.fingerprint = fingerprint
+    return Groups(continuation)
 
 
 @asynccontextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -11,9 +13,10 @@ from quire.gateway.catalog import Catalog
 from quire.gateway.config import GatewayConfig
 from quire.gateway.discovery import Discovery
 from quire.gateway.exchange import Exchange
-from quire.gateway.fleet import Fleet
+from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.health import Poller
 from quire.gateway.metrics import GatewayMetrics
+from quire.gateway.migrate import SEED_BITS, Continuation
 from quire.gateway.placing import Owners, Placed, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.retries import RetryBudget
@@ -45,6 +48,7 @@ class GatewayState:
     new_id: Callable[[], str] = field(default_factory=id_source)
     is_draining: bool = False
     num_open: int = 0
+    unix_time: Callable[[], float] = time.time
     _upstream: Upstream | None = None
     _ageing: asyncio.Task[None] | None = None
     _tenants: Tenants | None = None
@@ -88,6 +92,18 @@ class GatewayState:
         if error.kind == "connect":
             self.fleet.set_ready(backend, False, str(error), self.now())
         log.debug("attempt_failed", backend=backend.name, kind=error.kind, error=str(error))
+
+    def key_of(self, backend: Backend) -> str | None:
+        """Return the key by which a replica of Quire knows its gateway."""
+        server = self.config.server
+        is_registered = backend.source == "registered"
+        return server.gateway_key or (server.admin_key if is_registered else None)
+
+    def new_continuation(self) -> Continuation | None:
+        """Return what a new answer begins with; None without a key that replicas know: no stream is continued then."""
+        if self.config.server.gateway_key is None and self.config.server.admin_key is None:
+            return None
+        return Continuation(self.new_id(), int(self.unix_time()), secrets.randbits(SEED_BITS))
 
     async def settle(self, exchange: Exchange) -> None:
         """A request has ended: count it, learn from its usage, and log it."""

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from quire.http.connections import ConnectionWatch, Patience, WatchedProtocol
 from quire.http.front_link import Ask, FrontLink
+from quire.http.listen import Tls
 
 UVICORN: dict[str, Any] = {
     "http": WatchedProtocol,
@@ -40,10 +41,12 @@ class DrainingServer(uvicorn.Server):
         on_cut: Callable[[str], None] = lambda reason: None,
         patience: Patience | None = None,
         ask: Ask | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """``on_cut``: as of `ConnectionWatch`, which looks after the connections with ``patience``.
 
-        ``ask`` returns the answers to probes, which a process of its own then gives (`quire.http.front`).
+        ``ask`` returns the answers to probes, which a process of its own then gives (`quire.http.front`); that one
+        reads no TLS, so with ``tls`` this process gives them itself.
         """
         super().__init__(
             uvicorn.Config(
@@ -53,6 +56,8 @@ class DrainingServer(uvicorn.Server):
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+                ssl_certfile=tls.cert if tls is not None else None,
+                ssl_keyfile=tls.key if tls is not None else None,
             )
         )
         self._drain_first = drain
@@ -60,7 +65,7 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
         self._num_signals = 0
-        self._ask = ask
+        self._ask = ask if tls is None else None
         self._front: FrontLink | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

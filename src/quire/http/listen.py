@@ -6,7 +6,9 @@ import ipaddress
 import os
 import resource
 import socket
+import ssl
 import stat
+from dataclasses import dataclass
 
 from quire.errors import ConfigError
 
@@ -56,11 +58,38 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Certificate chain and private key, as paths of PEM files."""
+
+    cert: str
+    key: str
+
+
+def tls_of(cert: str | None, key: str | None) -> Tls | None:
+    """Return the TLS settings of ``--tls-cert`` and ``--tls-key``; None without both.
+
+    Raises:
+        ConfigError: one is missing, or they cannot be loaded.
+    """
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        raise ConfigError("TLS needs both --tls-cert and --tls-key (PEM files).", param="tls_cert")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--tls-cert {cert} and --tls-key {key} cannot be used: {error}.", param="tls_cert"
+        ) from None
+    return Tls(cert, key)
+
+
+def url_of(sock: socket.socket, *, secure: bool = False) -> str:
     """Return ``http://host:port`` as a client on this machine would type it."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}"
+    return f"{'https' if secure else 'http'}://{host}:{port}"
 
 
 def bind_admin(

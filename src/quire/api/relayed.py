@@ -1,0 +1,168 @@
+"""`Relayed`: what a gateway sends with a request, so that another replica can continue the answer where this one died.
+
+    x-quire-gateway-key   the key of --gateway-key; without it the other two headers have no effect
+    x-quire-answer        "<32 hexadecimal digits> <created> <seed>": the answer's id, its time, the seed of a request
+                          that gives none
+    x-quire-resume        "1": the body is {"request": the client's, "fingerprint": of the first replica, "elapsed_s":
+                          since it got the request, "delivered": [`Delivered`, …]}
+
+The stream of such an answer is tagged (``x-quire-tagged`` has this replica's fingerprint): each group of events follows
+a line ``:N TAG``, where N is the group's length in bytes and TAG is what of the output it covers: a `Delivered`, 0 for
+the end of the stream, or the status of the error that ends it. A group may be empty: its text is held back.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Scope
+
+from quire.engine.output import OutputChunk
+from quire.errors import RequestError, clip
+from quire.http.body import header
+from quire.request import FinishReason, TokenEvent, TokenLogprobs
+
+MAX_DELIVERED_BYTES = 4 << 20  # of the resume form, beside the client's body
+_FLOOR = -9999.0  # JSON has no -Infinity; an answer shows this number as well
+_SEED_MASK = (1 << 53) - 1
+_encode = msgspec.json.Encoder().encode
+
+
+class Delivered(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk of one choice, as far as it is needed to bring parsers and counts to where they were after it."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    cached_tokens: int  # of all prompts of the request so far
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class _Resumption(msgspec.Struct):
+    request: Any
+    delivered: list[Delivered]
+    fingerprint: str
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """An answer that a gateway relays. ``delivered``: what its client has of it, in order; empty at first."""
+
+    answer_id: str
+    created: int  # seconds since 1970
+    seed: int
+    delivered: Sequence[Delivered] = ()
+    fingerprint: str | None = None  # of the replica that began the answer; None where this one does
+    elapsed_s: float = 0.0  # since it arrived at its first replica
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.fingerprint is not None
+
+    def check_fingerprint(self, own: str) -> None:
+        """Raises `RequestError` where the tokens of this server may differ from those that were delivered."""
+        if self.fingerprint not in (None, own):
+            raise RequestError(
+                f"The stream began with the fingerprint {clip(self.fingerprint)}, and this server has {own!r}.",
+                code="fingerprint_differs",
+            )
+
+    @property
+    def cached_tokens(self) -> int:
+        return max((each.cached_tokens for each in self.delivered), default=0)
+
+    def of_prompt(self, prompt: int, n: int) -> dict[str, Any]:
+        """Return what `Frontend.submit` gets of it for one prompt of the request."""
+        first = prompt * n
+        events = [
+            TokenEvent("", each.choice - first, each.token_ids, each.logprobs, each.finish_reason, each.stop_token_id)
+            for each in self.delivered
+            if first <= each.choice < first + n
+        ]  # fmt: skip
+        return {
+            "seed": (self.seed + prompt) & _SEED_MASK,
+            "delivered": events,
+            "elapsed_s": self.elapsed_s,
+        }
+
+
+# Of the request that a task serves; None if it does not come from a gateway with the key.
+RELAYED: ContextVar[Relayed | None] = ContextVar("quire.relayed", default=None)
+
+
+def has_gateway_key(scope: Scope, key: str | None) -> bool:
+    """Whether the request carries the gateway's key; the comparison takes constant time."""
+    given = header(scope, b"x-quire-gateway-key")
+    return key is not None and given is not None and hmac.compare_digest(given, key.encode())
+
+
+def resumes(scope: Scope, key: str | None) -> bool:
+    """Whether the body is a resume form. Its request has its place: a full queue does not refuse it."""
+    return header(scope, b"x-quire-resume") is not None and has_gateway_key(scope, key)
+
+
+def enter(scope: Scope, body: Any, key: str | None) -> Any:
+    """Set `RELAYED` for this task, and return the client's body.
+
+    Raises:
+        RequestError: the gateway's headers or its resume form are wrong.
+    """
+    RELAYED.set(None)
+    given = header(scope, b"x-quire-answer")
+    if given is None or not has_gateway_key(scope, key):
+        return body
+    answer_id, created, seed = _answer(given.decode("latin-1"))
+    if not resumes(scope, key):
+        RELAYED.set(Relayed(answer_id, created, seed))
+        return body
+    try:
+        form = msgspec.convert(body, _Resumption)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"The resume form is wrong: {error}.", code="invalid_resume_form") from None
+    RELAYED.set(Relayed(answer_id, created, seed, form.delivered, form.fingerprint, max(0.0, form.elapsed_s)))
+    return form.request
+
+
+def _answer(text: str) -> tuple[str, int, int]:
+    try:
+        answer_id, created, seed = text.split(" ")
+        int(answer_id, 16)
+        if len(answer_id) == 32 and int(created) >= 0 and 0 <= int(seed) <= _SEED_MASK:
+            return answer_id, int(created), int(seed)
+    except ValueError:
+        pass
+    raise RequestError(
+        f"x-quire-answer = {clip(text)} is not allowed: it must be '<32 hexadecimal digits> <created> <seed>'."
+    )
+
+
+class Tags:
+    """Writes the groups of a stream with their tags."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self.headers = ((b"x-quire-tagged", fingerprint.encode()),)
+
+    def chunk(self, choice: int, chunk: OutputChunk, cached_tokens: int, events: bytes) -> bytes:
+        logprobs = chunk.logprobs
+        if logprobs is not None:
+            logprobs = tuple(_finite(entry) for entry in logprobs)
+        tag = Delivered(
+            choice, chunk.token_ids, cached_tokens, chunk.finish_reason, chunk.stop_token_id, logprobs
+        )
+        return b":%d %b\n%b" % (len(events), _encode(tag), events)
+
+    def end(self, status: int, events: bytes) -> bytes:
+        """``status``: of the error that ends the stream, or 0."""
+        return b":%d %d\n%b" % (len(events), status, events)
+
+
+def _finite(entry: TokenLogprobs) -> TokenLogprobs:
+    tops = tuple(max(each, _FLOOR) for each in entry.top_logprobs)
+    return entry._replace(logprob=max(entry.logprob, _FLOOR), top_logprobs=tops)

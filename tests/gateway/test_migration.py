@@ -1,0 +1,194 @@
+"""Real replicas die by kill -9 under open streams; each client sees one stream, equal to the undisturbed one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.e2e.live import ROOT
+from tests.gateway.asks import _IDS, asks, by_choice, without_ids
+from tests.gateway.live import Live, gateway_of
+from tests.gateway.services import free_port
+from tests.gateway.test_resume import KEY, groups
+
+from quire.errors import ModelLoadError
+from quire.gateway.migrate import Continuation
+from quire.gateway.state import GatewayState
+from quire.models.hub import quill_path
+
+START_S = 120.0
+SEED = 11
+
+
+@dataclass
+class Replica:
+    """``quire serve quill`` with all its processes in one group."""
+
+    log: Path
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "quire.cli", "serve", "quill", "--port", str(self.port)]
+        command += ["--threads", "1", "--gateway-key", KEY, "--tool-format", "hermes"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
+            )
+
+    def kill(self) -> None:
+        """Kill the API process, the engine and the helpers at once."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@asynccontextmanager
+async def served(folder: Path, num: int, **settings: Any) -> AsyncGenerator[tuple[Live, list[Replica]], None]:
+    """Run ``num`` replicas behind a gateway."""
+    try:
+        quill_path("quill")
+    except ModelLoadError as error:
+        pytest.skip(str(error))
+    replicas = [Replica(folder / f"log{i}") for i in range(num)]
+    config = {
+        "backends": [{"name": f"r{i}", "url": each.url} for i, each in enumerate(replicas)],
+        "health": {"interval_s": 0.2, "slow_start_s": 0.0},
+        "routing": {"policy": "round-robin"},
+        "timeouts": {"first_token_s": START_S},
+        "gateway_key": KEY,
+        **settings,
+    }
+    try:
+        for each in replicas:
+            each.start()
+        async with gateway_of(config, ready=False) as live:
+            await until_ready(live, num)
+            yield live, replicas
+    finally:
+        for each in replicas:
+            each.kill()
+
+
+async def until_ready(live: Live, num: int) -> None:
+    async with asyncio.timeout(START_S):
+        while sum(b.is_ready for b in live.state.fleet) < num:
+            await asyncio.sleep(0.02)
+
+
+async def direct(session: aiohttp.ClientSession, url: str, path: str, body: Any, of: Continuation) -> bytes:
+    """Return the stream that a replica writes without interruption."""
+    headers = dict(of.headers(KEY, resumes=False))
+    async with session.post(url + path, json=body, headers=headers) as response:
+        assert response.status == 200, await response.read()
+        return b"".join(events for _, events in groups(await response.read()))
+
+
+def test_streams_survive_kill_nine_frame_for_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Continuation] = {}
+    make = GatewayState.new_continuation
+
+    def remembered(self: GatewayState) -> Continuation | None:
+        continuation = make(self)
+        assert continuation is not None
+        made[continuation.answer_id] = continuation
+        return continuation
+
+    monkeypatch.setattr(GatewayState, "new_continuation", remembered)
+
+    async def main() -> None:
+        wanted = asks(40)
+        async with served(tmp_path, 2) as (live, replicas):
+            num_frames = 0
+
+            async def ask(path: str, body: Any) -> bytes:
+                nonlocal num_frames
+                pieces = []
+                async with live.session.post(live.url + path, json=body) as response:
+                    assert response.status == 200, await response.read()
+                    async for piece in response.content.iter_any():
+                        num_frames += piece.count(b"\n\n")
+                        pieces.append(piece)
+                return b"".join(pieces)
+
+            tasks = [asyncio.create_task(ask(*each)) for each in wanted]
+            await live.until(lambda: num_frames > 100)
+            replicas[0].kill()
+            streams = await asyncio.gather(*tasks)
+            assert sum(live.state.metrics.migrations.values()) >= 3
+            for (path, body), stream in zip(wanted, streams, strict=True):
+                found = _IDS.search(stream)
+                assert found is not None
+                whole = await direct(live.session, replicas[1].url, path, body, made[found[2].decode()])
+                assert by_choice(stream) == by_choice(whole), (path, body)
+
+    asyncio.run(asyncio.wait_for(main(), 240))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_hundred_kills_under_64_streams(tmp_path: Path) -> None:
+    """``QUIRE_KILLS``: how many."""
+    num_kills, random = int(os.environ.get("QUIRE_KILLS", "200")), Random(1)
+    counts: Counter[str] = Counter()
+
+    async def main() -> None:
+        wanted = [(path, {**body, "seed": SEED}) for path, body in asks(160)]
+        patient = {"attempts": 50, "budget": 1.0, "reserve": 10_000}  # kills come faster than streams begin
+        async with served(tmp_path, 3, retries=patient) as (live, replicas):
+            expected = []
+            for number, (path, body) in enumerate(wanted):
+                of = Continuation(f"{number:032x}", 1700000000, 0)
+                whole = await direct(live.session, replicas[0].url, path, body, of)
+                expected.append(by_choice(without_ids(whole)))
+
+            async def stream_on(number: int) -> None:
+                while counts["kills"] < num_kills:
+                    chosen = number % len(wanted)
+                    number += 1
+                    path, body = wanted[chosen]
+                    async with live.session.post(live.url + path, json=body) as response:
+                        stream = await response.read()
+                    counts["streams"] += 1
+                    if by_choice(without_ids(stream)) != expected[chosen]:
+                        counts["different"] += 1
+                        (tmp_path / f"different{counts['different']}").write_bytes(stream)
+
+            streams = [asyncio.create_task(stream_on(i)) for i in range(64)]
+            while counts["kills"] < num_kills:
+                await until_ready(live, 2)
+                await asyncio.sleep(random.uniform(0.05, 0.8))
+                ready = [b.number for b in live.state.fleet if b.is_ready]
+                if len(ready) >= 2:
+                    victim = replicas[random.choice(ready)]
+                    victim.kill()
+                    counts["kills"] += 1
+                    victim.start()
+                    await asyncio.sleep(0.3)  # the gateway has noticed
+            await asyncio.gather(*streams)
+            counts["migrations"] = sum(live.state.metrics.migrations.values())
+            broken = {k: n for k, n in live.state.metrics.requests.items() if k[2] != "ok"}
+            print(dict(counts), broken)
+            assert counts["different"] == 0, dict(counts)
+            assert not broken
+            assert counts["migrations"] >= num_kills
+
+    asyncio.run(asyncio.wait_for(main(), 3500))
