@@ -68,8 +68,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "draft-kv-not-forgotten",
         "a block keeps the draft model's K and V of what it held before",
         "src/quire/runner/draft_model.py",
-        "            self.filled[block_ids] = self._written[block_ids] = 0\n",
-        "            pass\n",
+        "        self.filled[block_ids] = self._written[block_ids] = 0\n",
+        "        pass\n",
         EXACT,
     ),
     Mutant(

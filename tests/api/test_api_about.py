@@ -70,3 +70,5 @@ def test_pages_of_this_machine_may_call_by_default(origin: str, allowed: bool) -
     assert (response.headers.get("access-control-allow-origin") == origin) is allowed
     asked = Api(cors_origins=("http://good",)).call("GET", "/v1/models", headers={"origin": origin})
     assert "access-control-allow-origin" not in asked.headers
+    none = Api(cors_origins=("none",)).call("GET", "/v1/models", headers={"origin": origin})
+    assert "access-control-allow-origin" not in none.headers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from tests.api.asgi_client import Api, error_of
 from tests.api.fake_frontend import FakeFrontend
 
-from quire.http.ignored import edits
+from quire.api.protocol import ChatRequest
+from quire.http.ignored import Ignored, edits
+from quire.http.wire import sift, table_of
 
 REQUESTS = json.loads((Path(__file__).parent / "requests.json").read_text())
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -181,6 +184,15 @@ def test_many_ignored_fields_make_a_short_header() -> None:
     header = listed(Api().chat(**{f"colour{i:03}": "é" for i in range(200)}, **{"ä\r\nx": 1}))
     assert header.endswith("and 181 more")
     assert len(header) < 400
+
+
+def test_a_body_of_many_unknown_names_is_judged_quickly() -> None:
+    names = {f"top_log{a}{b}{c}": 1 for a in "abcdefghij" for b in "probsx" for c in range(800)}
+    ignored = Ignored()
+    start = time.process_time()
+    sift(names, table_of(ChatRequest), ignored=ignored)
+    assert time.process_time() - start < 2.0
+    assert len(ignored) == 1000
 
 
 def test_edits_are_counted_with_swaps() -> None:

@@ -124,7 +124,7 @@ def test_large_body_is_parsed_in_the_helper_and_served() -> None:
     assert [len(s.prompt) for s in api.frontend.submitted[-2:]] == [30_000, 2]
     error = error_of(api.post("/v1/completions", {"prompt": [*ids, "x"]}), 400)
     assert error["param"] == "prompt[30000]"
-    error = error_of(api.post("/v1/completions", {"prompt": [*ids, -1], "unknown": 1}), 400)
+    error = error_of(api.post("/v1/completions", {"prompt": [*ids, -1], "temprature": 1}), 400)
     assert error["code"] == "unknown_parameter"
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 MIN_CHARS = 5  # of an unknown name that may be a misspelled one
 MAX_EDITS = 2
 MAX_NAMES = 20  # in the header
+MAX_KEPT = 1000  # paths of one request; the cost of the others is a dictionary lookup
 
 Judged = Literal["all", "misspelled", "none"]
 _INDEX = re.compile(r"\[\d+\]")
@@ -24,6 +25,11 @@ class Ignored(list[str]):
     def __init__(self, refused: Judged = "misspelled") -> None:
         super().__init__()
         self.refused: Judged = refused
+
+    def append(self, path: str) -> None:
+        """Keep ``path``, up to a limit."""
+        if len(self) < MAX_KEPT:
+            super().append(path)
 
     @classmethod
     def of(cls, *, lenient: bool, strict: bool) -> Ignored:
@@ -45,7 +51,14 @@ def misspelled(name: str, used: Iterable[str]) -> str | None:
     """Return the used name that ``name`` is one or two edits away from, the nearest one; else None."""
     if not MIN_CHARS <= len(name) <= 64:
         return None
-    near = [(edits(name, other), other) for other in used if abs(len(name) - len(other)) <= MAX_EDITS]
+    letters = set(name)
+    near = [
+        (edits(name, other), other)
+        for other in used
+        # An edit changes the length by one at most, and the set of letters by two.
+        if abs(len(name) - len(other)) <= MAX_EDITS
+        and len(letters.symmetric_difference(other)) <= 2 * MAX_EDITS
+    ]
     num_edits, other = min(near, default=(MAX_EDITS + 1, ""))
     return other if num_edits <= MAX_EDITS else None
 

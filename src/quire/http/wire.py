@@ -21,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 from quire.errors import RequestError, clip, nearest
 from quire.http.ignored import Ignored, misspelled
 
+MAX_JUDGED = 100  # unknown names of a request that are compared with those of used fields
 MAX_PARAM_CHARS = 200  # of an unknown field's name in an error
 # msgpack and the engine hold integers of 64 bits.
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -168,7 +169,8 @@ def sift(
 
 def _accepts(ignored: list[str], name: str, table: Table, in_history: bool) -> bool:
     refused = ignored.refused if isinstance(ignored, Ignored) else "none"
-    if refused == "misspelled" and not in_history:
+    # A body of very many unknown names is no misspelling, and its cost is bounded.
+    if refused == "misspelled" and not in_history and len(ignored) < MAX_JUDGED:
         return misspelled(name, [n for n, rule in table.items() if rule.use is Use.USED]) is None
     return refused != "all"
 
