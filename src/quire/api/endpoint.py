@@ -134,7 +134,8 @@ class GenerateEndpoint(PostEndpoint):
         body = enter(scope, body, self._state.settings.gateway_key)
         job = await self._prepare(self._state, body, ignored)
         if job.relayed is not None:
-            job.relayed.check_fingerprint(self._state.continuable_with(job.answer.head.model))
+            own = self._state.continuable_with(job.answer.head.model)
+            job.relayed.check(own, len(job.prompts) * job.sampling.n)
         adopt_request_id(scope, job.client_request_id)
         if scope.get(PRIORITY_KEY) is not None:
             job = replace(job, priority=scope[PRIORITY_KEY])

@@ -66,8 +66,17 @@ class Relayed:
     def is_resumed(self) -> bool:
         return self.fingerprint is not None
 
-    def check_fingerprint(self, own: str) -> None:
-        """Raises `RequestError` where the tokens of this server may differ from those that were delivered."""
+    def check(self, own: str, num_choices: int) -> None:
+        """Check that this server's answer, whose fingerprint is ``own``, can go on behind what was delivered.
+
+        Raises:
+            RequestError: its tokens may differ, or there is no such choice.
+        """
+        for each in self.delivered:
+            if not 0 <= each.choice < num_choices:
+                raise RequestError(
+                    f"delivered has choice {each.choice}, of {num_choices}.", param="delivered"
+                )
         if self.fingerprint not in (None, own):
             raise RequestError(
                 f"The stream began with the fingerprint {clip(self.fingerprint)}, and this server has {own!r}.",
