@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.resolve import resolve
 from quire.weight_format import WeightFormat
 
-H200 = GpuInfo("NVIDIA H200", (9, 0), 12_080, 141 << 30, 140 << 30, 132)
+H200 = GpuInfo("NVIDIA H200", (9, 0), 12_080, 141 << 30, 140 << 30)
 
 
 class Library:
@@ -44,7 +44,7 @@ class Library:
         return 0
 
     def cuDeviceGetAttribute(self, out: Any, number: int, device: Any) -> int:
-        out._obj.value = {16: 132, 75: 9, 76: 0}[number]
+        out._obj.value = {75: 9, 76: 0}[number]
         return 0
 
     def cuDriverGetVersion(self, out: Any) -> int:

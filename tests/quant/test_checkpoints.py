@@ -16,7 +16,7 @@ from tests.quant.checkpoints import Made, Written, awq_config, ct_config, gptq_c
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.checkpoint import describe
-from quire.models.loader import iter_weights, load_weights
+from quire.models.loader import iter_weights
 from quire.quant.stored import StoredMatrix
 from quire.weight_format import WeightFormat
 
@@ -75,8 +75,8 @@ def test_weights_equal_the_plain_model(name: str, tmp_path: Path) -> None:
     made = make(tmp_path, write, config)
     plain, found = describe(made.plain), describe(made.quantized)
     assert found.dtype == "float16"
-    expected = load_weights(model_config(plain.path, plain.spec), torch.float32)
-    expanded = load_weights(model_config(found.path, found.spec), torch.float32)
+    expected = dict(iter_weights(model_config(plain.path, plain.spec), torch.float32))
+    expanded = dict(iter_weights(model_config(found.path, found.spec), torch.float32))
     for canonical, tensor in expected.items():
         error = (expanded[canonical] - tensor).abs().max() / tensor.abs().max()
         assert error <= (1e-6 if expected_format.has_offset else 0.0), (canonical, error)
@@ -124,8 +124,8 @@ def test_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     made = make(tmp_path, write, config, change=made_by.as_fp8)
     plain, found = describe(made.plain), describe(made.quantized)
     assert set(found.formats.values()) == {WeightFormat("fp8", group)}
-    expected = load_weights(model_config(plain.path, plain.spec), torch.float32)
-    expanded = load_weights(model_config(found.path, found.spec), torch.float32)
+    expected = dict(iter_weights(model_config(plain.path, plain.spec), torch.float32))
+    expanded = dict(iter_weights(model_config(found.path, found.spec), torch.float32))
     matrices = held(made)
     assert len(matrices) == 2 * len(made_by.LINEARS)
     for canonical, tensor in expected.items():

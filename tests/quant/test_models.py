@@ -16,7 +16,7 @@ from quire.kernels import registry
 from quire.kernels.linear import pack_empty
 from quire.kernels.registry import Backend
 from quire.models.checkpoint import describe
-from quire.models.loader import load_weights
+from quire.models.loader import iter_weights
 from quire.weight_format import GROUPS, WeightFormat
 
 TEXT = Text(((5, 9, 100, 301, 7, 250, 33, 34, 35, 8, 19, 77),), 1, 1)
@@ -42,7 +42,7 @@ def mixed(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType | None
 @pytest.fixture
 def mixed_gguf(shared_data: Path, tmp_path: Path) -> Path:
     found = describe(shared_data / "models" / "stories260K" / "hf")
-    weights = load_weights(model_config(found.path, found.spec), torch.float32)
+    weights = dict(iter_weights(model_config(found.path, found.spec), torch.float32))
     plain = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
     return write_gguf(tmp_path / "mixed.gguf", "llama", found.spec, plain, type_of=mixed)
 

@@ -19,7 +19,7 @@ from quire.args import EngineArgs
 from quire.errors import ModelLoadError
 from quire.models.checkpoint import describe
 from quire.models.hub import quill_path
-from quire.models.loader import load_weights
+from quire.models.loader import iter_weights
 
 Q4_0, Q8_0, F16 = (gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", "F16"))
 
@@ -27,7 +27,7 @@ Q4_0, Q8_0, F16 = (gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", 
 def write_q4_0(folder: Path, target: Path) -> Path:
     """Write the model of a folder as a Q4_0 GGUF."""
     found = describe(folder)
-    weights = load_weights(model_config(found.path, found.spec), torch.float32)
+    weights = dict(iter_weights(model_config(found.path, found.spec), torch.float32))
     plain = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
 
     def type_of(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType | None:
