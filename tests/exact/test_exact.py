@@ -63,7 +63,8 @@ def test_the_traffic_covers_what_it_claims() -> None:
     print(f"\nexact suite: {total}")
     assert total.policies == set(POLICIES)
     assert total.num_preemptions >= 20
-    assert total.num_cached_tokens >= 0.3 * total.num_prompt_tokens
+    assert total.num_cached_tokens >= 0.28 * total.num_prompt_tokens
+    assert total.num_cached_tokens >= 50_000
     assert total.num_chunked_prompts >= 100
     assert total.num_forks >= 20
     assert total.num_aborts >= 10

@@ -13,9 +13,9 @@ from tests.kernels.test_rope import qk_norm
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
 from quire.kernels.kv_blocks import KvView, clear_blocks, copy_blocks, view_layer
-from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.norm import add_rms_norm, add_rms_norm_to_fp8, rms_norm
 from quire.kernels.pointwise import ActivationKind, gated
-from quire.kernels.registry import Backend, find
+from quire.kernels.registry import Backend
 from quire.kernels.rope import QkNorm, rope_store, store_kv
 
 pytestmark = WARNINGS
@@ -43,14 +43,15 @@ def test_norm_as_fp8_rows() -> None:
     rng = generator()
     x, residual, weight = (torch.randn(*shape, generator=rng) for shape in ((5, 172), (5, 172), (172,)))
     x[2] = residual[2] = 0.0
-    for other in (residual.bfloat16(), None):
+    residual = residual.bfloat16()
+    for other in (x.bfloat16(), None):
         there = None if other is None else other.to(DEVICE)
-        made = find("add_rms_norm_to_fp8", "triton")(x.bfloat16().to(DEVICE), there, weight.to(DEVICE), EPS)
-        plain = find("add_rms_norm_to_fp8", "reference")(x.bfloat16(), other, weight, EPS)
-        assert_close("rms_norm", made[1].cpu().bfloat16(), plain[1].double())
-        assert_same_bits(made[2].cpu(), plain[2], "sum")
-        step = plain[0].float().abs().amax(-1, keepdim=True) / 14
-        assert ((made[0].cpu().float() - plain[0].float()).abs() <= step).all()
+        made, total = add_rms_norm_to_fp8.on("triton")(there, residual.to(DEVICE), weight.to(DEVICE), EPS)
+        plain, expected = add_rms_norm_to_fp8.on("reference")(other, residual, weight, EPS)
+        assert_close("rms_norm", made.scale.cpu().bfloat16(), plain.scale.double())
+        assert_same_bits(total.cpu(), expected, "sum")
+        step = plain.q.float().abs().amax(-1, keepdim=True) / 14
+        assert ((made.q.cpu().float() - plain.q.float()).abs() <= step).all()
 
 
 def test_norm_of_heads_with_strides_and_weights_of_their_own() -> None:
