@@ -102,6 +102,7 @@ async def direct(session: aiohttp.ClientSession, url: str, path: str, body: Any,
         return b"".join(events for _, events in groups(await response.read()))
 
 
+@pytest.mark.slow
 def test_streams_survive_kill_nine_frame_for_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Continuation] = {}
     make = GatewayState.new_continuation
