@@ -24,7 +24,6 @@ from quire.gateway.ledger import (
     Row,
     Sqlite,
     forget,
-    missing_ids,
     open_database,
     report,
 )
@@ -62,7 +61,6 @@ def row(number: int, **values: object) -> Row:
         10,
         4,
         5,
-        1.0,
         2.0,
         3.0,
         7,
@@ -137,7 +135,6 @@ def test_report_groups_by_day_and_month(url: str) -> None:
     assert len(days) == 10
     assert report(database, [], until=datetime(2026, 1, 1, tzinfo=UTC))[0]["requests"] == 0
     assert forget(database, datetime(2026, 11, 25, tzinfo=UTC)) == 3
-    assert missing_ids(database, ["r0", "r3", "x", "r3"]) == ["r0", "x"]
     with pytest.raises(ConfigError, match="tenant, key, model"):
         report(database, ["tennant"])
     database.close()

@@ -95,8 +95,11 @@ def test_limits_refuse_before_a_model_is_touched(tmp_path: Path) -> None:
             assert (await live.post(body, authorization=keys["bob"]))[0] == 200
             assert live.headers["x-ratelimit-limit-requests"] == "3"
             assert live.headers["x-ratelimit-remaining-requests"] == "2"
+            assert "x-quire-route" not in live.headers
             # Each uses 5 + 5 of 50 tokens and reserves about 36; 200 never fit.
-            assert (await live.post(body, authorization=keys["bob"]))[0] == 200
+            assert (await live.post(body, authorization=keys["bob"], x_quire_explain="1"))[0] == 200
+            assert live.headers["x-ratelimit-remaining-requests"] == "1"
+            assert live.headers["x-quire-backend"] == "b0"
             status, answer = await live.post(body, authorization=keys["bob"])
             assert (status, json.loads(answer)["error"]["code"]) == (429, "insufficient_quota")
             assert int(live.headers["retry-after"]) > 0

@@ -39,6 +39,7 @@ class Exchange:
     target: Target | None = None
     failure: BackendFailed | None = None  # of the last attempt
     extra_headers: Pairs = field(default_factory=list)  # of the answer, from the gateway
+    route_headers: Pairs = field(default_factory=list)  # the same, of the last attempt
     has_begun: bool = False  # bytes went to the client
     status: int = 0
     first_s: float | None = None  # of the clock: the first bytes of the answer came
@@ -77,7 +78,11 @@ class Exchange:
         self.has_begun = True
         self.status = status
         await self.send(
-            {"type": "http.response.start", "status": status, "headers": [*headers, *self.extra_headers]}
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, *self.extra_headers, *self.route_headers],
+            }
         )
 
     async def write(self, data: bytes) -> None:

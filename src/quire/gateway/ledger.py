@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,7 +42,6 @@ class Row:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    queue_ms: float
     ttft_ms: float
     e2el_ms: float
     price_nano: int
@@ -269,22 +268,6 @@ class Ledger:
             self._database.insert([Row(*each) for each in rows])
             marks = ", ".join("?" * len(rows))
             self._spool.query(f"DELETE FROM quire_ledger WHERE request_id IN ({marks})", [r[0] for r in rows])
-
-
-def missing_ids(database: Database, request_ids: Iterable[str]) -> list[str]:
-    """Return those ids of which the ledger has no row."""
-    wanted = list(dict.fromkeys(request_ids))
-    have: set[str] = set()
-    for i in range(0, len(wanted), BATCH_ROWS):
-        some = wanted[i : i + BATCH_ROWS]
-        marks = ", ".join("?" * len(some))
-        have |= {
-            row[0]
-            for row in database.query(
-                f"SELECT request_id FROM quire_ledger WHERE request_id IN ({marks})", some
-            )
-        }
-    return [each for each in wanted if each not in have]
 
 
 def report(

@@ -59,20 +59,16 @@ class Placing:
         candidates = [b for b in candidates if b.name == owner] or candidates
         demand = self._demand(asked, target.model)
         among = {b.number: b for b in candidates}
-        if exchange.explains:
-            exchange.extra_headers = [self._explanation(demand, among)]
+        exchange.route_headers = [self._explanation(demand, among)] if exchange.explains else []
         attempt_id = f"{exchange.request_id}/{id(exchange):x}/{exchange.num_attempts}"
         number = self._router.route(attempt_id, demand, among)
         assert number is not None
         backend = among[number]
         backend.breaker.taken(now)
         if exchange.explains:
-            exchange.extra_headers.append((b"x-quire-backend", backend.name.encode()))
+            exchange.route_headers.append((b"x-quire-backend", backend.name.encode()))
         if target.is_fallback:
-            exchange.extra_headers = [
-                *exchange.extra_headers,
-                (b"x-quire-fallback-model", target.model.encode()),
-            ]
+            exchange.route_headers.append((b"x-quire-fallback-model", target.model.encode()))
         return Placed(attempt_id, backend, target, now, self._router.predicted_s(attempt_id))
 
     def started(self, placed: Placed) -> None:

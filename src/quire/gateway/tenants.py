@@ -116,7 +116,6 @@ class Tenants:
                 prompt_tokens=counted.input_tokens,
                 cached_tokens=cached,
                 output_tokens=counted.output_tokens,
-                queue_ms=0.0,
                 ttft_ms=1e3 * (exchange.first_s - exchange.arrival_s)
                 if exchange.first_s is not None
                 else 0.0,
