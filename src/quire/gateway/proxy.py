@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from aiohttp import ClientResponse
 from starlette.types import Receive, Scope, Send
@@ -63,7 +63,7 @@ class Proxy:
             exchange.targets = state.catalog.targets(exchange.asked.model)
             model = exchange.targets[0].model
             await state.tenants.reserve(exchange, model, state.placing.num_tokens(exchange.asked, model))
-            async with _cancelled_when_left(exchange, receive):
+            async with _cancelled_when_left(exchange, receive), self._loaded(exchange, model):
                 await self._serve(exchange)
         except Disconnected:
             exchange.outcome, exchange.status = "left", LEFT
@@ -76,6 +76,13 @@ class Proxy:
         finally:
             state.num_open -= 1
             await asyncio.shield(state.settle(exchange))
+
+    def _loaded(self, exchange: Exchange, model: str) -> AbstractAsyncContextManager[None]:
+        """Keep a model that is loaded on demand in memory while its request runs."""
+        if self._state.pool is None:
+            return nullcontext()
+        assert exchange.asked is not None
+        return self._state.pool.use(model, exchange.asked.deadline_s)
 
     async def _serve(self, exchange: Exchange) -> None:
         """Try backends until one has answered, or no more may be tried."""
