@@ -50,6 +50,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 135},
     "names of other servers": {"": 1, "api": 340, "cli": 2, "http": 120, "jobs": 2},
     "Ollama's API": {"api": 770, "cli": 1, "http": 12},
+    "command lines and keywords of vLLM and llama.cpp": {"": 3, "cli": 162, "engine": 188},
     "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
     "models on demand": {"": 4, "cli": 300, "gateway": 380},
@@ -108,6 +109,7 @@ LARGE_CLASSES: dict[str, str] = {}
 # Where an import inside a function is allowed: start-up cost, lazy names, optional dependencies.
 LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
+    "cli/foreign.py": "a draft model is looked for with the code that reads checkpoints",
     "cli/measure.py": "each command imports what it needs, so that --help is quick",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/helper.py": "each kind imports what it needs: a bare container compiles grammars without msgspec",
