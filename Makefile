@@ -73,6 +73,16 @@ fuzz-sim: dev  ## 10,000 seeds of the scheduler's simulator, with faults; prints
 fuzz-real: dev  ## 100,000 random requests through Quill's real engine; none may be a 5xx (about 6 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.real_engine $(ARGS)
 
+fuzz-files: dev  ## coverage-guided fuzzing of request, form and model file readers (atheris; ARGS="--seconds N" per target)
+	$(PIP) atheris
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(ARGS)
+
+faults: dev  ## inject every fault into a live server under 32 streams; prints a table (about 40 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --report $(ARGS)
+
+soak: dev  ## mixed load for 20 minutes (ARGS="--minutes N"); prints how memory, handles and threads grow
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak --report $(ARGS)
+
 mutants: dev  ## plant faults; the suite must catch each
 	$(BIN)/python tools/mutants.py $(ARGS)
 

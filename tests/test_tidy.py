@@ -63,6 +63,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 78,
     },
     "full disk": {"jobs": 85},
+    "what faults and fuzzing found": {"api": 1, "engine": 25, "lora": 1},
     "damaged model files, open files": {
         "cli": 36,
         "engine": 6,

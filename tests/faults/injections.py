@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tests.faults.processes import children, engine_of, title_of
-from tests.faults.world import HANG_TIMEOUT_S, TINY, World
+from tests.faults.world import HANG_TIMEOUT_S, PATIENCE_S, TINY, World
 
 Inject = Callable[[World], Awaitable[float]]
 NOTICE_S = 0.25  # that a look at /readyz may take itself on a busy machine
@@ -41,7 +41,7 @@ async def kill_engine_twice(world: World) -> float:
     """SIGKILL, and again as soon as the next engine has taken up the streams: then each has to run alone first."""
     os.kill(engine_of(world.server), signal.SIGKILL)
     log, before = world.server.log, world.server.log.read_text().count("engine_restarted")
-    await until(lambda: log.read_text().count("engine_restarted") > before, 60)
+    await until(lambda: log.read_text().count("engine_restarted") > before, PATIENCE_S)
     os.kill(engine_of(world.server), signal.SIGKILL)
     return time.monotonic()
 
@@ -53,7 +53,7 @@ async def stop_engine(world: World) -> float:
     begin_s = time.monotonic()
     try:
         while (answer := await world.call("GET", "/readyz")).status_code == 200:
-            assert time.monotonic() - begin_s < 30, "the hang was not noticed"
+            assert time.monotonic() - begin_s < PATIENCE_S, "the hang was not noticed"
             await asyncio.sleep(0.005)
         took_s = time.monotonic() - begin_s
     finally:
@@ -71,7 +71,7 @@ async def stop_engine_for_good(world: World) -> float:
     engine = engine_of(world.server)
     os.kill(engine, signal.SIGSTOP)
     begin_s = time.monotonic()
-    await until(lambda: title_of(engine) != "quire: engine", HANG_TIMEOUT_S + 30)
+    await until(lambda: title_of(engine) != "quire: engine", PATIENCE_S)
     world.note("replaced after, s", time.monotonic() - begin_s)
     return time.monotonic()
 

@@ -25,6 +25,7 @@ from quire.models.hub import locate
 
 TINY = {"prompt": "Once upon a time", "max_tokens": 1, "temperature": 0}
 HANG_TIMEOUT_S = 3.0
+PATIENCE_S = 300.0  # of a start or a restart on a machine that others load
 FLAGS = ("--port", "0", "--threads", "1", "--tool-format", "hermes", "--max-restarts", "999", "--admin-port", "0",
          "--hang-timeout-s", f"{HANG_TIMEOUT_S:g}")  # fmt: skip
 # Settings of the engine, each with tokens of its own.
@@ -101,7 +102,7 @@ class World:
             size = {"shm": "4m", "tmp": "4m", "batches": "256k"}[self.place]
             command = ["-c", _MOUNTED, self._place(), size, *command]
             env |= {"TMPDIR": self._place()} if self.place == "tmp" else {}
-        return LiveServer(command, self.folder / "log", env=env)
+        return LiveServer(command, self.folder / "log", env=env, start_s=PATIENCE_S)
 
     def poison(self) -> Path:
         """Return the folder of an adapter whose weights are NaN."""
@@ -121,7 +122,7 @@ class World:
         async with httpx.AsyncClient(timeout=timeout_s) as client:
             return await client.request(method, url if "://" in url else self.url + url, **kwargs)
 
-    async def served_again(self, since_s: float, limit_s: float = 90.0) -> float:
+    async def served_again(self, since_s: float, limit_s: float = PATIENCE_S) -> float:
         """Wait until a short completion is answered; return the seconds since ``since_s``."""
         while True:
             try:
