@@ -62,6 +62,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 12,
         "scheduler": 78,
     },
+    "filters": {"": 12, "cli": 15, "gateway": 815},
     "full disk": {"jobs": 85},
     "damaged model files, open files": {
         "cli": 36,
