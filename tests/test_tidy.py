@@ -51,6 +51,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "names of other servers": {"": 1, "api": 340, "cli": 2, "http": 120, "jobs": 2},
     "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
+    "models on demand": {"": 4, "cli": 300, "gateway": 380},
     "hangs": {
         "": 15,
         "api": 14,
@@ -62,7 +63,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 12,
         "scheduler": 78,
     },
-    "filters": {"": 12, "cli": 15, "gateway": 815},
+    "filters": {"": 13, "cli": 16, "gateway": 830},
     "full disk": {"jobs": 85},
     "damaged model files, open files": {
         "cli": 36,

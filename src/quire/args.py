@@ -96,6 +96,10 @@ class ServerArgs:
     golden_interval_s: float = 300.0
     replicas: int = 1
     data_parallel_size: int | None = None
+    model_memory: str | int | None = None
+    pin: tuple[str, ...] = ()
+    keep_alive_s: float | None = None
+    load_timeout_s: float = 120.0
     gateway: str | None = None
     gateway_key: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -40,9 +40,8 @@ def batches(state: GatewayState) -> Extension:
     """Return ``/v1/files`` and ``/v1/batches`` of the gateway itself; they pause while prompts wait at the backends."""
 
     def is_busy() -> bool:
-        return any(load.queued_tokens for load in state.router.loads) or not any(
-            b.is_ready for b in state.fleet
-        )
+        is_up = state.pool is not None or any(b.is_ready for b in state.fleet)
+        return not is_up or any(load.queued_tokens for load in state.router.loads)
 
     server = state.config.server
     settings = JobSettings(

@@ -51,6 +51,14 @@ class Asked:
             self, raw=msgspec.json.encode(body), body=body, text=text_of(body), num_output_tokens=num
         )
 
+    @property
+    def deadline_s(self) -> float | None:
+        """The smallest number in ``deadline_ms`` in seconds; what is no number is the backend's to refuse."""
+        given = self.body.get("deadline_ms")
+        values = given.values() if isinstance(given, dict) else (given,)
+        numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+        return min(numbers) / 1e3 if numbers else None
+
     def body_for(self, model: str, *, adds_usage: bool = False) -> bytes:
         """Return the body with the name ``model``, and with usage at the end of its stream if ``adds_usage``.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from aiohttp import ClientResponse
 from starlette.types import Receive, Scope, Send
@@ -67,7 +67,8 @@ class Proxy:
             async with _cancelled_when_left(exchange, receive):
                 if state.filters is not None:
                     await state.filter(exchange)
-                await self._serve(exchange)
+                async with self._loaded(exchange, model):
+                    await self._serve(exchange)
         except Disconnected:
             exchange.outcome, exchange.status = "left", LEFT
         except BackendFailed as error:
@@ -79,6 +80,13 @@ class Proxy:
         finally:
             state.num_open -= 1
             await asyncio.shield(state.settle(exchange))
+
+    def _loaded(self, exchange: Exchange, model: str) -> AbstractAsyncContextManager[None]:
+        """Keep a model that is loaded on demand in memory while its request runs."""
+        if self._state.pool is None:
+            return nullcontext()
+        assert exchange.asked is not None
+        return self._state.pool.use(model, exchange.asked.deadline_s)
 
     async def _serve(self, exchange: Exchange) -> None:
         """Try backends until one has answered, or no more may be tried."""

@@ -20,6 +20,7 @@ from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.health import Poller
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.migrate import SEED_BITS, Continuation
+from quire.gateway.model_pool import ModelPool
 from quire.gateway.placing import Owners, Placed, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.retries import RetryBudget
@@ -48,6 +49,7 @@ class GatewayState:
     metrics: GatewayMetrics
     now: Callable[[], float]  # monotonic seconds
     random: Random
+    pool: ModelPool | None = None  # of models that are loaded on demand
     new_id: Callable[[], str] = field(default_factory=id_source)
     filters: Filters | None = None
     is_draining: bool = False
@@ -74,6 +76,8 @@ class GatewayState:
         self.poller.start(self._upstream)
         self.discovery.start()
         self._ageing = asyncio.create_task(self._age())
+        if self.pool is not None:
+            self.pool.start()
 
     async def close(self) -> None:
         assert self._ageing is not None
@@ -147,13 +151,15 @@ class GatewayState:
             )
 
 
-def make_state(config: GatewayConfig, now: Callable[[], float], seed: int) -> GatewayState:
+def make_state(
+    config: GatewayConfig, now: Callable[[], float], seed: int, pool: ModelPool | None = None
+) -> GatewayState:
     """Return the state of a gateway whose backends have not been polled yet."""
     routing, random = config.routing, Random(seed)
     router = Router(
         routing.policy, seed=seed, max_load_ratio=routing.max_load_ratio, capacity=routing.index_pieces
     )
-    fleet = Fleet(router, config.health, random)
+    fleet = Fleet(router, config.health, random, tuple(model.name for model in pool or ()))
     owners = Owners()
     poller = Poller(fleet, random, now)
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
@@ -170,6 +176,7 @@ def make_state(config: GatewayConfig, now: Callable[[], float], seed: int) -> Ga
         metrics=GatewayMetrics(fleet, budget),
         now=now,
         random=random,
+        pool=pool,
     )
     state.filters = make_filters(config.filters, lambda: state.upstream)
     state.metrics.filters = state.filters
