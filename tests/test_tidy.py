@@ -86,14 +86,15 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "text": 75,
     },
     "speculation": {
-        "": 72,
-        "api": 1,
+        "": 82,
+        "api": 13,
         "engine": 75,
         "metrics": 20,
         "plan": 85,
-        "runner": 230,
-        "scheduler": 265,
-        "speculate": 290,
+        "runner": 265,
+        "sampling": 170,
+        "scheduler": 285,
+        "speculate": 300,
     },
 }
 

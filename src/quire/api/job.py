@@ -54,7 +54,7 @@ class Head:
     created: int  # seconds since 1970
     model: str
     fingerprint: str
-    determinism: str  # "exact" | "batch-dependent"
+    determinism: str  # of `EngineConfig`
 
     def id_of(self, *place: str | int) -> str:
         """Return the id of a part of the answer, 32 hexadecimal digits: the same on every replica that writes it."""
