@@ -66,7 +66,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "filters": {"": 13, "cli": 16, "gateway": 850},
     "full disk": {"jobs": 85},
-    "what faults and fuzzing found": {"api": 1, "engine": 25, "lora": 1},
+    "what faults and fuzzing found": {"api": 1, "engine": 45, "lora": 1},
     "damaged model files, open files": {
         "cli": 36,
         "engine": 6,

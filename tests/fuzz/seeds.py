@@ -16,10 +16,6 @@ from tests.models.tiny import CONFIG
 from tests.text.test_sentencepiece import model_file
 
 CORPUS = Path(__file__).with_name("corpus")
-NAMES = (
-    "request", "form", "gguf", "safetensors", "tokenizer", "tokenizer_config", "sentencepiece", "tiktoken", "config",
-    "adapter",
-)  # fmt: skip
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank",
          "/v1/score")  # fmt: skip
 PIECES = [

@@ -6,7 +6,8 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from tests.fuzz.seeds import NAMES, seeds_of
+from tests.fuzz import NAMES
+from tests.fuzz.seeds import seeds_of
 from tests.fuzz.targets import ALLOWED, TARGETS, Target
 from tests.models.test_damage import in_time
 
