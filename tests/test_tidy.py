@@ -63,6 +63,15 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 78,
     },
     "full disk": {"jobs": 85},
+    "flight recorder, replay, comparison": {
+        "": 20,
+        "api": 15,
+        "bench": 185,
+        "cli": 225,
+        "engine": 735,
+        "executor": 210,
+        "models": 35,
+    },
     "damaged model files, open files": {
         "cli": 36,
         "engine": 6,

@@ -10,7 +10,16 @@ import typer
 
 from quire import __version__
 from quire.args import EngineArgs, ServerArgs
-from quire.cli.flags import ChatArgs, ModelArgument, PlanArgs, RunArgs, command_with, pick, with_model
+from quire.cli.flags import (
+    ChatArgs,
+    ModelArgument,
+    PlanArgs,
+    ReplayArgs,
+    RunArgs,
+    command_with,
+    pick,
+    with_model,
+)
 from quire.cli.keys import keys_app
 from quire.cli.ledger import ledger_app
 from quire.cli.measure import bench_app, profile, simulate
@@ -151,6 +160,19 @@ def doctor(
     from quire.cli.doctor import report
 
     report()
+
+
+@app.command()
+@command_with(ReplayArgs)
+def replay(
+    file: Annotated[Path, typer.Argument(help="A file of the flight recorder (docs/flight-recorder.md).")],
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Run a recording of the flight recorder again, and show the first difference."""
+    from quire.cli.replay import replay
+
+    raise typer.Exit(replay(file, pick(ReplayArgs, settings)))
 
 
 @app.command()

@@ -27,7 +27,16 @@ from quire.gateway.state import GatewayState
 from quire.metrics.log import Log, configure
 
 # Settings that belong to one server. The gateway has its own, or would have to have them.
-_REFUSED = ("admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "step_log")
+_REFUSED = (
+    "admin_port",
+    "admin_socket",
+    "admin_key",
+    "cors_origins",
+    "gateway",
+    "step_log",
+    "record_requests",
+    "compare_to",
+)
 _OWN = ("replicas", "data_parallel_size", "host", "port", "api_key", "batch_dir")
 _MEMORY = ("kv_memory", "num_kv_blocks", "gpu_memory_utilization", "gpu_memory")
 _MEMORY_SHARE = 0.8  # of what is available, for all replicas together
