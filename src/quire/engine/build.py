@@ -12,10 +12,9 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from quire.clock import Clock
-from quire.config import EngineConfig
+from quire.config import Determinism, EngineConfig
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.executor.logged import LoggedExecutor
@@ -23,8 +22,6 @@ from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.plan.cost_model import CostModel
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
-
-Determinism = Literal["exact", "batch-dependent"]
 
 
 @dataclass(frozen=True, slots=True)
