@@ -118,7 +118,10 @@ def test_streams_survive_kill_nine_frame_for_frame(tmp_path: Path, monkeypatch: 
     async def main() -> None:
         wanted = asks(80)
         async with served(tmp_path, 2) as (live, replicas):
-            begun: dict[str, set[int]] = {"r0": set(), "r1": set()}  # the open streams whose first frames have come
+            begun: dict[str, set[int]] = {
+                "r0": set(),
+                "r1": set(),
+            }  # the open streams whose first frames have come
             enough = asyncio.Event()
 
             async def ask(number: int, path: str, body: Any) -> bytes:

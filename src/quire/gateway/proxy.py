@@ -84,6 +84,7 @@ class Proxy:
         while (placed := await self._place(exchange)) is not None:
             exchange.num_attempts += 1
             exchange.backend, exchange.target = placed.backend, placed.target
+            self._state.tenants.begun(exchange, self._state.now())
             try:
                 await self._attempt(exchange, placed)
                 return
@@ -160,7 +161,7 @@ class Proxy:
         body = asked.body_for(placed.target.model, adds_usage=self._adds_usage(asked))
         continuation, key = exchange.continuation, state.key_of(backend)
         if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
-            headers += continuation.headers(key, resumes=exchange.has_begun)
+            headers += [*continuation.headers(key, resumes=exchange.has_begun), exchange.account.header()]
         if continuation is not None and exchange.has_begun:
             body = continuation.body(body, state.now() - exchange.arrival_s)
         elif continuation is not None:
@@ -232,6 +233,7 @@ class Proxy:
                     exchange.first_s = now()
                     await exchange.begin(response.status, to_client(response.raw_headers))
                 exchange.num_frames += whole.count(b"\n\n")
+                self._state.tenants.relayed(exchange)
                 if hides_usage:
                     whole = without_usage(whole)
                 await exchange.write(whole)
