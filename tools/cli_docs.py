@@ -19,13 +19,14 @@ from quire.gateway.config import (
     RoutingArgs,
     TimeoutArgs,
 )
+from quire.gateway.filters import FilterArgs
 
 HEAD = """\
 # The command line
 
 Written by `python tools/cli_docs.py` from the tables of settings and `src/quire/settings.toml`; a test compares them.
 
-    quire serve [MODEL]            serve a model over an OpenAI-compatible API
+    quire serve [MODEL]            serve a model over an OpenAI-compatible API; several are loaded on demand
     quire gateway --config FILE    one address in front of many replicas (docs/gateway.md has the keys of the file)
     quire run [MODEL] "prompt"     continue one text and print it as it comes
     quire chat [MODEL]             talk in the terminal; /help lists its commands, Ctrl-C stops an answer
@@ -70,6 +71,7 @@ FILE = {
     RetryArgs: "`[retries]`",
     BackendArgs: "each of `[[backends]]`; exactly one of `url`, `dns` and `file`",
     ModelArgs: "each of `[[models]]`; `split = { name = weight }` says which served models stand behind it",
+    FilterArgs: "each of `[[filters]]` (docs/filters.md); `options = { … }` are arguments of the hook's constructor",
 }
 
 

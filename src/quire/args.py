@@ -56,6 +56,7 @@ class EngineArgs:
     speculate: str | None = None
     draft_model: str | None = None
     spec_tokens: str | int = "auto"
+    spec_accept: Literal["exact", "rejection", "typical"] = "exact"
     device: Literal["auto", "cpu", "cuda", "interpret"] = "auto"
     batch_invariant: bool = False
     threads: int | None = None
@@ -96,6 +97,10 @@ class ServerArgs:
     golden_interval_s: float = 300.0
     replicas: int = 1
     data_parallel_size: int | None = None
+    model_memory: str | int | None = None
+    pin: tuple[str, ...] = ()
+    keep_alive_s: float | None = None
+    load_timeout_s: float = 120.0
     gateway: str | None = None
     gateway_key: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -17,6 +17,7 @@ import uvicorn
 
 from quire.gateway.app import create_gateway
 from quire.gateway.config import config_of
+from quire.gateway.model_pool import ModelPool
 from quire.gateway.state import GatewayState, make_state
 from quire.http.drain import UVICORN
 
@@ -174,9 +175,11 @@ async def gateway(*scripted: Scripted, ready: bool = True, **settings: Any) -> A
 
 
 @asynccontextmanager
-async def gateway_of(config: dict[str, Any], *, ready: bool = True) -> AsyncGenerator[Live, None]:
+async def gateway_of(
+    config: dict[str, Any], *, ready: bool = True, pool: ModelPool | None = None
+) -> AsyncGenerator[Live, None]:
     """Run the gateway of a configuration. ``ready``: wait until all backends are."""
-    state = make_state(config_of(config), time.monotonic, 0)
+    state = make_state(config_of(config), time.monotonic, 0, pool)
     sock = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(create_gateway(state), **UVICORN, lifespan="on"))
     serving = asyncio.create_task(server._serve([sock]))

@@ -17,6 +17,9 @@ from quire.api.completions import completion_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
 from quire.api.finished import FinishedUsage
 from quire.api.health import Models, Probes
+from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
+from quire.api.ollama import embeddings_job as ollama_embeddings_job
+from quire.api.ollama_models import OllamaModels, show
 from quire.api.openapi import Description
 from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, count_input, responses_job
@@ -158,4 +161,23 @@ def _routes(state: ApiState) -> list[Route]:
     routes.append(Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]))
     routes.append(Route("/v1/responses/{response_id}/input_items", stored.input_items, methods=["GET"]))
     routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
-    return routes
+    return routes + _ollama_routes(state)
+
+
+def _ollama_routes(state: ApiState) -> list[Route]:
+    models = OllamaModels(state)
+    generate = {
+        "/api/chat": ollama_chat_job,
+        "/api/generate": ollama_generate_job,
+        "/api/embed": embed_job,
+        "/api/embeddings": ollama_embeddings_job,
+    }
+    get = {"/api/tags": models.tags, "/api/ps": models.ps, "/api/version": models.version}
+    refused = {"pull": ["POST"], "push": ["POST"], "create": ["POST"], "copy": ["POST"], "delete": ["DELETE"]}
+    refused["blobs/{digest}"] = ["GET", "POST"]
+    return [
+        *(Route(path, OllamaEndpoint(state, path, job), methods=["POST"]) for path, job in generate.items()),
+        Route("/api/show", JsonEndpoint(state, "/api/show", show), methods=["POST"]),
+        *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
+        *(Route(f"/api/{path}", models.manage, methods=methods) for path, methods in refused.items()),
+    ]

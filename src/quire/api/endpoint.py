@@ -52,7 +52,7 @@ class PostEndpoint:
             await send_json(send, refusal.status, refusal.body(self._path), refusal.headers)
             self._state.metrics.response(self._path, refusal.status)
             return
-        status, client = 200, _Client(receive)
+        status, client = 200, Client(receive)
         try:
             pieces = await read_pieces(scope, receive, self._max_body_bytes(scope), "--max-body-mib")
             client.watch()
@@ -73,7 +73,7 @@ class PostEndpoint:
             client.release()
         self._state.metrics.response(self._path, status)
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         raise NotImplementedError
 
     def _max_body_bytes(self, scope: Scope) -> int:
@@ -111,7 +111,7 @@ class JsonEndpoint(PostEndpoint):
         super().__init__(state, path)
         self._compute = compute
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         ignored = self._ignored()
         answer = await self._compute(self._state, body, ignored)
         client.release()
@@ -130,7 +130,7 @@ class GenerateEndpoint(PostEndpoint):
             return None
         return self._state.full_queue.refusal()
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         ignored = self._ignored()
         body = enter(scope, body, self._state.settings.gateway_key)
         job = await self._prepare(self._state, body, ignored)
@@ -165,7 +165,7 @@ class GenerateEndpoint(PostEndpoint):
         is_form = resumes(scope, self._state.settings.gateway_key)
         return super()._max_body_bytes(scope) + (MAX_DELIVERED_BYTES if is_form else 0)
 
-    async def _answer(self, generation: Generation, ignored: Ignored, client: _Client, send: Send) -> None:
+    async def _answer(self, generation: Generation, ignored: Ignored, client: Client, send: Send) -> None:
         try:
             if not generation.job.in_background:
                 await generation.submit()
@@ -184,7 +184,7 @@ class GenerateEndpoint(PostEndpoint):
             raise Disconnected
 
 
-class _Client:
+class Client:
     """Watches for the client's disconnect: it cancels the task that serves the request, or calls ``on_leave``."""
 
     def __init__(self, receive: Receive) -> None:
@@ -381,7 +381,7 @@ class Generation:
         """Send the status, and return the first events."""
         self._begun = True
         tagged = self._tags.headers if self._tags is not None else ()
-        every = [*STREAM_HEADERS, *tagged, *headers]
+        every = [(b"content-type", self.job.answer.media_type), *STREAM_HEADERS, *tagged, *headers]
         await send({"type": "http.response.start", "status": 200, "headers": every})
         return self.job.answer.opening(self._streams.token_ids(), self._streams.echoes, self.usage)
 

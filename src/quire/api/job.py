@@ -59,7 +59,7 @@ class Head:
     created: int  # seconds since 1970
     model: str
     fingerprint: str
-    determinism: str  # "exact" | "batch-dependent"
+    determinism: str  # of `EngineConfig`
 
     def id_of(self, *place: str | int) -> str:
         """Return the id of a part of the answer, 32 hexadecimal digits: the same on every replica that writes it."""
@@ -93,10 +93,11 @@ def new_head(state: ApiState, prefix: str, model: str | None) -> Head:
 
 
 class Answer:
-    """How the chunks of a request are written: as one body, or as server-sent events if ``streamed``."""
+    """How the chunks of a request are written: as one body, or if ``streamed`` as events."""
 
     head: Head
     streamed = False
+    media_type = b"text/event-stream; charset=utf-8"  # of a stream
 
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         """Return the body of an answer that is not streamed: one chunk per choice, the token ids of each prompt."""

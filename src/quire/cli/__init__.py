@@ -10,7 +10,16 @@ import typer
 
 from quire import __version__
 from quire.args import EngineArgs, ServerArgs
-from quire.cli.flags import ChatArgs, ModelArgument, PlanArgs, RunArgs, command_with, pick, with_model
+from quire.cli.flags import (
+    ON_DEMAND,
+    ChatArgs,
+    ModelArgument,
+    PlanArgs,
+    RunArgs,
+    command_with,
+    pick,
+    with_model,
+)
 from quire.cli.keys import keys_app
 from quire.cli.ledger import ledger_app
 from quire.cli.measure import bench_app, profile, simulate
@@ -50,11 +59,28 @@ app.command()(simulate)
 
 @app.command()
 @command_with(EngineArgs, ServerArgs, skip=("model",))
-def serve(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
-    """Serve a model over an OpenAI-compatible HTTP API."""
+def serve(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="'quill' (default), a local folder, a .gguf file, or a hub id. Several, each as MODEL or NAME=MODEL, "
+            "are loaded on demand.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Serve models over an OpenAI-compatible HTTP API."""
+    models = models or [settings.get("model", EngineArgs().model)]
+    if len(models) > 1 or any(name in settings for name in ON_DEMAND):
+        from quire.cli.serve_models import serve_models
+
+        raise typer.Exit(serve_models(settings, models, pick(ServerArgs, settings)))
     from quire.cli.serve import serve
 
-    raise typer.Exit(serve(with_model(model, settings)))
+    raise typer.Exit(serve(with_model(models[0], settings)))
 
 
 @app.command()
@@ -68,13 +94,16 @@ def gateway(
         int | None,
         typer.Option("--port", help="Port to listen on, instead of the file's.", show_default=False),
     ] = None,
+    hooks: Annotated[
+        list[str] | None, typer.Option("--filter", help="module:Class of a filter, behind the file's.")
+    ] = None,
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option("--log-format", help="human or json.")] = "human",
 ) -> None:
     """One address in front of many replicas: routing, health, retries, limits of time."""
     from quire.cli.gateway import gateway
 
-    raise typer.Exit(gateway(config, {"host": host, "port": port}, log_level, log_format))
+    raise typer.Exit(gateway(config, {"host": host, "port": port}, hooks or [], log_level, log_format))
 
 
 @app.command()

@@ -21,6 +21,7 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(help="'quill' (default), a local folder, a .gguf file, or a hub id.", show_default=False),
 ]
+ON_DEMAND = ("model_memory", "pin", "keep_alive_s", "load_timeout_s")  # settings of `quire serve A B`
 CONFIG_HELP = "TOML file with the same names as the flags (max_model_len = 4096); flags win."
 
 

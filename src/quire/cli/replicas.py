@@ -27,12 +27,24 @@ from quire.gateway.state import GatewayState
 from quire.metrics.log import Log, configure
 
 # Settings that belong to one server. The gateway has its own, or would have to have them.
-_REFUSED = ("admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "step_log")
-_OWN = ("replicas", "data_parallel_size", "host", "port", "api_key", "batch_dir")
-_MEMORY = ("kv_memory", "num_kv_blocks", "gpu_memory_utilization", "gpu_memory")
+REFUSED = (
+    "admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "gateway_key", "step_log",
+    "tls_cert", "tls_key",
+)  # fmt: skip
+OWN = (
+    "replicas",
+    "data_parallel_size",
+    "host",
+    "port",
+    "api_key",
+    "api_key_file",
+    "batch_dir",
+    "max_file_mib",
+)
+MEMORY = ("kv_memory", "num_kv_blocks", "gpu_memory_utilization", "gpu_memory")
 _MEMORY_SHARE = 0.8  # of what is available, for all replicas together
 _RESTART_S = 1.0
-_STOP_S = 15.0
+STOP_S = 15.0
 _PR_SET_PDEATHSIG = 1
 log = Log("gateway")
 
@@ -43,7 +55,7 @@ def serve_replicas(settings: dict[str, Any], args: ServerArgs, num: int) -> int:
     Raises:
         ConfigError: a setting that several replicas cannot have.
     """
-    for name in _REFUSED:
+    for name in REFUSED:
         if settings.get(name) not in (None, False):
             raise ConfigError(
                 f"{flag_name(name)} is a setting of one server and not allowed with --replicas {num}: leave it out, "
@@ -52,23 +64,30 @@ def serve_replicas(settings: dict[str, Any], args: ServerArgs, num: int) -> int:
     style: Any = args.log_format
     configure(args.log_level, style=style)
     key = secrets.token_hex(16)
-    server = GatewayArgs(
+    shared = {name: value for name, value in settings.items() if name not in OWN and value is not None}
+    if not any(name in shared for name in MEMORY):
+        shared["gpu_memory_utilization"] = round(_MEMORY_SHARE / num, 4)
+    shared |= {"host": "127.0.0.1", "port": 0, "api_key": key, "gateway_key": key}
+    replicas = Replicas(shared, core_groups(sorted(os.sched_getaffinity(0)), num), args.max_restarts)
+    status = run_gateway(
+        GatewayConfig(server=gateway_args(args, key)), beside=replicas.running, extend=batches
+    )
+    return status or replicas.status
+
+
+def gateway_args(args: ServerArgs, admin_key: str) -> GatewayArgs:
+    """Return the settings of the gateway in front of servers of this machine; it checks the clients' keys."""
+    return GatewayArgs(
         args.host,
         args.port,
         api_keys=(args.api_key,) if args.api_key else (),
-        admin_key=key,
+        key_file=args.api_key_file,
+        admin_key=admin_key,
         max_body_mib=args.max_body_mib,
         batch_dir=args.batch_dir,
         max_file_mib=args.max_file_mib,
         drain_timeout_s=args.drain_timeout_s,
     )
-    shared = {name: value for name, value in settings.items() if name not in _OWN and value is not None}
-    if not any(name in shared for name in _MEMORY):
-        shared["gpu_memory_utilization"] = round(_MEMORY_SHARE / num, 4)
-    shared |= {"host": "127.0.0.1", "port": 0, "api_key": key, "gateway_key": key}
-    replicas = Replicas(shared, core_groups(sorted(os.sched_getaffinity(0)), num), args.max_restarts)
-    status = run_gateway(GatewayConfig(server=server), beside=replicas.running, extend=batches)
-    return status or replicas.status
 
 
 def core_groups(cores: Sequence[int], num: int) -> list[set[int]]:
@@ -97,7 +116,7 @@ class Replicas:
         """Run them while the block does. They register at ``url``; ``stop`` ends the gateway."""
         with tempfile.TemporaryDirectory(prefix="quire-") as folder:
             path = Path(folder) / "serve.toml"  # the folder is this user's alone: the file has keys
-            path.write_text(_toml(self._settings | {"gateway": url}))
+            path.write_text(as_toml(self._settings | {"gateway": url}))
             tasks = [
                 asyncio.create_task(self._keep(index, path, state, stop)) for index in range(len(self._cores))
             ]
@@ -108,7 +127,7 @@ class Replicas:
                 for child in self._children.values():
                     with suppress(ProcessLookupError):
                         child.terminate()
-                _, late = await asyncio.wait(tasks, timeout=_STOP_S)
+                _, late = await asyncio.wait(tasks, timeout=STOP_S)
                 for child in self._children.values() if late else ():
                     with suppress(ProcessLookupError):
                         child.kill()
@@ -119,7 +138,7 @@ class Replicas:
         restarts = 0
         while not self._is_stopping:
             begin_s = time.monotonic()
-            child = await self._start(index, path)
+            child = self._children[index] = await start_server(path, self._cores[index])
             await _copy_lines(child, index)
             status = await child.wait()
             del self._children[index]
@@ -136,25 +155,23 @@ class Replicas:
                 return
             await asyncio.sleep(_RESTART_S)
 
-    async def _start(self, index: int, path: Path) -> asyncio.subprocess.Process:
-        cores = self._cores[index]
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "quire.cli", "serve", "--config", str(path),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=child_environment(),
-            start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which drains first
-            preexec_fn=lambda: _in_child(cores),
-        )  # fmt: skip
-        self._children[index] = child
-        return child
 
+async def start_server(config: Path, cores: set[int]) -> asyncio.subprocess.Process:
+    """Start ``quire serve --config``, bound to its cores. It ends with this process, however that ends."""
 
-def _in_child(cores: set[int]) -> None:
-    """Bind the replica to its cores; it ends with this process, however that ends."""
-    os.sched_setaffinity(0, cores)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    def in_child() -> None:
+        os.sched_setaffinity(0, cores)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "quire.cli", "serve", "--config", str(config),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=child_environment(),
+        start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which drains first
+        preexec_fn=in_child,
+    )  # fmt: skip
 
 
 async def _copy_lines(child: asyncio.subprocess.Process, index: int) -> None:
@@ -165,6 +182,6 @@ async def _copy_lines(child: asyncio.subprocess.Process, index: int) -> None:
         sys.stderr.flush()
 
 
-def _toml(settings: dict[str, Any]) -> str:
+def as_toml(settings: dict[str, Any]) -> str:
     """Return settings as TOML; JSON's strings, numbers, truth values and lists of strings are TOML's."""
     return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items())

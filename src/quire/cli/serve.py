@@ -117,6 +117,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         tool_format=args.tool_format,
         max_body_bytes=args.max_body_mib * 2**20,
         response_store_bytes=args.response_store_mib * 2**20,
+        model=config.model,
         tokens_at_once=2 * config.scheduler.max_num_batched_tokens,
         cache_config={  # vLLM's names
             "block_size": config.cache.block_size,

@@ -12,18 +12,15 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from quire.clock import Clock
-from quire.config import EngineConfig
+from quire.config import Determinism, EngineConfig
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.executor.logged import LoggedExecutor
 from quire.plan.cost_model import CostModel
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
-
-Determinism = Literal["exact", "batch-dependent"]
 
 
 @dataclass(frozen=True, slots=True)

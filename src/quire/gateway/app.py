@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from quire.gateway.admin import admin_app
+from quire.gateway.model_routes import MODEL_PATHS, model_app
 from quire.gateway.proxy import Proxy
 from quire.gateway.state import GatewayState
 from quire.gateway.stored import StoredProxy
@@ -50,6 +51,10 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
     stored = StoredProxy(state)
     of_response = {"": ["GET", "DELETE"], "/input_items": ["GET"], "/cancel": ["POST"]}
     key_file = state.config.server.key_file
+
+    def count(status: int) -> None:
+        state.metrics.requests.update([("other", str(status), "refused")])
+
     app = Starlette(
         routes=[
             *(Route(path, Proxy(state, path), methods=["POST"]) for path in POST_PATHS),
@@ -68,25 +73,29 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
                 key_file=KeyFile(Path(key_file), state.now) if key_file is not None else None,
             )
         ],
-        exception_handlers=error_handlers(
-            lambda status: state.metrics.requests.update([("other", str(status), "refused")])
-        ),
+        exception_handlers=error_handlers(count),
         lifespan=_lifespan(state, extension),
     )
     app.router.redirect_slashes = False
-    return _Split(app, admin_app(state))
+    models = None if state.pool is None else model_app(state.pool, count)
+    return _Split(app, admin_app(state), models)
 
 
 class _Split:
-    """ASGI: ``/admin/…`` has its own key and application."""
+    """ASGI: ``/admin/…``, and what loads models, have their own key and application."""
 
-    def __init__(self, app: ASGIApp, admin: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, admin: ASGIApp, models: ASGIApp | None) -> None:
         self._app = app
         self._admin = admin
+        self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_admin = scope["type"] == "http" and scope["path"].startswith("/admin/")
-        await (self._admin if is_admin else self._app)(scope, receive, send)
+        app, path = self._app, scope["path"] if scope["type"] == "http" else ""
+        if path.startswith("/admin/"):
+            app = self._admin
+        elif self._models is not None and path in MODEL_PATHS:
+            app = self._models
+        await app(scope, receive, send)
 
 
 class Probes:
@@ -100,10 +109,10 @@ class Probes:
         return json_response({"status": "alive"})
 
     async def readyz(self, request: Request) -> Response:
-        """200 if any backend takes requests; 503 otherwise, and while draining."""
+        """200 if any backend takes requests, or would once its model is loaded; 503 otherwise, and while draining."""
         if self._state.is_draining:
             return json_response({"status": "draining"}, 503)
-        is_ready = any(b.is_ready for b in self._state.fleet)
+        is_ready = self._state.pool is not None or any(b.is_ready for b in self._state.fleet)
         return json_response({"status": "ready" if is_ready else "starting"}, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -113,18 +122,18 @@ class Probes:
 
     async def models(self, request: Request) -> Response:
         """The models that clients may name."""
-        cards = [_card(name) for name in self._state.catalog.names()]
+        cards = [self._card(name) for name in self._state.catalog.names()]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """One of them, or 404."""
         name = request.path_params["model_id"]
         self._state.catalog.targets(name)
-        return json_response(_card(name))
+        return json_response(self._card(name))
 
-
-def _card(name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "quire"}
+    def _card(self, name: str) -> dict[str, object]:
+        card: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "quire"}
+        return card if self._state.pool is None else card | self._state.pool.named(name).card()
 
 
 def _lifespan(state: GatewayState, extension: Extension) -> Lifespan[Starlette]:

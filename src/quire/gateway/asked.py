@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -43,6 +43,21 @@ class Asked:
             return True
         options = self.body.get("stream_options")
         return isinstance(options, dict) and options.get("include_usage") is True
+
+    def changed_to(self, body: Mapping[str, Any]) -> Asked:
+        """Return the same request with another body, for the same model and answered in the same way."""
+        num = _num_output_tokens(body)
+        return replace(
+            self, raw=msgspec.json.encode(body), body=body, text=text_of(body), num_output_tokens=num
+        )
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The smallest number in ``deadline_ms`` in seconds; what is no number is the backend's to refuse."""
+        given = self.body.get("deadline_ms")
+        values = given.values() if isinstance(given, dict) else (given,)
+        numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+        return min(numbers) / 1e3 if numbers else None
 
     def body_for(self, model: str, *, adds_usage: bool = False) -> bytes:
         """Return the body with the name ``model``, and with usage at the end of its stream if ``adds_usage``.

@@ -41,8 +41,12 @@ class Backend:
 class Fleet:
     """All backends by name."""
 
-    def __init__(self, router: Router, health: HealthArgs, random: Random) -> None:
+    def __init__(
+        self, router: Router, health: HealthArgs, random: Random, on_demand: Collection[str] = ()
+    ) -> None:
+        """``on_demand``: models that are served, whether a backend has them now or not."""
         self.router = router
+        self._on_demand = on_demand
         self.health = health
         self._random = random
         self._backends: dict[str, Backend] = {}
@@ -57,8 +61,8 @@ class Fleet:
 
     @property
     def models(self) -> list[str]:
-        """The names that backends serve, in the order in which they came."""
-        return list(self._by_model)
+        """The names that backends serve, in the order in which they came, behind those on demand."""
+        return list(dict.fromkeys((*self._on_demand, *self._by_model)))
 
     def named(self, name: str) -> Backend:
         """Raises `NotFoundError`, which lists the backends."""

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from quire.gateway.app import create_gateway
 from quire.gateway.config import GatewayConfig
+from quire.gateway.model_pool import ModelPool
 from quire.gateway.state import GatewayState, make_state
 from quire.http.drain import DrainingServer
 from quire.http.edge import Extension
@@ -34,15 +35,18 @@ def run_gateway(
     *,
     beside: Beside | None = None,
     extend: Callable[[GatewayState], Extension] = lambda state: Extension(),
+    pool: ModelPool | None = None,
 ) -> int:
-    """Serve until a signal; return the exit status, 0 after a drain. ``extend`` adds routes, such as batches.
+    """Serve until a signal; return the exit status, 0 after a drain.
+
+    ``extend`` adds routes, such as batches; ``pool`` has the models that are loaded on demand.
 
     Raises:
         ConfigError: the address, or what the extension needs, cannot be used.
     """
     sock = bind(config.server.host, config.server.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        state = make_state(config, time.monotonic, secrets.randbits(32))
+        state = make_state(config, time.monotonic, secrets.randbits(32), pool)
         return runner.run(_serve(state, create_gateway(state, extend(state)), sock, beside))
 
 

@@ -14,10 +14,14 @@ from quire.gateway.catalog import Catalog
 from quire.gateway.config import GatewayConfig
 from quire.gateway.discovery import Discovery
 from quire.gateway.exchange import Exchange
+from quire.gateway.filter_kinds import make_filters
+from quire.gateway.filtering import Filtering
+from quire.gateway.filters import About, Filters
 from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.health import Poller
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.migrate import SEED_BITS, Continuation
+from quire.gateway.model_pool import ModelPool
 from quire.gateway.placing import Owners, Placed, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.retries import RetryBudget
@@ -46,7 +50,9 @@ class GatewayState:
     metrics: GatewayMetrics
     now: Callable[[], float]  # monotonic seconds
     random: Random
+    pool: ModelPool | None = None  # of models that are loaded on demand
     new_id: Callable[[], str] = field(default_factory=id_source)
+    filters: Filters | None = None
     is_draining: bool = False
     num_open: int = 0
     unix_time: Callable[[], float] = time.time
@@ -74,6 +80,8 @@ class GatewayState:
         self.poller.start(self._upstream)
         self.discovery.start()
         self._ageing = asyncio.create_task(self._age())
+        if self.pool is not None:
+            self.pool.start()
 
     async def close(self) -> None:
         assert self._ageing is not None
@@ -111,6 +119,18 @@ class GatewayState:
             return None
         return Continuation(self.new_id(), int(self.unix_time()), secrets.randbits(SEED_BITS))
 
+    async def filter(self, exchange: Exchange) -> None:
+        """Show a request to the filters, and make what its answer goes through. Raises `HttpError` if refused."""
+        filters, asked = self.filters, exchange.asked
+        assert filters is not None and asked is not None  # noqa: PT018
+        model = exchange.targets[0].model
+        about = About(exchange.request_id, exchange.path, model, exchange.tenant, exchange.key)
+        if filters.reads_requests:
+            changed = await filters.before(about, dict(asked.body))
+            exchange.asked = asked if changed is None else asked.changed_to(changed)
+        if filters.reads_answers:
+            exchange.filtering = Filtering(filters, about)
+
     async def settle(self, exchange: Exchange) -> None:
         """A request has ended: count it, learn from its usage, and log it."""
         assert self._booking is not None
@@ -140,17 +160,19 @@ class GatewayState:
             )
 
 
-def make_state(config: GatewayConfig, now: Callable[[], float], seed: int) -> GatewayState:
+def make_state(
+    config: GatewayConfig, now: Callable[[], float], seed: int, pool: ModelPool | None = None
+) -> GatewayState:
     """Return the state of a gateway whose backends have not been polled yet."""
     routing, random = config.routing, Random(seed)
     router = Router(
         routing.policy, seed=seed, max_load_ratio=routing.max_load_ratio, capacity=routing.index_pieces
     )
-    fleet = Fleet(router, config.health, random)
+    fleet = Fleet(router, config.health, random, tuple(model.name for model in pool or ()))
     owners = Owners()
     poller = Poller(fleet, random, now)
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
-    return GatewayState(
+    state = GatewayState(
         config=config,
         router=router,
         fleet=fleet,
@@ -163,4 +185,8 @@ def make_state(config: GatewayConfig, now: Callable[[], float], seed: int) -> Ga
         metrics=GatewayMetrics(fleet, budget),
         now=now,
         random=random,
+        pool=pool,
     )
+    state.filters = make_filters(config.filters, lambda: state.upstream)
+    state.metrics.filters = state.filters
+    return state
