@@ -85,6 +85,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
     "moved streams": {"api": 210, "engine": 60, "gateway": 175},
+    "nothing lost at a kill of a gateway": {"api": 80, "gateway": 400, "http": 95},
     "no request stalls another": {
         "": 22,
         "api": 225,
