@@ -206,32 +206,26 @@ class Supervisor:
         return True
 
     def _start(self) -> EngineClient | None:
-        """Replace the dead client by a new one; None if closed meanwhile."""
-        self._client.close()
-        client = self._next_client()
-        if client is None:
-            return None
-        with self._lock:
-            if not self._closed.is_set():
-                self._client = client  # before it is ready, so that `close` can reach it
-                return client
-        client.close()
-        return None
-
-    def _next_client(self) -> EngineClient | None:
-        """Return a new client; None if closed meanwhile.
+        """Replace the dead client by a new one; None if closed meanwhile.
 
         While the machine has no disk, memory or file for another process, try again each second: no engine has died
         then, so these attempts are not restarts.
         """
+        self._client.close()
         while not self._closed.is_set():
             try:
-                return self._restart()
+                client = self._restart()
             except OSError as error:
                 log.error("engine_cannot_start", error=error)
                 self._reason = EngineDeadError(f"No engine can be started now: {error}")
                 self._retry_at_s = self._clock.now() + self._policy.start_retry_s
                 self._closed.wait(self._policy.start_retry_s)
+                continue
+            with self._lock:
+                if not self._closed.is_set():
+                    self._client = client  # before it is ready, so that `close` can reach it
+                    return client
+            client.close()
         return None
 
     def _readmit(self, client: EngineClient) -> list[TokenEvent]:
