@@ -18,7 +18,7 @@ AUTO_DRAFTS = 8  # per sequence and step at most, where the engine chooses
 
 @dataclass(frozen=True, slots=True)
 class DraftCheckpoint:
-    """A draft model on disk (`quire.engine.draft_model`). ``quantize``: as `EngineArgs.quantize`."""
+    """A draft model on disk (`quire.engine.assemble`). ``quantize``: as `EngineArgs.quantize`."""
 
     name: str  # as the user gave it
     path: str
