@@ -19,6 +19,7 @@ from quire.gateway.config import (
     RoutingArgs,
     TimeoutArgs,
 )
+from quire.gateway.filters import FilterArgs
 
 HEAD = """\
 # The command line
@@ -70,6 +71,7 @@ FILE = {
     RetryArgs: "`[retries]`",
     BackendArgs: "each of `[[backends]]`; exactly one of `url`, `dns` and `file`",
     ModelArgs: "each of `[[models]]`; `split = { name = weight }` says which served models stand behind it",
+    FilterArgs: "each of `[[filters]]` (docs/filters.md); `options = { … }` are arguments of the hook's constructor",
 }
 
 

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from quire.errors import QuireError
 from quire.gateway.asked import Asked, read_asked
 from quire.gateway.exchange import Exchange
+from quire.gateway.filters import FILTERED
 from quire.gateway.frames import Frames, error_frame, without_usage
 from quire.gateway.headers import to_backend, to_client
 from quire.gateway.migrate import TAGGED, Groups, StreamMoves
@@ -63,8 +64,11 @@ class Proxy:
             exchange.targets = state.catalog.targets(exchange.asked.model)
             model = exchange.targets[0].model
             await state.tenants.reserve(exchange, model, state.placing.num_tokens(exchange.asked, model))
-            async with _cancelled_when_left(exchange, receive), self._loaded(exchange, model):
-                await self._serve(exchange)
+            async with _cancelled_when_left(exchange, receive):
+                if state.filters is not None:
+                    await state.filter(exchange)
+                async with self._loaded(exchange, model):
+                    await self._serve(exchange)
         except Disconnected:
             exchange.outcome, exchange.status = "left", LEFT
         except BackendFailed as error:
@@ -160,6 +164,8 @@ class Proxy:
             body = continuation.body(body, state.now() - exchange.arrival_s)
         elif continuation is not None:
             continuation.restart()
+        if exchange.filtering is not None and not exchange.has_begun:
+            exchange.filtering.reset()
         timeouts = self._timeouts
         limit_s = timeouts.first_token_s if asked.streams else timeouts.total_s
         is_good: bool | None = None
@@ -194,7 +200,10 @@ class Proxy:
         if whole.status == 200 and "json" in kind and not exchange.usage.read(whole.body):
             raise BackendFailed("garbage", "The backend's answer says that it is JSON, and is not.")
         self._own(exchange, placed)
-        await exchange.answer(whole.status, whole.headers, whole.body)
+        body = whole.body
+        if exchange.filtering is not None and whole.status == 200 and "json" in kind:
+            body = await exchange.filtering.whole(body)
+        await exchange.answer(whole.status, whole.headers, body)
 
     def _own(self, exchange: Exchange, placed: Placed) -> None:
         """Remember where a response is stored."""
@@ -225,20 +234,24 @@ class Proxy:
                         self._state.metrics.migrations[(placed.backend.name,)] += 1
                 if exchange.first_s is None:
                     exchange.first_s = now()
-                    await exchange.begin(response.status, to_client(response.raw_headers))
                 exchange.num_frames += whole.count(b"\n\n")
                 if hides_usage:
                     whole = without_usage(whole)
-                await exchange.write(whole)
+                if exchange.filtering is not None:
+                    whole = await exchange.filtering.feed(whole)
+                await _send(exchange, response, whole)
                 deadline.reschedule(min(now() + timeouts.idle_s, end_s) + loop_s)
             if is_first:
                 raise BackendFailed("garbage", "The backend's stream ended without an event.")
             rest = frames.end()
+            if exchange.filtering is not None:
+                rest = await exchange.filtering.end(rest)
         except ValueError as error:
             raise BackendFailed("garbage", f"The backend's stream is not one of events: {error}.") from error
         except StreamMoves:
             raise BackendFailed("broken", "The backend gave the stream up.") from None
-        await exchange.end(rest)
+        await _send(exchange, response, rest)
+        await exchange.end()
 
     def _adds_usage(self, asked: Asked) -> bool:
         """Whether the gateway asks for the usage of a stream, and the client did not."""
@@ -254,13 +267,25 @@ class Proxy:
 
     async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
         """Answer with an error; a stream that has begun ends with one."""
+        is_filtered = refusal.code == FILTERED
         if exchange.has_begun:
-            exchange.outcome = "broken"
+            exchange.outcome = "filtered" if is_filtered else "broken"
             await exchange.end(error_frame(self._path, refusal))
             return
-        exchange.outcome = "refused" if refusal.status < 500 else "failed"
+        exchange.outcome = "filtered" if is_filtered else "refused" if refusal.status < 500 else "failed"
         headers = [(b"content-type", b"application/json"), *refusal.headers]
         await exchange.answer(refusal.status, headers, refusal.body(self._path))
+
+
+async def _send(exchange: Exchange, response: ClientResponse, frames: bytes) -> None:
+    """Send whole frames to the client; raises `HttpError` if a filter refused what follows them."""
+    filtering = exchange.filtering
+    if not exchange.has_begun and (frames or filtering is None):
+        await exchange.begin(response.status, to_client(response.raw_headers))
+    if frames:
+        await exchange.write(frames)
+    if filtering is not None:
+        filtering.check()
 
 
 def _frames_of(exchange: Exchange, response: ClientResponse) -> Frames | Groups:

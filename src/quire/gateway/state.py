@@ -13,6 +13,9 @@ from quire.gateway.catalog import Catalog
 from quire.gateway.config import GatewayConfig
 from quire.gateway.discovery import Discovery
 from quire.gateway.exchange import Exchange
+from quire.gateway.filter_kinds import make_filters
+from quire.gateway.filtering import Filtering
+from quire.gateway.filters import About, Filters
 from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.health import Poller
 from quire.gateway.metrics import GatewayMetrics
@@ -48,6 +51,7 @@ class GatewayState:
     random: Random
     pool: ModelPool | None = None  # of models that are loaded on demand
     new_id: Callable[[], str] = field(default_factory=id_source)
+    filters: Filters | None = None
     is_draining: bool = False
     num_open: int = 0
     unix_time: Callable[[], float] = time.time
@@ -109,6 +113,18 @@ class GatewayState:
             return None
         return Continuation(self.new_id(), int(self.unix_time()), secrets.randbits(SEED_BITS))
 
+    async def filter(self, exchange: Exchange) -> None:
+        """Show a request to the filters, and make what its answer goes through. Raises `HttpError` if refused."""
+        filters, asked = self.filters, exchange.asked
+        assert filters is not None and asked is not None  # noqa: PT018
+        model = exchange.targets[0].model
+        about = About(exchange.request_id, exchange.path, model, exchange.tenant, exchange.key)
+        if filters.reads_requests:
+            changed = await filters.before(about, dict(asked.body))
+            exchange.asked = asked if changed is None else asked.changed_to(changed)
+        if filters.reads_answers:
+            exchange.filtering = Filtering(filters, about)
+
     async def settle(self, exchange: Exchange) -> None:
         """A request has ended: count it, learn from its usage, and log it."""
         now, usage, backend = self.now(), exchange.usage, exchange.backend
@@ -147,7 +163,7 @@ def make_state(
     owners = Owners()
     poller = Poller(fleet, random, now)
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
-    return GatewayState(
+    state = GatewayState(
         config=config,
         router=router,
         fleet=fleet,
@@ -162,3 +178,6 @@ def make_state(
         random=random,
         pool=pool,
     )
+    state.filters = make_filters(config.filters, lambda: state.upstream)
+    state.metrics.filters = state.filters
+    return state
