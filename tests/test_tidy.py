@@ -90,7 +90,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "api": 13,
         "engine": 63,
         "metrics": 20,
-        "plan": 85,
+        "plan": 86,
         "runner": 257,
         "sampling": 170,
         "scheduler": 285,
