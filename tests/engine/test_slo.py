@@ -12,7 +12,7 @@ from tests.fakes.engine import FAKE
 from tests.scheduler.harness import Engine, make_scheduler, oracle, request
 
 from quire.args import EngineArgs, ServerArgs
-from quire.cli.serve import forecast_of, with_slo
+from quire.cli.serve_slo import forecast_of, with_slo
 from quire.clock import VirtualClock
 from quire.config import SloConfig
 from quire.engine.build import build_core

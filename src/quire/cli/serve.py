@@ -1,33 +1,21 @@
-"""`quire serve`: engine process first, then everything else while it loads; the step-time model of ``--slo``."""
+"""`quire serve`: engine process first, then everything else while it loads."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from setproctitle import setproctitle
 
 from quire import __version__
-from quire.api.state import TtftForecast
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.flags import pick
-from quire.config import EngineConfig, SloConfig
 from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
-from quire.errors import ConfigError
 from quire.http.listen import LEAST_FILES, raise_file_limit
-from quire.metrics.engine_stats import EngineStats
-from quire.plan.cost_model import CostModel
-from quire.plan.hardware import this_machine
-from quire.plan.profile import load_profile
-from quire.plan.roofline import Roofline, efficiencies, sampled, work_of
-from quire.workload.slo import Slo
 
 GIB = 2**30
 WORTH_SAYING = ("linears", "output matrix", "embedding table")
@@ -54,19 +42,21 @@ def serve(settings: dict[str, Any]) -> int:
 
 
 def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProcess, begin: float) -> int:
-    from quire.cli.serve import forecast_of, with_slo
+    from quire.cli.serve_recorder import compare_to, supervised, with_recorder
+    from quire.cli.serve_slo import forecast_of, with_slo
     from quire.device import detect_device, slow_kernels
     from quire.engine.assemble import configure, load_text
     from quire.engine.process import ProcessClient
-    from quire.engine.supervisor import RestartPolicy, Supervisor
     from quire.metrics.log import configure as configure_log
 
     style: Any = server_args.log_format
     configure_log(server_args.log_level, style=style)
     config, checkpoint = configure(engine_args, detect_device(engine_args.device))
-    config = with_slo(config, server_args)
+    config = with_recorder(with_slo(config, server_args), checkpoint, engine_args, server_args)
     child_log: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
     first = ProcessClient(config, **child_log, process=process)
+    if server_args.compare_to is not None:
+        return compare_to(first, config, server_args, server_args.compare_to)
 
     # The child loads the model from here on; this process reads the tokenizer and imports the web server.
     from quire.api.app import create_app, run
@@ -80,9 +70,8 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     names = _list(server_args.served_model_name)
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
     clock = WallClock()
-    policy = RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s)
     golden = golden_prompt(config, server_args.golden_interval_s, clock)
-    client = Supervisor(first, lambda: ProcessClient(config, **child_log), clock, policy, golden)
+    client = supervised(first, lambda: ProcessClient(config, **child_log), config, server_args, golden)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     api = api_settings(server_args, config, __version__)
 
@@ -237,42 +226,3 @@ def start_up_report(
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         f"    -d '{body}'\n"
     )
-
-
-def with_slo(config: EngineConfig, args: ServerArgs) -> EngineConfig:
-    """Return ``config`` with ``--slo`` and ``--profile`` applied; unchanged without ``--slo``.
-
-    Raises:
-        ConfigError: the SLO or the profile cannot be read, or the controller could not work with the other settings.
-    """
-    if args.slo is None:
-        if args.profile is not None:
-            raise ConfigError("--profile is read only for --slo: give --slo too, such as --slo tpot=50ms")
-        return config
-    slo = Slo.parse(args.slo)
-    if slo.e2el_s is not None:
-        raise ConfigError(f"--slo {args.slo!r}: e2el depends on how long answers are; give ttft and tpot")
-    if not config.scheduler.enable_chunked_prefill:
-        raise ConfigError("--slo needs chunked prefill, and enable_chunked_prefill is off: leave it on")
-    model = load_profile(Path(args.profile)).step_time if args.profile else _measured(config)
-    return replace(config, slo=SloConfig(json.dumps(model.to_json()), slo.ttft_s, slo.tpot_s))
-
-
-def forecast_of(config: EngineConfig, stats: Callable[[], EngineStats]) -> TtftForecast | None:
-    """Return the forecast of the TTFT of requests to an engine with these ``stats``; None without ``--slo``."""
-    return None if config.slo is None else TtftForecast(Slo(config.slo.ttft_s, config.slo.tpot_s), stats)
-
-
-def _measured(config: EngineConfig) -> CostModel:
-    """Return a roofline of this machine, measured now. The controller corrects it by measured step times."""
-    if not config.device.native:
-        raise ConfigError(
-            "--slo without --profile measures this machine with the native extension, which is not built"
-        )
-    precision = (config.model.quantize or "bf16").partition("-")[0]
-    if precision not in ("int8", "int4"):
-        precision = "fp32" if config.model.dtype == "float32" else "bf16"
-    kv_dtype = "int8" if config.model.kv_dtype == "int8" else "bf16"
-    hardware = this_machine(config.device, config.runner.num_threads)
-    roofline = Roofline(work_of(config.model.spec, precision, kv_dtype), hardware, efficiencies()["cpu"])
-    return sampled(roofline, config.scheduler.max_num_batched_tokens)

@@ -1,0 +1,58 @@
+"""``quire serve --slo``: the step-time model of the SLO's controller, from a profile or measured at start-up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from quire.api.state import TtftForecast
+from quire.args import ServerArgs
+from quire.config import EngineConfig, SloConfig
+from quire.errors import ConfigError
+from quire.metrics.engine_stats import EngineStats
+from quire.plan.cost_model import CostModel
+from quire.plan.hardware import this_machine
+from quire.plan.profile import load_profile
+from quire.plan.roofline import Roofline, efficiencies, sampled, work_of
+from quire.workload.slo import Slo
+
+
+def with_slo(config: EngineConfig, args: ServerArgs) -> EngineConfig:
+    """Return ``config`` with ``--slo`` and ``--profile`` applied; unchanged without ``--slo``.
+
+    Raises:
+        ConfigError: the SLO or the profile cannot be read, or the controller could not work with the other settings.
+    """
+    if args.slo is None:
+        if args.profile is not None:
+            raise ConfigError("--profile is read only for --slo: give --slo too, such as --slo tpot=50ms")
+        return config
+    slo = Slo.parse(args.slo)
+    if slo.e2el_s is not None:
+        raise ConfigError(f"--slo {args.slo!r}: e2el depends on how long answers are; give ttft and tpot")
+    if not config.scheduler.enable_chunked_prefill:
+        raise ConfigError("--slo needs chunked prefill, and enable_chunked_prefill is off: leave it on")
+    model = load_profile(Path(args.profile)).step_time if args.profile else _measured(config)
+    return replace(config, slo=SloConfig(json.dumps(model.to_json()), slo.ttft_s, slo.tpot_s))
+
+
+def forecast_of(config: EngineConfig, stats: Callable[[], EngineStats]) -> TtftForecast | None:
+    """Return the forecast of the TTFT of requests to an engine with these ``stats``; None without ``--slo``."""
+    return None if config.slo is None else TtftForecast(Slo(config.slo.ttft_s, config.slo.tpot_s), stats)
+
+
+def _measured(config: EngineConfig) -> CostModel:
+    """Return a roofline of this machine, measured now. The controller corrects it by measured step times."""
+    if not config.device.native:
+        raise ConfigError(
+            "--slo without --profile measures this machine with the native extension, which is not built"
+        )
+    precision = (config.model.quantize or "bf16").partition("-")[0]
+    if precision not in ("int8", "int4"):
+        precision = "fp32" if config.model.dtype == "float32" else "bf16"
+    kv_dtype = "int8" if config.model.kv_dtype == "int8" else "bf16"
+    hardware = this_machine(config.device, config.runner.num_threads)
+    roofline = Roofline(work_of(config.model.spec, precision, kv_dtype), hardware, efficiencies()["cpu"])
+    return sampled(roofline, config.scheduler.max_num_batched_tokens)
