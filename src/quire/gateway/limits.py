@@ -330,6 +330,22 @@ class Limits:
         if changes:
             await self._store.change(reservation.request_id, changes)
 
+    async def left(self, owners: Iterable[tuple[str, str]], models: Sequence[str]) -> list[Left]:
+        """Return what (key, tenant) each have left of their quotas, with those of each tenant at ``models``."""
+        wall, found = self._wall(), {}
+        for key, tenant in owners:
+            for model in models or [""]:
+                found.update({quota.name: quota for quota in self._table.quotas(key, tenant, model)})
+        charges = [Charge(q, q.key(wall), 0) for q in found.values() if q.period != "concurrent"]
+        decision = await self._store.take("", charges) if charges else Decision(())
+        open_keys = [charge.key for each in self._open.values() for charge in each.charges]
+        places = [
+            Left(q, max(0, q.capacity - open_keys.count(q.key(wall))), 0.0)
+            for q in found.values()
+            if q.period == "concurrent"
+        ]
+        return sorted([*decision.left, *places], key=lambda each: each.quota.name)
+
     async def renew(self) -> None:
         """Renew the leases of the open requests: to be called at least every `LEASE_S` / 3."""
         leases = [

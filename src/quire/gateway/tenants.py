@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from quire.clock import WallClock
 from quire.errors import NotFoundError
 from quire.gateway.config import GatewayConfig
 from quire.gateway.exchange import Exchange
-from quire.gateway.ledger import Ledger, Price, Row, open_database
+from quire.gateway.ledger import NANO, Ledger, Price, Row, open_database
 from quire.gateway.limits import (
     LEASE_S,
     Decision,
@@ -92,6 +94,28 @@ class Tenants:
             raise HttpError(_refusal(decision, exchange.reserved))
         exchange.reservation = reservation
         exchange.extra_headers += limit_headers(decision.left)
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether Redis does not answer, and the gateway enforces the limits by itself."""
+        return self._redis is not None and self._redis.is_degraded
+
+    async def left(self, owners: Iterable[tuple[str, str]], models: Sequence[str]) -> list[dict[str, Any]]:
+        """Return what (key, tenant) each have left of their quotas; money in units."""
+        found = []
+        for each in await self._limits.left(owners, models):
+            unit = NANO if each.quota.unit is Unit.MONEY else 1
+            found.append(
+                {
+                    "name": each.quota.name,
+                    "unit": str(each.quota.unit),
+                    "period": each.quota.period,
+                    "capacity": each.quota.capacity / unit,
+                    "remaining": each.remaining / unit,
+                    "reset_s": round(each.reset_s, 3),
+                }
+            )
+        return found
 
     async def settle(self, exchange: Exchange, now: float) -> None:
         """Replace what the request reserved by what it used, and write its row."""
