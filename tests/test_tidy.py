@@ -67,6 +67,15 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "admin, metrics, access log": {"": 2, "gateway": 400, "http": 1},
     "filters": {"": 13, "cli": 16, "gateway": 850},
     "full disk": {"jobs": 85},
+    "flight recorder, replay, comparison": {
+        "": 20,
+        "api": 15,
+        "bench": 185,
+        "cli": 225,
+        "engine": 735,
+        "executor": 210,
+        "models": 35,
+    },
     "damaged model files, open files": {
         "cli": 36,
         "engine": 6,
@@ -77,6 +86,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
     "moved streams": {"api": 210, "engine": 60, "gateway": 175},
+    "nothing lost at a kill of a gateway": {"api": 80, "gateway": 400, "http": 95},
     "no request stalls another": {
         "": 22,
         "api": 225,
@@ -87,14 +97,15 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "text": 75,
     },
     "speculation": {
-        "": 72,
-        "api": 1,
+        "": 82,
+        "api": 13,
         "engine": 75,
         "metrics": 20,
         "plan": 85,
-        "runner": 230,
-        "scheduler": 265,
-        "speculate": 290,
+        "runner": 265,
+        "sampling": 170,
+        "scheduler": 285,
+        "speculate": 300,
     },
 }
 

@@ -15,6 +15,7 @@ from quire.cli.flags import (
     ChatArgs,
     ModelArgument,
     PlanArgs,
+    ReplayArgs,
     RunArgs,
     command_with,
     pick,
@@ -180,6 +181,19 @@ def doctor(
     from quire.cli.doctor import report
 
     report()
+
+
+@app.command()
+@command_with(ReplayArgs)
+def replay(
+    file: Annotated[Path, typer.Argument(help="A file of the flight recorder (docs/flight-recorder.md).")],
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Run a recording of the flight recorder again, and show the first difference."""
+    from quire.cli.replay import replay
+
+    raise typer.Exit(replay(file, pick(ReplayArgs, settings)))
 
 
 @app.command()

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
-from quire.gateway.limits import Limit
+from quire.gateway.limits import NANO, Left, Limit, Unit
 from quire.gateway.state import GatewayState
 from quire.http.body import json_response, read_json
 from quire.http.keys import (
@@ -108,16 +108,17 @@ class AdminKeys:
             read_keys(self._path()).keys.values() if config.server.key_file and self._path().exists() else ()
         )
         owners = {(key.name, key.tenant) for key in keys} or {("", "")}
-        left = await state.tenants.left(sorted(owners), list(config.model_limits))
+        limits = state.tenants.limits
+        left = await limits.left(sorted(owners), list(config.model_limits))
         return json_response(
             {
                 "books": "redis" if config.server.redis else "memory",
-                "is_degraded": state.tenants.is_degraded,
+                "is_degraded": limits.is_degraded,
                 "default": _given(config.limits),
                 "keys": {name: _given(limit) for name, limit in config.key_limits.items()},
                 "tenants": {name: _given(limit) for name, limit in config.tenant_limits.items()},
                 "models": {name: _given(limit) for name, limit in config.model_limits.items()},
-                "quotas": left,
+                "quotas": [_quota(each) for each in left],
             }
         )
 
@@ -154,6 +155,19 @@ def _card(key: ApiKey) -> dict[str, Any]:
         "endpoints": key.endpoints,
         "weight": key.weight,
         "scope": "admin" if key.admin else None,
+    }
+
+
+def _quota(left: Left) -> dict[str, Any]:
+    quota = left.quota
+    unit = NANO if quota.unit is Unit.MONEY else 1
+    return {
+        "name": quota.name,
+        "unit": str(quota.unit),
+        "period": quota.period,
+        "capacity": quota.capacity / unit,
+        "remaining": left.remaining / unit,
+        "reset_s": round(left.reset_s, 3),
     }
 
 

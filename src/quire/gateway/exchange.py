@@ -17,6 +17,7 @@ from quire.gateway.limits import Usage as Reserved
 from quire.gateway.migrate import Continuation
 from quire.gateway.upstream import BackendFailed
 from quire.gateway.usage import Usage
+from quire.http.account import Account
 from quire.http.body import header
 
 # broken: after the first bytes; left: the client did; filtered: a filter refused the request or the answer
@@ -55,8 +56,15 @@ class Exchange:
     filtering: Filtering | None = None  # with filters that read answers
     key: str = ""
     tenant: str = ""
+    weight: float = 1.0
     reserved: Reserved = field(default_factory=Reserved)
     reservation: Reservation | None = None
+    journal_slot: int | None = None
+    is_settled: bool = False  # `usage` is what the replica has computed
+
+    @property
+    def account(self) -> Account:
+        return Account(self.ledger_id, self.tenant, self.key, self.weight)
 
     @property
     def trace_id(self) -> str:

@@ -160,6 +160,10 @@ class Reservation:
 class Store(Protocol):
     """The books. `MemoryStore` and `RedisStore` decide alike."""
 
+    @property
+    def is_degraded(self) -> bool:
+        """Whether they are this process's own for now."""
+
     async def take(self, request_id: str, charges: Sequence[Charge]) -> Decision:
         """Add all charges to the books, or none where one of them does not fit."""
         ...
@@ -175,6 +179,8 @@ class Store(Protocol):
 
 class MemoryStore:
     """The books of one gateway. Rates follow ``clock``, which no change of the system's time moves."""
+
+    is_degraded = False
 
     def __init__(self, clock: Clock, wall: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -329,6 +335,10 @@ class Limits:
                 changes.append(Charge(charge.quota, charge.key, actual - charge.amount))
         if changes:
             await self._store.change(reservation.request_id, changes)
+
+    @property
+    def is_degraded(self) -> bool:
+        return self._store.is_degraded
 
     async def left(self, owners: Iterable[tuple[str, str]], models: Sequence[str]) -> list[Left]:
         """Return what (key, tenant) each have left of their quotas, with those of each tenant at ``models``."""

@@ -36,7 +36,7 @@ from quire.metrics.log import Log
 
 log = Log("gateway")
 RETRIED_STATUS = frozenset((429, 500, 502, 503))
-_LOOK_AGAIN_S = 0.05  # while a stream waits for a replica that can continue it
+_LOOK_AGAIN_S = 0.05  # while a request waits for a replica
 RESPONSES = "/v1/responses"
 LEFT = 499  # nginx's number for a client that disconnected; it is only counted
 
@@ -95,6 +95,7 @@ class Proxy:
         while (placed := await self._place(exchange)) is not None:
             exchange.num_attempts += 1
             exchange.backend, exchange.target = placed.backend, placed.target
+            self._state.tenants.begun(exchange, self._state.now())
             try:
                 await self._attempt(exchange, placed)
                 return
@@ -110,15 +111,27 @@ class Proxy:
         raise exchange.failure or _none_left(exchange)
 
     async def _place(self, exchange: Exchange) -> Placed | None:
-        """Choose a backend. A stream that has begun waits for one, as long as for a first token."""
-        placed = self._state.placing.place(exchange)
-        if placed is None and exchange.can_move:
-            limit_s = self._state.now() + self._timeouts.first_token_s
-            while placed is None and self._state.now() < limit_s:
-                await asyncio.sleep(_LOOK_AGAIN_S)
-                exchange.tried.clear()
-                placed = self._state.placing.place(exchange)
+        """Choose a backend. Where a replica has died and none is left, wait for one, as long as for a first token."""
+        state = self._state
+        placed, limit_s = state.placing.place(exchange), self._timeouts.first_token_s
+        end_s = (state.now() if exchange.can_move else exchange.arrival_s) + limit_s
+        while placed is None and state.now() < end_s and self._waits(exchange):
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            placed = state.placing.place(exchange)
         return placed
+
+    def _waits(self, exchange: Exchange) -> bool:
+        """Whether a replica may come that can take the request; those that are not ready may be tried again then."""
+        if exchange.has_begun:
+            exchange.tried.clear()
+            return exchange.can_move
+        failure = exchange.failure
+        if failure is None or failure.kind not in ("connect", "broken"):
+            return False
+        names = {target.model for target in exchange.targets}
+        gone = [b.name for name in names for b in self._state.fleet.serving(name) if not b.is_ready]
+        exchange.tried.difference_update(gone)
+        return bool(gone)
 
     def _migrates(self, exchange: Exchange, error: BackendFailed) -> bool:
         """Whether a stream that broke is tried elsewhere.
@@ -160,7 +173,7 @@ class Proxy:
         body = asked.body_for(placed.target.model, adds_usage=self._adds_usage(asked))
         continuation, key = exchange.continuation, state.key_of(backend)
         if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
-            headers += continuation.headers(key, resumes=exchange.has_begun)
+            headers += [*continuation.headers(key, resumes=exchange.has_begun), exchange.account.header()]
         if continuation is not None and exchange.has_begun:
             body = continuation.body(body, state.now() - exchange.arrival_s)
         elif continuation is not None:
@@ -236,6 +249,7 @@ class Proxy:
                 if exchange.first_s is None:
                     exchange.first_s = now()
                 exchange.num_frames += whole.count(b"\n\n")
+                self._state.tenants.relayed(exchange)
                 if hides_usage:
                     whole = without_usage(whole)
                 if exchange.filtering is not None:

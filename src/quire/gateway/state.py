@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from quire.gateway.access_log import AccessLog
+from quire.gateway.booking import Booking
 from quire.gateway.catalog import Catalog
 from quire.gateway.config import GatewayConfig
 from quire.gateway.discovery import Discovery
@@ -60,6 +61,7 @@ class GatewayState:
     _upstream: Upstream | None = None
     _ageing: asyncio.Task[None] | None = None
     _tenants: Tenants | None = None
+    _booking: Booking | None = None
 
     @property
     def upstream(self) -> Upstream:
@@ -75,6 +77,8 @@ class GatewayState:
         """Open the client side and the books, and look for backends; called in the loop that serves."""
         self._upstream = Upstream(self.config.timeouts.connect_s)
         self._tenants = Tenants(self.config)
+        self._booking = Booking(self.fleet, self.key_of, self._tenants)
+        self._booking.start(self._upstream)
         self.poller.start(self._upstream)
         self.discovery.start()
         self._ageing = asyncio.create_task(self._age())
@@ -86,6 +90,8 @@ class GatewayState:
         self._ageing.cancel()
         await self.discovery.close()
         await self.poller.close()
+        assert self._booking is not None
+        await self._booking.close()
         await self.tenants.close()
         await self.access_log.close()
         await self.upstream.close()
@@ -130,7 +136,10 @@ class GatewayState:
 
     async def settle(self, exchange: Exchange) -> None:
         """A request has ended: count it, learn from its usage, and log it."""
-        now, usage = self.now(), exchange.usage
+        assert self._booking is not None
+        now = self.now()
+        await self._booking.settle(exchange)
+        usage = exchange.usage
         self.metrics.ended(exchange, now)
         await self.tenants.settle(exchange, now)
         if exchange.asked is not None and exchange.target is not None and usage.prompt_tokens is not None:
