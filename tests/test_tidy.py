@@ -66,6 +66,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 12,
         "scheduler": 78,
     },
+    "admin, metrics, access log": {"": 2, "gateway": 400, "http": 1},
     "filters": {"": 13, "cli": 16, "gateway": 850},
     "full disk": {"jobs": 85},
     "flight recorder, replay, comparison": {
