@@ -71,7 +71,7 @@ class Collected:
 
 @pytest.fixture
 def client() -> Iterator[ProcessClient]:
-    made = ProcessClient(engine_config(), executor=FAKE)
+    made = ProcessClient(engine_config(), executor=f"{FAKE}@3")  # ms per step: messages arrive between two
     yield made
     made.close()
 
