@@ -17,8 +17,8 @@ quire serve --model MODEL --dtype half --max-model-len 4k --served-model-name a 
 
 `quire serve` reads vLLM's flags by the table below. One that changes nothing here is named on standard error with
 the reason; one that would change the answer and cannot is an error that says what to do. Flags that are not in the
-table and that both servers have (`--port`, `--api-key`, `--max-num-seqs` …) mean the same. `--max_model_len` and
-`--max-model-len=4096` are read as well, and lengths may be written as `4k` (4000) or `4K` (4096).
+table and that both servers have (`--port`, `--api-key`, `--max-num-seqs` …) mean the same. Underscores in
+the place of hyphens and `--max-model-len=4096` are read as well, and lengths may be `4k` (4000) or `4K` (4096).
 
 The API is vLLM's: `/v1/chat/completions`, `/v1/completions`, `/v1/embeddings`, `/score`, `/rerank`, `/tokenize`,
 `/metrics` with vLLM's names, and its fields beyond OpenAI's (`top_k`, `min_p`, `structured_outputs`,

@@ -95,6 +95,12 @@ class ServerArgs:
     max_restarts: int = 3
     hang_timeout_s: float = 10.0
     golden_interval_s: float = 300.0
+    record_steps: int = 256
+    record_dir: str | None = None
+    record_ids: bool = True
+    record_requests: str | None = None
+    compare_to: str | None = None
+    compare_latency: float = 0.25
     replicas: int = 1
     data_parallel_size: int | None = None
     model_memory: str | int | None = None

@@ -132,6 +132,17 @@ class SpeculateConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecorderConfig:
+    """The flight recorder (docs/flight-recorder.md)."""
+
+    folder: str
+    num_steps: int  # kept
+    with_ids: bool  # whether files have token ids and grammars, without which they cannot be replayed
+    fingerprint: str  # of the checkpoint
+    settings: str  # of `EngineArgs`, as JSON
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The whole configuration of an engine."""
 
@@ -144,6 +155,7 @@ class EngineConfig:
     slo: SloConfig | None = None
     lora: LoraConfig | None = None  # None: only the base model
     speculate: SpeculateConfig | None = None  # None: one token per sequence and step
+    recorder: RecorderConfig | None = None  # None: steps are not recorded
 
     @property
     def determinism(self) -> Determinism:

@@ -19,7 +19,7 @@ from quire.api.health import Handler, Probes
 from quire.api.state import ApiState
 from quire.config import AUTO_DRAFTS
 from quire.engine.adapters import AdapterRegistry
-from quire.engine.core import ChangePolicy, Reply, ResetPrefixCache
+from quire.engine.core import ChangePolicy, Reply, ResetPrefixCache, SaveRecording
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, read_json
 from quire.http.edge import Edge, NoBrowsers, error_handlers
@@ -73,6 +73,7 @@ def _routes(state: ApiState) -> list[Route]:
         ("POST", "/drain", admin.drain),
         ("POST", "/undrain", admin.undrain),
         ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
+        ("POST", "/recording", admin.record),
         ("GET", "/requests", admin.requests),
         ("POST", "/requests/{request_id:path}/cancel", admin.cancel),
         ("GET", "/lora", lora.listed),
@@ -165,6 +166,18 @@ class Admin:
         """Drop cached prefixes; running requests keep their blocks."""
         reply = await self._state.frontend.call(ResetPrefixCache)
         return json_response({"object": "prefix_cache.reset", **reply.values})
+
+    async def record(self, request: Request) -> Response:
+        """Save what the flight recorder has.
+
+        Raises:
+            RequestError: it is off, or the file cannot be written.
+        """
+        try:
+            reply = await self._state.frontend.call(SaveRecording)
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+        return json_response({"object": "recording", **reply.values})
 
     async def requests(self, request: Request) -> Response:
         """The running requests, in order of arrival."""

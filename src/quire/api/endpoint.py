@@ -20,6 +20,7 @@ from quire.api.state import ApiState
 from quire.engine.output import OutputChunk, merge
 from quire.engine.results import choose_best
 from quire.errors import QuireError, RequestError
+from quire.http.account import account_of
 from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import adopt_request_id, request_id_of
@@ -133,9 +134,9 @@ class GenerateEndpoint(PostEndpoint):
         ignored = self._ignored()
         body = enter(scope, body, self._state.settings.gateway_key)
         job = await self._prepare(self._state, body, ignored)
+        model = job.answer.head.model
         if job.relayed is not None:
-            own = self._state.continuable_with(job.answer.head.model)
-            job.relayed.check(own, len(job.prompts) * job.sampling.n)
+            job.relayed.check(self._state.continuable_with(model), len(job.prompts) * job.sampling.n)
         adopt_request_id(scope, job.client_request_id)
         if scope.get(PRIORITY_KEY) is not None:
             job = replace(job, priority=scope[PRIORITY_KEY])
@@ -144,17 +145,20 @@ class GenerateEndpoint(PostEndpoint):
         if job.in_background and BACKGROUND_KEY not in scope:
             raise RequestError("background = true is not supported by this server.", param="background")
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
-        with self._state.running.entered(ids, generation):
-            await self._answer(generation, ignored, client, send)
+        try:
+            with self._state.running.entered(ids, generation):
+                await self._answer(generation, ignored, client, send)
+        finally:
+            seconds, tokens = self._state.now() - arrival_s, generation.usage.counts
+            self._state.finished.put(account_of(scope), model, self._path, tokens, seconds)
         if log.debugging:
+            names = dict(zip(("prompt_tokens", "cached_tokens", "output_tokens"), tokens, strict=True))
             log.debug(
                 "request_done",
                 request_id=request_id_of(scope),
                 id=job.answer.head.id,
-                prompt_tokens=generation.usage.prompt_tokens,
-                cached_tokens=generation.usage.cached_tokens,
-                output_tokens=generation.usage.completion_tokens,
-                seconds=self._state.now() - arrival_s,
+                seconds=seconds,
+                **names,
             )
 
     def _max_body_bytes(self, scope: Scope) -> int:
@@ -213,7 +217,6 @@ class Client:
 _REPLAYED_AT_ONCE = 256  # chunks; other requests get their turn then
 CANCELLED = "cancelled"
 CANCELLED_BY_CLIENT = "cancelled_by_client"
-log = Log("api")
 
 
 class Generation:

@@ -30,6 +30,11 @@ class Usage:
     timing: Any = None  # set at the end if it was asked for
     truncated_tokens: int = 0  # cut off by truncate_prompt_tokens; not in prompt_tokens
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens of the prompt, those of it from the cache, and of the output."""
+        return self.prompt_tokens, self.cached_tokens, self.completion_tokens
+
     def beside(self) -> dict[str, Any]:
         """Return the fields that stand beside ``usage`` in an answer."""
         return {} if self.timing is None else {"timing": self.timing}

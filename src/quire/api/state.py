@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from quire.api.finished import FinishedUsage
 from quire.config import EngineConfig, ModelConfig
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
@@ -69,6 +70,7 @@ class ApiState:
     running: RunningRequests
     bodies: LargeBodies
     full_queue: FullQueue
+    finished: FinishedUsage
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 

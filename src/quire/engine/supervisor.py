@@ -20,14 +20,13 @@ from quire.clock import Clock
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient, EngineHealth
 from quire.engine.core import Message, Reply
-from quire.engine.golden import GoldenPrompt
-from quire.engine.guard import EngineGuard
+from quire.engine.guard import EngineGuard, GoldenPrompt
 from quire.engine.in_flight import InFlight
 from quire.engine.quarantine import Quarantine, send_again
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import TokenEvent
+from quire.request import Request, TokenEvent
 
 log = Log("supervisor")
 
@@ -40,6 +39,7 @@ class RestartPolicy:
     window_s: float = 600.0
     backoff_s: float = 0.25  # before the second restart in a window; doubles with each
     max_backoff_s: float = 30.0
+    start_retry_s: float = 1.0  # where the machine can start no process at all
     suspect_deaths: int = 2  # a request that was in flight in this many deaths has to run alone first
     # An engine that is so far beyond the predicted end of its step is killed; 0: never.
     hang_timeout_s: float = 10.0
@@ -71,6 +71,8 @@ class Supervisor:
         self._retry_at_s = 0.0  # end of the pause before a restart
         self._guard = EngineGuard(self._policy.hang_timeout_s, golden)
         self._dead: EngineDeadError | None = None
+        # Called with what was in flight when an engine died: what is left where the engine itself could save nothing.
+        self.on_death: Callable[[list[Request]], object] | None = None
         self.num_restarts = 0
 
     def wait_ready(self) -> EngineInfo:
@@ -157,6 +159,8 @@ class Supervisor:
             self._between = True
             self._reason = error
             self._record.count_death()
+            in_flight = [each for each in self._record.readmissions() if isinstance(each, Request)]
+        self._tell_death(in_flight)
         events: list[TokenEvent] = []
         while not self._closed.is_set():
             if not self._may_restart():
@@ -178,6 +182,13 @@ class Supervisor:
             return events + self._readmit(client)
         return events
 
+    def _tell_death(self, in_flight: list[Request]) -> None:
+        if self.on_death is not None and in_flight:
+            try:
+                log.warning("requests_saved", file=self.on_death(in_flight), requests=len(in_flight))
+            except Exception as error:  # a full disk, as a rule; the engine is to be replaced anyway
+                log.error("requests_not_saved", error=error)
+
     def _may_restart(self) -> bool:
         now_s = self._clock.now()
         while self._restarts_s and now_s - self._restarts_s[0] > self._policy.window_s:
@@ -194,14 +205,26 @@ class Supervisor:
         return True
 
     def _start(self) -> EngineClient | None:
-        """Replace the dead client by a new one; None if closed meanwhile."""
+        """Replace the dead client by a new one; None if closed meanwhile.
+
+        While the machine has no disk, memory or file for another process, try again each second: no engine has died
+        then, so these attempts are not restarts.
+        """
         self._client.close()
-        client = self._restart()
-        with self._lock:
-            if not self._closed.is_set():
-                self._client = client  # before it is ready, so that `close` can reach it
-                return client
-        client.close()
+        while not self._closed.is_set():
+            try:
+                client = self._restart()
+            except OSError as error:
+                log.error("engine_cannot_start", error=error)
+                self._reason = EngineDeadError(f"No engine can be started now: {error}")
+                self._retry_at_s = self._clock.now() + self._policy.start_retry_s
+                self._closed.wait(self._policy.start_retry_s)
+                continue
+            with self._lock:
+                if not self._closed.is_set():
+                    self._client = client  # before it is ready, so that `close` can reach it
+                    return client
+            client.close()
         return None
 
     def _readmit(self, client: EngineClient) -> list[TokenEvent]:
