@@ -20,8 +20,7 @@ from quire.clock import Clock
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient, EngineHealth
 from quire.engine.core import Message, Reply
-from quire.engine.golden import GoldenPrompt
-from quire.engine.guard import EngineGuard
+from quire.engine.guard import EngineGuard, GoldenPrompt
 from quire.engine.in_flight import InFlight
 from quire.engine.quarantine import Quarantine, send_again
 from quire.errors import EngineDeadError, QuireError

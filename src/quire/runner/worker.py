@@ -18,10 +18,10 @@ from quire.config import EngineConfig
 from quire.errors import StepError
 from quire.lora.slots import LoraSlots
 from quire.quant.stored import Weight
+from quire.runner.draft_model import make_draft_model, make_proposer
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner, PendingResult, Runner
 from quire.runner.prompt_outputs import PROMPT_NOT_FINITE, PromptOutput, PromptScorer, spans_of
-from quire.runner.proposers import make_draft_model, make_proposer
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import NOT_FINITE, SeqSample
 from quire.speculate.proposer import Proposer, Wanted
