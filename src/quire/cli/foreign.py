@@ -102,7 +102,7 @@ def _renamed(flag: str, value: str | None, rule: dict[str, Any]) -> list[str]:
 
 def _speculation(text: str) -> list[str]:
     """Return our flags for vLLM's JSON."""
-    from quire.engine.draft_model import speculation_of
+    from quire.engine.assemble import speculation_of
 
     try:
         settings = speculation_of(json.loads(text))
