@@ -35,6 +35,9 @@ def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[s
         "num_steps": result.num_steps,
         "kv_peak": result.kv_peak,
         "end_s": result.end_s,
+        "attainment": summary["num_good"] / max(1, summary["num_requests"]),
+        "replica_hours": result.replica_hours,
+        "peak_replicas": result.peak_replicas,
         "replicas": replicas,
     }
     return summary | {"simulation": steps}

@@ -14,6 +14,7 @@ from quire.plan.cost_model import StepTime
 from quire.sim.cluster import Cluster
 from quire.sim.faults import Add, Fault, Kill, Slow
 from quire.sim.replica import ClusterConfig, Point
+from quire.sim.scaling import Scaler, Scaling
 from quire.workload.request import Workload
 
 
@@ -35,6 +36,8 @@ class Simulated:
     points: tuple[Point, ...]
     replicas: tuple[ReplicaReport, ...]  # those that died first, then by number
     end_s: float  # virtual time
+    replica_hours: float = 0.0  # rented, up to the end of the last request
+    peak_replicas: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -53,10 +56,11 @@ def simulate(
     workload: Workload,
     *,
     watch: Callable[[Executor], Executor] | None = None,
+    scaling: Scaling | None = None,
 ) -> Simulated:
     """Run ``workload`` through ``config``'s replicas. The same arguments give the same result bit for bit.
 
-    ``watch`` wraps the executor of every replica.
+    ``watch`` wraps the executor of every replica; ``scaling`` lets their number follow the load.
 
     Raises:
         ConfigError: requests remain that no replica will ever take: all died, and none restarts.
@@ -64,9 +68,11 @@ def simulate(
     cluster = Cluster(config, step_time, workload, watch=watch)
     for fault in config.faults:
         schedule(fault, cluster)
+    scaler = None if scaling is None else Scaler(cluster, *scaling, len(workload.requests))
     with _no_collector():
         cluster.run()
     replicas = [*cluster.retired, *cluster.replicas]
+    last_s = max((record.end_s for record in cluster.client.records), default=0.0)
     return Simulated(
         records=tuple(sorted(cluster.client.records, key=lambda record: record.index)),
         points=tuple(cluster.timeline.points),
@@ -74,6 +80,8 @@ def simulate(
             ReplicaReport(r.number, r.executor.num_steps, r.executor.busy_s, r.stats()) for r in replicas
         ),
         end_s=cluster.clock.now(),
+        replica_hours=(len(cluster.replicas) * last_s if scaler is None else scaler.close(last_s)) / 3600,
+        peak_replicas=len(cluster.replicas) if scaler is None else scaler.peak,
     )
 
 
