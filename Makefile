@@ -8,6 +8,7 @@ PORT ?= 8000
 ARGS ?=
 PART ?= decode-attention
 GPU_PYTHON ?= python3
+WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help install dev serve gateway-demo test test-quick test-slow test-gpu exact fuzz mutants parity lint bench bench-peers bench-gpu clean
@@ -45,8 +46,8 @@ serve: install  ## serve Quill (MODEL=… PORT=… ARGS="…" change it)
 gateway-demo: install  ## two Quill replicas behind a gateway, two keys, a replica that is killed
 	$(BIN)/python tools/gateway_demo.py
 
-test: dev  ## run the default tests (under 15 minutes on 2 cores)
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+test: dev  ## run the default tests in two processes (under 15 minutes on 2 cores; WORKERS=N for more)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-quick: dev  ## run tests/quick.txt, which touches every package (under 2 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu" $$(cat tests/quick.txt) $(ARGS)

@@ -237,3 +237,14 @@ class AutoscaleArgs:
     headroom: float = 0.8
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayArgs:
+    """`quire replay`."""
+
+    model: str | None = None
+    cpu_isa: Literal["auto", "recorded", "reference", "scalar", "avx2", "avx512", "amx"] = "recorded"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    json: bool = False

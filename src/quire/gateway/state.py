@@ -9,10 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from quire.gateway.access_log import AccessLog
+from quire.gateway.booking import Booking
 from quire.gateway.catalog import Catalog
 from quire.gateway.config import GatewayConfig
 from quire.gateway.discovery import Discovery
 from quire.gateway.exchange import Exchange
+from quire.gateway.filter_kinds import make_filters
+from quire.gateway.filtering import Filtering
+from quire.gateway.filters import About, Filters
 from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.health import Poller
 from quire.gateway.metrics import GatewayMetrics
@@ -47,13 +52,16 @@ class GatewayState:
     now: Callable[[], float]  # monotonic seconds
     random: Random
     pool: ModelPool | None = None  # of models that are loaded on demand
+    access_log: AccessLog = field(default_factory=lambda: AccessLog(None, logs=False))
     new_id: Callable[[], str] = field(default_factory=id_source)
+    filters: Filters | None = None
     is_draining: bool = False
     num_open: int = 0
     unix_time: Callable[[], float] = time.time
     _upstream: Upstream | None = None
     _ageing: asyncio.Task[None] | None = None
     _tenants: Tenants | None = None
+    _booking: Booking | None = None
 
     @property
     def upstream(self) -> Upstream:
@@ -69,6 +77,8 @@ class GatewayState:
         """Open the client side and the books, and look for backends; called in the loop that serves."""
         self._upstream = Upstream(self.config.timeouts.connect_s)
         self._tenants = Tenants(self.config)
+        self._booking = Booking(self.fleet, self.key_of, self._tenants)
+        self._booking.start(self._upstream)
         self.poller.start(self._upstream)
         self.discovery.start()
         self._ageing = asyncio.create_task(self._age())
@@ -80,7 +90,10 @@ class GatewayState:
         self._ageing.cancel()
         await self.discovery.close()
         await self.poller.close()
+        assert self._booking is not None
+        await self._booking.close()
         await self.tenants.close()
+        await self.access_log.close()
         await self.upstream.close()
 
     async def _age(self) -> None:
@@ -109,30 +122,29 @@ class GatewayState:
             return None
         return Continuation(self.new_id(), int(self.unix_time()), secrets.randbits(SEED_BITS))
 
+    async def filter(self, exchange: Exchange) -> None:
+        """Show a request to the filters, and make what its answer goes through. Raises `HttpError` if refused."""
+        filters, asked = self.filters, exchange.asked
+        assert filters is not None and asked is not None  # noqa: PT018
+        model = exchange.targets[0].model
+        about = About(exchange.request_id, exchange.path, model, exchange.tenant, exchange.key)
+        if filters.reads_requests:
+            changed = await filters.before(about, dict(asked.body))
+            exchange.asked = asked if changed is None else asked.changed_to(changed)
+        if filters.reads_answers:
+            exchange.filtering = Filtering(filters, about)
+
     async def settle(self, exchange: Exchange) -> None:
         """A request has ended: count it, learn from its usage, and log it."""
-        now, usage, backend = self.now(), exchange.usage, exchange.backend
+        assert self._booking is not None
+        now = self.now()
+        await self._booking.settle(exchange)
+        usage = exchange.usage
         self.metrics.ended(exchange, now)
         await self.tenants.settle(exchange, now)
         if exchange.asked is not None and exchange.target is not None and usage.prompt_tokens is not None:
             self.placing.learn(exchange.asked, exchange.target.model, usage.prompt_tokens)
-        if self.config.server.access_log:
-            log.info(
-                "request",
-                request_id=exchange.request_id,
-                key=exchange.key or None,
-                path=exchange.path,
-                status=exchange.status,
-                outcome=exchange.outcome,
-                model=exchange.asked.model if exchange.asked is not None else None,
-                backend=backend.name if backend is not None else None,
-                attempts=exchange.num_attempts,
-                ttft_ms=round(1e3 * (exchange.first_s - exchange.arrival_s), 1) if exchange.first_s else None,
-                ms=round(1e3 * (now - exchange.arrival_s), 1),
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=usage.cached_tokens,
-                output_tokens=usage.output_tokens,
-            )
+        self.access_log.write(exchange, now, self.unix_time())
 
 
 def make_state(
@@ -147,7 +159,7 @@ def make_state(
     owners = Owners()
     poller = Poller(fleet, random, now)
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
-    return GatewayState(
+    state = GatewayState(
         config=config,
         router=router,
         fleet=fleet,
@@ -160,5 +172,9 @@ def make_state(
         metrics=GatewayMetrics(fleet, budget),
         now=now,
         random=random,
+        access_log=AccessLog(config.server.access_log_file, logs=config.server.access_log),
         pool=pool,
     )
+    state.filters = make_filters(config.filters, lambda: state.upstream)
+    state.metrics.filters = state.filters
+    return state
