@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.args import ServeBenchArgs, SimulateArgs
-from quire.sim.report import summary_of
-from quire.sim.run import simulate
+from quire.sim.run import simulate, summary_of
 from quire.sim.setup import set_up
 from quire.workload.build import from_trace
 from quire.workload.request import Workload

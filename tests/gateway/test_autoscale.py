@@ -22,8 +22,7 @@ from quire.errors import ConfigError
 from quire.gateway.autoscale import Bounds, Decision, Engine, PredictedLoad, Seen, Utilisation
 from quire.gateway.scalers import Kubernetes, LocalPool, ScaleError, Webhook
 from quire.plan.cost_model import CostModel
-from quire.sim.report import summary_of
-from quire.sim.run import simulate
+from quire.sim.run import simulate, summary_of
 from quire.sim.setup import set_up
 from quire.workload.build import Synthetic
 from quire.workload.distributions import Arrivals, Fixed
