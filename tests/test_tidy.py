@@ -51,6 +51,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "names of other servers": {"": 1, "api": 340, "cli": 2, "http": 120, "jobs": 2},
     "Ollama's API": {"api": 770, "cli": 1, "http": 12},
     "batches of messages": {"jobs": 225},
+    "custom tools": {"api": 180},
+    "page of the API": {"api": 18, "http": 6},
     "filling in the middle": {"api": 38, "text": 78},
     "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
