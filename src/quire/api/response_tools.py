@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from quire.api.answer_form import ToolUse, tool_use
 from quire.api.conversation import arguments_of
 from quire.api.parts import Part
-from quire.api.tool_use import ToolUse, tool_use
 from quire.errors import RequestError
 from quire.http.wire import AnyObject, Boolean, Text, Wire, not_allowed, parse
 
