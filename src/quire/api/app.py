@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from quire.api.about import About
 from quire.api.anthropic import count_tokens, messages_job
+from quire.api.cache_feed import CacheFeed
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
@@ -28,6 +29,7 @@ from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.http.account import USAGE_PATH
+from quire.http.cache_messages import CACHE_PATH
 from quire.http.edge import Edge, Extension, error_handlers, id_source
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
@@ -132,6 +134,7 @@ def _routes(state: ApiState) -> list[Route]:
         "/props": about.props,
         "/slots": about.slots,
         USAGE_PATH: state.finished.show,
+        CACHE_PATH: CacheFeed(state.frontend, state.settings.gateway_key).show,
     }
     generate = {
         "/v1/completions": completion_job,

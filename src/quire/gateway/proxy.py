@@ -30,6 +30,7 @@ from quire.gateway.placing import Placed
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, closing, failures, read_whole
 from quire.http.body import Disconnected
+from quire.http.cache_messages import BLOCKS_HEADER
 from quire.http.edge import request_id_of
 from quire.http.refusals import HttpError, Refusal, busy, refusal_of
 from quire.metrics.log import Log
@@ -173,6 +174,7 @@ class Proxy:
         continuation, key = exchange.continuation, state.key_of(backend)
         if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
             headers += [*continuation.headers(key, resumes=exchange.has_begun), exchange.account.header()]
+            headers += state.placing.asks_for_blocks()
         if continuation is not None and exchange.has_begun:
             body = continuation.body(body, state.now() - exchange.arrival_s)
         elif continuation is not None:
@@ -204,6 +206,7 @@ class Proxy:
     ) -> None:
         """Relay one answer: a stream as it comes, any other once it is whole."""
         kind = response.headers.get("content-type", "")
+        self._state.placing.learn_blocks(exchange, response.headers.get(BLOCKS_HEADER))
         if response.status == 200 and kind.startswith("text/event-stream"):
             await self._relay_stream(exchange, placed, response, deadline)
             return
