@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from quire.gateway.admin import admin_app
 from quire.gateway.model_routes import MODEL_PATHS, model_app
@@ -21,6 +23,7 @@ from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
 from quire.http.edge import Edge, Extension, error_handlers
 from quire.http.keys import KeyFile
+from quire.http.websocket import WebSockets, is_local_origin
 
 # What a replica of Quire serves, and what other servers with OpenAI's API have beside it.
 POST_PATHS = (
@@ -66,19 +69,22 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
             *extension.routes,
         ],
         middleware=[
+            Middleware(WebSockets, allows=is_local_origin),
             Middleware(
                 Edge,
                 api_keys=state.config.server.api_keys,
                 new_id=state.new_id,
                 key_file=KeyFile(Path(key_file), state.now) if key_file is not None else None,
-            )
+            ),
         ],
         exception_handlers=error_handlers(count),
         lifespan=_lifespan(state, extension),
     )
     app.router.redirect_slashes = False
     models = None if state.pool is None else model_app(state.pool, count)
-    return _Split(app, admin_app(state), models)
+    split: Any = _Split(app, admin_app(state), models)
+    trusted = list(state.config.server.forwarded_allow_ips)
+    return cast(ASGIApp, ProxyHeadersMiddleware(split, trusted)) if trusted else split
 
 
 class _Split:

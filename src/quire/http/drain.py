@@ -18,12 +18,16 @@ from quire.http.connections import ConnectionWatch, Patience, WatchedProtocol
 from quire.http.front_link import Ask, FrontLink
 from quire.http.listen import Tls
 
+MAX_MESSAGE_BYTES = 64 << 20  # of a WebSocket; the application's own limit of bodies is lower by default
 UVICORN: dict[str, Any] = {
     "http": WatchedProtocol,
-    "ws": "none",
+    "ws": "websockets-sansio",
+    "ws_max_size": MAX_MESSAGE_BYTES,
+    "ws_per_message_deflate": False,
     "log_config": None,
     "access_log": False,
     "server_header": False,
+    "proxy_headers": False,  # x-forwarded-for of a client on this machine would be believed
 }
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
