@@ -91,7 +91,15 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 263, "sim": 16},
     "moved streams": {"api": 210, "engine": 60, "gateway": 175},
-    "routing by reported blocks": {"": 1, "api": 210, "cache": 40, "cli": 4, "engine": 32, "gateway": 165, "http": 55},
+    "routing by reported blocks": {
+        "": 1,
+        "api": 210,
+        "cache": 40,
+        "cli": 4,
+        "engine": 32,
+        "gateway": 165,
+        "http": 55,
+    },
     "nothing lost at a kill of a gateway": {"api": 80, "gateway": 400, "http": 95},
     "no request stalls another": {
         "": 22,

@@ -16,8 +16,8 @@ from tests.gateway.live import Live, Scripted, backends, gateway_of, says
 from tests.gateway.test_shares import KEY, timed_replica
 
 from quire.api.piece_blocks import piece_blocks, piece_ends
-from quire.cache.block_hash import extend_chain, root_hash
 from quire.cache.events import SHORT_HASH_BYTES, BlockRemoved, BlockStored, pack, unpack
+from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.config import CacheConfig
 from quire.gateway.digest import text_of
 from quire.gateway.prefix_index import KnownPrefixes, PieceNames

@@ -24,8 +24,8 @@ from starlette.types import Message, Scope, Send
 from quire.api.job import Job
 from quire.api.prompt_streams import PromptStreams
 from quire.api.state import ApiState
-from quire.cache.block_hash import extend_chain, root_hash
 from quire.cache.events import SHORT_HASH_BYTES
+from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.config import CacheConfig
 from quire.gateway.digest import ROLE_END, texts_of
 from quire.http.account import has_gateway_key

@@ -75,6 +75,19 @@ class Placing:
             exchange.route_headers.append((b"x-quire-fallback-model", target.model.encode()))
         return Placed(attempt_id, backend, target, now, self._router.predicted_s(attempt_id))
 
+    def may_come(self, exchange: Exchange) -> bool:
+        """Whether a replica may come that can take the request; those that are not ready may be tried again then."""
+        if exchange.has_begun:
+            exchange.tried.clear()
+            return exchange.can_move
+        failure = exchange.failure
+        if failure is None or failure.kind not in ("connect", "broken"):
+            return False
+        names = {target.model for target in exchange.targets}
+        gone = [b.name for name in names for b in self._fleet.serving(name) if not b.is_ready]
+        exchange.tried.difference_update(gone)
+        return bool(gone)
+
     def started(self, placed: Placed) -> None:
         """The first token came."""
         ttft_s = self._now() - placed.placed_s
