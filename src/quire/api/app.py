@@ -145,6 +145,7 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/models": models.listed,
         "/v1/models/{model_id:path}": models.one,
         "/": about.page,
+        "/docs": about.docs,
         "/tokenizer_info": about.tokenizer_info,
         "/props": about.props,
         "/slots": about.slots,
