@@ -57,6 +57,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
     "models on demand": {"": 4, "cli": 300, "gateway": 380},
+    "autoscaling": {"bench": 8, "cli": 220, "gateway": 470, "plan": 7, "sim": 195},
     "hangs": {
         "": 15,
         "api": 14,
@@ -93,6 +94,15 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 263, "sim": 16},
     "moved streams": {"api": 210, "engine": 60, "gateway": 175},
+    "routing by reported blocks": {
+        "": 1,
+        "api": 210,
+        "cache": 40,
+        "cli": 4,
+        "engine": 32,
+        "gateway": 165,
+        "http": 55,
+    },
     "nothing lost at a kill of a gateway": {"api": 80, "gateway": 400, "http": 95},
     "no request stalls another": {
         "": 22,
@@ -133,6 +143,7 @@ LATE_IMPORTS: dict[str, str] = {
     "engine/build.py": "the choice of an executor",
     "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
     "__init__.py": "LLM and friends are resolved lazily",
+    "gateway/scalers.py": "ray is optional",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
     "gateway/ledger.py": "psycopg is the extra `postgres`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
