@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from quire.gateway.access_log import AccessLog
+from quire.gateway.auto_model import AutoModel
 from quire.gateway.booking import Booking
 from quire.gateway.catalog import Catalog
 from quire.gateway.config import GatewayConfig
@@ -25,6 +26,7 @@ from quire.gateway.migrate import SEED_BITS, Continuation
 from quire.gateway.model_pool import ModelPool
 from quire.gateway.placing import Owners, Placed, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
+from quire.gateway.regions import Regions
 from quire.gateway.retries import RetryBudget
 from quire.gateway.routing import Router
 from quire.gateway.tenants import Tenants
@@ -52,6 +54,7 @@ class GatewayState:
     now: Callable[[], float]  # monotonic seconds
     random: Random
     pool: ModelPool | None = None  # of models that are loaded on demand
+    auto: AutoModel | None = None
     access_log: AccessLog = field(default_factory=lambda: AccessLog(None, logs=False))
     new_id: Callable[[], str] = field(default_factory=id_source)
     filters: Filters | None = None
@@ -159,12 +162,14 @@ def make_state(
     owners = Owners()
     poller = Poller(fleet, random, now)
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
+    auto = config.auto.args.name if config.auto is not None else None
+    regions = Regions(config.regions) if config.regions is not None else None
     state = GatewayState(
         config=config,
         router=router,
         fleet=fleet,
-        catalog=Catalog(config.models, config.server.default_model, lambda: fleet.models, random),
-        placing=Placing(fleet, router, owners, routing.piece_bytes, now),
+        catalog=Catalog(config.models, config.server.default_model, lambda: fleet.models, random, auto),
+        placing=Placing(fleet, router, owners, routing.piece_bytes, now, regions),
         poller=poller,
         discovery=Discovery(fleet, poller, config.backends, now),
         budget=budget,
@@ -176,5 +181,9 @@ def make_state(
         pool=pool,
     )
     state.filters = make_filters(config.filters, lambda: state.upstream)
-    state.metrics.filters = state.filters
+    if config.auto is not None:
+        state.auto = AutoModel(
+            config.auto, state.placing.num_tokens, lambda *key: state.tenants.limits.budget_left(*key)
+        )
+    state.metrics.filters, state.metrics.auto, state.metrics.regions = state.filters, state.auto, regions
     return state
