@@ -72,6 +72,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "websocket": {"api": 8, "cli": 1, "gateway": 2, "http": 250},
     "filters": {"": 13, "cli": 16, "gateway": 850},
     "full disk": {"jobs": 85},
+    "what faults and fuzzing found": {"api": 1, "engine": 45, "lora": 1},
     "flight recorder, replay, comparison": {
         "": 20,
         "api": 15,

@@ -25,7 +25,7 @@ from quire.errors import ModelLoadError, UnsupportedModelError, nearest
 from quire.families import Take, weight_map
 from quire.families.fields import Fields
 from quire.models.checkpoint import read_json
-from quire.models.safetensors_file import StoredTensor, map_file, read_safetensors
+from quire.models.safetensors_file import StoredTensor, map_file, read_safetensors, reading
 from quire.modelspec import ModelSpec
 from quire.request import Adapter
 from quire.weight_plan import adaptable
@@ -80,10 +80,11 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec) -> AdapterFile:
             f"{folder} has adapter_model.bin and no {WEIGHTS_NAME}; pickles can run code and are not read: save it as "
             "safetensors."
         )
-    config = read_peft_config(config_path, read_json(config_path))
-    stored = read_safetensors(weights_path)
-    parts = _parts(weights_path, config, stored, spec)
-    rank = max(part.rank for part in parts.values())
+    with reading(folder):
+        config = read_peft_config(config_path, read_json(config_path))
+        stored = read_safetensors(weights_path)
+        parts = _parts(weights_path, config, stored, spec)
+        rank = max(part.rank for part in parts.values())
     return AdapterFile(Adapter(name, str(folder), _digest(config_path, weights_path), rank), parts)
 
 
