@@ -30,7 +30,7 @@ from quire.gateway.placing import Placed
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, closing, failures, read_whole
 from quire.http.body import Disconnected
-from quire.http.edge import key_of, request_id_of
+from quire.http.edge import request_id_of
 from quire.http.refusals import HttpError, Refusal, busy, refusal_of
 from quire.metrics.log import Log
 
@@ -61,11 +61,7 @@ class Proxy:
                 )
             exchange.asked = await read_asked(scope, receive, state.config.server.max_body_mib << 20)
             exchange.continuation = state.new_continuation()
-            name = exchange.asked.model or state.config.server.default_model
-            if state.auto is not None and name == state.auto.name:
-                name = await state.auto.choose(exchange.asked, key_of(scope))
-                exchange.extra_headers.append((b"x-quire-model", name.encode()))
-            exchange.targets = state.catalog.targets(name)
+            exchange.targets = await state.targets(exchange)
             model = exchange.targets[0].model
             await state.tenants.reserve(exchange, model, state.placing.num_tokens(exchange.asked, model))
             async with _cancelled_when_left(exchange, receive):

@@ -12,7 +12,7 @@ from random import Random
 from quire.gateway.access_log import AccessLog
 from quire.gateway.auto_model import AutoModel
 from quire.gateway.booking import Booking
-from quire.gateway.catalog import Catalog
+from quire.gateway.catalog import Catalog, Target
 from quire.gateway.config import GatewayConfig
 from quire.gateway.discovery import Discovery
 from quire.gateway.exchange import Exchange
@@ -31,7 +31,7 @@ from quire.gateway.retries import RetryBudget
 from quire.gateway.routing import Router
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
-from quire.http.edge import id_source
+from quire.http.edge import id_source, key_of
 from quire.metrics.log import Log
 
 log = Log("gateway")
@@ -124,6 +124,15 @@ class GatewayState:
         if self.config.server.gateway_key is None and self.config.server.admin_key is None:
             return None
         return Continuation(self.new_id(), int(self.unix_time()), secrets.randbits(SEED_BITS))
+
+    async def targets(self, exchange: Exchange) -> list[Target]:
+        """Return the models to try for a request. Raises what `Catalog.targets` does."""
+        assert exchange.asked is not None
+        name = exchange.asked.model or self.config.server.default_model
+        if self.auto is not None and name == self.auto.name:
+            name = await self.auto.choose(exchange.asked, key_of(exchange.scope))
+            exchange.extra_headers.append((b"x-quire-model", name.encode()))
+        return self.catalog.targets(name)
 
     async def filter(self, exchange: Exchange) -> None:
         """Show a request to the filters, and make what its answer goes through. Raises `HttpError` if refused."""
