@@ -67,7 +67,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 78,
     },
     "admin, metrics, access log": {"": 2, "gateway": 400, "http": 1},
-    "auto, regions": {"": 25, "gateway": 370},
+    "auto, regions, hedging": {"": 30, "gateway": 590},
     "priorities age": {"scheduler": 12},
     "websocket": {"api": 8, "cli": 1, "gateway": 2, "http": 250},
     "filters": {"": 13, "cli": 16, "gateway": 850},

@@ -15,6 +15,7 @@ from quire.gateway.config import (
     BackendArgs,
     GatewayArgs,
     HealthArgs,
+    HedgeArgs,
     ModelArgs,
     RetryArgs,
     RoutingArgs,
@@ -77,6 +78,7 @@ FILE = {
     AutoArgs: "`[auto]`",
     RuleArgs: "each of `[[auto.rules]]`: all conditions that are given must hold",
     RegionArgs: "`[regions]`; `latency_ms = { region = milliseconds }` are round trips from here",
+    HedgeArgs: "`[hedging]`",
     FilterArgs: "each of `[[filters]]` (docs/filters.md); `options = { … }` are arguments of the hook's constructor",
 }
 

@@ -21,6 +21,7 @@ from quire.gateway.filtering import Filtering
 from quire.gateway.filters import About, Filters
 from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.health import Poller
+from quire.gateway.hedging import Hedging
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.migrate import SEED_BITS, Continuation
 from quire.gateway.model_pool import ModelPool
@@ -55,6 +56,7 @@ class GatewayState:
     random: Random
     pool: ModelPool | None = None  # of models that are loaded on demand
     auto: AutoModel | None = None
+    hedging: Hedging | None = None
     access_log: AccessLog = field(default_factory=lambda: AccessLog(None, logs=False))
     new_id: Callable[[], str] = field(default_factory=id_source)
     filters: Filters | None = None
@@ -194,5 +196,7 @@ def make_state(
         state.auto = AutoModel(
             config.auto, state.placing.num_tokens, lambda *key: state.tenants.limits.budget_left(*key)
         )
+    if config.hedging.after_s is not None:
+        state.hedging = state.metrics.hedging = Hedging(config.hedging)
     state.metrics.filters, state.metrics.auto, state.metrics.regions = state.filters, state.auto, regions
     return state
