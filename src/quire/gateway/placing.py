@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
+from quire.cache.events import SHORT_HASH_BYTES
 from quire.gateway.asked import Asked
 from quire.gateway.catalog import Target
 from quire.gateway.digest import digests, root_of
@@ -15,6 +17,7 @@ from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.regions import Regions
 from quire.gateway.routing import Demand, Router
+from quire.http.cache_messages import PIECES_HEADER
 
 _BYTES_PER_TOKEN = 4.0  # of a model whose answers have said nothing yet
 _LEARNING = 0.05  # weight of one answer in a model's ratio
@@ -67,6 +70,7 @@ class Placing:
         holding = [b for b in candidates if b.name == owner]
         candidates = holding or self._of_region(target.model, candidates, now)
         demand = self._demand(exchange, target.model)
+        exchange.chain = demand.chain
         among = {b.number: b for b in candidates}
         exchange.route_headers = [self._explanation(demand, among)] if exchange.explains else []
         attempt_id = f"{exchange.request_id}/{id(exchange):x}/{exchange.num_attempts}"
@@ -95,6 +99,19 @@ class Placing:
         ]
         return self.regions.among(model, candidates, ready, queue_s, now)
 
+    def may_come(self, exchange: Exchange) -> bool:
+        """Whether a replica may come that can take the request; those that are not ready may be tried again then."""
+        if exchange.has_begun:
+            exchange.tried.clear()
+            return exchange.can_move
+        failure = exchange.failure
+        if failure is None or failure.kind not in ("connect", "broken"):
+            return False
+        names = {target.model for target in exchange.targets}
+        gone = [b.name for name in names for b in self._fleet.serving(name) if not b.is_ready]
+        exchange.tried.difference_update(gone)
+        return bool(gone)
+
     def started(self, placed: Placed) -> None:
         """The first token came."""
         ttft_s = self._now() - placed.placed_s
@@ -120,6 +137,22 @@ class Placing:
             ratio = len(asked.text) / num_prompt_tokens
             before = self._bytes_per_token.get(model, ratio)
             self._bytes_per_token[model] = before + _LEARNING * (ratio - before)
+
+    def asks_for_blocks(self) -> list[tuple[str, str]]:
+        """Return the header by which a replica tells the blocks of a prompt's pieces, where the policy needs them."""
+        return [(PIECES_HEADER, str(self._piece_bytes))] if self._router.needs_events else []
+
+    def learn_blocks(self, exchange: Exchange, said: str | None) -> None:
+        """Take what an answer says of the blocks of its prompt's pieces."""
+        names = self._router.prefixes.names
+        if said is None or names is None:
+            return
+        try:
+            hashes = b64decode(said, validate=True)
+        except ValueError:
+            return
+        short = [hashes[at : at + SHORT_HASH_BYTES] for at in range(0, len(hashes), SHORT_HASH_BYTES)]
+        names.learn(exchange.chain, short)
 
     def num_tokens(self, asked: Asked, model: str) -> int:
         """Return the prompt tokens of a request by the model's bytes per token."""

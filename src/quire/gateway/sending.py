@@ -78,6 +78,7 @@ async def _send_to(
     continuation, key = exchange.continuation, state.key_of(backend)
     if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
         headers += continuation.headers(key, resumes=exchange.has_begun)
+        headers += state.placing.asks_for_blocks()
         headers += [] if is_second else [exchange.account.header()]
     if continuation is not None and exchange.has_begun:
         body = continuation.body(body, state.now() - exchange.arrival_s)
