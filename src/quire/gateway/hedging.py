@@ -92,9 +92,9 @@ class Hedging:
                 self.waste[(placed.backend.name,)] += num_prompt_tokens if won is not None else 0
                 if placed is not first or won is not None:
                     over(placed, None)
-        for placed, error in errors.items():
+        for placed, failure in errors.items():
             if placed is not first or won is not None:
-                over(placed, error)
+                over(placed, failure)
         if won is None:
             raise errors[first]
         if num_sent == 2:
