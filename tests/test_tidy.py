@@ -66,6 +66,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "filters": {"": 13, "cli": 16, "gateway": 850},
     "full disk": {"jobs": 85},
+    "queue in bytes, cheap refusals": {"": 5, "api": 40, "scheduler": 20},
     "flight recorder, replay, comparison": {
         "": 20,
         "api": 15,

@@ -48,6 +48,7 @@ class EngineArgs:
     max_num_batched_tokens: int = 2048
     max_queue: int = 1024
     max_queue_tokens: int = 2**22
+    max_queue_mib: int = 256
     max_ttft_ms: float | None = None
     gate: GateKind = "continuous"
     order: OrderKind = "fcfs"
