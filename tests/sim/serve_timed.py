@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from quire.api.app import create_app
-from quire.api.server import run
+from quire.api.app import create_app, run
 from quire.api.state import ApiSettings
 from quire.args import EngineArgs
 from quire.clock import WallClock

@@ -59,8 +59,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         return compare_to(first, config, server_args, server_args.compare_to)
 
     # The child loads the model from here on; this process reads the tokenizer and imports the web server.
-    from quire.api.app import create_app
-    from quire.api.server import run
+    from quire.api.app import create_app, run
     from quire.api.state import is_busy
     from quire.clock import WallClock
     from quire.engine.build import EngineInfo
@@ -131,7 +130,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
 
 def golden_prompt(config: Any, interval_s: float, clock: Any) -> Any:
     """Return the check of the engines' answers, None with an interval of 0."""
-    from quire.engine.golden import GoldenPrompt, golden_folder
+    from quire.engine.guard import GoldenPrompt, golden_folder
 
     return GoldenPrompt(config, golden_folder(), clock, interval_s) if interval_s else None
 
