@@ -69,7 +69,13 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "admin, metrics, access log": {"": 2, "gateway": 400, "http": 1},
     "filters": {"": 13, "cli": 16, "gateway": 850},
     "full disk": {"jobs": 85},
-    "queue in bytes, cheap refusals": {"": 5, "api": 40, "scheduler": 20},
+    "queue in bytes, cheap refusals, bounded stores": {
+        "": 6,
+        "api": 47,
+        "jobs": 25,
+        "sampling": 32,
+        "scheduler": 28,
+    },
     "what faults and fuzzing found": {"api": 1, "engine": 45, "lora": 1},
     "flight recorder, replay, comparison": {
         "": 20,
