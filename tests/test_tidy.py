@@ -71,7 +71,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "full disk": {"jobs": 85},
     "queue in bytes, cheap refusals, bounded stores": {
         "": 6,
-        "api": 47,
+        "api": 52,
         "jobs": 25,
         "sampling": 32,
         "scheduler": 28,

@@ -92,6 +92,7 @@ class ServerArgs:
     batch_dir: str | None = None
     batch_concurrency: int = 8
     max_file_mib: int = 100
+    file_store_mib: int = 10_240
     drain_timeout_s: float = 30.0
     max_restarts: int = 3
     hang_timeout_s: float = 10.0

@@ -3,11 +3,10 @@
 A rejection by the engine costs the API process half a millisecond: the request is parsed, tokenized, sent and answered.
 What the engine rejects has a place held for it when it returns (`quire.scheduler.promises`), so the engine has to see
 some of the new requests and all that return as they were told. Everything else is refused here, with the engine's
-latest text and time:
+latest text and time, or with what is left of the time that it was told before:
 
     more than `SLACK` above the fewest that were open at a rejection     before the body is read
-    back before the time told                                            after it, with the time that is left
-    new, and beyond `RATE` per second                                    after it
+    beyond `RATE` per second, and not one that returns as it was told    after it
 """
 
 from __future__ import annotations
@@ -79,15 +78,16 @@ class FullQueue:
         dues = self._told.get(_BODY.get(), [])
         while dues and dues[0] + _GRACE_S < now_s:
             del dues[0]
-        if dues and now_s < dues[0] - _EARLY_S:
-            after = str(math.ceil(dues[0] - now_s)).encode()
-            raise HttpError(replace(self._refusal, headers=((b"retry-after", after),)))
-        if dues:
+        if dues and now_s >= dues[0] - _EARLY_S:
             del dues[0]
             return  # a place may be held for it
-        self._told.pop(_BODY.get(), None)
         self._allowed = min(self.RATE, self._allowed + (now_s - self._allowed_s) * self.RATE)
         self._allowed_s = now_s
-        if self._allowed < 1.0:
+        if self._allowed >= 1.0:
+            self._allowed -= 1.0
+        elif dues:
+            after = str(math.ceil(dues[0] - now_s)).encode()
+            raise HttpError(replace(self._refusal, headers=((b"retry-after", after),)))
+        else:
+            self._told.pop(_BODY.get(), None)
             raise HttpError(self._refusal)
-        self._allowed -= 1.0

@@ -29,6 +29,7 @@ from quire.text.output.formats import FORMATS, OutputFormat, detect_format
 from quire.workload.slo import Slo
 
 LATEST = ":latest"  # Ollama's tag of a name without one
+_STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too
 log = Log("api")
 
 
@@ -203,7 +204,7 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.input_items) + len(self.messages)
+        return _STORED_BYTES + len(self.response) + len(self.input_items) + len(self.messages)
 
     def conversation(self) -> list[dict[str, Any]]:
         return list(msgspec.json.decode(self.messages))
