@@ -41,6 +41,7 @@ from quire.http.account import USAGE_PATH
 from quire.http.drain import DrainingServer, SideApp, served_beside
 from quire.http.edge import Edge, Extension, error_handlers, id_source
 from quire.http.listen import Tls, bind, url_of
+from quire.http.websocket import LOCAL_ORIGINS, WebSockets, is_local_origin
 from quire.metrics.log import Log
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
@@ -91,7 +92,7 @@ def create_app(
     app = Starlette(
         routes=routes,
         middleware=[
-            *_cors(settings.cors_origins),
+            *_of_pages(settings.cors_origins),
             Middleware(
                 Edge,
                 api_keys=settings.api_keys,
@@ -108,16 +109,18 @@ def create_app(
     return app
 
 
-LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-
-
-def _cors(origins: tuple[str, ...]) -> list[Middleware]:
-    """Outside of `Edge`: a preflight has no key, and a refusal needs the headers too.
+def _of_pages(origins: tuple[str, ...]) -> list[Middleware]:
+    """Return what web pages may do. Outside of `Edge`: a preflight has no key, and a refusal needs the headers too.
 
     Without ``origins``, pages that this machine serves are allowed.
     """
     exposed = ["x-request-id", "x-quire-ignored-fields", "x-quire-predicted-ttft-ms", "retry-after"]
+
+    def allows(origin: str) -> bool:
+        return origin in origins or "*" in origins if origins else is_local_origin(origin)
+
     return [
+        Middleware(WebSockets, allows=allows),
         Middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -125,7 +128,7 @@ def _cors(origins: tuple[str, ...]) -> list[Middleware]:
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=exposed,
-        )
+        ),
     ]
 
 
@@ -141,6 +144,7 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/models": models.listed,
         "/v1/models/{model_id:path}": models.one,
         "/": about.page,
+        "/docs": about.docs,
         "/tokenizer_info": about.tokenizer_info,
         "/props": about.props,
         "/slots": about.slots,
