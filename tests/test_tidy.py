@@ -76,8 +76,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "full disk": {"jobs": 85},
     "queue in bytes, cheap refusals, bounded stores": {
         "": 6,
-        "api": 52,
-        "jobs": 25,
+        "api": 55,
+        "jobs": 30,
         "sampling": 32,
         "scheduler": 28,
     },
