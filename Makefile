@@ -72,15 +72,15 @@ fuzz: dev  ## send 20,000 requests made from the API's own description (schemath
 	$(PIP) schemathesis
 	$(PYTEST) tests/e2e/test_e2e_fuzz.py -m slow -s $(ARGS)
 
-fuzz-sim: dev  ## 10,000 seeds of the scheduler's simulator, with faults; prints what they exercised (about 40 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim.many $(ARGS)
+fuzz-sim: dev  ## 10,000 seeds of the scheduler's simulator, with faults; prints what they exercised (20 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim.many --report $(ARGS)
 
 fuzz-real: dev  ## 100,000 random requests through Quill's real engine; none may be a 5xx (about 6 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.real_engine $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.real_engine --report $(ARGS)
 
 fuzz-files: dev  ## coverage-guided fuzzing of request, form and model file readers (atheris; ARGS="--seconds N" per target)
 	$(PIP) atheris
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run --report $(ARGS)
 
 faults: dev  ## inject every fault into a live server under 32 streams; prints a table (about 40 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --report $(ARGS)
