@@ -25,8 +25,8 @@ from quire.http.account import account_of
 from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import adopt_request_id, request_id_of
-from quire.http.ignored import Ignored
 from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
+from quire.http.wire import Ignored
 from quire.metrics.log import Log
 from quire.metrics.trace import trace_headers
 from quire.request import FinishReason
