@@ -16,6 +16,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -279,13 +280,18 @@ def resident_mib(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 class Bench:
     """A backend and a gateway, each on its core."""
 
     def __init__(self, plain: bool, folder: Path, litellm: Path | None = None) -> None:
         self.folder, self.litellm = folder, litellm
         self.scale = 1.0
-        self.port, self.direct, self.key = 9102, 9101, "sk-bench"
+        self.port, self.direct, self.key = free_port(), free_port(), "sk-bench"
         config = folder / "gateway.toml"
         books = f'api_keys = ["{self.key}"]\nledger = "{folder}/ledger.db"\n[limits]\nrequests_per_minute = 100000000\n'
         config.write_text(
@@ -382,7 +388,7 @@ def beside(bench: Bench) -> None:
     if bench.litellm is None:
         print("beside: give --litellm VENV/bin/litellm (pip install 'litellm[proxy]' in a venv of its own)")
         return
-    port, message, rounds = bench.port + 1, chat(bench.key), 3
+    port, message, rounds = free_port(), chat(bench.key), 3
     with litellm(bench, port) as process:
         found: dict[str, list[Result]] = {"gateway": [], "LiteLLM": []}
         for _ in range(rounds):
