@@ -339,7 +339,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "planner-without-windows",
         "a layer with a window keeps the whole context in the planner's memory",
-        "src/quire/plan/memory.py",
+        "src/quire/plan/split.py",
         "kept = context if group.window is None else min(context, group.window)",
         "kept = context",
         ("tests/plan/test_memory.py",),
@@ -430,6 +430,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/engine/supervisor.py",
         "pause_s = min(policy.backoff_s * 2**num_doublings, policy.max_backoff_s)",
         "pause_s = policy.backoff_s * 2 ** min(num_doublings, 12)",
+        ("tests/engine/test_supervisor.py",),
+    ),
+    Mutant(
+        "helper-tried-once",
+        "a task whose helper was killed from outside is refused",
+        "src/quire/engine/helper_pool.py",
+        "        if answer is None and not late and not task.dropped:",
+        "        if False:",
+        ("tests/engine/test_grammar_check.py",),
+    ),
+    Mutant(
+        "start-tried-once",
+        "a full disk at the moment of a restart uses up a restart",
+        "src/quire/engine/supervisor.py",
+        "                self._closed.wait(self._policy.start_retry_s)\n                continue\n",
+        "                self._restarts_s.append(self._clock.now())\n                return None\n",
         ("tests/engine/test_supervisor.py",),
     ),
     Mutant(

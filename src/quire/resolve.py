@@ -21,9 +21,8 @@ from quire.config import (
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
-from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, row_bytes
 from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
-from quire.plan.split import Split
+from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
 from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
@@ -232,6 +231,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         max_model_len=max_model_len,
         max_queue=args.max_queue,
         max_queue_tokens=args.max_queue_tokens,
+        max_queue_bytes=args.max_queue_mib * 2**20,
         max_ttft_s=None if args.max_ttft_ms is None else args.max_ttft_ms / 1e3,
         enable_chunked_prefill=args.enable_chunked_prefill,
         dynamic_max_wait_s=args.dynamic_max_wait_ms / 1e3,
