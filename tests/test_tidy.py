@@ -86,7 +86,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "flight recorder, replay, comparison": {
         "": 20,
         "api": 15,
-        "bench": 185,
+        "bench": 190,
         "cli": 225,
         "engine": 735,
         "executor": 210,
