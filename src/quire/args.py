@@ -91,6 +91,7 @@ class ServerArgs:
     batch_concurrency: int = 8
     max_file_mib: int = 100
     drain_timeout_s: float = 30.0
+    handover: bool = False
     max_restarts: int = 3
     hang_timeout_s: float = 10.0
     golden_interval_s: float = 300.0

@@ -52,7 +52,7 @@ def create_app(
         unix_time,
         new_id=id_source(),
         started_unix=int(unix_time()),
-        responses=ResponseStore(settings.response_store_bytes),
+        responses=ResponseStore(settings.response_store_bytes, settings.response_dir),
         running=RunningRequests(),
         bodies=LargeBodies(),
         full_queue=FullQueue(lambda: frontend.num_requests, now),
@@ -80,6 +80,7 @@ def create_app(
     )
     app.router.redirect_slashes = False
     app.state.quire = state
+    app.state.work = extension.work
     return app
 
 

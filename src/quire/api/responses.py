@@ -58,7 +58,9 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
         if request.store:
             add_input(messages, response["output"])
             state.responses.put(
-                response["id"], Stored(*map(msgspec.json.encode, (response, items, messages)))
+                response["id"],
+                Stored(*map(msgspec.json.encode, (response, items, messages))),
+                durable=request.background,
             )
 
     def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:
