@@ -143,7 +143,8 @@ def _serve(
     try:
         drain_s, ready, leave = server_args.drain_timeout_s, seen.ready, seen.leave
         return run(
-            app, sock=sock, drain_timeout_s=drain_s, on_ready=ready, admin=admin, tls=tls, takeover=takeover, on_leave=leave
+            app, sock=sock, drain_timeout_s=drain_s, on_ready=ready, admin=admin, tls=tls,
+            takeover=takeover, on_leave=leave,
         )  # fmt: skip
     finally:
         if tracer is not None:
