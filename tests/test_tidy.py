@@ -49,6 +49,7 @@ MAX_LINES: dict[str, int] = {
 FEATURE_LINES: dict[str, dict[str, int]] = {
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 135},
     "names of other servers": {"": 1, "api": 340, "cli": 2, "http": 120, "jobs": 2},
+    "Ollama's API": {"api": 770, "cli": 1, "http": 12},
     "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
     "models on demand": {"": 4, "cli": 300, "gateway": 380},
@@ -63,7 +64,17 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 12,
         "scheduler": 78,
     },
+    "filters": {"": 13, "cli": 16, "gateway": 850},
     "full disk": {"jobs": 85},
+    "flight recorder, replay, comparison": {
+        "": 20,
+        "api": 15,
+        "bench": 185,
+        "cli": 225,
+        "engine": 735,
+        "executor": 210,
+        "models": 35,
+    },
     "damaged model files, open files": {
         "cli": 36,
         "engine": 6,
@@ -75,6 +86,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 270, "sim": 16},
     "hand-over": {"": 3, "api": 155, "cli": 90, "http": 525, "jobs": 145},
     "moved streams": {"api": 210, "engine": 60, "gateway": 175},
+    "nothing lost at a kill of a gateway": {"api": 80, "gateway": 400, "http": 95},
     "no request stalls another": {
         "": 22,
         "api": 225,
@@ -85,14 +97,15 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "text": 75,
     },
     "speculation": {
-        "": 72,
-        "api": 1,
+        "": 82,
+        "api": 13,
         "engine": 75,
         "metrics": 20,
         "plan": 85,
-        "runner": 230,
-        "scheduler": 265,
-        "speculate": 290,
+        "runner": 265,
+        "sampling": 170,
+        "scheduler": 285,
+        "speculate": 300,
     },
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, Setting, defaults, flag_name, settings_of
 from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
-from quire.cli.flags import PlanArgs
+from quire.cli.flags import PlanArgs, ReplayArgs
 from quire.gateway.config import (
     BackendArgs,
     GatewayArgs,
@@ -19,6 +19,7 @@ from quire.gateway.config import (
     RoutingArgs,
     TimeoutArgs,
 )
+from quire.gateway.filters import FilterArgs
 
 HEAD = """\
 # The command line
@@ -44,6 +45,7 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire keys revoke NAME         remove a key
     quire ledger report            requests, tokens and price by tenant, model, day …
     quire ledger forget            delete the rows of requests older than some days
+    quire replay FILE              run a recording again, and show the first difference (docs/flight-recorder.md)
     quire version                  also quire --version
 
 MODEL is `quill` (the default), `quill-draft`, a local folder, a `.gguf` file, `folder:Q8_0` for one GGUF of several, or
@@ -70,6 +72,7 @@ FILE = {
     RetryArgs: "`[retries]`",
     BackendArgs: "each of `[[backends]]`; exactly one of `url`, `dns` and `file`",
     ModelArgs: "each of `[[models]]`; `split = { name = weight }` says which served models stand behind it",
+    FilterArgs: "each of `[[filters]]` (docs/filters.md); `options = { … }` are arguments of the hook's constructor",
 }
 
 
@@ -95,6 +98,7 @@ def document() -> str:
         ("Offline: bench latency", LatencyArgs),
         ("Offline: bench throughput", ThroughputArgs),
         ("Formulas: plan", PlanArgs),
+        ("Flight recorder: replay", ReplayArgs),
         ("Step times: profile", ProfileArgs),
         ("Virtual clock: simulate", SimulateArgs),
     ):

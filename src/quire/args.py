@@ -56,6 +56,7 @@ class EngineArgs:
     speculate: str | None = None
     draft_model: str | None = None
     spec_tokens: str | int = "auto"
+    spec_accept: Literal["exact", "rejection", "typical"] = "exact"
     device: Literal["auto", "cpu", "cuda", "interpret"] = "auto"
     batch_invariant: bool = False
     threads: int | None = None
@@ -95,6 +96,12 @@ class ServerArgs:
     max_restarts: int = 3
     hang_timeout_s: float = 10.0
     golden_interval_s: float = 300.0
+    record_steps: int = 256
+    record_dir: str | None = None
+    record_ids: bool = True
+    record_requests: str | None = None
+    compare_to: str | None = None
+    compare_latency: float = 0.25
     replicas: int = 1
     data_parallel_size: int | None = None
     model_memory: str | int | None = None

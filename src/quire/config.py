@@ -12,6 +12,7 @@ from quire.weight_format import WeightFormat
 GateKind = Literal["static", "dynamic", "continuous"]
 OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline", "fair"]
 MAX_DRAFTS = 32  # per sequence and step
+AUTO_DRAFTS = 8  # the most of them where the engine chooses
 GATES: tuple[GateKind, ...] = get_args(GateKind)
 ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
 
@@ -118,12 +119,27 @@ class SloConfig:
     tpot_s: float | None = None
 
 
+Determinism = Literal["exact", "batch-dependent", "distribution", "approximate"]
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculateConfig:
     """How drafts are proposed (docs/speculation.md)."""
 
     method: Literal["ngram", "draft"]
     draft: ModelConfig | None = None  # of "draft"
+    accept: Literal["exact", "rejection", "typical"] = "exact"  # `quire.sampling.accept`
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderConfig:
+    """The flight recorder (docs/flight-recorder.md)."""
+
+    folder: str
+    num_steps: int  # kept
+    with_ids: bool  # whether files have token ids and grammars, without which they cannot be replayed
+    fingerprint: str  # of the checkpoint
+    settings: str  # of `EngineArgs`, as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +155,13 @@ class EngineConfig:
     slo: SloConfig | None = None
     lora: LoraConfig | None = None  # None: only the base model
     speculate: SpeculateConfig | None = None  # None: one token per sequence and step
+    recorder: RecorderConfig | None = None  # None: steps are not recorded
 
     @property
-    def determinism(self) -> Literal["exact", "batch-dependent"]:
-        """Whether tokens depend on what else is in the batch: only with a GPU's faster kernels (docs/exactness.md)."""
+    def determinism(self) -> Determinism:
+        """What tokens depend on: on the batch with a GPU's faster kernels (docs/exactness.md), and with a rule of
+        acceptance that is not exact also on the drafts (docs/speculation.md).
+        """
+        if self.speculate is not None and self.speculate.accept != "exact":
+            return "distribution" if self.speculate.accept == "rejection" else "approximate"
         return "batch-dependent" if self.runner.kernels == "triton" else "exact"

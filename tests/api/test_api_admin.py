@@ -44,7 +44,7 @@ def test_changed_settings_are_answered_with_the_old_values() -> None:
     assert before["order"] == "fcfs"
     assert before["dynamic_max_wait_ms"] == 50.0
     body = {"order": "priority", "gate": "dynamic", "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue": 9,
-            "dynamic_max_wait_ms": 20}  # fmt: skip
+            "dynamic_max_wait_ms": 20, "spec_tokens": 0}  # fmt: skip
     answer = api.call("PATCH", "/runtime", json=body).json()
     assert answer["runtime"] == body == api.call("GET", "/runtime").json()["runtime"]
     assert answer["changed"] == {name: {"old": before[name], "new": body[name]} for name in body}
@@ -65,6 +65,8 @@ def test_changed_settings_are_answered_with_the_old_values() -> None:
         ({"max_queue": 2**64}, "max_queue", "9223372036854775807"),
         ({"max_queue": "5"}, "max_queue", "an integer"),
         ({"dynamic_max_wait_ms": -1}, "dynamic_max_wait_ms", "≥ 0"),
+        ({"spec_tokens": 4}, "spec_tokens", "--speculate"),
+        ({"spec_tokens": "many"}, "spec_tokens", "auto"),
         ({"max_num_seq": 3}, "max_num_seq", "max_num_seqs"),
         ({}, None, "max_queue"),
         ([], None, "an object"),

@@ -10,11 +10,14 @@ from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend
 
 from quire.api import anthropic_request as anthropic
+from quire.api import ollama_request as ollama
 from quire.api import protocol as wire
 from quire.api import response_request as responses
 from quire.api.answer_form import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from quire.api.app import create_app
 from quire.api.chat_messages import Message, TextPart
+from quire.api.ollama import EmbeddingsRequest, EmbedRequest
+from quire.api.ollama_models import ShowRequest
 from quire.api.pooling import Document, EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.api.protocol import DeadlineMs
 from quire.api.state import ApiSettings
@@ -69,6 +72,13 @@ MODELS: dict[str, type[wire.Wire] | Table] = {
     "/v1/responses: function_call_output": responses.OutputItem,
     "/v1/responses: reasoning (item)": responses.ReasoningItem,
     "/v1/responses: parts of a content": TextPart,
+    "/api/chat": ollama.OllamaChatRequest,
+    "/api/chat: messages[i]": ollama.OllamaMessage,
+    "/api/generate": ollama.OllamaGenerateRequest,
+    "/api/chat, /api/generate: options": ollama.Options,
+    "/api/embed": EmbedRequest,
+    "/api/embeddings": EmbeddingsRequest,
+    "/api/show": ShowRequest,
 }
 TABLES = {title: table_of(m) if isinstance(m, type) else m for title, m in MODELS.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from tests.fakes.executor import FakeDrafts, FakeExecutor
@@ -52,6 +53,33 @@ class Paced:
     def collect(self) -> StepResult:
         time.sleep(self._step_s)
         return self._inner.collect()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+CRASHING = "tests.fakes.engine:build_crashing"
+
+
+def build_crashing(config: EngineConfig, last: str) -> Executor:
+    """Return a fake executor whose ``last``-th result is one of another step, which the scheduler does not survive."""
+    return Crashing(build(config, ""), int(last))
+
+
+class Crashing:
+    """Delegates to ``inner`` until its last result."""
+
+    def __init__(self, inner: Executor, last: int) -> None:
+        self.max_in_flight, self.chains_steps = inner.max_in_flight, inner.chains_steps
+        self._inner, self._left = inner, last
+
+    def submit(self, plan: StepPlan) -> None:
+        self._inner.submit(plan)
+
+    def collect(self) -> StepResult:
+        result = self._inner.collect()
+        self._left -= 1
+        return result if self._left else replace(result, step=-5)
 
     def close(self) -> None:
         self._inner.close()

@@ -94,6 +94,7 @@ def test_every_row_is_written_once(url: str, tmp_path: Path) -> None:
         "cached_tokens": 12_000,
         "output_tokens": tokens,
         "price_nano": 21_000,
+        "unsettled": 0,
     }
 
 
@@ -131,6 +132,7 @@ def test_report_groups_by_day_and_month(url: str) -> None:
         "cached_tokens": 4,
         "output_tokens": 5,
         "price_nano": 7,
+        "unsettled": 0,
     }
     assert len(days) == 10
     assert report(database, [], until=datetime(2026, 1, 1, tzinfo=UTC))[0]["requests"] == 0

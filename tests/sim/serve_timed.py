@@ -20,7 +20,9 @@ from quire.engine.process import ProcessClient
 
 
 def main(cost: str, *settings: str) -> int:
-    given: dict[str, Any] = {name: int(value) for name, _, value in (s.partition("=") for s in settings)}
+    pairs = (setting.partition("=")[::2] for setting in settings)
+    given: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in pairs}
+    port, gateway_key = given.pop("port", 0), given.pop("gateway_key", None)
     args = EngineArgs(**given)
     config, checkpoint = configure(args, detect_device())
     client = ProcessClient(config, executor=f"timed@{cost}")
@@ -28,8 +30,8 @@ def main(cost: str, *settings: str) -> int:
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
     ready = "ready    on"
     return run(
-        create_app(frontend, ApiSettings()),
-        port=0,
+        create_app(frontend, ApiSettings(gateway_key=gateway_key)),
+        port=port,
         on_ready=lambda url, _: print(f"{ready} {url}", file=sys.stderr, flush=True),
     )
 

@@ -16,6 +16,7 @@ from quire.engine.draft_model import check_vocabulary, find_draft
 from quire.errors import ConfigError
 from quire.models.checkpoint import describe, read_tokenizer
 from quire.models.hub import quill_path
+from quire.scheduler.policy import PolicyChange
 from quire.text.tokenizer import Tokenizer
 
 QUILL = EngineArgs(model="quill", kv_memory="16MiB", max_model_len=512)
@@ -136,3 +137,45 @@ def test_a_grammar_holds_with_drafts(settings: dict[str, object]) -> None:
     plain = texts()
     assert all(re.fullmatch(r"(ab|cd){3,9}, (red|blue) [0-9]{4}\.", text) for text in plain)
     assert texts(**settings, spec_tokens=4) == plain
+
+
+def test_a_proposer_that_fails_ends_speculation_alone(caplog: pytest.LogCaptureFixture) -> None:
+    params = SamplingParams(temperature=0.9, seed=2, max_tokens=24, frequency_penalty=0.3)
+    llm = LLM("quill", kv_memory="16MiB", max_model_len=256, speculate="draft", spec_tokens=4)
+    worker = llm._client.core.executor.worker
+    real, calls = worker.draft_model.forward, 0
+
+    def failing(rows: object) -> list[int]:
+        nonlocal calls
+        calls += 1
+        if calls == 11:
+            raise RuntimeError("a planted fault")
+        return real(rows)
+
+    worker.draft_model.forward = failing
+    found = [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, params)]
+    llm.close()
+    assert calls == 11
+    assert "goes on without speculation" in caplog.text
+    plain = LLM("quill", kv_memory="16MiB", max_model_len=256)
+    assert found == [answer.outputs[0].token_ids for answer in plain.generate(PROMPTS, params)]
+    plain.close()
+
+
+def test_the_number_of_drafts_changes_while_the_engine_runs() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    llm = LLM("quill", kv_memory="16MiB", max_model_len=256, speculate="draft", spec_tokens=4)
+    core = llm._client.core
+    seen, texts = [], []
+    for most in (4, 0, 2):
+        core.scheduler.change_policy(PolicyChange(max_num_drafts=most, adaptive_drafts=False))
+        before = core.stats()
+        texts.append(llm.generate(PROMPTS[:1], params)[0].outputs[0].text)
+        after = core.stats()
+        rounds = after.num_verifications - before.num_verifications
+        seen.append((after.num_draft_tokens - before.num_draft_tokens) / max(1, rounds))
+    llm.close()
+    assert texts[0] == texts[1] == texts[2]
+    assert 3 < seen[0] <= 4, seen
+    assert seen[1] == 0, seen
+    assert 1.5 < seen[2] <= 2, seen

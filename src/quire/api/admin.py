@@ -17,8 +17,9 @@ from starlette.routing import Route
 
 from quire.api.health import Handler, Probes
 from quire.api.state import ApiState
+from quire.config import AUTO_DRAFTS
 from quire.engine.adapters import AdapterRegistry
-from quire.engine.core import ChangePolicy, Reply, ResetPrefixCache
+from quire.engine.core import ChangePolicy, Reply, ResetPrefixCache, SaveRecording
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, read_json
 from quire.http.edge import Edge, NoBrowsers, error_handlers
@@ -40,6 +41,7 @@ class RuntimePatch(Wire):
     max_num_batched_tokens: Int64 | None = None
     max_queue: Int64 | None = None
     dynamic_max_wait_ms: Number | None = None
+    spec_tokens: Literal["auto"] | Int64 | None = None  # 0: no drafts
     # Settings that return to the controller of --slo.
     release: list[Literal["max_num_seqs", "max_num_batched_tokens"]] | None = None
 
@@ -71,6 +73,7 @@ def _routes(state: ApiState) -> list[Route]:
         ("POST", "/drain", admin.drain),
         ("POST", "/undrain", admin.undrain),
         ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
+        ("POST", "/recording", admin.record),
         ("GET", "/requests", admin.requests),
         ("POST", "/requests/{request_id:path}/cancel", admin.cancel),
         ("GET", "/lora", lora.listed),
@@ -122,7 +125,10 @@ class Admin:
         wait_ms, release = asked.pop("dynamic_max_wait_ms", None), tuple(asked.pop("release", ()))
         if both := [name for name in release if name in asked]:
             raise RequestError(f"{both[0]} is both set and released: send one of them.", param="release")
-        change = PolicyChange(**asked, dynamic_max_wait_s=None if wait_ms is None else wait_ms / 1e3)
+        drafts = _drafts(asked.pop("spec_tokens", None))
+        change = PolicyChange(
+            **asked, **drafts, dynamic_max_wait_s=None if wait_ms is None else wait_ms / 1e3
+        )
         try:
             reply = await self._state.frontend.call(lambda call_id: ChangePolicy(call_id, change, release))
         except ConfigError as error:
@@ -160,6 +166,18 @@ class Admin:
         """Drop cached prefixes; running requests keep their blocks."""
         reply = await self._state.frontend.call(ResetPrefixCache)
         return json_response({"object": "prefix_cache.reset", **reply.values})
+
+    async def record(self, request: Request) -> Response:
+        """Save what the flight recorder has.
+
+        Raises:
+            RequestError: it is off, or the file cannot be written.
+        """
+        try:
+            reply = await self._state.frontend.call(SaveRecording)
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+        return json_response({"object": "recording", **reply.values})
 
     async def requests(self, request: Request) -> Response:
         """The running requests, in order of arrival."""
@@ -201,9 +219,18 @@ async def _body(state: ApiState, request: Request) -> Any:
     return await read_json(request.scope, request.receive, state.settings.max_body_bytes)
 
 
+def _drafts(spec_tokens: int | str | None) -> dict[str, Any]:
+    """Return what a `PolicyChange` has for ``spec_tokens``."""
+    if spec_tokens is None:
+        return {}
+    is_auto = spec_tokens == "auto"
+    return {"max_num_drafts": AUTO_DRAFTS if is_auto else spec_tokens, "adaptive_drafts": is_auto}
+
+
 def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings under the names of their flags."""
     values = {**settings, "dynamic_max_wait_ms": round(settings["dynamic_max_wait_s"] * 1e3, 6)}
+    values["spec_tokens"] = "auto" if settings["adaptive_drafts"] else settings["max_num_drafts"]
     return {name: values[name] for name in RUNTIME}
 
 

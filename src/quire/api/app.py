@@ -15,7 +15,11 @@ from quire.api.anthropic import count_tokens, messages_job
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
+from quire.api.finished import FinishedUsage
 from quire.api.health import Models, Probes
+from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
+from quire.api.ollama import embeddings_job as ollama_embeddings_job
+from quire.api.ollama_models import OllamaModels, show
 from quire.api.openapi import Description
 from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, count_input, responses_job
@@ -23,6 +27,7 @@ from quire.api.state import ApiSettings, ApiState, FullQueue, ResponseStore, Run
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
+from quire.http.account import USAGE_PATH
 from quire.http.edge import Edge, Extension, error_handlers, id_source
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
@@ -56,24 +61,22 @@ def create_app(
         running=RunningRequests(),
         bodies=LargeBodies(),
         full_queue=FullQueue(lambda: frontend.num_requests, now),
+        finished=FinishedUsage(settings.gateway_key, unix_time),
         tracer=tracer,
         forecast=forecast,
     )
     extension = extension or Extension()
-    own = _routes(state)
-    if extension.around is not None:
-        root, around = extension.around
-        for route in own:
-            if route.path == root or route.path.startswith(root + "/"):
-                route.app = around(route.app)
-    routes = [*own, *extension.routes]
-    description = Description(routes, extension.bodies, settings.version)
-    routes.append(Route("/openapi.json", description.show, methods=["GET"]))
     app = Starlette(
-        routes=routes,
+        routes=_with_extension(_routes(state), extension, settings.version),
         middleware=[
             *_cors(settings.cors_origins),
-            Middleware(Edge, api_keys=settings.api_keys, new_id=state.new_id, key_file=settings.key_file),
+            Middleware(
+                Edge,
+                api_keys=settings.api_keys,
+                new_id=state.new_id,
+                key_file=settings.key_file,
+                gateway_key=settings.gateway_key,
+            ),
         ],
         exception_handlers=error_handlers(lambda status: metrics.response("other", status)),
         lifespan=extension.lifespan,
@@ -82,6 +85,18 @@ def create_app(
     app.state.quire = state
     app.state.work = extension.work
     return app
+
+
+def _with_extension(own: list[Route], extension: Extension, version: str) -> list[Route]:
+    """Return all routes, and the one that describes them."""
+    if extension.around is not None:
+        root, around = extension.around
+        for route in own:
+            if route.path == root or route.path.startswith(root + "/"):
+                route.app = around(route.app)
+    routes = [*own, *extension.routes]
+    description = Description(routes, extension.bodies, version)
+    return [*routes, Route("/openapi.json", description.show, methods=["GET"])]
 
 
 LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -120,6 +135,7 @@ def _routes(state: ApiState) -> list[Route]:
         "/tokenizer_info": about.tokenizer_info,
         "/props": about.props,
         "/slots": about.slots,
+        USAGE_PATH: state.finished.show,
     }
     generate = {
         "/v1/completions": completion_job,
@@ -149,4 +165,23 @@ def _routes(state: ApiState) -> list[Route]:
     routes.append(Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]))
     routes.append(Route("/v1/responses/{response_id}/input_items", stored.input_items, methods=["GET"]))
     routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
-    return routes
+    return routes + _ollama_routes(state)
+
+
+def _ollama_routes(state: ApiState) -> list[Route]:
+    models = OllamaModels(state)
+    generate = {
+        "/api/chat": ollama_chat_job,
+        "/api/generate": ollama_generate_job,
+        "/api/embed": embed_job,
+        "/api/embeddings": ollama_embeddings_job,
+    }
+    get = {"/api/tags": models.tags, "/api/ps": models.ps, "/api/version": models.version}
+    refused = {"pull": ["POST"], "push": ["POST"], "create": ["POST"], "copy": ["POST"], "delete": ["DELETE"]}
+    refused["blobs/{digest}"] = ["GET", "POST"]
+    return [
+        *(Route(path, OllamaEndpoint(state, path, job), methods=["POST"]) for path, job in generate.items()),
+        Route("/api/show", JsonEndpoint(state, "/api/show", show), methods=["POST"]),
+        *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
+        *(Route(f"/api/{path}", models.manage, methods=methods) for path, methods in refused.items()),
+    ]

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.api.job import Answer, Head, Job, common_fields, new_head
-from quire.api.protocol import SampledFields
+from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
 from quire.api.tool_use import ToolUse
 from quire.engine.prompts import RenderedChat
@@ -95,7 +95,7 @@ class Conversation:
 
 async def conversation_job(
     state: ApiState,
-    request: SampledFields,
+    request: RequestFields,
     conversation: Conversation,
     sampling: SamplingParams,
     id_prefix: str,

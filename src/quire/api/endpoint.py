@@ -20,6 +20,7 @@ from quire.api.state import ApiState
 from quire.engine.output import OutputChunk, merge
 from quire.engine.results import choose_best
 from quire.errors import QuireError, RequestError
+from quire.http.account import account_of
 from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import adopt_request_id, request_id_of
@@ -51,7 +52,7 @@ class PostEndpoint:
             await send_json(send, refusal.status, refusal.body(self._path), refusal.headers)
             self._state.metrics.response(self._path, refusal.status)
             return
-        status, client = 200, _Client(receive)
+        status, client = 200, Client(receive)
         try:
             pieces = await read_pieces(scope, receive, self._max_body_bytes(scope), "--max-body-mib")
             client.watch()
@@ -72,7 +73,7 @@ class PostEndpoint:
             client.release()
         self._state.metrics.response(self._path, status)
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         raise NotImplementedError
 
     def _max_body_bytes(self, scope: Scope) -> int:
@@ -110,7 +111,7 @@ class JsonEndpoint(PostEndpoint):
         super().__init__(state, path)
         self._compute = compute
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         ignored = self._ignored()
         answer = await self._compute(self._state, body, ignored)
         client.release()
@@ -129,13 +130,13 @@ class GenerateEndpoint(PostEndpoint):
             return None
         return self._state.full_queue.refusal()
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: _Client, send: Send) -> None:
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         ignored = self._ignored()
         body = enter(scope, body, self._state.settings.gateway_key)
         job = await self._prepare(self._state, body, ignored)
+        model = job.answer.head.model
         if job.relayed is not None:
-            own = self._state.continuable_with(job.answer.head.model)
-            job.relayed.check(own, len(job.prompts) * job.sampling.n)
+            job.relayed.check(self._state.continuable_with(model), len(job.prompts) * job.sampling.n)
         adopt_request_id(scope, job.client_request_id)
         if scope.get(PRIORITY_KEY) is not None:
             job = replace(job, priority=scope[PRIORITY_KEY])
@@ -144,24 +145,27 @@ class GenerateEndpoint(PostEndpoint):
         if job.in_background and BACKGROUND_KEY not in scope:
             raise RequestError("background = true is not supported by this server.", param="background")
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
-        with self._state.running.entered(ids, generation):
-            await self._answer(generation, ignored, client, send)
+        try:
+            with self._state.running.entered(ids, generation):
+                await self._answer(generation, ignored, client, send)
+        finally:
+            seconds, tokens = self._state.now() - arrival_s, generation.usage.counts
+            self._state.finished.put(account_of(scope), model, self._path, tokens, seconds)
         if log.debugging:
+            names = dict(zip(("prompt_tokens", "cached_tokens", "output_tokens"), tokens, strict=True))
             log.debug(
                 "request_done",
                 request_id=request_id_of(scope),
                 id=job.answer.head.id,
-                prompt_tokens=generation.usage.prompt_tokens,
-                cached_tokens=generation.usage.cached_tokens,
-                output_tokens=generation.usage.completion_tokens,
-                seconds=self._state.now() - arrival_s,
+                seconds=seconds,
+                **names,
             )
 
     def _max_body_bytes(self, scope: Scope) -> int:
         is_form = resumes(scope, self._state.settings.gateway_key)
         return super()._max_body_bytes(scope) + (MAX_DELIVERED_BYTES if is_form else 0)
 
-    async def _answer(self, generation: Generation, ignored: Ignored, client: _Client, send: Send) -> None:
+    async def _answer(self, generation: Generation, ignored: Ignored, client: Client, send: Send) -> None:
         try:
             if not generation.job.in_background:
                 await generation.submit()
@@ -180,7 +184,7 @@ class GenerateEndpoint(PostEndpoint):
             raise Disconnected
 
 
-class _Client:
+class Client:
     """Watches for the client's disconnect: it cancels the task that serves the request, or calls ``on_leave``."""
 
     def __init__(self, receive: Receive) -> None:
@@ -213,7 +217,6 @@ class _Client:
 _REPLAYED_AT_ONCE = 256  # chunks; other requests get their turn then
 CANCELLED = "cancelled"
 CANCELLED_BY_CLIENT = "cancelled_by_client"
-log = Log("api")
 
 
 class Generation:
@@ -378,7 +381,7 @@ class Generation:
         """Send the status, and return the first events."""
         self._begun = True
         tagged = self._tags.headers if self._tags is not None else ()
-        every = [*STREAM_HEADERS, *tagged, *headers]
+        every = [(b"content-type", self.job.answer.media_type), *STREAM_HEADERS, *tagged, *headers]
         await send({"type": "http.response.start", "status": 200, "headers": every})
         return self.job.answer.opening(self._streams.token_ids(), self._streams.echoes, self.usage)
 

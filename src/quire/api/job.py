@@ -30,6 +30,11 @@ class Usage:
     timing: Any = None  # set at the end if it was asked for
     truncated_tokens: int = 0  # cut off by truncate_prompt_tokens; not in prompt_tokens
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens of the prompt, those of it from the cache, and of the output."""
+        return self.prompt_tokens, self.cached_tokens, self.completion_tokens
+
     def beside(self) -> dict[str, Any]:
         """Return the fields that stand beside ``usage`` in an answer."""
         return {} if self.timing is None else {"timing": self.timing}
@@ -54,7 +59,7 @@ class Head:
     created: int  # seconds since 1970
     model: str
     fingerprint: str
-    determinism: str  # "exact" | "batch-dependent"
+    determinism: str  # of `EngineConfig`
 
     def id_of(self, *place: str | int) -> str:
         """Return the id of a part of the answer, 32 hexadecimal digits: the same on every replica that writes it."""
@@ -88,10 +93,11 @@ def new_head(state: ApiState, prefix: str, model: str | None) -> Head:
 
 
 class Answer:
-    """How the chunks of a request are written: as one body, or as server-sent events if ``streamed``."""
+    """How the chunks of a request are written: as one body, or if ``streamed`` as events."""
 
     head: Head
     streamed = False
+    media_type = b"text/event-stream; charset=utf-8"  # of a stream
 
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         """Return the body of an answer that is not streamed: one chunk per choice, the token ids of each prompt."""

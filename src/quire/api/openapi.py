@@ -17,9 +17,13 @@ from starlette.routing import Route
 from quire.api import protocol as wire
 from quire.api.anthropic_request import CountTokensRequest, MessagesRequest, Turn
 from quire.api.chat_messages import Message
+from quire.api.ollama import EmbeddingsRequest, EmbedRequest
+from quire.api.ollama_models import ShowRequest
+from quire.api.ollama_request import OllamaChatRequest, OllamaGenerateRequest, OllamaMessage, Options
 from quire.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.api.response_request import ResponsesRequest
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
+from quire.http.refusals import OLLAMA_ROOT
 from quire.http.wire import Body, Use, Wire, table_of
 
 _REF = "#/components/schemas/{model}"
@@ -46,6 +50,16 @@ BODIES: dict[str, Body] = {
     "/v1/chat/completions/render": Body(
         "The prompt of a conversation, as text and ids", wire.ChatRequest, _CHAT_PARTS, _STREAM
     ),
+    "/api/chat": Body(
+        "Answer a conversation (Ollama's form)",
+        OllamaChatRequest,
+        {"messages": OllamaMessage},
+        {"options": Options},
+    ),
+    "/api/generate": Body("Continue a text (Ollama's form)", OllamaGenerateRequest, {}, {"options": Options}),
+    "/api/embed": Body("Vectors of texts (Ollama's form)", EmbedRequest),
+    "/api/embeddings": Body("The vector of a text (Ollama's older form)", EmbeddingsRequest),
+    "/api/show": Body("What is known of a model (Ollama's form)", ShowRequest),
     "/tokenize": Body("Text or messages to token ids", TokenizeRequest, _CHAT_PARTS),
     "/detokenize": Body("Token ids to text", DetokenizeRequest),
 }
@@ -70,7 +84,11 @@ class Description:
 
 def openapi_of(routes: Iterable[Route], bodies: Mapping[str, Body], version: str) -> dict[str, Any]:
     """Return the OpenAPI 3.1 description of ``routes``; routes that are not in ``bodies`` by their handlers."""
-    schemas: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    schemas: dict[str, Any] = {
+        "Error": _ERROR,
+        "AnthropicError": _ANTHROPIC_ERROR,
+        "OllamaError": _OLLAMA_ERROR,
+    }
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
@@ -90,6 +108,7 @@ def _operation(
     route: Route, body: Body | None, path: str, method: str, schemas: dict[str, Any]
 ) -> dict[str, Any]:
     error = "AnthropicError" if path in _ANTHROPIC else "Error"
+    error = "OllamaError" if path.startswith(OLLAMA_ROOT) else error
     docstring = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
     operation: dict[str, Any] = {
         "summary": docstring if body is None else body.summary,
@@ -154,3 +173,4 @@ _ANTHROPIC_ERROR = {
     "required": ["type", "error"],
     "properties": {"type": {"const": "error"}, "error": _error_schema("type", "message")},
 }
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}

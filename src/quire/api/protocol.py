@@ -68,6 +68,7 @@ class SampledFields(RequestFields):
     top_k: Integer | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
+    repeat_last_n: Integer | None = None
     seed: Integer | None = None
     deadline_ms: DeadlineField | None = None
     timing: Boolean = False
@@ -186,9 +187,10 @@ def given_sampling(request: SampledFields) -> dict[str, Any]:
     """Return the sampling fields that a request sets.
 
     Raises:
-        RequestError: best_of in a stream, or a logit_bias whose keys are not token ids.
+        RequestError: best_of in a stream, a logit_bias whose keys are not token ids, or penalties with a window.
     """
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None}
+    check_window(request.repeat_last_n, given, "repeat_last_n")
     if (
         not given.get("use_beam_search")
         and request.stream
@@ -202,6 +204,20 @@ def given_sampling(request: SampledFields) -> dict[str, Any]:
     if isinstance(request, GenerationFields) and request.logit_bias is not None:
         given["logit_bias"] = _logit_bias(request.logit_bias)
     return given
+
+
+_NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def check_window(last_n: int | None, given: Mapping[str, Any], param: str) -> None:
+    """Check llama.cpp's and Ollama's number of last tokens that penalties read. Many clients send its default, 64.
+
+    Raises:
+        RequestError: ``given`` has a penalty, which reads the whole context here.
+    """
+    if last_n in (None, -1) or all(given.get(name, off) == off for name, off in _NO_PENALTY.items()):
+        return
+    raise not_allowed(param, last_n, "null or -1 with a penalty: penalties read the whole context here")
 
 
 def sampling_params(

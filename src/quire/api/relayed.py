@@ -15,7 +15,6 @@ the end of the stream, or the status of the error that ends it. A group may be e
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from starlette.types import Scope
 
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError, clip
+from quire.http.account import has_gateway_key
 from quire.http.body import header
 from quire.http.client import ANSWER_KEY
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
@@ -108,12 +108,6 @@ class Relayed:
 
 # Of the request that a task serves; None if it does not come from a gateway with the key.
 RELAYED: ContextVar[Relayed | None] = ContextVar("quire.relayed", default=None)
-
-
-def has_gateway_key(scope: Scope, key: str | None) -> bool:
-    """Whether the request carries the gateway's key; the comparison takes constant time."""
-    given = header(scope, b"x-quire-gateway-key")
-    return key is not None and given is not None and hmac.compare_digest(given, key.encode())
 
 
 def resumes(scope: Scope, key: str | None) -> bool:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.config import EngineConfig
+from quire.api.finished import FinishedUsage
+from quire.config import EngineConfig, ModelConfig
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.engine.prompts import ModelInfo
@@ -30,6 +31,7 @@ from quire.request import Adapter
 from quire.text.output.formats import FORMATS, OutputFormat, detect_format
 from quire.workload.slo import Slo
 
+LATEST = ":latest"  # Ollama's tag of a name without one
 log = Log("api")
 
 
@@ -53,6 +55,7 @@ class ApiSettings:
     cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
     response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
     response_dir: Path | None = None  # of those that were made in the background
+    model: ModelConfig | None = None  # what Ollama's clients are told of the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class ApiState:
     running: RunningRequests
     bodies: LargeBodies
     full_queue: FullQueue
+    finished: FinishedUsage
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 
@@ -95,6 +99,8 @@ class ApiState:
         names = self.model.names
         if name is None:
             return names[0]
+        if name.endswith(LATEST) and name not in names:
+            name = name.removesuffix(LATEST)
         if name not in names and name not in self.adapter_names:
             served = ", ".join(repr(n) for n in names)
             loaded = ", ".join(repr(n) for n in self.adapter_names)

@@ -15,6 +15,7 @@ from quire.cli.flags import (
     ChatArgs,
     ModelArgument,
     PlanArgs,
+    ReplayArgs,
     RunArgs,
     command_with,
     pick,
@@ -94,13 +95,16 @@ def gateway(
         int | None,
         typer.Option("--port", help="Port to listen on, instead of the file's.", show_default=False),
     ] = None,
+    hooks: Annotated[
+        list[str] | None, typer.Option("--filter", help="module:Class of a filter, behind the file's.")
+    ] = None,
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option("--log-format", help="human or json.")] = "human",
 ) -> None:
     """One address in front of many replicas: routing, health, retries, limits of time."""
     from quire.cli.gateway import gateway
 
-    raise typer.Exit(gateway(config, {"host": host, "port": port}, log_level, log_format))
+    raise typer.Exit(gateway(config, {"host": host, "port": port}, hooks or [], log_level, log_format))
 
 
 @app.command()
@@ -177,6 +181,19 @@ def doctor(
     from quire.cli.doctor import report
 
     report()
+
+
+@app.command()
+@command_with(ReplayArgs)
+def replay(
+    file: Annotated[Path, typer.Argument(help="A file of the flight recorder (docs/flight-recorder.md).")],
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Run a recording of the flight recorder again, and show the first difference."""
+    from quire.cli.replay import replay
+
+    raise typer.Exit(replay(file, pick(ReplayArgs, settings)))
 
 
 @app.command()

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -206,3 +206,14 @@ class PlanArgs:
     json: bool = False
     explain: bool = False
     search: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayArgs:
+    """`quire replay`."""
+
+    model: str | None = None
+    cpu_isa: Literal["auto", "recorded", "reference", "scalar", "avx2", "avx512", "amx"] = "recorded"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    json: bool = False

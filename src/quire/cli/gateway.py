@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quire.args import ServerArgs, make_args
 from quire.gateway.config import GatewayArgs, read_config
+from quire.gateway.filters import FilterArgs, FilterConfig
 from quire.gateway.server import run_gateway
 from quire.gateway.state import GatewayState
 from quire.http.edge import Extension
@@ -16,7 +19,7 @@ from quire.jobs.routes import JobSettings, jobs_of
 from quire.metrics.log import configure
 
 
-def gateway(path: Path, flags: dict[str, Any], log_level: str, log_format: str) -> int:
+def gateway(path: Path, flags: dict[str, Any], hooks: Sequence[str], log_level: str, log_format: str) -> int:
     """Run the gateway of a configuration file until a signal; return the exit status."""
     given = {key: value for key, value in flags.items() if value is not None}
     make_args(GatewayArgs, given, origin="flag")
@@ -24,7 +27,13 @@ def gateway(path: Path, flags: dict[str, Any], log_level: str, log_format: str) 
     style: Any = log_format
     configure(log_level, style=style)
     config = read_config(path)
-    return run_gateway(replace(config, server=replace(config.server, **given)), extend=batches)
+    sys.path.insert(0, str(Path.cwd()))  # hooks may be beside the configuration
+    config = replace(
+        config,
+        server=replace(config.server, **given),
+        filters=(*config.filters, *(FilterConfig(FilterArgs(name=hook, hook=hook)) for hook in hooks)),
+    )
+    return run_gateway(config, extend=batches)
 
 
 def batches(state: GatewayState) -> Extension:

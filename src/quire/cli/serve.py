@@ -100,19 +100,21 @@ def _serve(
     begin: float,
     takeover: Takeover | None,
 ) -> int:
+    from quire.cli.serve_recorder import compare_to, supervised, with_recorder
     from quire.cli.serve_slo import forecast_of, with_slo
     from quire.device import slow_kernels
     from quire.engine.assemble import load_text
     from quire.engine.process import ProcessClient
-    from quire.engine.supervisor import RestartPolicy, Supervisor
     from quire.metrics.log import configure as configure_log
 
     style: Any = server_args.log_format
     configure_log(server_args.log_level, style=style)
     config, checkpoint = configured(engine_args, takeover)
-    config = with_slo(config, server_args)
+    config = with_recorder(with_slo(config, server_args), checkpoint, engine_args, server_args)
     child_log: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
     first = ProcessClient(config, **child_log, process=process)
+    if server_args.compare_to is not None:
+        return compare_to(first, config, server_args, server_args.compare_to)
 
     # The child loads the model from here on; this process reads the tokenizer and imports the web server.
     from quire.api.app import create_app
@@ -124,9 +126,8 @@ def _serve(
     names = _list(server_args.served_model_name)
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
     clock = WallClock()
-    policy = RestartPolicy(max_restarts=server_args.max_restarts, hang_timeout_s=server_args.hang_timeout_s)
     golden = golden_prompt(config, server_args.golden_interval_s, clock)
-    client = Supervisor(first, lambda: ProcessClient(config, **child_log), clock, policy, golden)
+    client = supervised(first, lambda: ProcessClient(config, **child_log), config, server_args, golden)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     api = api_settings(server_args, config, __version__)
 
@@ -196,6 +197,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         max_body_bytes=args.max_body_mib * 2**20,
         response_store_bytes=args.response_store_mib * 2**20,
         response_dir=Path(args.batch_dir) / "responses" if args.batch_dir else None,
+        model=config.model,
         tokens_at_once=2 * config.scheduler.max_num_batched_tokens,
         cache_config={  # vLLM's names
             "block_size": config.cache.block_size,

@@ -12,18 +12,16 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from quire.clock import Clock
-from quire.config import EngineConfig
+from quire.config import Determinism, EngineConfig
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.executor.logged import LoggedExecutor
+from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.plan.cost_model import CostModel
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
-
-Determinism = Literal["exact", "batch-dependent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,11 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     Raises:
         ModelLoadError, ConfigError: the checkpoint or the settings are wrong; one line.
     """
-    chosen = _executor(config, executor, clock)
+    chosen = make_executor(config, executor, clock)
+    recorder = None
+    if config.recorder is not None:
+        recorder = Recorder(config.recorder.num_steps)
+        chosen = RecordingExecutor(chosen, recorder, clock)
     if config.runner.step_log is not None:
         chosen = LoggedExecutor(chosen, Path(config.runner.step_log), clock)
     slo = config.slo
@@ -61,7 +63,9 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     controller = None
     if slo is not None and slo.tpot_s is not None:
         controller = SloController(scheduler.predictor, config.scheduler, slo.tpot_s)
-    return EngineCore(scheduler, chosen, clock, controller)
+    core = EngineCore(scheduler, chosen, clock, controller)
+    core.recorder = recorder
+    return core
 
 
 def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
@@ -90,7 +94,8 @@ def _module(executor: str) -> str:
     return module if colon else f"quire.executor.{module}"
 
 
-def _executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
+def make_executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
+    """Load the model. Raises as `build_core`."""
     kind, _, argument = executor.partition("@")
     if kind == "local" and config.device.kind != "cpu":
         from quire.executor.device import DeviceExecutor

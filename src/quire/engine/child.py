@@ -29,6 +29,7 @@ from quire.engine.build import build_core, describe, preload
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import IDLE_TICK_S, Heartbeat, Ticker
 from quire.engine.process import Boot, Events, Failure, decode, encode
+from quire.engine.recording_file import saver
 from quire.engine.spawn import HEARTBEAT, PLANS, STACKS, wake_at_parents_end
 from quire.errors import QuireError
 from quire.metrics.log import Log, configure
@@ -74,6 +75,11 @@ def main(argv: list[str]) -> None:
         start_s = clock.now()
         core = build_core(boot.config, executor, clock)
         dump.core = core
+        if core.recorder is not None:
+            core.save = saver(core.recorder, boot.config)
+            signal.signal(
+                signal.SIGUSR2, lambda *_: threading.Thread(target=dump.save, args=("signal",)).start()
+            )
         core.on_tick = ticker = Ticker(heartbeat, core.scheduler, clock)
         ticker.idle(clock.now())
         outbox.send_multipart(encode(describe(boot.config, executor, clock.now() - start_s)))
@@ -81,6 +87,7 @@ def main(argv: list[str]) -> None:
     except Exception as error:
         if log.debugging or not isinstance(error, QuireError):
             traceback.print_exc()
+        dump.save("crash", f"{type(error).__name__}: {error}")
         outbox.send_multipart(encode(Failure(type(error).__name__, _one_line(error))))
         context.destroy()
         shutil.rmtree(directory, ignore_errors=True)
@@ -153,6 +160,15 @@ class _Dump:
         # In C: needs neither the GIL nor a thread that runs.
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
 
+    def save(self, reason: str, text: str = "") -> None:
+        """Save what the flight recorder has, if it is on. A failure is logged."""
+        if self.core is None or self.core.save is None:
+            return
+        try:
+            self.core.save(reason, text)
+        except Exception as error:  # a full disk, as a rule; what called has more to do
+            log.error("recording_not_saved", error=error)
+
     def write_plans(self) -> None:
         if self.core is not None:
             core = self.core
@@ -170,6 +186,7 @@ def _follow_parent(life_fd: int, directory: str, dump: _Dump) -> None:
             dump.write_plans()
         except Exception as error:  # the loop may have moved on meanwhile
             log.warning("dump_failed", error=error)
+        dump.save("hang")
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 

@@ -17,6 +17,7 @@ from typing import Any
 from quire.clock import Clock
 from quire.errors import ConfigError
 from quire.executor.base import Executor
+from quire.executor.recorder import Recorder
 from quire.metrics.engine_stats import EngineStats
 from quire.request import Request, TokenEvent
 from quire.scheduler.admission import refused
@@ -43,6 +44,9 @@ class EngineCore:
         self.controller = controller
         # Called with the steps out before the loop may block; see `engine.heartbeat`.
         self.on_tick: Callable[[Sequence[StepPlan | StepResult]], None] | None = None
+        self.recorder: Recorder | None = None
+        # Saves what the recorder has, with a reason and a text; may raise OSError. None: there is no recorder.
+        self.save: Callable[[str, str], dict[str, Any]] | None = None
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
         self.replies: list[Reply] = []  # to calls; the caller of `step` takes them out
         self._inbox: deque[Message | ControlPolicy] = deque()  # append and popleft are atomic
@@ -149,6 +153,8 @@ class EngineCore:
                 self.scheduler.change_policy(self.controller.unpinned(change))
             case ChangePolicy():
                 self.replies.append(self._change_policy(message))
+            case SaveRecording(call_id):
+                self.replies.append(_saved(call_id, self.save))
             case ResetPrefixCache(call_id):
                 self.replies.append(Reply(call_id, {"num_freed_blocks": self.scheduler.cache.prefix.clear()}))
         return []
@@ -198,6 +204,15 @@ class EngineCore:
             return self.executor.collect()
         except Exception as error:
             return StepResult(out.step, error=_text(error))
+
+
+def _saved(call_id: str, save: Callable[[str, str], dict[str, Any]] | None) -> Reply:
+    if save is None:
+        return Reply(call_id, {}, error="The flight recorder is off: start the server with --record-steps.")
+    try:
+        return Reply(call_id, save("asked", ""))
+    except OSError as error:
+        return Reply(call_id, {}, error=f"The recording cannot be written: {error}")
 
 
 def _text(error: Exception) -> str:
@@ -250,6 +265,13 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveRecording:
+    """Save what the flight recorder has; answered with a `Reply`: path and number of steps."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """The core's answer to a message with a ``call_id``, after it took effect. With ``error`` nothing has changed."""
 
@@ -297,7 +319,7 @@ class TransfersDone:
     ended: tuple[TransferDone, ...]
 
 
-Call = ChangePolicy | ResetPrefixCache
+Call = ChangePolicy | ResetPrefixCache | SaveRecording
 Message = (
     Request  # to be queued
     | AbortRequest

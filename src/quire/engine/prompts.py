@@ -164,7 +164,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]  # generation_config.json and the tokenizer together
     # By the names of `SamplingParams`: temperature, top_p …
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
-    determinism: str = "exact"  # or "batch-dependent"
+    determinism: str = "exact"  # of `EngineConfig`
 
     def sampling(self, **given: Any) -> SamplingParams:
         """Return `SamplingParams` in which what is ``given`` replaces the model's defaults.

@@ -27,7 +27,7 @@ from quire.engine.quarantine import Quarantine, send_again
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import TokenEvent
+from quire.request import Request, TokenEvent
 
 log = Log("supervisor")
 
@@ -71,6 +71,8 @@ class Supervisor:
         self._retry_at_s = 0.0  # end of the pause before a restart
         self._guard = EngineGuard(self._policy.hang_timeout_s, golden)
         self._dead: EngineDeadError | None = None
+        # Called with what was in flight when an engine died: what is left where the engine itself could save nothing.
+        self.on_death: Callable[[list[Request]], object] | None = None
         self.num_restarts = 0
 
     def wait_ready(self) -> EngineInfo:
@@ -157,6 +159,8 @@ class Supervisor:
             self._between = True
             self._reason = error
             self._record.count_death()
+            in_flight = [each for each in self._record.readmissions() if isinstance(each, Request)]
+        self._tell_death(in_flight)
         events: list[TokenEvent] = []
         while not self._closed.is_set():
             if not self._may_restart():
@@ -177,6 +181,13 @@ class Supervisor:
                 continue
             return events + self._readmit(client)
         return events
+
+    def _tell_death(self, in_flight: list[Request]) -> None:
+        if self.on_death is not None and in_flight:
+            try:
+                log.warning("requests_saved", file=self.on_death(in_flight), requests=len(in_flight))
+            except Exception as error:  # a full disk, as a rule; the engine is to be replaced anyway
+                log.error("requests_not_saved", error=error)
 
     def _may_restart(self) -> bool:
         now_s = self._clock.now()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -43,6 +43,13 @@ class Asked:
             return True
         options = self.body.get("stream_options")
         return isinstance(options, dict) and options.get("include_usage") is True
+
+    def changed_to(self, body: Mapping[str, Any]) -> Asked:
+        """Return the same request with another body, for the same model and answered in the same way."""
+        num = _num_output_tokens(body)
+        return replace(
+            self, raw=msgspec.json.encode(body), body=body, text=text_of(body), num_output_tokens=num
+        )
 
     @property
     def deadline_s(self) -> float | None:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from quire.args import make_args
 from quire.errors import ConfigError, nearest
+from quire.gateway.filters import FilterArgs, FilterConfig
 from quire.gateway.ledger import Price
 from quire.gateway.limits import Limit
 from quire.gateway.routing import Policy
@@ -147,6 +148,7 @@ class GatewayConfig:
     retries: RetryArgs = field(default_factory=RetryArgs)
     backends: tuple[BackendArgs, ...] = ()
     models: Mapping[str, ModelConfig] = field(default_factory=dict)  # by name and alias
+    filters: tuple[FilterConfig, ...] = ()
     limits: Limit = field(default_factory=Limit)  # of each key that has none of its own
     key_limits: Mapping[str, Limit] = field(default_factory=dict)
     tenant_limits: Mapping[str, Limit] = field(default_factory=dict)
@@ -157,7 +159,7 @@ class GatewayConfig:
         return self.path_timeouts.get(path, self.timeouts)
 
 
-_TABLES = ("routing", "timeouts", "health", "retries", "backends", "models", "limits", "prices")
+_TABLES = ("routing", "timeouts", "health", "retries", "backends", "models", "filters", "limits", "prices")
 _Args = TypeVar("_Args", RoutingArgs, HealthArgs, RetryArgs, Limit, Price)
 
 
@@ -204,6 +206,7 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
         retries=_args(RetryArgs, data, "retries", origin),
         backends=tuple(_backend(each, where) for each, where in _list(data, "backends", origin)),
         models=_models(_list(data, "models", origin)),
+        filters=tuple(_filter(each, where) for each, where in _list(data, "filters", origin)),
         limits=make_args(Limit, limits, origin=f"{origin}: [limits]"),
         key_limits=owners["keys"],
         tenant_limits=owners["tenants"],
@@ -281,6 +284,21 @@ def _backend(values: dict[str, Any], where: str) -> BackendArgs:
         if not backend.dns.rpartition(":")[2].isdigit():
             raise ConfigError(f"{where}: dns = {backend.dns!r} must be host:port")
     return backend
+
+
+def _filter(values: dict[str, Any], where: str) -> FilterConfig:
+    options = values.get("options", {})
+    args = make_args(FilterArgs, {k: v for k, v in values.items() if k != "options"}, origin=where)
+    words = args.keywords or args.patterns
+    given = [key for key, value in (("hook", args.hook), ("url", args.url), ("keywords", words)) if value]
+    if len(given) != 1:
+        shown = " and ".join(given) or "nothing"
+        raise ConfigError(f"{where}: {shown} given; give one of hook, url, and keywords with patterns")
+    if not isinstance(options, dict) or (options and args.hook is None):
+        raise ConfigError(f"{where}: options = {options!r} must be a table, and of a hook")
+    if args.url is not None:
+        checked_url(args.url, f"{where}: url")
+    return FilterConfig(replace(args, name=args.name or args.hook or args.url or "keywords"), options)
 
 
 def checked_url(url: str, where: str, shown: str | None = None, allowed: str = "http://host:port") -> str:

@@ -9,6 +9,7 @@ from starlette.types import Scope, Send
 
 from quire.gateway.asked import Asked
 from quire.gateway.catalog import Target
+from quire.gateway.filtering import Filtering
 from quire.gateway.fleet import Backend
 from quire.gateway.headers import Pairs
 from quire.gateway.limits import Reservation
@@ -16,10 +17,10 @@ from quire.gateway.limits import Usage as Reserved
 from quire.gateway.migrate import Continuation
 from quire.gateway.upstream import BackendFailed
 from quire.gateway.usage import Usage
+from quire.http.account import Account
 
-Outcome = Literal[
-    "ok", "refused", "failed", "broken", "left"
-]  # broken: after the first bytes; left: the client did
+# broken: after the first bytes; left: the client did; filtered: a filter refused the request or the answer
+Outcome = Literal["ok", "refused", "failed", "broken", "left", "filtered"]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,10 +52,18 @@ class Exchange:
     # What `Tenants` knows of it. The ledger's id is the gateway's own: a client may send one request id twice.
     ledger_id: str = ""
     continuation: Continuation | None = None  # with a gateway_key
+    filtering: Filtering | None = None  # with filters that read answers
     key: str = ""
     tenant: str = ""
+    weight: float = 1.0
     reserved: Reserved = field(default_factory=Reserved)
     reservation: Reservation | None = None
+    journal_slot: int | None = None
+    is_settled: bool = False  # `usage` is what the replica has computed
+
+    @property
+    def account(self) -> Account:
+        return Account(self.ledger_id, self.tenant, self.key, self.weight)
 
     @property
     def explains(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +24,8 @@ FLUSH_S = 0.1
 BATCH_ROWS = 500
 RETRY_S = 1.0  # between two attempts while the database does not answer
 NANO = 1_000_000_000
+RECOVERED = "recovered"  # outcome of a row that is made from a replica's record
+UNSETTLED = "unsettled"  # outcome of a row that is made from what a killed gateway knew of a request that ran
 log = Log("ledger")
 
 
@@ -38,7 +40,7 @@ class Row:
     model: str
     backend: str
     endpoint: str
-    outcome: str  # finished | aborted | failed | refused
+    outcome: str  # of an `Exchange`, `RECOVERED` or `UNSETTLED`
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -68,6 +70,7 @@ _CREATE = "CREATE TABLE IF NOT EXISTS quire_ledger ({}, PRIMARY KEY (request_id)
     ", ".join(f"{each.name} {_TYPES[str(each.type)]}" for each in fields(Row))
 )
 _INDEX = "CREATE INDEX IF NOT EXISTS quire_ledger_time ON quire_ledger (finished_at)"
+_UNSETTLED = f"COUNT(CASE WHEN outcome = '{UNSETTLED}' THEN 1 END)"
 GROUPS = ("tenant", "key", "model", "backend", "endpoint", "outcome", "day", "month")
 SUMS = ("prompt_tokens", "cached_tokens", "output_tokens", "price_nano")
 
@@ -153,9 +156,19 @@ class Postgres:
             self._connection = None
 
 
+# A row replaces one that knows less of the request: the gateway's own before a replica's record (of several, the one
+# with more output), and both before what is not settled.
+_RANK = f"CASE {{}}.outcome WHEN '{UNSETTLED}' THEN 0 WHEN '{RECOVERED}' THEN 1 ELSE 2 END"
+_ON_CONFLICT = (
+    f"ON CONFLICT (request_id) DO UPDATE SET {', '.join(f'{each} = excluded.{each}' for each in COLUMNS[1:])} "
+    f"WHERE {_RANK.format('quire_ledger')} < {_RANK.format('excluded')} OR quire_ledger.outcome = '{RECOVERED}' "
+    f"AND excluded.outcome = '{RECOVERED}' AND quire_ledger.output_tokens < excluded.output_tokens"
+)
+
+
 def _insert(mark: str) -> str:
     names, marks = ", ".join(COLUMNS), ", ".join([mark] * len(COLUMNS))
-    return f"INSERT INTO quire_ledger ({names}) VALUES ({marks}) ON CONFLICT (request_id) DO NOTHING"
+    return f"INSERT INTO quire_ledger ({names}) VALUES ({marks}) {_ON_CONFLICT}"
 
 
 def open_database(url: str) -> Database:
@@ -181,11 +194,15 @@ def open_database(url: str) -> Database:
 class Ledger:
     """Takes rows without waiting; a thread of its own writes them."""
 
-    def __init__(self, database: Database, spool: Path) -> None:
+    def __init__(
+        self, database: Database, spool: Path, on_stored: Callable[[int], None] = lambda slot: None
+    ) -> None:
+        """``on_stored`` is called, in the ledger's thread, with the slot of each row that is in a database."""
+        self._on_stored = on_stored
         self._database = database
         self._spool_path = spool
         self._spool: Sqlite | None = Sqlite(spool) if spool.exists() else None
-        self._rows: deque[Row] = deque()
+        self._rows: deque[tuple[Row, int | None]] = deque()
         self._wake = threading.Event()
         self._closing = False
         self._is_down = False
@@ -201,8 +218,9 @@ class Ledger:
     def is_spooling(self) -> bool:
         return self._is_down
 
-    def record(self, row: Row) -> None:
-        self._rows.append(row)
+    def record(self, row: Row, slot: int | None = None) -> None:
+        """Take a row; ``slot``: where the journal holds it."""
+        self._rows.append((row, slot))
         if len(self._rows) >= BATCH_ROWS:
             self._wake.set()
 
@@ -222,12 +240,13 @@ class Ledger:
             self._wake.clear()
             closing = self._closing
             wait_s = max(0.0, wait_s - FLUSH_S)
-            batch = [self._rows[i] for i in range(min(len(self._rows), 10 * BATCH_ROWS))]
+            batch = [self._rows[i][0] for i in range(min(len(self._rows), 10 * BATCH_ROWS))]
             if batch or (self._spool is not None and wait_s == 0.0):
                 if not self._store(batch, try_database=wait_s == 0.0):
                     wait_s = wait_s or RETRY_S
                 for _ in batch:
-                    self._rows.popleft()
+                    if (slot := self._rows.popleft()[1]) is not None:
+                        self._on_stored(slot)
             if closing and not self._rows:
                 return
 
@@ -275,6 +294,8 @@ def report(
 ) -> list[dict[str, Any]]:
     """Return a line per group with the number of requests, the sums of tokens and the price, sorted by group.
 
+    ``unsettled``: requests among them that are counted by what a killed gateway knew of them.
+
     Raises:
         ConfigError: a name of ``by`` that is no group.
     """
@@ -288,7 +309,7 @@ def report(
     groups = ", ".join([*plain, *days])
     sums = ", ".join(f"CAST(SUM({each}) AS BIGINT)" for each in SUMS)
     found = database.query(
-        f"SELECT {groups + ', ' if groups else ''}COUNT(*), {sums} FROM quire_ledger WHERE {where}"
+        f"SELECT {groups + ', ' if groups else ''}COUNT(*), {sums}, {_UNSETTLED} FROM quire_ledger WHERE {where}"
         + (f" GROUP BY {groups}" if groups else ""),
         bounds,
     )
@@ -301,7 +322,7 @@ def report(
         numbers = [int(each or 0) for each in row[len(plain) + len(days) :]]
         total = totals.setdefault(tuple(values[each] for each in by), [0] * len(numbers))
         total[:] = [a + b for a, b in zip(total, numbers, strict=True)]
-    names = ("requests", *SUMS)
+    names = ("requests", *SUMS, "unsettled")
     return [
         dict(zip(by, group, strict=True)) | dict(zip(names, total, strict=True))
         for group, total in sorted(totals.items())

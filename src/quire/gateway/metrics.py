@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from quire.gateway.exchange import Exchange
+from quire.gateway.filters import Filters
 from quire.gateway.fleet import Fleet
 from quire.gateway.retries import RetryBudget
 from quire.metrics.engine_stats import Histogram
@@ -29,6 +30,7 @@ class GatewayMetrics:
         self.failures: Counter[tuple[str, str]] = Counter()  # (backend, kind of failure)
         self.migrations: Counter[tuple[str]] = Counter()  # (backend that went on,)
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # (backend, model, prompt | cached | output)
+        self.filters: Filters | None = None
         self._ttft: dict[str, Histogram] = defaultdict(lambda: Histogram(_SECONDS))
         self._total: dict[str, Histogram] = defaultdict(lambda: Histogram(_SECONDS))
         self.registry = CollectorRegistry(auto_describe=False)
@@ -65,6 +67,9 @@ class GatewayMetrics:
                        ("backend",), self.migrations)  # fmt: skip
         yield _counter("quire:gateway_tokens", "Tokens by backend, model and kind, as answers say.",
                        ("backend", "model", "kind"), self.tokens)  # fmt: skip
+        if self.filters is not None:
+            yield _counter("quire:gateway_filter_verdicts", "Verdicts by filter, before or after the model.",
+                           ("filter", "when", "verdict"), self.filters.counts)  # fmt: skip
         retries = {(): self._budget.num_taken}
         yield _counter("envoy_cluster_upstream_rq_retry", "Retries.", (), retries)
         refused = {(): self._budget.num_refused}

@@ -57,7 +57,7 @@ class Placing:
             return None
         owner = self._owners.get(asked.body.get("previous_response_id"))
         candidates = [b for b in candidates if b.name == owner] or candidates
-        demand = self._demand(asked, target.model)
+        demand = self._demand(exchange, target.model)
         among = {b.number: b for b in candidates}
         exchange.route_headers = [self._explanation(demand, among)] if exchange.explains else []
         attempt_id = f"{exchange.request_id}/{id(exchange):x}/{exchange.num_attempts}"
@@ -123,11 +123,15 @@ class Placing:
             )
         return None, []
 
-    def _demand(self, asked: Asked, model: str) -> Demand:
-        chain: list[bytes] = []
+    def _demand(self, exchange: Exchange, model: str) -> Demand:
+        asked, chain = exchange.asked, list[bytes]()
+        assert asked is not None
         if self._router.needs_chains:
             salt = asked.body.get("cache_salt")
-            root = root_of(model, salt if isinstance(salt, str) else "")
+            salt = salt if isinstance(salt, str) else ""
+            if exchange.tenant and exchange.continuation is not None:  # replicas keep tenants apart
+                salt = f"{exchange.tenant}\n{salt}"
+            root = root_of(model, salt)
             chain = digests(root, asked.text, self._piece_bytes)
         return Demand(chain, self.num_tokens(asked, model), asked.num_output_tokens, asked.session)
 

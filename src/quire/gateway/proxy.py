@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from quire.errors import QuireError
 from quire.gateway.asked import Asked, read_asked
 from quire.gateway.exchange import Exchange
+from quire.gateway.filters import FILTERED
 from quire.gateway.frames import Frames, error_frame, without_usage
 from quire.gateway.headers import to_backend, to_client
 from quire.gateway.migrate import TAGGED, Groups, StreamMoves
@@ -35,7 +36,7 @@ from quire.metrics.log import Log
 
 log = Log("gateway")
 RETRIED_STATUS = frozenset((429, 500, 502, 503))
-_LOOK_AGAIN_S = 0.05  # while a stream waits for a replica that can continue it
+_LOOK_AGAIN_S = 0.05  # while a request waits for a replica
 RESPONSES = "/v1/responses"
 LEFT = 499  # nginx's number for a client that disconnected; it is only counted
 
@@ -63,8 +64,11 @@ class Proxy:
             exchange.targets = state.catalog.targets(exchange.asked.model)
             model = exchange.targets[0].model
             await state.tenants.reserve(exchange, model, state.placing.num_tokens(exchange.asked, model))
-            async with _cancelled_when_left(exchange, receive), self._loaded(exchange, model):
-                await self._serve(exchange)
+            async with _cancelled_when_left(exchange, receive):
+                if state.filters is not None:
+                    await state.filter(exchange)
+                async with self._loaded(exchange, model):
+                    await self._serve(exchange)
         except Disconnected:
             exchange.outcome, exchange.status = "left", LEFT
         except BackendFailed as error:
@@ -91,6 +95,7 @@ class Proxy:
         while (placed := await self._place(exchange)) is not None:
             exchange.num_attempts += 1
             exchange.backend, exchange.target = placed.backend, placed.target
+            self._state.tenants.begun(exchange, self._state.now())
             try:
                 await self._attempt(exchange, placed)
                 return
@@ -106,15 +111,27 @@ class Proxy:
         raise exchange.failure or _none_left(exchange)
 
     async def _place(self, exchange: Exchange) -> Placed | None:
-        """Choose a backend. A stream that has begun waits for one, as long as for a first token."""
-        placed = self._state.placing.place(exchange)
-        if placed is None and exchange.can_move:
-            limit_s = self._state.now() + self._timeouts.first_token_s
-            while placed is None and self._state.now() < limit_s:
-                await asyncio.sleep(_LOOK_AGAIN_S)
-                exchange.tried.clear()
-                placed = self._state.placing.place(exchange)
+        """Choose a backend. Where a replica has died and none is left, wait for one, as long as for a first token."""
+        state = self._state
+        placed, limit_s = state.placing.place(exchange), self._timeouts.first_token_s
+        end_s = (state.now() if exchange.can_move else exchange.arrival_s) + limit_s
+        while placed is None and state.now() < end_s and self._waits(exchange):
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            placed = state.placing.place(exchange)
         return placed
+
+    def _waits(self, exchange: Exchange) -> bool:
+        """Whether a replica may come that can take the request; those that are not ready may be tried again then."""
+        if exchange.has_begun:
+            exchange.tried.clear()
+            return exchange.can_move
+        failure = exchange.failure
+        if failure is None or failure.kind not in ("connect", "broken"):
+            return False
+        names = {target.model for target in exchange.targets}
+        gone = [b.name for name in names for b in self._state.fleet.serving(name) if not b.is_ready]
+        exchange.tried.difference_update(gone)
+        return bool(gone)
 
     def _migrates(self, exchange: Exchange, error: BackendFailed) -> bool:
         """Whether a stream that broke is tried elsewhere.
@@ -155,11 +172,13 @@ class Proxy:
         body = asked.body_for(placed.target.model, adds_usage=self._adds_usage(asked))
         continuation, key = exchange.continuation, state.key_of(backend)
         if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
-            headers += continuation.headers(key, resumes=exchange.has_begun)
+            headers += [*continuation.headers(key, resumes=exchange.has_begun), exchange.account.header()]
         if continuation is not None and exchange.has_begun:
             body = continuation.body(body, state.now() - exchange.arrival_s)
         elif continuation is not None:
             continuation.restart()
+        if exchange.filtering is not None and not exchange.has_begun:
+            exchange.filtering.reset()
         timeouts = self._timeouts
         limit_s = timeouts.first_token_s if asked.streams else timeouts.total_s
         is_good: bool | None = None
@@ -194,7 +213,10 @@ class Proxy:
         if whole.status == 200 and "json" in kind and not exchange.usage.read(whole.body):
             raise BackendFailed("garbage", "The backend's answer says that it is JSON, and is not.")
         self._own(exchange, placed)
-        await exchange.answer(whole.status, whole.headers, whole.body)
+        body = whole.body
+        if exchange.filtering is not None and whole.status == 200 and "json" in kind:
+            body = await exchange.filtering.whole(body)
+        await exchange.answer(whole.status, whole.headers, body)
 
     def _own(self, exchange: Exchange, placed: Placed) -> None:
         """Remember where a response is stored."""
@@ -225,20 +247,25 @@ class Proxy:
                         self._state.metrics.migrations[(placed.backend.name,)] += 1
                 if exchange.first_s is None:
                     exchange.first_s = now()
-                    await exchange.begin(response.status, to_client(response.raw_headers))
                 exchange.num_frames += whole.count(b"\n\n")
+                self._state.tenants.relayed(exchange)
                 if hides_usage:
                     whole = without_usage(whole)
-                await exchange.write(whole)
+                if exchange.filtering is not None:
+                    whole = await exchange.filtering.feed(whole)
+                await _send(exchange, response, whole)
                 deadline.reschedule(min(now() + timeouts.idle_s, end_s) + loop_s)
             if is_first:
                 raise BackendFailed("garbage", "The backend's stream ended without an event.")
             rest = frames.end()
+            if exchange.filtering is not None:
+                rest = await exchange.filtering.end(rest)
         except ValueError as error:
             raise BackendFailed("garbage", f"The backend's stream is not one of events: {error}.") from error
         except StreamMoves:
             raise BackendFailed("broken", "The backend gave the stream up.") from None
-        await exchange.end(rest)
+        await _send(exchange, response, rest)
+        await exchange.end()
 
     def _adds_usage(self, asked: Asked) -> bool:
         """Whether the gateway asks for the usage of a stream, and the client did not."""
@@ -254,13 +281,25 @@ class Proxy:
 
     async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
         """Answer with an error; a stream that has begun ends with one."""
+        is_filtered = refusal.code == FILTERED
         if exchange.has_begun:
-            exchange.outcome = "broken"
+            exchange.outcome = "filtered" if is_filtered else "broken"
             await exchange.end(error_frame(self._path, refusal))
             return
-        exchange.outcome = "refused" if refusal.status < 500 else "failed"
+        exchange.outcome = "filtered" if is_filtered else "refused" if refusal.status < 500 else "failed"
         headers = [(b"content-type", b"application/json"), *refusal.headers]
         await exchange.answer(refusal.status, headers, refusal.body(self._path))
+
+
+async def _send(exchange: Exchange, response: ClientResponse, frames: bytes) -> None:
+    """Send whole frames to the client; raises `HttpError` if a filter refused what follows them."""
+    filtering = exchange.filtering
+    if not exchange.has_begun and (frames or filtering is None):
+        await exchange.begin(response.status, to_client(response.raw_headers))
+    if frames:
+        await exchange.write(frames)
+    if filtering is not None:
+        filtering.check()
 
 
 def _frames_of(exchange: Exchange, response: ClientResponse) -> Frames | Groups:

@@ -9,10 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from quire.gateway.booking import Booking
 from quire.gateway.catalog import Catalog
 from quire.gateway.config import GatewayConfig
 from quire.gateway.discovery import Discovery
 from quire.gateway.exchange import Exchange
+from quire.gateway.filter_kinds import make_filters
+from quire.gateway.filtering import Filtering
+from quire.gateway.filters import About, Filters
 from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.health import Poller
 from quire.gateway.metrics import GatewayMetrics
@@ -48,12 +52,14 @@ class GatewayState:
     random: Random
     pool: ModelPool | None = None  # of models that are loaded on demand
     new_id: Callable[[], str] = field(default_factory=id_source)
+    filters: Filters | None = None
     is_draining: bool = False
     num_open: int = 0
     unix_time: Callable[[], float] = time.time
     _upstream: Upstream | None = None
     _ageing: asyncio.Task[None] | None = None
     _tenants: Tenants | None = None
+    _booking: Booking | None = None
 
     @property
     def upstream(self) -> Upstream:
@@ -69,6 +75,8 @@ class GatewayState:
         """Open the client side and the books, and look for backends; called in the loop that serves."""
         self._upstream = Upstream(self.config.timeouts.connect_s)
         self._tenants = Tenants(self.config)
+        self._booking = Booking(self.fleet, self.key_of, self._tenants)
+        self._booking.start(self._upstream)
         self.poller.start(self._upstream)
         self.discovery.start()
         self._ageing = asyncio.create_task(self._age())
@@ -80,6 +88,8 @@ class GatewayState:
         self._ageing.cancel()
         await self.discovery.close()
         await self.poller.close()
+        assert self._booking is not None
+        await self._booking.close()
         await self.tenants.close()
         await self.upstream.close()
 
@@ -109,9 +119,24 @@ class GatewayState:
             return None
         return Continuation(self.new_id(), int(self.unix_time()), secrets.randbits(SEED_BITS))
 
+    async def filter(self, exchange: Exchange) -> None:
+        """Show a request to the filters, and make what its answer goes through. Raises `HttpError` if refused."""
+        filters, asked = self.filters, exchange.asked
+        assert filters is not None and asked is not None  # noqa: PT018
+        model = exchange.targets[0].model
+        about = About(exchange.request_id, exchange.path, model, exchange.tenant, exchange.key)
+        if filters.reads_requests:
+            changed = await filters.before(about, dict(asked.body))
+            exchange.asked = asked if changed is None else asked.changed_to(changed)
+        if filters.reads_answers:
+            exchange.filtering = Filtering(filters, about)
+
     async def settle(self, exchange: Exchange) -> None:
         """A request has ended: count it, learn from its usage, and log it."""
-        now, usage, backend = self.now(), exchange.usage, exchange.backend
+        assert self._booking is not None
+        now = self.now()
+        await self._booking.settle(exchange)
+        usage, backend = exchange.usage, exchange.backend
         self.metrics.ended(exchange, now)
         await self.tenants.settle(exchange, now)
         if exchange.asked is not None and exchange.target is not None and usage.prompt_tokens is not None:
@@ -147,7 +172,7 @@ def make_state(
     owners = Owners()
     poller = Poller(fleet, random, now)
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
-    return GatewayState(
+    state = GatewayState(
         config=config,
         router=router,
         fleet=fleet,
@@ -162,3 +187,6 @@ def make_state(
         random=random,
         pool=pool,
     )
+    state.filters = make_filters(config.filters, lambda: state.upstream)
+    state.metrics.filters = state.filters
+    return state

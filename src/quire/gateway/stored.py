@@ -6,12 +6,14 @@ import asyncio
 
 from starlette.types import Receive, Scope, Send
 
+from quire.gateway.filtering import Filtering
+from quire.gateway.filters import About
 from quire.gateway.fleet import Backend
 from quire.gateway.headers import to_backend
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, Whole, closing, failures, read_whole
 from quire.http.body import send_json
-from quire.http.edge import request_id_of
+from quire.http.edge import key_of, request_id_of
 from quire.http.refusals import Refusal
 
 
@@ -36,11 +38,25 @@ class StoredProxy:
             refusal = Refusal(503, "No backend that may hold the response answers now.", code="no_backend")
             await send_json(send, refusal.status, refusal.body(), [(b"retry-after", b"1")])
             return
-        length = (b"content-length", str(len(whole.body)).encode())
+        body = await self._filtered(scope, whole)
+        length = (b"content-length", str(len(body)).encode())
         await send(
             {"type": "http.response.start", "status": whole.status, "headers": [*whole.headers, length]}
         )
-        await send({"type": "http.response.body", "body": whole.body})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _filtered(self, scope: Scope, whole: Whole) -> bytes:
+        """Return the body after the filters, which the replica that stores it does not know."""
+        filters, key = self._state.filters, key_of(scope)
+        if filters is None or not filters.reads_answers or whole.status != 200:
+            return whole.body
+        owner = (key.tenant, key.name) if key is not None else ("", "")
+        filtering = Filtering(filters, About(request_id_of(scope), scope["path"], "", *owner))
+        if dict(whole.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
+            stream = await filtering.end(whole.body)
+            filtering.check()
+            return stream
+        return await filtering.whole(whole.body)
 
     async def _ask(self, scope: Scope, backend: Backend) -> Whole:
         config = self._state.config

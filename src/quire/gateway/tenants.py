@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from quire.clock import WallClock
 from quire.errors import NotFoundError
 from quire.gateway.config import GatewayConfig
 from quire.gateway.exchange import Exchange
-from quire.gateway.ledger import Ledger, Price, Row, open_database
+from quire.gateway.fleet import Backend
+from quire.gateway.journal import Journal
+from quire.gateway.ledger import RECOVERED, UNSETTLED, Ledger, Price, Row, open_database
 from quire.gateway.limits import (
     LEASE_S,
     Decision,
@@ -23,10 +26,12 @@ from quire.gateway.limits import (
     limit_headers,
 )
 from quire.gateway.redis_store import RedisStore
+from quire.http.account import Used
 from quire.http.edge import key_of
 from quire.http.refusals import HttpError, Refusal
 
 SPOOL_SUFFIX = ".spool"
+JOURNAL_SUFFIX = ".journal"
 _FREE = Price()
 # Paths that generate no tokens: only the prompt is reserved.
 _NO_OUTPUT = (
@@ -51,9 +56,11 @@ class Tenants:
         self._redis = RedisStore(url, WallClock()) if url is not None else None
         self._limits = Limits(table, self._redis or MemoryStore(WallClock()))
         self._ledger: Ledger | None = None
+        self._journal: Journal | None = None
         if (ledger := config.server.ledger) is not None:
             spool = Path(config.server.ledger_spool or _beside(ledger))
-            self._ledger = Ledger(open_database(ledger), spool)
+            self._journal = Journal(spool.with_suffix(JOURNAL_SUFFIX))
+            self._ledger = Ledger(open_database(ledger), spool, self._journal.free)
         self._renewing = asyncio.create_task(self._renew())
 
     @property
@@ -75,7 +82,7 @@ class Tenants:
         asked, key = exchange.asked, key_of(exchange.scope)
         assert asked is not None
         if key is not None:
-            exchange.key, exchange.tenant = key.name, key.tenant
+            exchange.key, exchange.tenant, exchange.weight = key.name, key.tenant, key.weight
             if not key.allows_model(model):
                 raise NotFoundError(
                     f"The key {key.name!r} may not use the model {model!r}; "
@@ -98,31 +105,82 @@ class Tenants:
         used = self._used(exchange)
         if exchange.reservation is not None:
             await self._limits.settle(exchange.reservation, used)
-        if self._ledger is None or exchange.asked is None:
-            return
-        model = exchange.target.model if exchange.target is not None else exchange.asked.model or ""
-        cached = min(exchange.usage.cached_tokens or 0, used.input_tokens) if used is not None else 0
-        counted = used or Usage()
-        self._ledger.record(
-            Row(
-                request_id=exchange.ledger_id,
-                finished_at=time.time(),
-                tenant=exchange.tenant,
-                key=exchange.key,
-                model=model,
-                backend=exchange.backend.name if exchange.backend is not None else "",
-                endpoint=exchange.path,
-                outcome=exchange.outcome,
-                prompt_tokens=counted.input_tokens,
-                cached_tokens=cached,
-                output_tokens=counted.output_tokens,
-                ttft_ms=1e3 * (exchange.first_s - exchange.arrival_s)
-                if exchange.first_s is not None
-                else 0.0,
-                e2el_ms=1e3 * (now - exchange.arrival_s),
-                price_nano=counted.money_nano,
-            )
+        if self._ledger is not None and exchange.asked is not None:
+            row = self._row(exchange, now, exchange.outcome, used or Usage())
+            self._ledger.record(row, self._journal.put(exchange.journal_slot, row) if self._journal else None)
+
+    def begun(self, exchange: Exchange, now: float) -> None:
+        """A backend gets the request: from now on it is booked even if this process is killed."""
+        if self._journal is not None:
+            used = Usage(exchange.reserved.input_tokens)
+            row = self._row(exchange, now, UNSETTLED, used)
+            exchange.journal_slot = self._journal.put(exchange.journal_slot, row)
+
+    def relayed(self, exchange: Exchange) -> None:
+        """More of the answer has come."""
+        if exchange.journal_slot is not None and self._journal is not None:
+            self._journal.count(exchange.journal_slot, exchange.num_frames)
+
+    def _row(self, exchange: Exchange, now: float, outcome: str, used: Usage) -> Row:
+        target, asked, backend = exchange.target, exchange.asked, exchange.backend
+        begin_s, first_s = exchange.arrival_s, exchange.first_s
+        return Row(
+            request_id=exchange.ledger_id,
+            finished_at=time.time(),
+            tenant=exchange.tenant,
+            key=exchange.key,
+            model=target.model if target is not None else (asked and asked.model) or "",
+            backend=backend.name if backend is not None else "",
+            endpoint=exchange.path,
+            outcome=outcome,
+            prompt_tokens=used.input_tokens,
+            cached_tokens=min(exchange.usage.cached_tokens or 0, used.input_tokens),
+            output_tokens=used.output_tokens,
+            ttft_ms=1e3 * (first_s - begin_s) if first_s is not None else 0.0,
+            e2el_ms=1e3 * (now - begin_s),
+            price_nano=used.money_nano,
         )
+
+    def found(self) -> dict[str, tuple[int, Row]]:
+        """Book the rows that an earlier process has not written; return the requests that ran when it was killed."""
+        running = {}
+        for slot, row in self._journal.found if self._journal is not None else ():
+            if row.outcome == UNSETTLED:
+                running[row.request_id] = slot, row
+            else:
+                self.book_row(row, slot)
+        return running
+
+    def forget(self, slot: int | None) -> None:
+        """A request of an earlier process needs no row of its own."""
+        if slot is not None and self._journal is not None:
+            self._journal.free(slot)
+
+    def book_row(self, row: Row, slot: int | None = None) -> None:
+        """Write a row at its model's price."""
+        if self._ledger is not None:
+            price = self._price(row.model).nano(row.prompt_tokens, row.cached_tokens, row.output_tokens)
+            self._ledger.record(replace(row, price_nano=price), slot)
+
+    def book(self, used: Used, backend: Backend) -> None:
+        """Book what a replica knows of a request; a row of its own gateway wins."""
+        row = Row(
+            request_id=used.request_id,
+            finished_at=used.finished_at,
+            tenant=used.tenant,
+            key=used.key,
+            model=used.model,
+            backend=backend.name,
+            endpoint=used.endpoint,
+            outcome=RECOVERED,
+            prompt_tokens=used.prompt_tokens,
+            cached_tokens=used.cached_tokens,
+            output_tokens=used.output_tokens,
+            ttft_ms=0.0,
+            e2el_ms=used.e2el_ms,
+            price_nano=0,
+        )
+        self.book_row(row)
 
     def _used(self, exchange: Exchange) -> Usage | None:
         """Return what a request used; None if no model was touched.
@@ -137,7 +195,8 @@ class Tenants:
             return None
         prompt = reserved.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         output = usage.output_tokens
-        if output is None or (exchange.outcome in ("broken", "left") and output < exchange.num_frames):
+        is_broken = exchange.outcome in ("broken", "left") and not exchange.is_settled
+        if output is None or (is_broken and output < exchange.num_frames):
             output = min(exchange.num_frames, reserved.output_tokens)
         assert exchange.target is not None
         price = self._price(exchange.target.model)
@@ -158,6 +217,8 @@ class Tenants:
             await self._redis.close()
         if self._ledger is not None:
             await asyncio.to_thread(self._ledger.close)
+        if self._journal is not None:
+            self._journal.close()
 
 
 def _beside(ledger: str) -> str:

@@ -74,13 +74,15 @@ class Upstream:
         with failures():
             return await self._session.request(method, url, headers=headers, data=body, allow_redirects=False)
 
-    async def get(self, url: str, timeout_s: float, api_key: str | None = None) -> Whole:
+    async def get(
+        self, url: str, timeout_s: float, api_key: str | None = None, extra: Sequence[tuple[str, str]] = ()
+    ) -> Whole:
         """Return a small answer, as of a probe.
 
         Raises:
             BackendFailed: there was none within ``timeout_s``.
         """
-        headers = [("authorization", f"Bearer {api_key}")] if api_key is not None else []
+        headers = [*extra, *([("authorization", f"Bearer {api_key}")] if api_key is not None else [])]
         with failures():
             async with asyncio.timeout(timeout_s):
                 response = await self.open("GET", url, headers, None)

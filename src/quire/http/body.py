@@ -12,17 +12,17 @@ from starlette.types import Receive, Scope, Send
 
 from quire.errors import RequestError, clip
 from quire.http.limits import check_fields, takes_long
-from quire.http.refusals import HttpError, Refusal
+from quire.http.refusals import OLLAMA_ROOT, HttpError, Refusal
 from quire.http.wire import not_allowed
 
 Headers = Sequence[tuple[bytes, bytes]]
 DecodeLarge = Callable[[Sequence[bytes]], Awaitable[Any]]  # the pieces of a body → its value
 JSON_TYPE = (b"content-type", b"application/json")
 STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx must not hold the stream back
 )
+BROWSER_HEADERS = (b"origin", b"sec-fetch-site", b"referer")
 STREAM_DONE = b"data: [DONE]\n\n"  # the end of OpenAI's streams
 
 _encode = msgspec.json.Encoder().encode
@@ -170,6 +170,8 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 def _check_media_type(scope: Scope) -> None:
     media_type = (header(scope, b"content-type") or b"application/json").split(b";")[0].strip().lower()
+    if scope["path"].startswith(OLLAMA_ROOT) and not any(header(scope, name) for name in BROWSER_HEADERS):
+        return  # Ollama reads every type as JSON, and its examples with curl send a form's
     if media_type != b"application/json" and not media_type.endswith(b"+json"):
         # Browsers send other types across origins without a preflight; a server on localhost must refuse those.
         raise HttpError(

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from quire.errors import QuireError
+from quire.http.account import enter_account
 from quire.http.body import header, send_json
 from quire.http.keys import ApiKey, KeyFile
 from quire.http.refusals import Refusal, refusal_of
@@ -31,7 +32,7 @@ MAX_REQUEST_ID_CHARS = 128
 _SCOPE_KEY = "quire.request_id"
 _OWN_KEY = "quire.request_id_is_own"
 _API_KEY = "quire.api_key"
-# The tenant of the request that a task serves: of the key that let it in. "" without a key file.
+# The tenant of the request that a task serves: of the key that let it in, here or at its gateway. "": it had none.
 TENANT: ContextVar[str] = ContextVar("quire.tenant", default="")
 TENANT_WEIGHT: ContextVar[float] = ContextVar("quire.tenant_weight", default=1.0)
 log = Log("api")
@@ -68,8 +69,10 @@ class Edge:
         api_keys: Sequence[str],
         new_id: Callable[[], str],
         key_file: KeyFile | None = None,
+        gateway_key: str | None = None,
     ) -> None:
         self._app = app
+        self._gateway_key = gateway_key
         self._key_file = key_file
         self._new_id = new_id
         self._keys = [key.encode() for key in api_keys]
@@ -92,6 +95,10 @@ class Edge:
         if refusal is not None:
             await send_json(send_named, refusal.status, refusal.body(scope["path"]), refusal.headers)
             return
+        account = enter_account(scope, self._gateway_key) if self._gateway_key is not None else None
+        if account is not None and account.tenant:
+            TENANT.set(account.tenant)
+            TENANT_WEIGHT.set(account.weight)
         await self._app(scope, receive, send_named)
 
     def _key_problem(self, scope: Scope) -> Refusal | None:

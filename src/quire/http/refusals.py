@@ -1,4 +1,5 @@
-"""Exceptions as answers in OpenAI's error form, ``{"error": {"message", "type", "param", "code"}}``, or Anthropic's."""
+"""Exceptions as answers in OpenAI's error form, ``{"error": {"message", "type", "param", "code"}}``, or in that of
+Anthropic or Ollama."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 ANTHROPIC_ROOT = "/v1/messages"
+OLLAMA_ROOT = "/api/"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -55,7 +57,13 @@ class Refusal:
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def body(self, path: str = "") -> bytes:
-        """Return the answer's body; under Anthropic's path ``{"type": "error", "error": {type, message}}``."""
+        """Return the answer's body.
+
+        Under Anthropic's path it is ``{"type": "error", "error": {type, message}}``, under Ollama's
+        ``{"error": message}``.
+        """
+        if path.startswith(OLLAMA_ROOT):
+            return msgspec.json.encode({"error": self.message})
         if path == ANTHROPIC_ROOT or path.startswith(ANTHROPIC_ROOT + "/"):
             kind = _ANTHROPIC_TYPES.get(
                 self.status, "invalid_request_error" if self.status < 500 else "api_error"

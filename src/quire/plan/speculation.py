@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.args import EngineArgs
-from quire.config import MAX_DRAFTS, DeviceInfo, ModelConfig, SpeculateConfig
+from quire.config import AUTO_DRAFTS, MAX_DRAFTS, DeviceInfo, ModelConfig, SpeculateConfig
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
-
-AUTO_DRAFTS = 8  # per sequence and step at most, where the engine chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +56,17 @@ def speculate_config(
 ) -> SpeculateConfig | None:
     """Return how drafts are proposed for sequences of up to ``max_model_len`` tokens."""
     if args.speculate is None and draft is None:
+        if args.spec_accept != "exact":
+            raise ConfigError(f"spec_accept = {args.spec_accept!r} needs drafts: set speculate as well")
         return None
     if device.kind != "cpu":
         raise ConfigError(
             f"speculate = {args.speculate or 'draft'!r} is for a CPU, and the model runs on {device.name}: leave it out"
         )
     if draft is None:
-        return SpeculateConfig("ngram")
-    return SpeculateConfig("draft", replace(draft, max_model_len=min(max_model_len, draft.max_model_len)))
+        return SpeculateConfig("ngram", accept=args.spec_accept)
+    limited = replace(draft, max_model_len=min(max_model_len, draft.max_model_len))
+    return SpeculateConfig("draft", limited, args.spec_accept)
 
 
 def spec_tokens(args: EngineArgs) -> int:

@@ -46,6 +46,7 @@ class DraftModel:
         )
         self.runner.record(self._inputs.buffers)
         self._sampler = Sampler(self._vocab_size, registry.choose(config.runner))
+        self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
         self.filled, self._written = (np.zeros(config.cache.num_blocks, np.int32) for _ in range(2))  # slots
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -125,6 +126,10 @@ class DraftModel:
             of_row.apply(logits)
 
         ids, _ = self._sampler.sample(logits, step.columns, edit)
+        if self._keeps_probs:
+            of_rows = self._sampler.probabilities(logits, step.columns, edit)
+            for seq, probs in zip(step.sampling, of_rows, strict=True):
+                seq.draft_probs.append(probs)
         drafts: list[int] = np.maximum(ids, 0).tolist()
         return drafts
 

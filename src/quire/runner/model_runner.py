@@ -101,7 +101,8 @@ class ModelRunner:
         self.kv = KvCache(
             model.spec, config.kv_layout, cache.num_blocks, cache.block_size, model.kv_dtype, kernels
         )
-        self._sampler = Sampler(model.spec.vocab_size, kernels)
+        accept = "exact" if config.speculate is None else config.speculate.accept
+        self._sampler = Sampler(model.spec.vocab_size, kernels, accept)
         self._token_logprobs = kernels.of(token_logprobs)
         self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
         self.observe_logits: ObserveLogits | None = None

@@ -11,11 +11,12 @@ is taken at admission and given back when the sequence goes. A row of token ids:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from quire.errors import StepError
 from quire.lora.slots import LoraSlots
@@ -41,6 +42,9 @@ class WorkerSeq:
     prompt: PromptState | None = None  # where something of its prompt's own tokens is wanted
     drafts: tuple[int, ...] = ()  # proposed for the next step
     draft_ids: tuple[int, ...] = ()  # being verified
+    draft_probs: list[Tensor] = field(
+        default_factory=list
+    )  # that ``drafts`` were sampled from; empty: not kept
     draft_state: Any = None  # of the proposer; None: it has not seen the sequence
     pending: Callable[[], list[SeqSample]] | None = None  # on a GPU: has the id that the next mask depends on
 

@@ -7,7 +7,8 @@ A sequence has one row for its last known token and one for each draft that the 
     result    a, b, c                                        the accepted drafts and the one token that follows them
 
 Each row is sampled with the noise of its own position and with the state after the drafts before it, so the tokens are
-those of plain decoding at any temperature, and without drafts this is plain sampling.
+those of plain decoding at any temperature, and without drafts this is plain sampling. With another rule of acceptance
+(`quire.sampling.accept`) the sampler looks at the draft of a row, and returns it where it accepts it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.sampling.accept import Draft
 from quire.sampling.grammars import Grammars, GrammarState
 from quire.sampling.processors import LogitsProcessors
 from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, Columns, Sampler, SeqSample
@@ -45,7 +47,8 @@ def verify(
             limits[place] = seq.grammar.apply(logits[firsts[place] : firsts[place + 1]], seq.draft_ids)
             if seq.grammar.error is not None:
                 errors[place] = seq.grammar.error
-    ids, best = sampler.sample(logits, columns, _editor(seqs, firsts, errors))
+    drafts = _drafts(seqs, firsts) if sampler.accept != "exact" else None
+    ids, best = sampler.sample(logits, columns, _editor(seqs, firsts, errors), drafts)
     if not np.isfinite(best).all():
         _note_failures(logits, ~np.isfinite(best), firsts, limits, errors)
     token_ids: list[int] = ids.tolist()
@@ -102,6 +105,15 @@ def _editor(
             errors.setdefault(place, _fault(error))
 
     return edit
+
+
+def _drafts(seqs: Sequence[WorkerSeq], firsts: Sequence[int]) -> dict[int, Draft]:
+    """Return the draft that each row verifies, by row."""
+    return {
+        first + place: Draft(token_id, seq.draft_probs[place] if seq.draft_probs else None)
+        for first, seq in zip(firsts, seqs, strict=False)
+        for place, token_id in enumerate(seq.draft_ids)
+    }
 
 
 def _fault(error: Exception) -> str:

@@ -237,6 +237,7 @@ class Worker:
                 continue
             seq = samples[plan.seq_id][0]
             seq.drafts = ()
+            seq.draft_probs.clear()
             if seq.row < 0 or result.error is not None or not plan.max_next_drafts:
                 continue
             ids = self.seqs.known_ids(seq)
@@ -248,8 +249,14 @@ class Worker:
                 owners.append((place, seq))
         if not wanted:
             return results
+        try:
+            proposed = proposer.propose(wanted)
+        except Exception:  # drafts are never needed, so no request fails for them
+            _log.exception("The proposer of drafts failed; the engine goes on without speculation.")
+            self.proposer = None
+            return results
         counted = list(results)
-        for (place, seq), drafts, each in zip(owners, proposer.propose(wanted), wanted, strict=True):
+        for (place, seq), drafts, each in zip(owners, proposed, wanted, strict=True):
             assert len(drafts) <= each.limit
             seq.drafts = drafts
             counted[place] = counted[place]._replace(num_next_drafts=len(drafts))

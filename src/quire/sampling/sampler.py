@@ -11,16 +11,18 @@ drafts meets the same noise at the same position again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
 from quire.kernels.registry import KernelChoice, choose
 from quire.kernels.sampling import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED, sample, token_logprobs
 from quire.request import TokenLogprobs
+from quire.sampling.accept import AcceptRule, Draft, probabilities, sample_with_drafts
 from quire.sampling.processors import usable_temperature
 from quire.step import NewSeq
 
@@ -81,18 +83,25 @@ def columns_of(table: Columns, rows: NDArray[np.int64], positions: NDArray[np.in
 class Sampler:
     """The sampling ops of a CPU. It keeps nothing of a sequence."""
 
-    def __init__(self, vocab_size: int, kernels: KernelChoice | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, kernels: KernelChoice | None = None, accept: AcceptRule = "exact"
+    ) -> None:
         kernels = kernels or choose()
-        self._vocab_size = vocab_size
+        self._vocab_size, self.accept = vocab_size, accept
         self._sample, self._token_logprobs = kernels.of(sample), kernels.of(token_logprobs)
 
     def sample(
-        self, logits: Tensor, columns: Columns, edit: Callable[[int, Tensor], None]
+        self,
+        logits: Tensor,
+        columns: Columns,
+        edit: Callable[[int, Tensor], None],
+        drafts: Mapping[int, Draft] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Sample from ``logits: [rows, vocab] float32``, which are not changed.
 
         ``edit(row, copy)`` changes a copy of each row that has the feature EDITED, in ascending order. Returns (ids,
-        largest logits); a row whose largest logit is not finite has no valid id.
+        largest logits); a row whose largest logit is not finite has no valid id. ``drafts`` of rows are accepted by the
+        rule ``accept``; for "exact" they change nothing.
         """
         step = columns.size
         if (columns["features"] & EDITED).any():
@@ -104,11 +113,39 @@ class Sampler:
             for row in np.flatnonzero(part["features"] & EDITED).tolist():
                 edited[row] = logits[start + row].clone()
                 edit(start + row, edited[row])
-            found.append(self._sample(logits[start : start + step], edited, part, TOKEN_NOISE))
+            ids, best = self._sample(logits[start : start + step], edited, part, TOKEN_NOISE)
+            if drafts and self.accept != "exact":
+                ids = self._with_drafts(logits[start : start + step], edited, part, drafts, start, ids, best)
+            found.append((ids, best))
         if len(found) == 1:
             return found[0]
         ids, best = zip(*found, strict=True)
         return np.concatenate(ids), np.concatenate(best)
+
+    def _with_drafts(
+        self, logits: Tensor, edited: Mapping[int, Tensor], columns: Columns, drafts: Mapping[int, Draft], start: int,
+        ids: NDArray[np.int64], best: NDArray[np.float32],
+    ) -> NDArray[np.int64]:  # fmt: skip
+        ours = [row for row in range(columns.size) if start + row in drafts and np.isfinite(best[row])]
+        if not ours:
+            return ids
+        scores = torch.stack([edited.get(row, logits[row]) for row in ours])
+        ids = ids.copy()
+        own = [drafts[start + row] for row in ours]
+        ids[ours] = sample_with_drafts(scores, columns[ours], own, ids[ours], self.accept)
+        return ids
+
+    def probabilities(
+        self, logits: Tensor, columns: Columns, edit: Callable[[int, Tensor], None]
+    ) -> list[Tensor]:
+        """Return the distribution that each row is sampled from, float32 ``[vocab]``; arguments as of `sample`."""
+        found = []
+        for row in range(columns.size):
+            scores = logits[row].clone()
+            if columns["features"][row] & EDITED:
+                edit(row, scores)
+            found.append(probabilities(scores[None], columns[row : row + 1])[0].to(torch.float32))
+        return found
 
     def logprobs(
         self, logits: Tensor, columns: Columns, rows: Sequence[int], token_ids: Sequence[int]

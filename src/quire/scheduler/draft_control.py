@@ -110,8 +110,7 @@ class DraftControl:
     """One per scheduler. With ``config.adaptive_drafts`` off, every sequence has the most drafts always."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._most = config.max_num_drafts
-        self._adaptive = config.adaptive_drafts
+        self.configure(config)
         self.times = StepTimes()
         self.acceptance = PRIOR  # of the engine, which a new sequence begins with
         self.draft_s = 0.0  # of proposing one draft
@@ -122,6 +121,10 @@ class DraftControl:
         self._probe_at = FIRST_PROBE
         self._probed = False
         self._num_proposed = 0  # in the step being applied
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Take over the settings of ``config``; what was learned stays."""
+        self._most, self._adaptive = config.max_num_drafts, config.adaptive_drafts
 
     def limit(self, acceptance: float | None) -> int:
         """Return how many drafts a sequence of this acceptance may have; None: it had none yet."""

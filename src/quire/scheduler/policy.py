@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from quire.config import GATES, ORDERS, GateKind, OrderKind, SchedulerConfig
+from quire.config import GATES, MAX_DRAFTS, ORDERS, GateKind, OrderKind, SchedulerConfig
 from quire.errors import ConfigError
 from quire.scheduler.queue import Gate, sort_key
 from quire.scheduler.state import SchedulerState
@@ -23,6 +23,8 @@ class PolicyChange:
     gate: GateKind | None = None
     order: OrderKind | None = None
     dynamic_max_wait_s: float | None = None
+    max_num_drafts: int | None = None  # 0: no drafts
+    adaptive_drafts: bool | None = None
 
 
 SETTINGS = tuple(field.name for field in fields(PolicyChange))
@@ -36,6 +38,8 @@ def settings(config: SchedulerConfig) -> dict[str, Any]:
 def change_policy(state: SchedulerState, change: PolicyChange) -> None:
     """Apply ``change``; ConfigError names what is not allowed, and nothing has changed then."""
     before, state.config = state.config, changed(state.config, change, state.start_config)
+    if state.draft_control is not None:
+        state.draft_control.configure(state.config)
     if state.config.gate != before.gate:
         state.gate = Gate()  # the batch that was being formed is dropped
     if state.config.order != before.order:
@@ -65,6 +69,11 @@ def changed(config: SchedulerConfig, change: PolicyChange, start: SchedulerConfi
         value, low = getattr(change, name), 1
         if value is not None and not low <= value <= high:
             raise _wrong(name, value, f"an integer in {low}…{high}" + (f" ({why})" if why else ""))
+    if change.max_num_drafts is not None:
+        if change.max_num_drafts and not start.max_num_drafts:
+            raise ConfigError("spec_tokens needs an engine that runs with --speculate.", param="spec_tokens")
+        if not 0 <= change.max_num_drafts <= MAX_DRAFTS:
+            raise _wrong("spec_tokens", change.max_num_drafts, f"auto or an integer in 0…{MAX_DRAFTS}")
     for name, known in (("gate", GATES), ("order", ORDERS)):
         value = getattr(change, name)
         if value is not None and value not in known:

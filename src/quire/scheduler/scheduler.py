@@ -193,7 +193,9 @@ class Scheduler:
             num_steps=state.next_step,
             num_evicted_blocks=prefix.num_evicted,
             step_tokens=tuple(state.step_tokens.counts),
-            accepted_at=tuple(state.accepted_at[: state.config.max_num_drafts]),
+            accepted_at=tuple(
+                state.accepted_at[: max(state.config.max_num_drafts, state.start_config.max_num_drafts)]
+            ),
             draft_gain=1.0 if state.draft_control is None else state.draft_control.predicted_gain,
         )
 

@@ -94,7 +94,7 @@ class SchedulerState:
 
         An engine with drafts does not: how many of them are accepted decides where the sequence goes on.
         """
-        return self.chains_steps and not self.config.max_num_drafts
+        return self.chains_steps and self.draft_control is None
 
     def find_next_event(self, seq: Sequence) -> None:
         """Find the position up to which a decode of ``seq`` appends one token and does nothing else.

@@ -78,7 +78,20 @@ class DraftProposer:
 
     def propose(self, wanted: list[Wanted]) -> list[tuple[int, ...]]:
         """As `Proposer.propose`."""
-        model, drafts = self._model, {each.seq_id: list[int]() for each in wanted}
+        drafts = {each.seq_id: list[int]() for each in wanted}
+        appended = dict.fromkeys(drafts, 0)
+        try:
+            self._decode(wanted, drafts, appended)
+        finally:
+            for seq_id, count in appended.items():
+                if count:
+                    self._model.take_back(seq_id, count)
+        for each in wanted:
+            each.state.drafts = tuple(drafts[each.seq_id][:-1])
+        return [tuple(drafts[each.seq_id]) for each in wanted]
+
+    def _decode(self, wanted: list[Wanted], drafts: dict[int, list[int]], appended: dict[int, int]) -> None:
+        """Fill ``drafts``; ``appended`` counts those that are behind a sequence's last token at the moment."""
         chunks = self._catch_up(wanted)
         found = self._forward(chunks)
         last = {rows.seq_id: rows.end for rows in chunks}
@@ -88,17 +101,12 @@ class DraftProposer:
             for each in ready:
                 drafts[each.seq_id].append(found[each.seq_id])
                 if level < self._limit(each):
-                    model.append(each.seq_id, found[each.seq_id])
+                    self._model.append(each.seq_id, found[each.seq_id])
+                    appended[each.seq_id] += 1
                     end = len(each.token_ids) + level
                     rows.append(Rows(each.seq_id, end - 1, end))
             ready = [each for each in ready if level < self._limit(each)]
             found = self._forward(rows)
-        for each in wanted:
-            mine = drafts[each.seq_id]
-            if len(mine) > 1:
-                model.take_back(each.seq_id, len(mine) - 1)
-            each.state.drafts = tuple(mine[:-1])
-        return [tuple(drafts[each.seq_id]) for each in wanted]
 
     def _forward(self, rows: Sequence[Rows]) -> dict[int, int]:
         """Return what is sampled behind each sequence's rows."""

@@ -1,0 +1,61 @@
+"""`FinishedUsage`: what requests of gateways have used, kept for ten minutes after their end.
+
+A gateway that was killed has lost the answers that were on their way through it. When it starts again it asks each
+replica for these records (``GET /gateway/usage``, with the gateway's key) and books what its ledger has no row of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.http.account import Account, Used, UsedPage, has_gateway_key
+from quire.http.body import json_response
+from quire.http.refusals import HttpError, Refusal
+
+KEPT_S = 600.0
+MAX_KEPT = 100_000
+PAGE = 2_000
+
+
+class FinishedUsage:
+    """The records by the id of the gateway's row, oldest first."""
+
+    def __init__(self, gateway_key: str | None, unix_time: Callable[[], float]) -> None:
+        self._key = gateway_key
+        self._unix_time = unix_time
+        self._records: dict[str, Used] = {}
+        self._since = unix_time()
+        self._next = int(self._since * 1e6)  # above all numbers before a restart
+
+    def put(
+        self, account: Account | None, model: str, endpoint: str, tokens: tuple[int, int, int], seconds: float
+    ) -> None:
+        """Keep what a gateway's request has used. ``tokens``: of the prompt, those of it from the cache, output."""
+        if account is None or not tokens[0]:
+            return
+        now, records = self._unix_time(), self._records
+        records.pop(account.request_id, None)  # it came back after another replica had given it up
+        names = (account.tenant, account.key, model, endpoint)
+        records[account.request_id] = Used(
+            self._next, account.request_id, now, *names, *tokens, round(1e3 * seconds, 3)
+        )
+        self._next += 1
+        while len(records) > MAX_KEPT or next(iter(records.values())).finished_at < now - KEPT_S:
+            del records[next(iter(records))]
+
+    async def show(self, request: Request) -> Response:
+        """The records behind the number ``after``, or the one of ``id``."""
+        if not has_gateway_key(request.scope, self._key):
+            text = "The usage of other requests is shown to a gateway with the key of --gateway-key alone."
+            raise HttpError(Refusal(403, text, code="forbidden"))
+        given = request.query_params
+        if "id" in given:
+            found = self._records.get(given["id"])
+            return json_response(UsedPage(self._since, [found] if found is not None else []))
+        after = given.get("after", "0")
+        first = int(after) if after.isdecimal() else 0
+        those = [used for used in self._records.values() if used.number > first][: PAGE + 1]
+        return json_response(UsedPage(self._since, those[:PAGE], len(those) > PAGE))

@@ -1,0 +1,328 @@
+"""Ollama's API: jobs of chats, texts and embeddings, and their answers as one object or as lines of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+from starlette.types import Scope, Send
+
+from quire.api.conversation import OutputPlan, arguments_of, conversation_job
+from quire.api.endpoint import Client, GenerateEndpoint
+from quire.api.job import Answer, Head, Job, Usage, common_fields, new_head
+from quire.api.ollama_request import (
+    OllamaChatRequest,
+    OllamaFields,
+    OllamaGenerateRequest,
+    chat_conversation,
+    sampling_of,
+    text_conversation,
+)
+from quire.api.parts import Assembler, Event, Kind, TokenNames, chat_logprobs
+from quire.api.protocol import RequestFields, deadline_of
+from quire.api.state import ApiState
+from quire.engine.large_input import off_loop
+from quire.engine.output import OutputChunk
+from quire.engine.pooling import NOTHING_SAMPLED, embedding
+from quire.errors import CapacityError
+from quire.http.body import send_json
+from quire.http.refusals import OLLAMA_ROOT, Refusal
+from quire.http.wire import Boolean, Integer, Text, parse
+from quire.request import FinishReason, Pooling, SamplingParams
+
+_encode = msgspec.json.Encoder().encode
+
+
+class EmbedRequest(RequestFields):
+    """Body of ``/api/embed``."""
+
+    input: Annotated[str | list[str], Field(description="a string or a list of strings")] = ""
+    truncate: Boolean = True
+    dimensions: Integer | None = None
+
+
+class EmbeddingsRequest(RequestFields):
+    """Body of ``/api/embeddings``, the older form of ``/api/embed``."""
+
+    prompt: Text = ""
+
+
+async def ollama_chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a chat and render its prompt.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(OllamaChatRequest, body, ignored=ignored)
+    state.check_model(request.model)
+    sampling = sampling_of(request, state.model.generation_defaults, ignored)
+    conversation = await off_loop(len(request.messages or ()), chat_conversation, request, ignored)
+    answer = partial(_answer, state, request)
+    fields = _fields(request, ignored)
+    return await conversation_job(state, request, conversation, sampling, "chat-", answer, ignored, **fields)
+
+
+async def ollama_generate_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a text, and render its prompt unless it is ``raw`` or the model has no template.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(OllamaGenerateRequest, body, ignored=ignored)
+    state.check_model(request.model)
+    sampling = sampling_of(request, state.model.generation_defaults, ignored)
+    fields = _fields(request, ignored)
+    if not request.raw and state.frontend.chat_template.names:
+        answer = partial(_answer, state, request)
+        job = await conversation_job(
+            state, request, text_conversation(request), sampling, "gen-", answer, ignored, **fields
+        )
+        (prompt,) = job.prompts
+        assert not isinstance(prompt, str)
+    else:
+        head = new_head(state, "gen-", request.model)
+        text = "\n\n".join(filter(None, ("" if request.raw else request.system, request.prompt)))
+        prompt = await state.frontend.prompts.tokenize(text)
+        answered = _answer(state, request, head, None, sampling)
+        job = Job([prompt], sampling, answered, continues=True, **common_fields(request, ignored) | fields)
+    return replace(job, prompts=[_behind(state, request.context or [], prompt)])
+
+
+def _behind(state: ApiState, context: Sequence[int], prompt: Sequence[int]) -> Sequence[int]:
+    """Return ``prompt`` behind the ids of the conversation so far; only the first of all is a BOS."""
+    if not context:
+        return prompt
+    tokenizer = state.frontend.tokenizer
+    begin = tokenizer.special.roles.get("bos_token", "")
+    if begin and list(prompt[:1]) == tokenizer.encode(begin, add_special_tokens=False):
+        prompt = prompt[1:]
+    return [*context, *prompt]
+
+
+def _fields(request: OllamaFields, ignored: list[str] | None) -> dict[str, Any]:
+    """The durations of the answer are those of its timing. A gateway cannot resume these streams."""
+    return {"deadline": deadline_of(request.deadline_ms, ignored), "timing": True, "relayed": None}
+
+
+def _answer(
+    state: ApiState, request: OllamaFields, head: Head, plan: OutputPlan | None, sampling: SamplingParams
+) -> OllamaAnswer:
+    names = TokenNames(state.frontend.tokenizer, as_ids=False) if request.logprobs else None
+    is_chat = isinstance(request, OllamaChatRequest)
+    with_context = isinstance(request, OllamaGenerateRequest) and not request.raw
+    return OllamaAnswer(head, request, plan, names, is_chat=is_chat, with_context=with_context)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The fields that every line of an answer begins with."""
+
+    model: str
+    created: int  # seconds since 1970
+
+    def with_(self, values: dict[str, Any], *, done: bool) -> dict[str, Any]:
+        created = datetime.fromtimestamp(self.created, UTC).isoformat().replace("+00:00", "Z")
+        return {"model": self.model, "created_at": created, **values, "done": done}
+
+
+class OllamaAnswer(Answer):
+    """An answer as one object, or as a line per piece and a last one with the counts and durations."""
+
+    media_type = b"application/x-ndjson"
+
+    def __init__(
+        self,
+        head: Head,
+        request: OllamaFields,
+        plan: OutputPlan | None,
+        names: TokenNames | None,
+        *,
+        is_chat: bool,
+        with_context: bool,
+    ) -> None:
+        self.head = head
+        self.streamed = request.stream
+        self._names = names
+        self._is_chat = is_chat
+        self._line = Line(request.model or head.model, head.created)
+        self._context: list[int] | None = [] if with_context else None
+        self._end = ""
+        self._assembler = Assembler(plan, lambda call: "call_" + head.id_of("call", call)[:8])
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        (chunk,) = chunks
+        self._begin(prompts)
+        values = self._values(chunk)
+        return _encode(self._line.with_({**values, **self._last(usage)}, done=True))
+
+    def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
+        self._begin(prompts)
+        return b""
+
+    def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
+        values = self._values(chunk)
+        message = values.get("message", values)
+        if not any(message.get(name) for name in ("content", "response", "thinking", "tool_calls")) and (
+            "logprobs" not in values
+        ):
+            return b""
+        return _encode(self._line.with_(values, done=False)) + b"\n"
+
+    def closing(self, usage: Usage) -> bytes:
+        values = self._content([], []) | self._last(usage)
+        return _encode(self._line.with_(values, done=True)) + b"\n"
+
+    def error(self, refusal: Refusal) -> bytes:
+        return refusal.body(OLLAMA_ROOT) + b"\n"
+
+    def _begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        if self._context is not None:
+            self._context += prompts[0]
+
+    def _values(self, chunk: OutputChunk) -> dict[str, Any]:
+        last = chunk.finish_reason is not None
+        if chunk.finish_reason is not None:
+            self._end = "length" if chunk.finish_reason is FinishReason.LENGTH else chunk.finish_reason.value
+        if self._context is not None:
+            self._context += chunk.token_ids
+        events = self._assembler.feed(chunk.text, last=last)
+        calls = [event.part for event in events if event.verb == "close" and event.part.kind is Kind.CALL]
+        values = self._content(
+            events,
+            [
+                {"id": p.id, "function": {"index": p.call, "name": p.name, "arguments": arguments_of(p.text)}}
+                for p in calls
+            ],
+        )
+        if self._names is not None and chunk.logprobs:
+            values["logprobs"] = chat_logprobs(chunk.logprobs, self._names)["content"]
+        return values
+
+    def _content(self, events: Sequence[Event], calls: list[dict[str, Any]]) -> dict[str, Any]:
+        text, thinking = (
+            "".join([e.text for e in events if e.verb == "more" and e.part.kind is kind])
+            for kind in (Kind.TEXT, Kind.REASONING)
+        )
+        beside: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        if not self._is_chat:
+            return {"response": text, **beside}
+        if calls:
+            beside["tool_calls"] = calls
+        return {"message": {"role": "assistant", "content": text, **beside}}
+
+    def _last(self, usage: Usage) -> dict[str, Any]:
+        """Return the end: counts, and durations in nanoseconds. Nothing is loaded for a request."""
+        first_ms, total_ms = usage.timing["first_token_ms"] or 0.0, usage.timing["total_ms"]
+        values = {
+            "done_reason": self._end,
+            "total_duration": _ns(total_ms),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _ns(usage.timing["prefill_ms"] or 0.0),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _ns(total_ms - first_ms),
+        }
+        return values if self._context is None else {**values, "context": self._context}
+
+
+def _ns(milliseconds: float) -> int:
+    return round(milliseconds * 1e6)
+
+
+async def embed_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of ``/api/embed`` and tokenize its texts.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(EmbedRequest, body, ignored=ignored)
+    head = new_head(state, "embd-", request.model)
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    prompts = [await state.frontend.prompts.tokenize(text) for text in texts]
+    if request.truncate:
+        prompts = [ids[: state.model.max_model_len] for ids in prompts]
+    answer = EmbedAnswer(head, request)
+    return Job(
+        prompts,
+        NOTHING_SAMPLED,
+        answer,
+        pooling=Pooling("last"),
+        prompt_param="input",
+        **common_fields(request, ignored) | {"timing": True},
+    )
+
+
+async def embeddings_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of ``/api/embeddings``.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(EmbeddingsRequest, body, ignored=ignored)
+    head = new_head(state, "embd-", request.model)
+    prompt = await state.frontend.prompts.tokenize(request.prompt)
+    answer = EmbedAnswer(head, request)
+    fields = common_fields(request, ignored)
+    return Job([prompt], NOTHING_SAMPLED, answer, pooling=Pooling("last"), **fields)
+
+
+class EmbedAnswer(Answer):
+    """Vectors; those of the older form have the length that the model gives them."""
+
+    def __init__(self, head: Head, request: EmbedRequest | EmbeddingsRequest) -> None:
+        self.head = head
+        self._request = request
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        request = self._request
+        if isinstance(request, EmbeddingsRequest):
+            return _encode({"embedding": _vector(chunks[0], None, normalize=False)})
+        timings = usage.timing if isinstance(usage.timing, list) else [usage.timing]
+        return _encode(
+            {
+                "model": request.model or self.head.model,
+                "embeddings": [_vector(chunk, request.dimensions, normalize=True) for chunk in chunks],
+                "total_duration": _ns(timings[0]["total_ms"]),
+                "load_duration": 0,
+                "prompt_eval_count": usage.prompt_tokens,
+            }
+        )
+
+
+def _vector(chunk: OutputChunk, dimensions: int | None, *, normalize: bool) -> list[float]:
+    assert chunk.pooled is not None
+    return list(embedding(chunk.pooled, dimensions=dimensions, normalize=normalize).tolist())
+
+
+class OllamaEndpoint(GenerateEndpoint):
+    """An endpoint that also answers a request without a prompt, which asks only that the model is loaded."""
+
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
+        model, prompt, empty = _LOADS[self._path]
+        if isinstance(body, dict) and (body.get(prompt) or body.get("suffix")):
+            await super()._run(body, arrival_s, scope, client, send)
+            return
+        ignored, state = self._ignored(), self._state
+        name = parse(model, body, ignored=ignored).model or state.check_model(None)
+        state.check_model(name)
+        if state.frontend.state != "ready":
+            raise CapacityError(f"The server is {state.frontend.state}: try again later.", retryable=True)
+        answer: dict[str, Any] = {"model": name, **empty}
+        if issubclass(model, OllamaFields):
+            answer = Line(name, int(state.unix_time())).with_({**empty, "done_reason": "load"}, done=True)
+        client.release()
+        await send_json(send, 200, _encode(answer), self._ignored_header(ignored))
+
+
+# The body of each path, the field that has the prompt, and the answer to a request without one.
+_LOADS: dict[str, tuple[type[RequestFields], str, dict[str, Any]]] = {
+    "/api/chat": (OllamaChatRequest, "messages", {"message": {"role": "assistant", "content": ""}}),
+    "/api/generate": (OllamaGenerateRequest, "prompt", {"response": ""}),
+    "/api/embed": (EmbedRequest, "input", {"embeddings": []}),
+    "/api/embeddings": (EmbeddingsRequest, "prompt", {"embedding": []}),
+}

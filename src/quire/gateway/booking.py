@@ -1,0 +1,152 @@
+"""`Booking`: books from the replicas what a gateway that was killed did not.
+
+A replica of Quire keeps what each request has used for ten minutes (``GET /gateway/usage``). A gateway that starts
+reads these records at several times after each replica is ready, since a request may end a while after its gateway
+did, and gives the ledger a row of each. The row's key is the request's id, and a row of the request's own gateway
+replaces one of these, so nothing counts twice however many gateways there are.
+
+A live gateway asks for the record of a stream that broke or whose client left: its answer does not say what it used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.gateway.exchange import Exchange
+from quire.gateway.fleet import Backend, Fleet
+from quire.gateway.tenants import Tenants
+from quire.gateway.upstream import BackendFailed, Upstream
+from quire.gateway.usage import Usage
+from quire.http.account import USAGE_PATH, UsedPage
+from quire.metrics.log import Log
+
+PASSES_S = (0.0, 1.0, 10.0)  # after the replica was first ready
+PATIENCE_S = 60.0  # with a backend that does not become ready
+ASK_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # pauses before each question for a request that is about to end
+_LOOK_S = 0.25
+_TIMEOUT_S = 5.0
+log = Log("ledger")
+
+
+@dataclass(slots=True)
+class _Reading:
+    """How far the records of one replica have been read."""
+
+    first_s: float  # of the loop's clock: it was ready
+    num_passes: int = 0
+    last: int = 0  # number of its last record
+    since: float = 0.0  # Unix time of its start
+
+
+class Booking:
+    """Reads the records of the replicas in ``fleet``. ``key_of``: the key by which a replica knows this gateway."""
+
+    def __init__(self, fleet: Fleet, key_of: Callable[[Backend], str | None], tenants: Tenants) -> None:
+        self._fleet = fleet
+        self._key_of = key_of
+        self._tenants = tenants
+        self._running = tenants.found()  # when an earlier process was killed
+        self._upstream: Upstream | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, upstream: Upstream) -> None:
+        """Read the records of an earlier process from now on."""
+        self._upstream = upstream
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def settle(self, exchange: Exchange) -> None:
+        """Give an exchange that ended without its usage the usage that its replica knows."""
+        backend, target = exchange.backend, exchange.target
+        if backend is None or target is None or exchange.outcome not in ("left", "broken"):
+            return
+        if target.model not in backend.fingerprints or self._key_of(backend) is None:
+            return
+        for pause_s in ASK_S:
+            await asyncio.sleep(pause_s)
+            try:
+                page = await self._get(backend, f"id={exchange.ledger_id}")
+            except BackendFailed:
+                return
+            if page.data:
+                used = page.data[0]
+                exchange.usage = Usage(used.prompt_tokens, used.cached_tokens, used.output_tokens)
+                exchange.is_settled = True
+                return
+
+    async def _run(self) -> None:
+        """Read each replica's records `PASSES_S` after it was first seen ready, each time from where it ended."""
+        loop = asyncio.get_running_loop()
+        begin_s, readings = loop.time(), dict[str, _Reading]()  # by URL
+        while True:
+            for backend in self._fleet:
+                if not backend.is_ready:
+                    continue
+                if not backend.fingerprints or self._key_of(backend) is None:
+                    self._conclude(backend.name, math.inf)
+                    continue
+                reading = readings.setdefault(backend.url, _Reading(loop.time()))
+                if reading.num_passes == len(PASSES_S):
+                    continue
+                if loop.time() < reading.first_s + PASSES_S[reading.num_passes]:
+                    continue
+                try:
+                    await self._read(backend, reading)
+                except BackendFailed as error:
+                    log.debug("usage_not_read", backend=backend.name, error=str(error))
+                    continue
+                reading.num_passes += 1
+                if reading.num_passes == len(PASSES_S):
+                    self._conclude(backend.name, reading.since)
+            if loop.time() > begin_s + PATIENCE_S:
+                self._conclude(None, math.inf)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _read(self, backend: Backend, reading: _Reading) -> None:
+        """Book what a replica has behind its last record that was read."""
+        count, has_more = 0, True
+        while has_more:
+            page = await self._get(backend, f"after={reading.last}")
+            for used in page.data:
+                self._tenants.book(used, backend)
+                slot, _ = self._running.pop(used.request_id, (None, None))
+                self._tenants.forget(slot)
+                reading.last = used.number
+            count, has_more, reading.since = count + len(page.data), page.has_more, page.since
+        if count:
+            log.info("usage_read", backend=backend.name, requests=count)
+
+    def _conclude(self, name: str | None, since: float) -> None:
+        """Book the requests at backend ``name`` (None: at any) of which there is no record.
+
+        A replica has a record of all that reached it after ``since``.
+        """
+        for slot, row in [each for each in self._running.values() if name in (None, each[1].backend)]:
+            del self._running[row.request_id]
+            if row.finished_at > since:
+                self._tenants.forget(slot)
+            else:
+                self._tenants.book_row(row, slot)
+
+    async def _get(self, backend: Backend, query: str) -> UsedPage:
+        assert self._upstream is not None
+        key = self._key_of(backend)
+        assert key is not None
+        headers = [("x-quire-gateway-key", key)]
+        url = f"{backend.url}{USAGE_PATH}?{query}"
+        whole = await self._upstream.get(url, _TIMEOUT_S, backend.args.api_key, headers)
+        if whole.status != 200:
+            raise BackendFailed("status", f"{USAGE_PATH} answered {whole.status}.")
+        try:
+            return msgspec.json.decode(whole.body, type=UsedPage)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise BackendFailed("garbage", f"{USAGE_PATH} is no list of usage: {error}.") from error

@@ -1,0 +1,122 @@
+"""`Journal`: the requests of this gateway that the ledger has no row of yet, in a file that outlives the process.
+
+The file is mapped into memory, so a note is a copy of some hundred bytes, without a system call, and what was written
+before a kill -9 stays. It does not survive a power failure. Each slot of `SLOT_BYTES` holds one request:
+
+    0   length of the row, 0 where the slot is free
+    4   events of its stream that came
+    8   the row of the ledger as msgpack
+
+The next gateway that starts with this file books what it finds: rows that were whole as they are, and requests that
+were running by what their replica says (`quire.gateway.booking`). Where it says nothing, they are booked by the
+prompt's estimate and the events that came, as `UNSETTLED`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections import deque
+from dataclasses import astuple, replace
+from pathlib import Path
+from struct import Struct
+
+import msgspec
+
+from quire.gateway.ledger import UNSETTLED, Row
+
+SLOT_BYTES = 512
+FIRST_SLOTS = 1024
+MAX_SLOTS = 1 << 18
+_MAX_FILES = 64  # gateways that share a folder
+_HEAD = Struct("<II")
+_COUNT = Struct("<I")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Journal:
+    """Slots of one file, which this process alone has open. Belongs to one event loop, except for `free`."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the first of ``path``.0, ``path``.1 … that no running gateway has; ``found`` has what it held."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._file = _first_unlocked(path)
+        size = max(os.fstat(self._file).st_size, FIRST_SLOTS * SLOT_BYTES) // SLOT_BYTES * SLOT_BYTES
+        os.ftruncate(self._file, size)
+        self._map = mmap.mmap(self._file, size)
+        self.found: list[tuple[int, Row]] = []
+        self._free: deque[int] = deque()
+        for slot in range(size // SLOT_BYTES):
+            row = self._read(slot)
+            if row is None:
+                self.free(slot)
+            else:
+                self.found.append((slot, row))
+
+    def put(self, slot: int | None, row: Row) -> int | None:
+        """Write a row into its slot, or a free one; return the slot. None: a row that is too large is not kept."""
+        data = _encode(astuple(row))
+        if len(data) > SLOT_BYTES - _HEAD.size:
+            return slot
+        if slot is None:
+            if not self._free and not self._grow():
+                return None
+            slot = self._free.popleft()
+        start = slot * SLOT_BYTES
+        _HEAD.pack_into(self._map, start, 0, 0)  # free, until the row is whole
+        self._map[start + _HEAD.size : start + _HEAD.size + len(data)] = data
+        _COUNT.pack_into(self._map, start, len(data))
+        return slot
+
+    def count(self, slot: int, num_events: int) -> None:
+        """``num_events`` of the request's stream have come."""
+        _COUNT.pack_into(self._map, slot * SLOT_BYTES + _COUNT.size, num_events)
+
+    def free(self, slot: int) -> None:
+        """The row is in the ledger. May be called from any thread."""
+        _COUNT.pack_into(self._map, slot * SLOT_BYTES, 0)
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Remove the file if it holds nothing."""
+        if len(self._free) == len(self._map) // SLOT_BYTES:
+            self.path.unlink(missing_ok=True)
+        self._map.close()
+        os.close(self._file)
+
+    def _grow(self) -> bool:
+        first = len(self._map) // SLOT_BYTES
+        if first >= MAX_SLOTS:
+            return False
+        self._map.resize(2 * first * SLOT_BYTES)
+        self._free.extend(range(first, 2 * first))
+        return True
+
+    def _read(self, slot: int) -> Row | None:
+        start = slot * SLOT_BYTES
+        length, num_events = _HEAD.unpack_from(self._map, start)
+        if not 0 < length <= SLOT_BYTES - _HEAD.size:
+            return None
+        try:
+            row = Row(*msgspec.msgpack.decode(self._map[start + _HEAD.size : start + _HEAD.size + length]))
+        except (msgspec.DecodeError, TypeError):
+            return None
+        return replace(row, output_tokens=num_events) if row.outcome == UNSETTLED else row
+
+
+def _first_unlocked(path: Path) -> tuple[Path, int]:
+    for number in range(_MAX_FILES):
+        each = path.with_name(f"{path.name}.{number}")
+        file = os.open(each, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            continue
+        if (
+            each.exists() and os.fstat(file).st_ino == each.stat().st_ino
+        ):  # else its owner has just removed it
+            return each, file
+        os.close(file)
+    raise OSError(f"{_MAX_FILES} gateways have their journals beside {path}; give this one another folder")

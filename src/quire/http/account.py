@@ -1,0 +1,85 @@
+"""What a gateway and its replicas of Quire tell each other of a request: for whom it runs, and what it has used.
+
+x-quire-gateway-key   the key of --gateway-key; without it a replica ignores the gateway's other headers
+x-quire-account       "<id> <weight> <tenant or -> <key's name or ->"; the id is that of the ledger's row
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+
+import msgspec
+from starlette.types import Scope
+
+from quire.http.body import header
+
+USAGE_PATH = "/gateway/usage"  # of a replica: the `Used` of the requests that have ended
+_SCOPE_KEY = "quire.account"
+_NONE = "-"  # no name of a tenant or key begins with it
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """For whom a request runs."""
+
+    request_id: str
+    tenant: str = ""
+    key: str = ""  # its name
+    weight: float = 1.0  # share of the engine under the order "fair"
+
+    def header(self) -> tuple[str, str]:
+        names = f"{self.tenant or _NONE} {self.key or _NONE}"
+        return "x-quire-account", f"{self.request_id} {self.weight:g} {names}"
+
+
+class Used(msgspec.Struct, frozen=True, array_like=True):
+    """What one request has used at a replica, where it has ended."""
+
+    number: int  # rises with each request, also across restarts of the replica
+    request_id: str
+    finished_at: float  # Unix time in seconds
+    tenant: str
+    key: str
+    model: str
+    endpoint: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    e2el_ms: float
+
+
+class UsedPage(msgspec.Struct, frozen=True):
+    """An answer of `USAGE_PATH`."""
+
+    since: float  # Unix time in seconds: the replica's start
+    data: list[Used]
+    has_more: bool = False
+
+
+def has_gateway_key(scope: Scope, key: str | None) -> bool:
+    """Whether the request carries the gateway's key; the comparison takes constant time."""
+    given = header(scope, b"x-quire-gateway-key")
+    return key is not None and given is not None and hmac.compare_digest(given, key.encode())
+
+
+def enter_account(scope: Scope, key: str | None) -> Account | None:
+    """Note for whom a gateway with ``key`` says that the request runs; None where it says nothing."""
+    given = header(scope, b"x-quire-account")
+    if given is None or not has_gateway_key(scope, key):
+        return None
+    try:
+        request_id, weight, tenant, name = given.decode("ascii").split(" ")
+        found = Account(request_id, tenant.removeprefix(_NONE), name.removeprefix(_NONE), float(weight))
+    except ValueError:
+        return None
+    if not 0.001 <= found.weight <= 1000.0:
+        return None
+    scope[_SCOPE_KEY] = found
+    return found
+
+
+def account_of(scope: Scope) -> Account | None:
+    """Return what `enter_account` has noted."""
+    found: Account | None = scope.get(_SCOPE_KEY)
+    return found

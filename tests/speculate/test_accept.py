@@ -1,0 +1,174 @@
+"""Rules of acceptance other than the exact one: what they sample has the right distribution."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.args import EngineArgs
+from quire.device import detect_device
+from quire.engine.assemble import configure
+from quire.errors import ConfigError
+from quire.kernels.sampling import COLUMNS, MIN_P, RANDOM, TRUNCATED
+from quire.sampling import accept
+from quire.sampling.accept import Draft, probabilities, sample_with_drafts
+
+VOCAB, NUM_SAMPLES = 12, 200_000
+GENERATOR = 7
+
+
+def columns_of(num_rows: int, **values: float) -> np.ndarray:
+    """Columns of as many rows, each with noise of its own."""
+    columns = np.zeros(num_rows, COLUMNS)
+    columns["features"] = RANDOM | (TRUNCATED if {"top_k", "top_p"} & values.keys() else 0)
+    columns["features"] |= MIN_P if "min_p" in values else 0
+    columns["temperature"], columns["top_k"], columns["top_p"] = 1.0, VOCAB, 1.0
+    columns["seed"], columns["position"] = np.arange(num_rows), 5
+    for name, value in values.items():
+        columns[name] = value
+    return columns
+
+
+def p_value(token_ids: np.ndarray, p: Tensor) -> float:
+    """Of Pearson's chi-square test that ``token_ids`` are sampled from ``p [vocab]``."""
+    counts = torch.from_numpy(np.bincount(token_ids, minlength=p.numel())).to(torch.float64)
+    assert not counts[p == 0].any(), "a token that cannot be sampled was"
+    expected = p[p > 0] * len(token_ids)
+    statistic = ((counts[p > 0] - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((expected.numel() - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+def drawn(rule: str, q: Tensor | None, **values: float) -> tuple[np.ndarray, Tensor, float]:
+    """(tokens, the target's distribution, share of drafts accepted); ``q=None``: the likeliest token is the draft."""
+    torch.manual_seed(GENERATOR)
+    logits = 1.5 * torch.randn(VOCAB)
+    columns = columns_of(NUM_SAMPLES, **values)
+    if q is None:
+        ids = np.full(NUM_SAMPLES, int(logits.argmax()))
+        drafts = [Draft(int(ids[0]))] * NUM_SAMPLES
+    else:
+        ids = torch.multinomial(q, NUM_SAMPLES, replacement=True).numpy()
+        drafts = [Draft(int(token_id), q) for token_id in ids]
+    p = probabilities(logits[None], columns[:1])[0]
+    plain = torch.multinomial(p, NUM_SAMPLES, replacement=True).numpy()
+    found = sample_with_drafts(logits.expand(NUM_SAMPLES, -1), columns, drafts, plain, rule)
+    return found, p, float((found == ids).mean())
+
+
+def some_distribution() -> Tensor:
+    torch.manual_seed(GENERATOR + 1)
+    return torch.randn(VOCAB).softmax(dim=0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top_p": 0.8, "temperature": 1.3},
+        *(
+            pytest.param(v, marks=pytest.mark.slow)
+            for v in ({}, {"temperature": 0.6}, {"top_k": 5}, {"min_p": 0.1})
+        ),
+    ],
+    ids=str,
+)
+def test_rejection_keeps_the_distribution(values: dict[str, float]) -> None:
+    for name, q in (("a model's draft", some_distribution()), ("a certain draft", None)):
+        token_ids, p, share = drawn("rejection", q, **values)
+        found = p_value(token_ids, p)
+        print(f"{name}, {values}: p = {found:.3f} over {NUM_SAMPLES} samples, {share:.0%} accepted")
+        assert found > 1e-4
+        best = torch.minimum(p, q.to(p.dtype)).sum() if q is not None else p.max()
+        assert share == pytest.approx(float(best), abs=0.01), "as many drafts as the rule allows"
+
+
+def test_a_wrong_rule_fails_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the residual is not taken, tokens that were accepted too often come too often."""
+    real = accept.gumbel_argmax
+    torch.manual_seed(GENERATOR)
+    logits = 1.5 * torch.randn(VOCAB)
+    monkeypatch.setattr(
+        accept, "gumbel_argmax", lambda scores, streams: real(logits.expand_as(scores), streams)
+    )
+    token_ids, p, _ = drawn("rejection", some_distribution())
+    found = p_value(token_ids, p)
+    print(f"samples from p in the place of the residual: p = {found:.1e}")
+    assert found < 1e-9
+
+
+def test_typical_acceptance_keeps_only_likely_drafts() -> None:
+    token_ids, p, share = drawn("typical", some_distribution())
+    threshold = min(accept.EPSILON, accept.DELTA * float(torch.exp(torch.xlogy(p, p).sum())))
+    q = some_distribution()
+    expected = float(q[p >= threshold].sum() + (q[p < threshold] * p[p < threshold]).sum())
+    assert share == pytest.approx(expected, abs=0.01)
+    assert p_value(token_ids, p) < 1e-9, "the distribution changes, as the flag says"
+
+
+def test_greedy_rows_have_one_likely_token() -> None:
+    columns = columns_of(2)
+    columns["features"][1] = 0
+    logits = torch.tensor([0.0, 2.0, 2.0, -torch.inf]).repeat(2, 1)
+    found = probabilities(logits, columns)
+    assert found[1].tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert found[0, 3] == 0.0
+    assert float(found[0].sum()) == pytest.approx(1.0)
+
+
+def tokens_of(num: int, **settings: object) -> list[tuple[int, ...]]:
+    """Four tokens out of six ids each, for as many seeds."""
+    llm = LLM("quill", kv_memory="16MiB", max_model_len=64, max_num_seqs=64, **settings)
+    allowed = list(range(300, 306))
+    params = [
+        SamplingParams(temperature=1.5, seed=s, max_tokens=4, allowed_token_ids=allowed) for s in range(num)
+    ]
+    found = [tuple(a.outputs[0].token_ids) for a in llm.generate(["It was a dark and"] * num, params)]
+    num_accepted = llm._client.core.stats().num_accepted_tokens
+    assert (num_accepted > 0) == bool(settings)
+    llm.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"speculate": "draft"}, pytest.param({"speculate": "ngram"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_an_engine_samples_the_same_distribution(settings: dict[str, object]) -> None:
+    num = 400
+    plain = tokens_of(num)
+    other = tokens_of(num, **settings, spec_tokens=3, spec_accept="rejection")
+    assert plain != other, "the tokens of a seed are others"
+    for name, part in (("third token", slice(2, 3)), ("last two tokens", slice(2, 4))):
+        one, two = (Counter(ids[part] for ids in found) for found in (plain, other))
+        seen = [key for key in one | two if one[key] + two[key] >= 10]
+        statistic = sum((one[key] - two[key]) ** 2 / (one[key] + two[key]) for key in seen)
+        freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.float64)
+        found = float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+        print(f"{settings}, {name}: p = {found:.3f} over {len(seen)} values")
+        assert found > 1e-4
+
+
+def test_greedy_answers_are_those_of_plain_decoding() -> None:
+    def answer(**settings: object) -> object:
+        llm = LLM("quill", kv_memory="16MiB", max_model_len=128, **settings)
+        found = llm.generate(
+            ["The cat sat on the mat. The cat"], SamplingParams(temperature=0.0, max_tokens=30)
+        )
+        llm.close()
+        return found[0].outputs[0].token_ids
+
+    assert answer(speculate="draft", spec_accept="rejection") == answer()
+
+
+def test_determinism_tells_the_rule() -> None:
+    for rule, name in (("exact", "exact"), ("rejection", "distribution"), ("typical", "approximate")):
+        args = EngineArgs(model="quill", kv_memory="16MiB", speculate="ngram", spec_accept=rule)
+        assert configure(args, detect_device())[0].determinism == name
+    with pytest.raises(ConfigError, match="spec_accept = 'rejection' needs drafts"):
+        configure(EngineArgs(model="quill", kv_memory="16MiB", spec_accept="rejection"), detect_device())
