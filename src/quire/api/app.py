@@ -96,7 +96,8 @@ def _with_extension(own: list[Route], extension: Extension, version: str) -> lis
                 route.app = around(route.app)
     routes = [*own, *extension.routes]
     description = Description(routes, extension.bodies, version)
-    return [*routes, Route("/openapi.json", description.show, methods=["GET"])]
+    routes.append(Route("/openapi.json", description.show, methods=["GET"]))
+    return routes
 
 
 LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
