@@ -50,6 +50,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 135},
     "names of other servers": {"": 1, "api": 340, "cli": 2, "http": 120, "jobs": 2},
     "Ollama's API": {"api": 770, "cli": 1, "http": 12},
+    "batches of messages": {"jobs": 225},
+    "filling in the middle": {"api": 38, "text": 78},
     "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
     "models on demand": {"": 4, "cli": 300, "gateway": 380},

@@ -198,7 +198,9 @@ class FakeFrontend:
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return self.chat_template.render(messages, **options)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> list[int]:
         return [END] * add_special_tokens + self.tokenizer.encode(text)
 
     def health(self) -> EngineHealth:

@@ -24,6 +24,7 @@ from quire.api.state import ApiSettings
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
 from quire.api.tool_use import FUNCTION, TOOL
 from quire.http.wire import Table, Use, rules_of, sections, table_of
+from quire.jobs.message_batches import MessageBatchRequest
 from quire.jobs.routes import BatchRequest, ExpiresAfter
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -38,6 +39,7 @@ MODELS: dict[str, type[wire.Wire] | Table] = {
     "tools[i].function": FUNCTION,
     "messages[i]": Message,
     "/v1/batches": BatchRequest,
+    "/v1/messages/batches": MessageBatchRequest,
     "output_expires_after": ExpiresAfter,
     "deadline_ms": DeadlineMs,
     "stream_options": wire.StreamOptions,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -23,6 +23,8 @@ from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError
 from quire.http.wire import not_allowed, parse
+from quire.request import SamplingParams
+from quire.text.infill import infill_of, lead_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _encode = msgspec.json.Encoder().encode
@@ -45,6 +47,10 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
         logprobs=request.logprobs,
         form=structured_outputs(request, ignored),
     )
+    if request.suffix:
+        if request.echo:
+            raise RequestError("echo is not supported with suffix.", param="echo")
+        prompts, sampling = await filled_in(state, prompts, request.suffix, sampling)
     choices = CompletionChoices(
         TokenNames(state.frontend.tokenizer, as_ids=request.return_tokens_as_token_ids),
         num_logprobs=request.logprobs,
@@ -60,6 +66,34 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
         echo=request.echo,
         **common_fields(request, ignored),
     )
+
+
+async def filled_in(
+    state: ApiState, prompts: Sequence[str | Sequence[int]], suffix: str, sampling: SamplingParams
+) -> tuple[list[str | Sequence[int]], SamplingParams]:
+    """Return the prompts that ask for the text between each of ``prompts`` and ``suffix``, and where it ends.
+
+    Raises:
+        RequestError: the model was not trained for it.
+    """
+    tokenizer, tokenize = state.frontend.tokenizer, state.frontend.prompts.tokenize
+    infill = infill_of(tokenizer)
+    if infill is None:
+        raise RequestError(
+            "suffix is not supported by this model: its vocabulary has no tokens for filling in the middle. Leave it "
+            "out, or serve a model for code.",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    most, lead = state.model.max_model_len, lead_of(tokenizer)
+    behind = await tokenize(lead + suffix, add_special_tokens=False, most_tokens=most)
+    behind = behind[len(tokenizer.encode(lead, add_special_tokens=False)) :]
+    made: list[str | Sequence[int]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            prompt = await tokenize(prompt, add_special_tokens=False, most_tokens=most)
+        made.append(infill.prompt(tokenizer, prompt, behind))
+    return made, replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *infill.end_ids))
 
 
 def _echoing(request: CompletionRequest) -> CompletionRequest:

@@ -12,6 +12,7 @@ import msgspec
 from pydantic import Field
 from starlette.types import Scope, Send
 
+from quire.api.completions import filled_in
 from quire.api.conversation import OutputPlan, arguments_of, conversation_job
 from quire.api.endpoint import Client, GenerateEndpoint
 from quire.api.job import Answer, Head, Job, Usage, common_fields, new_head
@@ -77,31 +78,28 @@ async def ollama_generate_job(state: ApiState, body: Any, ignored: list[str] | N
     state.check_model(request.model)
     sampling = sampling_of(request, state.model.generation_defaults, ignored)
     fields = _fields(request, ignored)
-    if not request.raw and state.frontend.chat_template.names:
+    if not (request.raw or request.suffix) and state.frontend.chat_template.names:
         answer = partial(_answer, state, request)
         job = await conversation_job(
             state, request, text_conversation(request), sampling, "gen-", answer, ignored, **fields
         )
-        (prompt,) = job.prompts
-        assert not isinstance(prompt, str)
+        prompts = job.prompts
     else:
-        head = new_head(state, "gen-", request.model)
         text = "\n\n".join(filter(None, ("" if request.raw else request.system, request.prompt)))
-        prompt = await state.frontend.prompts.tokenize(text)
-        answered = _answer(state, request, head, None, sampling)
-        job = Job([prompt], sampling, answered, continues=True, **common_fields(request, ignored) | fields)
-    return replace(job, prompts=[_behind(state, request.context or [], prompt)])
+        if request.suffix:
+            prompts, sampling = await filled_in(state, [request.prompt], request.suffix, sampling)
+        else:
+            prompts = [await state.frontend.prompts.tokenize(text)]
+        answered = _answer(state, request, new_head(state, "gen-", request.model), None, sampling)
+        job = Job(prompts, sampling, answered, continues=True, **common_fields(request, ignored) | fields)
+    return replace(job, prompts=[_behind(state, request.context or [], prompts[0])])
 
 
-def _behind(state: ApiState, context: Sequence[int], prompt: Sequence[int]) -> Sequence[int]:
+def _behind(state: ApiState, context: Sequence[int], prompt: str | Sequence[int]) -> Sequence[int]:
     """Return ``prompt`` behind the ids of the conversation so far; only the first of all is a BOS."""
-    if not context:
-        return prompt
-    tokenizer = state.frontend.tokenizer
-    begin = tokenizer.special.roles.get("bos_token", "")
-    if begin and list(prompt[:1]) == tokenizer.encode(begin, add_special_tokens=False):
-        prompt = prompt[1:]
-    return [*context, *prompt]
+    assert not isinstance(prompt, str)
+    begins = len(prompt) > 0 and prompt[0] == state.frontend.tokenizer.bos_token_id
+    return [*context, *(prompt[1:] if begins else prompt)] if context else prompt
 
 
 def _fields(request: OllamaFields, ignored: list[str] | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from quire.api.state import LATEST, ApiState
 from quire.http.body import json_response, read_json
 from quire.http.refusals import HttpError, Refusal
 from quire.http.wire import Text, Wire, parse
+from quire.text.infill import infill_of
 
 # Clients ask for a least version before they use tools, thinking or logprobs. It is the one of the API as it is here.
 API_VERSION = "0.12.11"
@@ -104,6 +105,7 @@ class OllamaModels:
         with_tools, plain = self._state.output_format(True), self._state.output_format(False)
         found = {
             "completion": True,
+            "insert": infill_of(self._state.frontend.tokenizer) is not None,
             "tools": with_tools.calls is not None or with_tools.harmony,
             "thinking": plain.reasoning is not None or plain.harmony,
         }

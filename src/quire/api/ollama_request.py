@@ -76,6 +76,7 @@ class OllamaGenerateRequest(OllamaFields):
     """Body of ``/api/generate``. ``context``: the ids that the answer before it returned."""
 
     prompt: Text = ""
+    suffix: Text = ""
     system: Text = ""
     raw: Boolean = False
     context: TokenIds | None = None

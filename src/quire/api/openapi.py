@@ -23,11 +23,10 @@ from quire.api.ollama_request import OllamaChatRequest, OllamaGenerateRequest, O
 from quire.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.api.response_request import ResponsesRequest
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
-from quire.http.refusals import OLLAMA_ROOT
+from quire.http.refusals import ANTHROPIC_ROOT, OLLAMA_ROOT
 from quire.http.wire import Body, Use, Wire, table_of
 
 _REF = "#/components/schemas/{model}"
-_ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 _CHAT_PARTS = {"messages": Message}
@@ -107,7 +106,7 @@ def openapi_of(routes: Iterable[Route], bodies: Mapping[str, Body], version: str
 def _operation(
     route: Route, body: Body | None, path: str, method: str, schemas: dict[str, Any]
 ) -> dict[str, Any]:
-    error = "AnthropicError" if path in _ANTHROPIC else "Error"
+    error = "AnthropicError" if path.startswith(ANTHROPIC_ROOT) else "Error"
     error = "OllamaError" if path.startswith(OLLAMA_ROOT) else error
     docstring = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
     operation: dict[str, Any] = {

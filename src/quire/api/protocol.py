@@ -123,6 +123,7 @@ class CompletionRequest(GenerationFields):
     """Body of ``/v1/completions``. ``prompt`` is checked by `parse_prompts`."""
 
     prompt: Any = None
+    suffix: Text = ""
     logprobs: Integer | None = None
     add_special_tokens: Boolean = True
     echo: Boolean = False

@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/files`` and ``/v1/batches``; and `jobs_of`: these and background responses as an `Extension`."""
+"""OpenAI's ``/v1/files`` and ``/v1/batches``; and `jobs_of`: all jobs, Anthropic's batches too, as an `Extension`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from quire.http.wire import Body, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.disk import within_disk
 from quire.jobs.files import FileStore, read_form
+from quire.jobs.message_batches import MessageBatches, MessageBatchRequest, is_messages
 from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([smhd])")
@@ -71,12 +72,9 @@ class JobSettings:
 class JobRoutes:
     """The handlers. ``runner`` None: the server has no ``--batch-dir``."""
 
-    def __init__(
-        self, runner: BatchRunner | None, settings: JobSettings, unix_time: Callable[[], float]
-    ) -> None:
+    def __init__(self, runner: BatchRunner | None, settings: JobSettings) -> None:
         self._given = runner
         self._settings = settings
-        self._unix_time = unix_time
 
     def routes(self) -> list[Route]:
         return [
@@ -86,6 +84,7 @@ class JobRoutes:
             Route("/v1/batches", self.batches, methods=["GET", "POST"]),
             Route("/v1/batches/{batch_id}", self.batch, methods=["GET"]),
             Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
+            *MessageBatches(lambda: self._runner, self._settings.max_body_bytes, self._ignored).routes(),
         ]
 
     @property
@@ -133,7 +132,8 @@ class JobRoutes:
         if request.method == "POST":
             with within_disk():
                 return await self._create(request)
-        return page_of(request, [_shown(batch) for batch in self._runner.listed()], default=20, most=100)
+        shown = [_shown(batch) for batch in self._runner.listed() if not is_messages(batch)]
+        return page_of(request, shown, default=20, most=100)
 
     async def batch(self, request: Request) -> Response:
         """One batch: its state and its files."""
@@ -200,10 +200,9 @@ class JobRoutes:
         after_s = None if kept is None else _expires_after(kept, "output_expires_after", ignored)
         values = {
             **asked.model_dump(exclude={"output_expires_after"}),
-            "expires_at": int(self._unix_time()) + seconds,
             "output_expires_after_s": after_s,
         }
-        return json_response(_shown(runner.create(values)))
+        return json_response(_shown(runner.create(values, seconds)))
 
     def _ignored(self) -> Ignored:
         return Ignored.of(lenient=self._settings.lenient, strict=self._settings.strict_fields)
@@ -219,7 +218,7 @@ class JobRoutes:
     def _batch(self, request: Request) -> dict[str, Any]:
         batch_id = request.path_params["batch_id"]
         found = self._runner.get(batch_id)
-        if found is None:
+        if found is None or is_messages(found):
             message = f"There is no batch {clip(batch_id)} here."
             raise NotFoundError(message, param="batch_id", code="batch_not_found")
         return found
@@ -271,14 +270,9 @@ def jobs_of(
     root = None if settings.batch_dir is None else Path(settings.batch_dir)
     try:
         if root is not None:
-            files = FileStore(root, new_id, unix_time)
+            files, most = FileStore(root, new_id, unix_time), settings.batch_concurrency
             runner = BatchRunner(
-                root,
-                files,
-                new_id=new_id,
-                unix_time=unix_time,
-                is_busy=is_busy,
-                concurrency=settings.batch_concurrency,
+                root, files, new_id=new_id, unix_time=unix_time, is_busy=is_busy, concurrency=most
             )
         folder = None if root is None else root / "background"
         background = BackgroundResponses(settings.max_body_bytes, new_id, unix_time, is_ready, folder)
@@ -306,9 +300,12 @@ def jobs_of(
             await stop()
 
     return Extension(
-        JobRoutes(runner, settings, unix_time).routes(),
+        JobRoutes(runner, settings).routes(),
         (ROOT, background.around),
         lifespan,
-        {"/v1/batches": Body("Begin a batch of requests", BatchRequest)},
+        {
+            "/v1/batches": Body("Begin a batch of requests", BatchRequest),
+            "/v1/messages/batches": Body("Begin a batch of messages", MessageBatchRequest),
+        },
         Work(start, stop, background.adopt, is_on_disk=root is not None),
     )

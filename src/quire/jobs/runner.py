@@ -25,6 +25,7 @@ from quire.jobs.disk import BatchFolder
 from quire.jobs.files import FileStore
 from quire.metrics.log import Log
 
+MESSAGES = "/v1/messages"  # of Anthropic's batches
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 LOWEST_PRIORITY = 2**31 - 1  # smaller runs first
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
@@ -67,12 +68,13 @@ class BatchRunner:
                 log.info("batch_resumed", batch=batch["id"], status=batch["status"])
                 self._start(batch)
 
-    def create(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Begin a batch and return its object. ``values``: the fields that the client set."""
+    def create(self, values: dict[str, Any], window_s: int) -> dict[str, Any]:
+        """Begin a batch that has ``window_s`` seconds, and return its object. ``values``: what the client set."""
         batch_id = f"batch_{self._new_id()}"
         batch = {"id": batch_id, "object": "batch", **values, "created_s": self._unix_time()}
         batch["tenant"] = TENANT.get()
         batch["created_at"] = int(batch["created_s"])
+        batch["expires_at"] = batch["created_at"] + window_s
         batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
         batch["request_counts"] = {"total": 0, "completed": 0, "failed": 0}
         self._disk.save(batch)
