@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve gateway-demo test test-quick test-slow test-gpu exact fuzz mutants parity lint bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo test test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -67,6 +67,22 @@ parity: dev  ## compare every family with transformers
 fuzz: dev  ## send 20,000 requests made from the API's own description (schemathesis)
 	$(PIP) schemathesis
 	$(PYTEST) tests/e2e/test_e2e_fuzz.py -m slow -s $(ARGS)
+
+fuzz-sim: dev  ## 10,000 seeds of the scheduler's simulator, with faults; prints what they exercised (about 40 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim.many $(ARGS)
+
+fuzz-real: dev  ## 100,000 random requests through Quill's real engine; none may be a 5xx (about 6 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.real_engine $(ARGS)
+
+fuzz-files: dev  ## coverage-guided fuzzing of request, form and model file readers (atheris; ARGS="--seconds N" per target)
+	$(PIP) atheris
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(ARGS)
+
+faults: dev  ## inject every fault into a live server under 32 streams; prints a table (about 40 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --report $(ARGS)
+
+soak: dev  ## mixed load for 20 minutes (ARGS="--minutes N"); prints how memory, handles and threads grow
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak --report $(ARGS)
 
 mutants: dev  ## plant faults; the suite must catch each
 	$(BIN)/python tools/mutants.py $(ARGS)

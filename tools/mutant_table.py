@@ -51,7 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "hash-without-parent",
         "a block's hash forgets what came before it",
-        "src/quire/cache/block_hash.py",
+        "src/quire/cache/prefix_cache.py",
         "state.update(parent + data[start : start + width])",
         "state.update(data[start : start + width])",
         FUZZ,
@@ -475,7 +475,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "golden-prompt-always-passes",
         "other ids of the golden prompt are no failure",
-        "src/quire/engine/golden.py",
+        "src/quire/engine/guard.py",
         "self._expected is not None and ids != self._expected",
         "False",
         ("tests/engine/test_golden.py",),
@@ -483,7 +483,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "golden-prompt-from-the-cache",
         "the golden prompt is found in the prefix cache",
-        "src/quire/engine/golden.py",
+        "src/quire/engine/guard.py",
         "cache_salt=name",
         "cache_salt=PREFIX",
         ("tests/engine/test_golden.py",),
@@ -491,7 +491,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "golden-events-delivered",
         "the frontend gets the golden prompt's events",
-        "src/quire/engine/golden.py",
+        "src/quire/engine/guard.py",
         "others = [event for event in events if not event.request_id.startswith(PREFIX)]",
         "others = events",
         ("tests/engine/test_golden.py",),
@@ -499,7 +499,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "lost-blocks-stay-lost",
         "blocks that nothing refers to are not looked for",
-        "src/quire/cache/ledger.py",
+        "src/quire/cache/manager.py",
         "if not num_wrong and not num_lost and",
         "if not num_lost or",
         ("tests/cache/test_ledger.py",),

@@ -1,4 +1,4 @@
-// exp, log and sum with the bits of kernels/sampling/exact_math.py: the same IEEE operations in the same order, and
+// exp, log and sum with the bits of kernels/sampling/noise.py: the same IEEE operations in the same order, and
 // nothing contracted. (vec_math.h is faster, and may differ in the last bits.)
 #pragma once
 

@@ -77,7 +77,7 @@ class Sampling:
     typical_p: float = 1.0  # (0, 1]; 1: off
     presence_penalty: float = 0.0  # [-2, 2]
     frequency_penalty: float = 0.0  # [-2, 2]
-    repetition_penalty: float = 1.0  # > 0
+    repetition_penalty: float = 1.0  # [1e-6, 1e6]
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> [-100, 100]
     seed: int | None = None
     max_tokens: int | None = 16  # None: to the end of the context; 0, with prompt_logprobs: the prompt alone
@@ -160,7 +160,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "length_penalty": (-100.0, 100.0, "a number in -100…100"),
     "presence_penalty": (-2.0, 2.0, "a number in -2…2"),
     "frequency_penalty": (-2.0, 2.0, "a number in -2…2"),
-    "repetition_penalty": (math.ulp(0.0), 1e6, "a number > 0"),
+    "repetition_penalty": (1e-6, 1e6, "a number in 0.000001…1000000"),  # smaller ones overflow a logit
     "min_tokens": (0, 2**31, "an integer ≥ 0"),
 }
 _INTEGERS = {"n", "top_k", "min_tokens"}

@@ -13,7 +13,7 @@ from quire.api import anthropic_request as anthropic
 from quire.api import ollama_request as ollama
 from quire.api import protocol as wire
 from quire.api import response_request as responses
-from quire.api.answer_form import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from quire.api.answer_form import FUNCTION, TOOL, JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from quire.api.app import create_app
 from quire.api.chat_messages import Message, TextPart
 from quire.api.ollama import EmbeddingsRequest, EmbedRequest
@@ -22,7 +22,6 @@ from quire.api.pooling import Document, EmbeddingRequest, RerankRequest, ScoreRe
 from quire.api.protocol import DeadlineMs
 from quire.api.state import ApiSettings
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
-from quire.api.tool_use import FUNCTION, TOOL
 from quire.http.wire import Table, Use, rules_of, sections, table_of
 from quire.jobs.message_batches import MessageBatchRequest
 from quire.jobs.routes import BatchRequest, ExpiresAfter

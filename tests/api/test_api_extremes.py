@@ -216,6 +216,13 @@ FOUND: list[tuple[str, dict[str, Any], str]] = [
         {**CHAT, "thinking": {"type": "enabled", "budget_tokens": 2**64}},
         "thinking.budget_tokens",
     ),
+    ("/v1/chat/completions", {**CHAT, "n": -1, "stream": True}, "n"),
+    ("/v1/completions", {"prompt": "hi", "n": -(2**64), "stream": True}, "n"),
+    (
+        "/v1/completions",
+        {"prompt": "hi", "max_tokens": 3, "repetition_penalty": 5e-324},
+        "repetition_penalty",
+    ),
 ]
 
 

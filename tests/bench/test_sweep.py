@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.bench.figures import BOTTOM, HEIGHT, TOP, Series, chart
-from quire.bench.report import sweep_report
+from quire.bench.page import sweep_report
 from quire.bench.runs import knee, sweep
 from quire.bench.summary import RequestRecord, summarize
 

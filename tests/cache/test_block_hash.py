@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from quire.cache.block_hash import block_hash, extend_chain, group_block_hash, root_hash
+from quire.cache.prefix_cache import block_hash, extend_chain, group_block_hash, root_hash
 
 TOKENS = (1, 2, 3, 4)
 
@@ -28,7 +28,7 @@ def test_the_hash_is_the_same_for_ever() -> None:
 
 @pytest.mark.parametrize("hash_seed", ["0", "1"])
 def test_the_hash_does_not_depend_on_the_process(hash_seed: str) -> None:
-    code = "from quire.cache.block_hash import *; print(block_hash(root_hash('m', 16), range(16)).hex())"
+    code = "from quire.cache.prefix_cache import *; print(block_hash(root_hash('m', 16), range(16)).hex())"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

@@ -12,8 +12,7 @@ from tests.fakes.engine import build
 from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import request
 
-from quire.cache.ledger import reclaim
-from quire.cache.manager import CacheManager
+from quire.cache.manager import CacheManager, reclaim
 from quire.clock import VirtualClock
 from quire.engine import child
 from quire.engine.core import EngineCore

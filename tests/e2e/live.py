@@ -23,12 +23,17 @@ class LiveServer:
     """A server process and its base URL. Use as a context manager."""
 
     def __init__(
-        self, command: list[str], log: Path, env: Mapping[str, str] | None = None, ready: str = _READY
+        self,
+        command: list[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        ready: str = _READY,
+        start_s: float = START_TIMEOUT_S,
     ) -> None:
         """``ready``: the pattern of the log that holds the URL."""
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         self.log = log
-        self._ready = ready
+        self._ready, self._start_s = ready, start_s
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
@@ -47,14 +52,14 @@ class LiveServer:
             raise
 
     def _wait(self) -> str:
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + self._start_s
         while time.monotonic() < deadline:
             found = re.search(self._ready, self.log.read_text(errors="replace"))
             if found:
                 return found[1]
             assert self.process.poll() is None, self.log.read_text(errors="replace")
             time.sleep(0.05)
-        raise TimeoutError(f"not ready after {START_TIMEOUT_S} s: {self.log.read_text(errors='replace')}")
+        raise TimeoutError(f"not ready after {self._start_s} s: {self.log.read_text(errors='replace')}")
 
     def stop(self) -> int:
         """SIGTERM, and SIGKILL where that does not help; return the exit status."""

@@ -12,7 +12,7 @@ from tests.engine.test_supervisor import NO_PAUSE, Reader, request, undisturbed
 from tests.engine.toy import engine_config
 
 from quire.clock import VirtualClock
-from quire.engine.golden import NUM_OUTPUT, PREFIX, GoldenPrompt
+from quire.engine.guard import NUM_OUTPUT, PREFIX, GoldenPrompt
 from quire.engine.supervisor import Supervisor
 from quire.errors import EngineDeadError
 from quire.request import Request, TokenEvent

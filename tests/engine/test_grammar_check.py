@@ -80,13 +80,32 @@ def test_what_takes_too_long_is_refused(checker: GrammarChecker, monkeypatch: py
     assert checker.check(StructuredOutputsParams(regex="a")), "a new helper takes over"
 
 
-def test_a_helper_that_dies_is_an_answer(checker: GrammarChecker) -> None:
+def test_a_helper_killed_while_idle_costs_no_request(checker: GrammarChecker) -> None:
     checker.check(FINE)
     (helper,) = checker._pool._all
     helper._popen.kill()
+    helper._popen.wait()
+    assert checker.check(StructuredOutputsParams(regex="ab"))
+    assert len(checker._pool._all) == 1, "the dead one is forgotten"
+
+
+def test_a_helper_killed_at_work_is_replaced_once(checker: GrammarChecker) -> None:
+    def kill_at_work(times: int) -> None:
+        killed: set[object] = set()
+        while len(killed) < times:
+            for helper in list(checker._pool._all):
+                if helper not in killed and helper not in checker._pool._idle:
+                    helper.signal()
+                    killed.add(helper)
+            time.sleep(0.001)
+
+    future = checker.submit(StructuredOutputsParams(regex="a{1,20}"))
+    kill_at_work(1)
+    assert future.result()
+    future = checker.submit(SLOW)
+    kill_at_work(2)
     with pytest.raises(RequestError, match="memory or stack"):
-        checker.check(StructuredOutputsParams(regex="ab"))
-    assert checker.check(StructuredOutputsParams(regex="abc"))
+        future.result()
     assert checker.check(FINE)
 
 

@@ -17,8 +17,10 @@ from tests.fakes.engine import FAKE
 from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
+from quire.engine import process
 from quire.engine.core import AbortRequest, ChangePolicy, FinishSample, Reply
 from quire.engine.process import Boot, Events, ProcessClient, decode, encode
+from quire.engine.spawn import EngineProcess
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError, RequestError
 from quire.request import FinishReason, Request, SampleTiming, SamplingParams, TokenEvent, TokenLogprobs
@@ -69,7 +71,7 @@ class Collected:
 
 @pytest.fixture
 def client() -> Iterator[ProcessClient]:
-    made = ProcessClient(engine_config(), executor=FAKE)
+    made = ProcessClient(engine_config(), executor=f"{FAKE}@3")  # ms per step: messages arrive between two
     yield made
     made.close()
 
@@ -87,6 +89,24 @@ def wait_for(condition: object, seconds: float = 10.0) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def test_a_start_without_disk_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[EngineProcess] = []
+
+    def start(executor: str) -> EngineProcess:
+        made.append(EngineProcess(executor))
+        return made[-1]
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(process, "EngineProcess", start)
+    monkeypatch.setattr(process, "Heartbeat", full)
+    with pytest.raises(OSError, match="No space left"):
+        ProcessClient(engine_config(), executor=FAKE)
+    assert gone(made[0].pid)
+    assert not made[0].directory.exists()
 
 
 def test_requests_through_a_child(client: ProcessClient) -> None:

@@ -136,7 +136,7 @@ def test_a_hostile_template_delays_no_one_else(made: list[Prompts], monkeypatch:
         assert (await prompts.chat(HELLO)).text == "[user] Hello"
         return ticks
 
-    assert asyncio.run(run()) > 20
+    assert asyncio.run(run()) > 3
 
 
 def test_a_helper_renders_what_this_process_would(made: list[Prompts]) -> None:

@@ -86,6 +86,27 @@ def test_requests_between_two_engines_run_exactly_once() -> None:
     assert added == ["early", "late"]
 
 
+def test_a_machine_that_starts_no_process_is_waited_for() -> None:
+    """A full disk, no memory, no file: the requests go on once there is room, and no restart is used up."""
+    fresh, tried = ScriptedClient(), []
+
+    def restart() -> ScriptedClient:
+        tried.append(supervisor.health())
+        if len(tried) < 5:
+            raise OSError(28, "No space left on device")
+        return fresh
+
+    policy = RestartPolicy(max_restarts=1, backoff_s=0.0, start_retry_s=0.0)
+    supervisor = Supervisor(ScriptedClient(die_after=2), restart, VirtualClock(), policy)
+    asked = request("a", n=2)
+    supervisor.send(asked)
+    reader = Reader()
+    reader.read(supervisor, until=2)
+    assert [reader.tokens["a", i] for i in range(2)] == undisturbed(asked)
+    assert supervisor.num_restarts == 1
+    assert (tried[-1].status, "No space left" in str(tried[-1].reason)) == ("restarting", True)
+
+
 def test_too_many_restarts_end_every_request_once() -> None:
     dying = [ScriptedClient(die_after=1) for _ in range(4)]
     policy = RestartPolicy(max_restarts=3, backoff_s=0.0, suspect_deaths=99)

@@ -7,7 +7,7 @@ from tests.exact.engine_run import Policy
 from tests.exact.suite import Case, serve_and_check
 from tests.kernels.triton.device import WARNINGS
 
-from quire.models import random_weights
+from quire.models import loader
 
 pytestmark = [WARNINGS, pytest.mark.triton_interpret, pytest.mark.slow]
 CASES = [
@@ -20,7 +20,7 @@ CASES = [
 def test_everyone_together_equals_each_one_alone(
     case: Case, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(random_weights, "STD", 0.3)
+    monkeypatch.setattr(loader, "STD", 0.3)
     tally = serve_and_check(case, Policy("continuous", "fcfs", budget)).tally
     assert tally.num_cached_tokens > 0
     assert tally.num_draws > 0

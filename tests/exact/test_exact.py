@@ -18,7 +18,7 @@ from tests.exact.suite import POLICIES, Case, deal, serve_and_check, truth_of
 
 from quire.errors import ModelLoadError
 from quire.kernels.registry import NATIVE_LEVELS, backends
-from quire.models import random_weights
+from quire.models import loader
 from quire.models.hub import quill_path
 from quire.request import FinishReason, TokenLogprobs
 from quire.runner.model_runner import ModelRunner
@@ -37,7 +37,7 @@ TALLIES: dict[Case, Tally] = {}
 @pytest.fixture(autouse=True)
 def lively_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a spread of 0.3 the little models have opinions: attention matters and tokens vary."""
-    monkeypatch.setattr(random_weights, "STD", 0.3)
+    monkeypatch.setattr(loader, "STD", 0.3)
 
 
 def run_case(case: Case) -> Tally:

@@ -7,7 +7,7 @@ from tests.exact.engine_run import Policy
 from tests.exact.suite import Case, serve_and_check
 
 from quire.kernels.registry import NATIVE_LEVELS, backends
-from quire.models import random_weights
+from quire.models import loader
 from quire.models.hub import quill_path
 
 LEVEL = next((level for level in NATIVE_LEVELS if level in backends("linear")), None)
@@ -18,7 +18,7 @@ ALL_AT_ONCE = Policy("continuous", "fcfs", 2**15)
 
 @pytest.fixture(autouse=True)
 def lively_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_weights, "STD", 0.3)
+    monkeypatch.setattr(loader, "STD", 0.3)
 
 
 def check_256(model: str, dtype: str, cpu_isa: str, **shape: int) -> None:

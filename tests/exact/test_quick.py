@@ -6,7 +6,7 @@ import pytest
 from tests.exact.engine_run import Policy
 from tests.exact.suite import Case, serve_and_check
 
-from quire.models import random_weights
+from quire.models import loader
 
 CASES = [
     (Case("llama", "float32", 46, num_requests=24), Policy("continuous", "fcfs", 48)),
@@ -16,7 +16,7 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "policy"), CASES, ids=["llama", "sliding"])
 def test_quick(case: Case, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_weights, "STD", 0.3)
+    monkeypatch.setattr(loader, "STD", 0.3)
     tally = serve_and_check(case, policy).tally
     assert tally.num_preemptions > 0
     assert tally.num_forks > 0
@@ -27,7 +27,7 @@ def test_quick(case: Case, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("model", ["llama", "sliding"])
 def test_quick_with_the_model_as_its_own_draft(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft is rejected, whatever preemptions, forks and prefix hits do to the blocks."""
-    monkeypatch.setattr(random_weights, "STD", 0.3)
+    monkeypatch.setattr(loader, "STD", 0.3)
     case = Case(model, "float32", 46 if model == "llama" else 47, num_requests=24)
     tally = serve_and_check(case, Policy("continuous", "fcfs", 48, "self")).tally
     assert tally.num_accepted > 50
@@ -36,7 +36,7 @@ def test_quick_with_the_model_as_its_own_draft(model: str, monkeypatch: pytest.M
 
 
 def test_quick_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_weights, "STD", 0.3)
+    monkeypatch.setattr(loader, "STD", 0.3)
     case = Case("llama", "float32", 48, num_requests=24)
     tally = serve_and_check(case, Policy("continuous", "fcfs", 48, "oracle")).tally
     assert tally.num_accepted > 50

@@ -17,14 +17,14 @@ from quire.config import EngineConfig
 from quire.engine.replay import Outcome, Replay, num_blocks
 from quire.executor.local import LocalExecutor
 from quire.executor.recorder import Recorder, Recording, RecordingExecutor
-from quire.models import random_weights
+from quire.models import loader
 
 EVERYTHING = 10**6
 
 
 @pytest.fixture(autouse=True)
 def _wide_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_weights, "STD", 0.3)
+    monkeypatch.setattr(loader, "STD", 0.3)
 
 
 def record(case: Case, policy: Policy) -> tuple[Recording, EngineConfig, EngineRun]:

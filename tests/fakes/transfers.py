@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tests.fakes.kv import FakePages
 from tests.fakes.model import chain, start_state
 
-from quire.cache.block_hash import extend_chain, group_block_hash, root_hash
+from quire.cache.prefix_cache import extend_chain, group_block_hash, root_hash
 from quire.request import Request
 from quire.step import KvTransfer, TransferDone
 

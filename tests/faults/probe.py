@@ -1,9 +1,14 @@
-"""`Probe`: GETs one path beside an attack, each time over a new connection, and keeps the latencies."""
+"""`Probe`: GETs one path beside an attack, each time over a new connection, and keeps the latencies.
+
+``python -m tests.faults.probe URL`` does so in a process of its own until a line comes, and prints one JSON object.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
+import sys
 import threading
 import time
 from types import TracebackType
@@ -60,14 +65,8 @@ class Probe:
         self.latencies_ms.append((time.perf_counter() - start_s) * 1e3)
 
     def quantile_ms(self, q: float) -> float:
-        """Return the nearest-rank quantile, for example 0.99.
-
-        A slow probe delays the ones after it. They count as if they had been sent on time (HdrHistogram's correction).
-        """
-        interval_ms = self._interval_s * 1e3
-        on_time = [ms - i * interval_ms for ms in self.latencies_ms for i in range(1 + int(ms / interval_ms))]
-        ordered = sorted(on_time)
-        return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+        """Return a quantile of the latencies, as of the function."""
+        return quantile_ms(self.latencies_ms, q, self._interval_s)
 
     @property
     def max_ms(self) -> float:
@@ -78,6 +77,16 @@ class Probe:
             f"{len(self.latencies_ms)} probes, p50 {self.quantile_ms(0.5):.1f} ms, "
             f"p99 {self.quantile_ms(0.99):.1f} ms, max {self.max_ms:.1f} ms, {self.statuses}, {len(self.failed)} failed"
         )
+
+
+def quantile_ms(latencies_ms: list[float], q: float, interval_s: float = INTERVAL_S) -> float:
+    """Return the nearest-rank quantile, for example 0.99.
+
+    A slow probe delays the ones after it. They count as if they had been sent on time (HdrHistogram's correction).
+    """
+    interval_ms = interval_s * 1e3
+    ordered = sorted(ms - i * interval_ms for ms in latencies_ms for i in range(1 + int(ms / interval_ms)))
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
 def send_raw(
@@ -98,3 +107,14 @@ def send_raw(
                 answer += piece
     status, _, rest = answer.partition(b"\r\n\r\n")
     return (int(status.split(b" ", 2)[1]) if status else 0), rest
+
+
+def main() -> None:
+    with Probe(sys.argv[1]) as probe:
+        sys.stdin.readline()
+    said = {"latencies_ms": probe.latencies_ms, "statuses": probe.statuses, "failed": len(probe.failed)}
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -56,6 +56,14 @@ def test_what_was_found_is_refused_by_the_real_engine(
     assert param in answer.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_forbid_every_token_are_the_clients(attacked: LiveServer, stream: bool) -> None:
+    body = {"prompt": "hi", "max_tokens": 4, "min_tokens": 2, "stop_token_ids": [5], "allowed_token_ids": [5]}
+    answer = httpx.post(attacked.url + "/v1/completions", json={**body, "stream": stream}, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert "forbid every id" in answer.text
+
+
 @seed(17)
 @settings(
     max_examples=int(os.environ.get("EXTREMES", "1500")) // 15,

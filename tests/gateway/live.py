@@ -156,6 +156,13 @@ class Live:
             self.headers = response.headers
             return response.status, await response.read()
 
+    async def until_post(self, body: Any, status: int, **headers: str) -> None:
+        """Post until the answer has ``status``."""
+        end_s = time.monotonic() + WAIT_S
+        while (found := (await self.post(body, **headers))[0]) != status:
+            assert time.monotonic() < end_s, f"the status stays {found}"
+            await asyncio.sleep(0.05)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` holds."""
         end_s = time.monotonic() + WAIT_S

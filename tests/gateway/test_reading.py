@@ -133,12 +133,15 @@ def test_headers_to_a_backend() -> None:
         (b"connection", b"close, X-Hop"), (b"x-hop", b"1"), (b"authorization", b"Bearer c"), (b"accept", b"*/*"),
         (b"x-quire-resume", b"forged"), (b"x-forwarded-for", b"1.2.3.4"), (b"content-length", b"5"),
     )  # fmt: skip
-    sent = dict(to_backend(given, "id", None, pass_keys=True))
+    sent = dict(to_backend(given, "id", None, pass_keys=True, trace_id="a" * 32))
     assert sent["authorization"] == "Bearer c"
     assert sent["x-forwarded-for"] == "1.2.3.4, 10.0.0.9"
     assert not {"connection", "x-hop", "x-quire-resume", "content-length"} & set(sent)
-    assert "authorization" not in dict(to_backend(given, "id", None, pass_keys=False))
-    assert dict(to_backend(given, "id", "own", pass_keys=True))["authorization"] == "Bearer own"
+    assert "authorization" not in dict(to_backend(given, "id", None, pass_keys=False, trace_id="a" * 32))
+    assert (
+        dict(to_backend(given, "id", "own", pass_keys=True, trace_id="a" * 32))["authorization"]
+        == "Bearer own"
+    )
 
 
 def test_headers_to_a_client_cannot_carry_a_line_of_their_own() -> None:

@@ -8,8 +8,8 @@ import random
 import pytest
 from tests.scheduler.harness import make_scheduler, request, step
 
-from quire.cache.block_hash import extend_chain, root_hash
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer, EventsLost
+from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.errors import ConfigError
 from quire.gateway.prefix_index import TICKS_TO_LIVE, Holders, PendingIndex, PredictedIndex, ReportedIndex
 from quire.gateway.routing import POLICIES, Demand, Router

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.kernels import huge_pages
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_blocks import SCALE_BYTES, KvView, Layout, can_tile, view_layer
 from quire.kernels.pointwise import ActivationKind
+from quire.kernels.workspace import huge_zeros
 from quire.modelspec import MoeSpec
 from quire.weight_format import WeightFormat
 
@@ -242,10 +242,10 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
     num_blocks = [-(-length // case.block_size) for _, length in case.lengths]
     total = sum(num_blocks) + 3
     piece = case.block_size * (case.head_dim + (0 if case.v_in_k else case.v_head_dim))
-    storage = huge_pages.zeros(total, 2 * case.num_kv_heads * piece, dtype=dtype)  # as a cache has them
+    storage = huge_zeros(total, 2 * case.num_kv_heads * piece, dtype=dtype)  # as a cache has them
     storage.copy_(torch.randn(storage.shape, generator=generator))
     if case.int8 or case.fp8:
-        storage = huge_pages.zeros(
+        storage = huge_zeros(
             total,
             2 * case.num_kv_heads * (piece + case.block_size * SCALE_BYTES),
             dtype=torch.int8 if case.int8 else torch.float8_e4m3fn,

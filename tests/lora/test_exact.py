@@ -15,7 +15,7 @@ from tests.exact.suite import Case, serve_and_check, truth_of
 from tests.lora.peft_files import make_adapters
 
 from quire.kernels.registry import NATIVE_LEVELS, backends
-from quire.models import random_weights
+from quire.models import loader
 from quire.runner.model_runner import ModelRunner
 
 LEVELS = ("reference", *(level for level in NATIVE_LEVELS if level in backends("linear")))
@@ -24,7 +24,7 @@ POLICY = Policy("continuous", "fcfs", 48)
 
 @pytest.fixture(autouse=True)
 def lively_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_weights, "STD", 0.3)
+    monkeypatch.setattr(loader, "STD", 0.3)
 
 
 def case_of(folder: Path, model: str, seed: int, dtype: str, level: str, **more: object) -> Case:

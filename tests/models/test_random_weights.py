@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from tests.models.tiny import SPEC
 
-from quire.models.random_weights import STD, random_weights
+from quire.models.loader import STD, random_weights
 from quire.modelspec import weight_shapes
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quire.families.gguf import BLOCK_TYPES
-from quire.quant.gguf_blocks import decode_rows
-from quire.quant.stored import dequantize
+from quire.quant.stored import decode_rows, dequantize
 
 SEED = 11
 

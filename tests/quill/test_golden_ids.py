@@ -10,7 +10,7 @@ from quire import LLM, SamplingParams
 from quire.args import EngineArgs
 from quire.device import detect_device
 from quire.engine.assemble import configure
-from quire.engine.golden import FILE, NUM_OUTPUT, setup_of
+from quire.engine.guard import FILE, NUM_OUTPUT, setup_of
 from quire.models.hub import quill_path
 
 

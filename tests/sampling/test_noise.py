@@ -10,8 +10,7 @@ import torch
 from tests.sampling import noise_oracle
 
 from quire.kernels.sampling import noise
-from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
-from quire.kernels.sampling.noise import Streams, gumbel_argmax, gumbel_noise
+from quire.kernels.sampling.noise import Streams, exp_f32, gumbel_argmax, gumbel_noise, log_f64, tree_sum
 
 # Random123's kat_vectors: philox 4x32, 10 rounds: counter, key, output.
 KNOWN_ANSWERS = [

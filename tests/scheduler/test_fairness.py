@@ -10,8 +10,8 @@ from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import make_scheduler, request, step
 
 from quire.request import Request, Tenant
-from quire.scheduler.fairness import DECODE, MAX_IDLE_TENANTS, PREFILL, RESIDENCY, FairShares
 from quire.scheduler.policy import PolicyChange
+from quire.scheduler.queue import DECODE, MAX_IDLE_TENANTS, PREFILL, RESIDENCY, FairShares
 from quire.scheduler.scheduler import Scheduler
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.scheduler.harness import Engine, make_scheduler, request, step
 
 from quire.request import Deadline
-from quire.scheduler.promises import Promises
+from quire.scheduler.queue import Promises
 
 
 def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:

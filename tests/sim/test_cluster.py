@@ -11,9 +11,8 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire.executor.timed import Taken
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
-from quire.sim.faults import Add, Kill, Slow, parse_fault
 from quire.sim.latency import Latency, Speculation, Swap
-from quire.sim.replica import ClusterConfig
+from quire.sim.replica import Add, ClusterConfig, Kill, Slow, parse_fault
 from quire.sim.run import Simulated, simulate
 from quire.step import StepResult
 from quire.workload.build import Synthetic, with_cancellations

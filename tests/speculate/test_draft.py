@@ -11,8 +11,7 @@ import pytest
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.args import EngineArgs
 from quire.device import detect_device
-from quire.engine.assemble import configure, llm_args
-from quire.engine.draft_model import check_vocabulary, find_draft
+from quire.engine.assemble import check_vocabulary, configure, find_draft, llm_args
 from quire.errors import ConfigError
 from quire.models.checkpoint import describe, read_tokenizer
 from quire.models.hub import quill_path

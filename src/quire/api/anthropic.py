@@ -17,8 +17,7 @@ from quire.api.anthropic_request import (
     conversation_of,
     form_of,
 )
-from quire.api.context_edits import check_edits
-from quire.api.conversation import OutputPlan, arguments_of, conversation_job
+from quire.api.conversation import OutputPlan, arguments_of, check_edits, conversation_job
 from quire.api.job import Answer, Head, Job, Usage
 from quire.api.parts import Assembler, Event, Kind, Part
 from quire.api.protocol import given_sampling, sampling_params

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
+from quire.api.answer_form import ToolUse, tool_use
 from quire.api.conversation import Conversation, Thinking, call_message, template_variables
 from quire.api.protocol import EFFORTS, SampledFields, Tools
-from quire.api.tool_use import ToolUse, tool_use
 from quire.errors import RequestError, clip
 from quire.http.wire import (
     INT64_MAX,

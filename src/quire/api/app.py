@@ -10,13 +10,12 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from quire.api.about import About
 from quire.api.anthropic import count_tokens, messages_job
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
 from quire.api.finished import FinishedUsage
-from quire.api.health import Models, Probes
+from quire.api.health import About, Models, Probes
 from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
 from quire.api.ollama import embeddings_job as ollama_embeddings_job
 from quire.api.ollama_models import OllamaModels, show

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from quire.api.answer_form import structured_outputs
+from quire.api.answer_form import chat_tools, structured_outputs, tool_use
 from quire.api.chat_messages import template_messages
 from quire.api.conversation import (
     Conversation,
@@ -39,7 +39,6 @@ from quire.api.protocol import (
     stream_options,
 )
 from quire.api.state import ApiState
-from quire.api.tool_use import chat_tools, tool_use
 from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError, clip

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from quire.api.answer_form import chat_tools, tool_use
 from quire.api.chat_messages import template_messages
 from quire.api.conversation import Conversation, Thinking, template_variables
 from quire.api.protocol import EFFORTS, DeadlineField, RequestFields, Tools, check_window, sampling_params
-from quire.api.tool_use import chat_tools, tool_use
 from quire.errors import RequestError
 from quire.http.wire import (
     AnyObject,

@@ -192,13 +192,15 @@ def given_sampling(request: SampledFields) -> dict[str, Any]:
     """
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None}
     check_window(request.repeat_last_n, given, "repeat_last_n")
+    best_of = given.get("best_of")
     if (
-        not given.get("use_beam_search")
+        best_of is not None
+        and not given.get("use_beam_search")
         and request.stream
-        and given.get("best_of", 0) > (given.get("n") or 1)
+        and best_of > (given.get("n") or 1)
     ):
         raise RequestError(
-            f"best_of = {clip(given['best_of'])} is not allowed with stream = true: the best "
+            f"best_of = {clip(best_of)} is not allowed with stream = true: the best "
             "answers are known at the end.",
             param="best_of",
         )

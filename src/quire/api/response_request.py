@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.answer_form import schema_form
+from quire.api.answer_form import ToolUse, schema_form, tool_use
 from quire.api.chat_messages import text_of
 from quire.api.conversation import (
     Conversation,
@@ -17,7 +17,6 @@ from quire.api.conversation import (
     template_variables,
 )
 from quire.api.protocol import EFFORTS, SampledFields, TextContent, Tools
-from quire.api.tool_use import ToolUse, tool_use
 from quire.errors import RequestError, clip
 from quire.http.wire import (
     AnyObject,

@@ -8,8 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.context_edits import check_compaction
-from quire.api.conversation import Conversation, OutputPlan, conversation_job
+from quire.api.conversation import Conversation, OutputPlan, check_compaction, conversation_job
 from quire.api.endpoint import Generation
 from quire.api.job import Answer, Head, Job
 from quire.api.parts import TokenNames

@@ -13,6 +13,8 @@ from jinja2 import Environment
 from rich.console import Console
 from rich.table import Table
 
+from quire.bench.figures import Series, chart
+from quire.bench.summary import ERROR, OK, RequestRecord
 from quire.errors import ConfigError
 
 # Of the table of latencies that `summary_rows` returns.
@@ -100,3 +102,145 @@ def print_summary(out: Console, summary: Mapping[str, Any]) -> None:
         *(f"refused: {count} × {reason}" for reason, count in summary["refused_rows"].items()),
     ]
     out.print("\n".join(lines), highlight=False)
+
+
+TableRows = tuple[Sequence[str], list[list[Any]]]
+
+
+def run_report(
+    title: str,
+    facts: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    records: Sequence[RequestRecord],
+    more: Sequence[str] = (),
+) -> str:
+    """Return the page of one run: facts, summary, CDFs, requests over time; ``more``: further plots at the end."""
+    sections = [
+        Section(tables=[_facts(facts)]),
+        Section("Summary", tables=_summary(summary)),
+        Section("Latency", plots=cdfs(records)),
+        Section("Over time", plots=[*timelines(records), *more]),
+    ]
+    return html_page(title, sections)
+
+
+def sweep_report(
+    title: str,
+    facts: Mapping[str, Any],
+    points: Sequence[Mapping[str, Any]],
+    knee: Mapping[str, Any],
+    records: Sequence[RequestRecord],
+) -> str:
+    """Return the page of a sweep: goodput and latency by load, and the run at the knee.
+
+    ``points``: summaries with ``offered_per_s``.
+    """
+    rate = knee["offered_per_s"]
+    text = (
+        f"Knee: {rate:.4g} requests/s, the smallest load whose goodput ({knee['goodput_per_s']:.4g}/s) is within 5 % "
+        "of the best."
+    )
+    header = ("offered/s", "goodput/s", "requests/s", "output tokens/s", "TTFT p50 ms", "TTFT p95 ms", "TPOT p50 ms",
+              "TPOT p95 ms", "failed")  # fmt: skip
+    sections = [
+        Section(tables=[_facts(facts)]),
+        Section("Load", text, plots=sweep_charts(points, rate)),
+        Section(tables=[(header, [_point(p) for p in points])]),
+        Section("The run at the knee"),
+        Section("Summary", tables=_summary(knee), plots=[*cdfs(records), *timelines(records)]),
+    ]
+    return html_page(title, sections)
+
+
+def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float) -> list[str]:
+    """Return the plots of goodput, latency and tokens by offered load."""
+    ordered = sorted(points, key=lambda p: p["offered_per_s"])
+    load = [p["offered_per_s"] for p in ordered]
+    marks = [(knee, "knee")]
+    goodput = [
+        Series("goodput", load, [p["goodput_per_s"] for p in ordered], "points"),
+        Series("completed", load, [p["requests_per_s"] for p in ordered], "points"),
+        Series("offered", load, load, "dashed"),
+    ]
+    charts = [chart(goodput, title="Goodput", x="offered requests/s", y="requests/s", marks=marks)]
+    for key, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT")):
+        lines = []
+        for part in ("p50", "p95", "p99"):
+            known = [(p["offered_per_s"], p[key][part]) for p in ordered if p[key][part] is not None]
+            lines.append(Series(part, [x for x, _ in known], [y for _, y in known], "points"))
+        charts.append(chart(lines, title=name, x="offered requests/s", y="ms", marks=marks, log_y=True))
+    tokens = [Series("", load, [p["output_tokens_per_s"] for p in ordered], "points")]
+    charts.append(chart(tokens, title="Output", x="offered requests/s", y="tokens/s", marks=marks))
+    return charts
+
+
+def cdfs(records: Sequence[RequestRecord]) -> list[str]:
+    """Return the plots of the distributions of TTFT, TPOT, ITL and E2EL of completed requests."""
+    done = [r for r in records if r.status == OK]
+    values: dict[str, list[float]] = {
+        "TTFT": [r.ttft_s for r in done if r.ttft_s is not None],
+        "TPOT": [r.tpot_s for r in done if r.tpot_s is not None],
+        "ITL": [gap_s for r in done for gap_s in r.itl_s],
+        "E2EL": [r.e2el_s for r in done],
+    }
+    charts = []
+    for name, seconds in values.items():
+        ordered = sorted(s * 1e3 for s in seconds)
+        shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
+        charts.append(chart([Series("", ordered, shares, "steps")], title=name, x="ms", y="share of requests"
+                            if name != "ITL" else "share of tokens"))  # fmt: skip
+    return charts
+
+
+def timelines(records: Sequence[RequestRecord]) -> list[str]:
+    """Return the plots over time, as the client saw them: requests waiting and running, TTFT, failures."""
+    waiting = [(r.arrival_s, r.end_s if r.first_token_s is None else r.first_token_s) for r in records]
+    running = [(r.first_token_s, r.end_s) for r in records if r.first_token_s is not None]
+    levels = [
+        Series("waiting for the first token", *levels_of(waiting), "steps"),
+        Series("running", *levels_of(running), "steps"),
+    ]
+    late = [(r.arrival_s, r.ttft_s * 1e3) for r in records if r.status == OK and r.ttft_s is not None]
+    late.sort()
+    by_arrival = [Series("TTFT", [x for x, _ in late], [y for _, y in late])]
+    charts = [
+        chart(levels, title="Requests over time", x="s", y="requests"),
+        chart(by_arrival, title="TTFT by arrival", x="arrival, s", y="ms"),
+    ]
+    failed = sorted(r.end_s for r in records if r.status == ERROR)
+    if failed:
+        count = [float(i + 1) for i in range(len(failed))]
+        line = Series("", failed, count, "steps")
+        charts.append(chart([line], title="Failures so far", x="s", y="requests"))
+    return charts
+
+
+def levels_of(spans: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return (times, number of the (start, end) spans that are open from each time on)."""
+    changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
+    times, counts, level = [0.0], [0.0], 0
+    for time_s, change in changes:
+        level += change
+        times.append(time_s)
+        counts.append(float(level))
+    return times, counts
+
+
+def _facts(facts: Mapping[str, Any]) -> TableRows:
+    return ("", ""), [[key, str(value)] for key, value in facts.items()]
+
+
+def _summary(summary: Mapping[str, Any]) -> list[TableRows]:
+    """Return the tables of latencies, and of rates and counts."""
+    names = ("requests_per_s", "goodput_per_s", "output_tokens_per_s", "input_tokens_per_s", "duration_s",
+             "num_requests", "num_completed", "num_cancelled", "num_failed", "num_refused_rows")  # fmt: skip
+    rows = [[name.replace("_per_s", "/s").replace("_", " "), summary[name]] for name in names]
+    rows += [[f"failed: {kind}", count] for kind, count in summary["errors"].items()]
+    rows += [[f"refused: {reason}", count] for reason, count in summary["refused_rows"].items()]
+    return [(SUMMARY_HEADER, summary_rows(summary)), (("", ""), rows)]
+
+
+def _point(p: Mapping[str, Any]) -> list[Any]:
+    latencies = [p[key][part] for key in ("ttft_ms", "tpot_ms") for part in ("p50", "p95")]
+    return [p["offered_per_s"], p["goodput_per_s"], p["requests_per_s"], p["output_tokens_per_s"], *latencies,
+            p["num_failed"]]  # fmt: skip

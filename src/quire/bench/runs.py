@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.args import ServeBenchArgs
-from quire.bench.page import console, finite, print_summary, write
-from quire.bench.report import run_report, sweep_report
+from quire.bench.page import console, finite, print_summary, run_report, sweep_report, write
 from quire.bench.summary import RequestRecord
 from quire.errors import ConfigError
 from quire.workload.build import Synthetic, at_rate, from_trace, with_cancellations

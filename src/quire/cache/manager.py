@@ -1,6 +1,8 @@
 """`CacheManager`: what the scheduler asks of the cache — match, admit, allocate, fork, slide, release.
 
-Publishing and withdrawing are in `publisher`, reference counts and steps in `references`.
+Publishing and withdrawing are in `publisher`, reference counts and steps in `references`. `reclaim` puts the books
+right while nothing runs: a block that is neither in the prefix tree nor free comes of a bug, which must not cost memory
+until the next restart.
 
     fork of a sequence at token 40, block size 16       a full hit of 32 tokens: the last one is computed again
 
@@ -13,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.cache.block_hash import extend_chain, root_hash
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import NO_BLOCK, BlockTable, Windows
-from quire.cache.events import EventBuffer
-from quire.cache.prefix_cache import Hit, PrefixCache
+from quire.cache.events import BlockRemoved, EventBuffer
+from quire.cache.prefix_cache import Hit, PrefixCache, extend_chain, root_hash
 from quire.cache.references import Publisher, References
 from quire.config import CacheConfig
 
@@ -199,3 +200,29 @@ class CacheManager:
             ids = self.references.take_many(num_rows * self._num_groups)
             for group, rows in enumerate(table.rows):
                 rows.extend(ids[group :: self._num_groups])
+
+
+def reclaim(cache: CacheManager) -> int:
+    """Put the books of ``cache`` right; return how many blocks were counted wrongly.
+
+    Only while no sequence, step or transfer refers to blocks. Where the books are wrong, they begin anew, and the whole
+    tree is forgotten: nothing says which of its blocks still have their content.
+    """
+    pool, prefix = cache.pool, cache.prefix
+    assert not cache.references.steps
+    assert not cache.references.transfers
+    in_tree = [node is not None for node in prefix.node_of]
+    num_wrong = sum(map(int.__ne__, pool.ref_counts, in_tree))
+    num_lost = abs(pool.num_blocks - pool.num_free - prefix.num_blocks)
+    if not num_wrong and not num_lost and pool.is_whole and prefix.num_idle == prefix.num_blocks:
+        return 0
+    if prefix.events is not None:
+        for node in prefix.nodes.values():
+            if node.has_blocks:
+                prefix.events.add(BlockRemoved(node.block_hash, node.groups))
+    fresh = CacheManager(cache.config, prefix.events)
+    fresh.prefix.num_evicted = prefix.num_evicted
+    fresh.references.applied_step = cache.references.applied_step
+    cache.pool, cache.prefix = fresh.pool, fresh.prefix
+    cache.references, cache.publisher = fresh.references, fresh.publisher
+    return max(num_wrong, num_lost, 1)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.cache.block_hash import group_block_hash
 from quire.cache.block_table import NO_BLOCK, BlockTable, Node
 from quire.cache.manager import CacheManager
+from quire.cache.prefix_cache import group_block_hash
 from quire.cache.references import TransferBlocks
 from quire.step import TransferBlock
 

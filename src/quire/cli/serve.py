@@ -210,7 +210,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
 
 def golden_prompt(config: Any, interval_s: float, clock: Any) -> Any:
     """Return the check of the engines' answers, None with an interval of 0."""
-    from quire.engine.golden import GoldenPrompt, golden_folder
+    from quire.engine.guard import GoldenPrompt, golden_folder
 
     return GoldenPrompt(config, golden_folder(), clock, interval_s) if interval_s else None
 

@@ -12,7 +12,7 @@ from quire.bench.compare import compare, report
 from quire.clock import WallClock
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
-from quire.engine.golden import GoldenPrompt
+from quire.engine.guard import GoldenPrompt
 from quire.engine.process import ProcessClient
 from quire.engine.recording_file import about, recorder_config
 from quire.engine.request_log import RequestLog, keep_requests

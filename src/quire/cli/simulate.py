@@ -12,8 +12,7 @@ from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.bench.page import console, show
 from quire.bench.runs import Measured, Outcome, make_workload
 from quire.errors import ConfigError
-from quire.sim.report import both_sweeps, read_sweep, summary_of, timeline_charts
-from quire.sim.run import simulate
+from quire.sim.run import both_sweeps, read_sweep, simulate, summary_of, timeline_charts
 from quire.sim.setup import Setup, set_up
 from quire.workload.request import Workload
 from quire.workload.slo import Slo

@@ -1,17 +1,180 @@
-"""`EngineGuard`: what a supervisor looks at while it receives from an engine: is it late, and are its answers right?"""
+"""`EngineGuard`: what a supervisor looks at while it receives from an engine: is it late, and are its answers right?
+
+`GoldenPrompt`: a fixed prompt whose greedy continuation has to be the same at every start and while the server runs.
+
+Generation is exact, so another token means that something is broken: memory, a kernel, a file of weights. The ids of
+the first start are kept in a file of the user's cache folder, under a key of all that may change them: model, formats,
+level of the kernels, and the code of the kernels. A model folder may bring its own (``golden.json``; Quill does).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
 import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+import quire
+from quire.clock import Clock
+from quire.config import EngineConfig
 from quire.engine.client import EngineClient
-from quire.engine.golden import GoldenPrompt
 from quire.errors import EngineDeadError
 from quire.metrics.log import Log
-from quire.request import TokenEvent
+from quire.request import FinishReason, Request, SamplingParams, TokenEvent
+
+NUM_PROMPT, NUM_OUTPUT = 24, 8  # tokens
+FILE = "golden.json"  # of a model folder: {"prompt": […], "ids": {setup: […]}}
+PREFIX = "golden/"  # of the ids of these requests, which no client can give
+_CODE = ("kernels", "layers", "models", "quant", "runner", "sampling")
+log = Log("supervisor")
+
+
+class GoldenPrompt:
+    """The check of one server's engines. Belongs to the thread that receives."""
+
+    def __init__(self, config: EngineConfig, folder: Path, clock: Clock, interval_s: float) -> None:
+        """``folder``: where ids are kept. ``interval_s``: between two checks of an idle engine."""
+        self._clock, self._interval_s = clock, interval_s
+        self._prompt = _prompt(config)
+        self._kept = folder / f"{_key(config)}.json"
+        shipped = _read(Path(config.model.path) / FILE)
+        self._expected: list[int] | None = shipped.get("ids", {}).get(setup_of(config))
+        self._source = "those that the model brings"
+        if self._expected is not None:
+            self._prompt = shipped["prompt"]
+        elif config.determinism == "exact":
+            self._expected = _read(self._kept).get("ids")
+            self._source = f"those of the first start ({self._kept}; delete it if they were wrong)"
+        self._is_exact = config.determinism == "exact"
+        self._next_s = 0.0
+        self._count = self._num_failures = 0
+        self._ids: list[int] | None = None  # so far, while a check runs
+        self.problem: str | None = None  # why the last check failed
+
+    @property
+    def is_running(self) -> bool:
+        return self._ids is not None
+
+    def begin(self, client: EngineClient) -> None:
+        """Start a check. A fresh salt keeps its prompt from being found in the prefix cache."""
+        self._count += 1
+        self._ids = []
+        name = f"{PREFIX}{self._count}"
+        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT).resolve(
+            seed=0, max_tokens=NUM_OUTPUT, eos_token_ids=(), bad_words_token_ids=()
+        )
+        request = Request(name, tuple(self._prompt), sampling, self._clock.now(), cache_salt=name)
+        client.send(request)
+
+    def look(self, client: EngineClient, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Take the check's own events out of ``events``; start a check where one is due and the engine is idle.
+
+        Raises:
+            EngineDeadError: a check failed twice.
+        """
+        if self.is_running:
+            others = [event for event in events if not event.request_id.startswith(PREFIX)]
+            for event in events:
+                if event.request_id == f"{PREFIX}{self._count}":
+                    self._take(event, client)
+            return others
+        if not events and self._clock.now() >= self._next_s:
+            stats = client.stats()
+            if not stats.num_running and not stats.num_waiting and client.health().status == "ready":
+                self.begin(client)
+        return events
+
+    def forget(self) -> None:
+        """The engine is another one now."""
+        self._ids, self._num_failures = None, 0
+
+    def _take(self, event: TokenEvent, client: EngineClient) -> None:
+        assert self._ids is not None
+        self._ids += event.token_ids
+        if event.finish_reason is None:
+            return
+        ids, self._ids = self._ids, None
+        self._next_s = self._clock.now() + self._interval_s
+        if event.finish_reason is not FinishReason.LENGTH and event.error_kind != "step":
+            return  # refused, as where the queue is full: it says nothing of the model
+        problem = event.error
+        if problem is None and self._expected is not None and ids != self._expected:
+            problem = f"its ids are {ids}, and {self._source} are {self._expected}"
+        if problem is None:
+            self._pass(ids)
+            return
+        self._num_failures += 1
+        self.problem = f"the golden prompt failed: {problem}"
+        log.error("golden_prompt_failed", problem=problem, failures=self._num_failures)
+        if self._num_failures == 2:
+            raise EngineDeadError(f"The engine gives wrong answers: {self.problem}.")
+        self.begin(client)
+
+    def _pass(self, ids: list[int]) -> None:
+        self.problem, self._num_failures = None, 0
+        if self._expected is not None or not self._is_exact:
+            return
+        self._expected = ids
+        try:
+            self._kept.parent.mkdir(parents=True, exist_ok=True)
+            whole = self._kept.with_suffix(f".{os.getpid()}")
+            whole.write_text(json.dumps({"prompt": list(self._prompt), "ids": ids}))
+            whole.replace(self._kept)
+        except OSError as error:
+            log.warning("golden_prompt_not_kept", error=error)
+
+
+def golden_folder() -> Path:
+    """Return the folder of the ids that are kept: ``$XDG_CACHE_HOME/quire/golden``."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "quire" / "golden"
+
+
+def setup_of(config: EngineConfig) -> str:
+    """Return in one word how a model runs, as a key of `FILE`: kernels, types, formats."""
+    model = config.model
+    return "/".join(
+        (config.device.kind, config.runner.kernels, model.dtype, model.kv_dtype, model.quantize or "-")
+    )
+
+
+def _prompt(config: EngineConfig) -> list[int]:
+    """Return ids from all over the vocabulary, that fit the context."""
+    size = config.model.spec.vocab_size
+    count = max(1, min(NUM_PROMPT, config.model.max_model_len - NUM_OUTPUT - 1))
+    return [(7 + 1009 * i) % size for i in range(count)]
+
+
+def _key(config: EngineConfig) -> str:
+    """Return a digest of all that ids may depend on."""
+    model, digest = config.model, hashlib.blake2b(digest_size=12)
+    scope = (
+        config.cache.model_key, model.path, model.seed, model.max_model_len, setup_of(config),
+        config.cache.block_size, config.runner.batch_invariant, config.device.name, version("torch"),
+    )  # fmt: skip
+    digest.update(repr(scope).encode())
+    root = Path(quire.__file__).parent
+    native = find_spec("quire._native")
+    files = [path for name in _CODE for path in sorted((root / name).rglob("*.py"))]
+    for path in [*files, *([Path(native.origin)] if native is not None and native.origin else [])]:
+        digest.update(hashlib.blake2b(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
 
 _LOOK_S = 0.25  # between two looks at an engine that sends nothing
-log = Log("supervisor")
 
 
 class EngineGuard:

@@ -237,6 +237,13 @@ class HelperPool:
             self._num_waiting -= 1
 
     def _perform(self, task: Task, finish: Callable[[bytearray | None, bool], T]) -> T:
+        answer, late = self._attempt(task)
+        if answer is None and not late and not task.dropped:  # died, of the task or of a kill from outside
+            answer, late = self._attempt(task)
+        return finish(answer, late)
+
+    def _attempt(self, task: Task) -> tuple[bytearray | None, bool]:
+        """Return a helper's answer, or None and whether it was too late."""
         helper = self._take()
         task.helper = helper
         ready = helper.greeting is not None and not task.dropped
@@ -245,12 +252,16 @@ class HelperPool:
         task.helper = None
         late = answer is None and helper.is_running()
         self._put_back(helper)
-        return finish(answer, late)
+        return answer, late
 
     def _take(self) -> HelperProcess:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                helper = self._idle.pop()
+                if helper.is_running(0.0):
+                    return helper
+                self._all.discard(helper)
+                helper.kill()
         memory = _TEXT_LIMIT_BYTES if self._kind == "text" else MEMORY_LIMIT_BYTES
         helper = HelperProcess(self._kind, {**self._head(), "memory": memory})
         with self._lock:
@@ -301,10 +312,10 @@ class HelperProcess:
             self.alive = False
             return None
 
-    def is_running(self) -> bool:
+    def is_running(self, wait_s: float = 0.2) -> bool:
         """Return whether the process lives; one that has closed its pipe gets a moment to end."""
         try:
-            self._popen.wait(timeout=0.2)
+            self._popen.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
             return True
         return False

@@ -43,7 +43,11 @@ class ProcessClient:
         log_format: LogStyle = "human",
         process: EngineProcess | None = None,
     ) -> None:
-        """``process``: a child that was started earlier with the same ``executor``. None: start one now."""
+        """``process``: a child that was started earlier with the same ``executor``. None: start one now.
+
+        Raises:
+            OSError: there is no disk, memory or file for it; nothing is left behind.
+        """
         self._process = process or EngineProcess(executor)
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PUSH)
@@ -51,7 +55,13 @@ class ProcessClient:
         for end in (self._inbox, self._events):
             end.set_hwm(0)
         self._inbox.reconnect_ivl = 5  # ms; the child binds once it is up
-        self._events.bind(f"ipc://{self._process.directory}/events.ipc")
+        try:
+            self._heartbeat = Heartbeat(self._process.directory / HEARTBEAT)
+            self._events.bind(f"ipc://{self._process.directory}/events.ipc")
+        except (OSError, zmq.ZMQError) as error:
+            self._context.destroy(linger=0)
+            self._process.close(0.0)
+            raise OSError(error.errno, error.strerror) from error
         self._inbox.connect(f"ipc://{self._process.directory}/inbox.ipc")
         self._wake, self._woken = socket.socketpair()
         self._poller = zmq.Poller()
@@ -62,7 +72,6 @@ class ProcessClient:
         self._dead: EngineDeadError | None = None
         self._stats = EngineStats()
         self._replies: list[Reply] = []
-        self._heartbeat = Heartbeat(self._process.directory / HEARTBEAT)
         self._watch = HangWatch(self._heartbeat, time.monotonic())
         self.send(Boot(config, log_level, log_format))
 

@@ -20,7 +20,7 @@ import msgspec
 from quire.clock import Clock
 from quire.engine.client import EngineClient
 from quire.engine.core import AbortRequest, FinishSample, Message
-from quire.engine.golden import PREFIX
+from quire.engine.guard import PREFIX
 from quire.engine.recording_file import keep
 from quire.errors import ConfigError
 from quire.metrics.log import Log

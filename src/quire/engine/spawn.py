@@ -37,6 +37,13 @@ class EngineProcess:
         self.directory = Path(
             tempfile.mkdtemp(prefix="quire-", dir=base if len(base.encode()) < _MAX_DIR_BYTES else "/tmp")
         )
+        try:
+            self._start(executor)
+        except OSError:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
+
+    def _start(self, executor: str) -> None:
         self.life, theirs = socket.socketpair()  # readable once the child is dead
         with theirs:
             arguments = [str(theirs.fileno()), str(self.directory), executor]

@@ -20,8 +20,7 @@ from quire.clock import Clock
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient, EngineHealth
 from quire.engine.core import Message, Reply
-from quire.engine.golden import GoldenPrompt
-from quire.engine.guard import EngineGuard
+from quire.engine.guard import EngineGuard, GoldenPrompt
 from quire.engine.in_flight import InFlight
 from quire.engine.quarantine import Quarantine, send_again
 from quire.errors import EngineDeadError, QuireError
@@ -40,6 +39,7 @@ class RestartPolicy:
     window_s: float = 600.0
     backoff_s: float = 0.25  # before the second restart in a window; doubles with each
     max_backoff_s: float = 30.0
+    start_retry_s: float = 1.0  # where the machine can start no process at all
     suspect_deaths: int = 2  # a request that was in flight in this many deaths has to run alone first
     # An engine that is so far beyond the predicted end of its step is killed; 0: never.
     hang_timeout_s: float = 10.0
@@ -205,14 +205,26 @@ class Supervisor:
         return True
 
     def _start(self) -> EngineClient | None:
-        """Replace the dead client by a new one; None if closed meanwhile."""
+        """Replace the dead client by a new one; None if closed meanwhile.
+
+        While the machine has no disk, memory or file for another process, try again each second: no engine has died
+        then, so these attempts are not restarts.
+        """
         self._client.close()
-        client = self._restart()
-        with self._lock:
-            if not self._closed.is_set():
-                self._client = client  # before it is ready, so that `close` can reach it
-                return client
-        client.close()
+        while not self._closed.is_set():
+            try:
+                client = self._restart()
+            except OSError as error:
+                log.error("engine_cannot_start", error=error)
+                self._reason = EngineDeadError(f"No engine can be started now: {error}")
+                self._retry_at_s = self._clock.now() + self._policy.start_retry_s
+                self._closed.wait(self._policy.start_retry_s)
+                continue
+            with self._lock:
+                if not self._closed.is_set():
+                    self._client = client  # before it is ready, so that `close` can reach it
+                    return client
+            client.close()
         return None
 
     def _readmit(self, client: EngineClient) -> list[TokenEvent]:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import ConfigError, RequestError
+from quire.gateway.admin_keys import AdminKeys
 from quire.gateway.config import checked_url
 from quire.gateway.discovery import Registration
 from quire.gateway.fleet import Backend
@@ -59,6 +60,7 @@ def admin_app(state: GatewayState) -> ASGIApp:
             Route("/admin/backends/{name:path}", admin.deregister, methods=["DELETE"]),
             Route("/admin/backends/{name:path}", admin.change, methods=["PATCH"]),
             Route("/admin/routing", admin.routing, methods=["GET"]),
+            *AdminKeys(state).routes(),
         ],
         middleware=[
             Middleware(NoBrowsers),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from quire.gateway.admin import admin_app
 from quire.gateway.model_routes import MODEL_PATHS, model_app
@@ -78,7 +80,9 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
     )
     app.router.redirect_slashes = False
     models = None if state.pool is None else model_app(state.pool, count)
-    return _Split(app, admin_app(state), models)
+    split: Any = _Split(app, admin_app(state), models)
+    trusted = list(state.config.server.forwarded_allow_ips)
+    return cast(ASGIApp, ProxyHeadersMiddleware(split, trusted)) if trusted else split
 
 
 class _Split:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -50,6 +51,8 @@ class GatewayArgs:
     max_file_mib: int = 100
     drain_timeout_s: float = 30.0
     access_log: bool = False
+    access_log_file: str | None = None
+    forwarded_allow_ips: tuple[str, ...] = ()
 
     @property
     def checks_keys(self) -> bool:
@@ -226,6 +229,13 @@ def _check_whole(config: GatewayConfig, origin: str) -> None:
         for other in model.fallbacks:
             if other in config.models and config.models[other] is model:
                 raise ConfigError(f"{origin}: model {model.name!r} has itself ({other!r}) as a fallback")
+    for network in config.server.forwarded_allow_ips:
+        try:
+            ip_network(network, strict=False)
+        except ValueError:
+            raise ConfigError(
+                f"{origin}: forwarded_allow_ips: {network!r} must be an address or a network, such as 10.0.0.0/8"
+            ) from None
     if any(not key for key in (*config.server.api_keys, config.server.admin_key or "x")):
         raise ConfigError(f"{origin}: a key is the empty text; leave it out, or give one")
 

@@ -18,6 +18,7 @@ from quire.gateway.migrate import Continuation
 from quire.gateway.upstream import BackendFailed
 from quire.gateway.usage import Usage
 from quire.http.account import Account
+from quire.http.body import header
 
 # broken: after the first bytes; left: the client did; filtered: a filter refused the request or the answer
 Outcome = Literal["ok", "refused", "failed", "broken", "left", "filtered"]
@@ -64,6 +65,12 @@ class Exchange:
     @property
     def account(self) -> Account:
         return Account(self.ledger_id, self.tenant, self.key, self.weight)
+
+    @property
+    def trace_id(self) -> str:
+        """The trace that the request belongs to: the client's, else one of its own (W3C's trace context)."""
+        given = header(self.scope, b"traceparent")
+        return given[3:35].decode("latin-1") if given is not None else self.ledger_id
 
     @property
     def explains(self) -> bool:

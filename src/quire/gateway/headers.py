@@ -25,12 +25,13 @@ _WRITTEN_ANEW = frozenset((b"content-length", b"date", b"server", b"x-request-id
 
 
 def to_backend(
-    scope: Scope, request_id: str, api_key: str | None, *, pass_keys: bool
+    scope: Scope, request_id: str, api_key: str | None, *, pass_keys: bool, trace_id: str
 ) -> list[tuple[str, str]]:
     """Return the headers of the request to a backend.
 
     ``api_key``: the backend's own, which replaces the client's. Without one the client's key passes only where the
-    gateway checks no keys itself. Headers that begin with ``x-quire-`` are the gateway's to set.
+    gateway checks no keys itself. Headers that begin with ``x-quire-`` are the gateway's to set. A request without
+    ``traceparent`` begins the trace ``trace_id`` (32 hexadecimal digits).
     """
     pairs = scope["headers"]
     dropped = _HOP_BY_HOP | _REPLACED | _named_by_connection(pairs)
@@ -48,6 +49,8 @@ def to_backend(
     hops = [*filter(None, [came_through]), *([client[0]] if client else [])]
     if hops:
         kept.append(("x-forwarded-for", ", ".join(hops)))
+    if header(scope, b"traceparent") is None:
+        kept.append(("traceparent", f"00-{trace_id}-{trace_id[16:]}-01"))
     return [*kept, ("x-request-id", request_id), ("accept-encoding", "identity")]
 
 

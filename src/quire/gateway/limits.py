@@ -160,6 +160,10 @@ class Reservation:
 class Store(Protocol):
     """The books. `MemoryStore` and `RedisStore` decide alike."""
 
+    @property
+    def is_degraded(self) -> bool:
+        """Whether they are this process's own for now."""
+
     async def take(self, request_id: str, charges: Sequence[Charge]) -> Decision:
         """Add all charges to the books, or none where one of them does not fit."""
         ...
@@ -175,6 +179,8 @@ class Store(Protocol):
 
 class MemoryStore:
     """The books of one gateway. Rates follow ``clock``, which no change of the system's time moves."""
+
+    is_degraded = False
 
     def __init__(self, clock: Clock, wall: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -329,6 +335,26 @@ class Limits:
                 changes.append(Charge(charge.quota, charge.key, actual - charge.amount))
         if changes:
             await self._store.change(reservation.request_id, changes)
+
+    @property
+    def is_degraded(self) -> bool:
+        return self._store.is_degraded
+
+    async def left(self, owners: Iterable[tuple[str, str]], models: Sequence[str]) -> list[Left]:
+        """Return what (key, tenant) each have left of their quotas, with those of each tenant at ``models``."""
+        wall, found = self._wall(), {}
+        for key, tenant in owners:
+            for model in models or [""]:
+                found.update({quota.name: quota for quota in self._table.quotas(key, tenant, model)})
+        charges = [Charge(q, q.key(wall), 0) for q in found.values() if q.period != "concurrent"]
+        decision = await self._store.take("", charges) if charges else Decision(())
+        open_keys = [charge.key for each in self._open.values() for charge in each.charges]
+        places = [
+            Left(q, max(0, q.capacity - open_keys.count(q.key(wall))), 0.0)
+            for q in found.values()
+            if q.period == "concurrent"
+        ]
+        return sorted([*decision.left, *places], key=lambda each: each.quota.name)
 
     async def renew(self) -> None:
         """Renew the leases of the open requests: to be called at least every `LEASE_S` / 3."""

@@ -18,6 +18,13 @@ from quire.metrics.engine_stats import Histogram
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
+MAX_TENANTS = 200
+_ENVOY_FAILURES = (
+    ("envoy_cluster_upstream_rq_timeout", "timeout", "Attempts that timed out."),
+    ("envoy_cluster_upstream_cx_connect_fail", "connect", "Attempts without a connection."),
+    ("envoy_cluster_upstream_rq_rx_reset", "broken", "Attempts whose connection ended early."),
+)
+
 
 class GatewayMetrics:
     """Counted by request; the gauges are read from the fleet at each scrape."""
@@ -31,6 +38,9 @@ class GatewayMetrics:
         self.migrations: Counter[tuple[str]] = Counter()  # (backend that went on,)
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # (backend, model, prompt | cached | output)
         self.filters: Filters | None = None
+        self.tenants: Counter[tuple[str, str]] = Counter()  # (tenant, outcome)
+        self.tenant_tokens: Counter[tuple[str, str]] = Counter()  # (tenant, prompt | cached | output)
+        self._tenants: set[str] = set()
         self._ttft: dict[str, Histogram] = defaultdict(lambda: Histogram(_SECONDS))
         self._total: dict[str, Histogram] = defaultdict(lambda: Histogram(_SECONDS))
         self.registry = CollectorRegistry(auto_describe=False)
@@ -40,6 +50,8 @@ class GatewayMetrics:
     def ended(self, exchange: Exchange, now: float) -> None:
         """Count a request."""
         self.requests[exchange.path, str(exchange.status), exchange.outcome] += 1
+        tenant = self._tenant(exchange.tenant)
+        self.tenants[tenant, "limited" if exchange.status == 429 else exchange.outcome] += 1
         backend, target, usage = exchange.backend, exchange.target, exchange.usage
         if backend is None or target is None:
             return
@@ -48,7 +60,18 @@ class GatewayMetrics:
         if exchange.first_s is not None:
             self._ttft[backend.name].observe(exchange.first_s - exchange.arrival_s)
         for kind in ("prompt", "cached", "output"):
-            self.tokens[backend.name, target.model, kind] += getattr(usage, f"{kind}_tokens") or 0
+            num = getattr(usage, f"{kind}_tokens") or 0
+            self.tokens[backend.name, target.model, kind] += num
+            self.tenant_tokens[tenant, kind] += num
+
+    def _tenant(self, name: str) -> str:
+        """Return the label of a tenant: the first `MAX_TENANTS` have their own."""
+        if name in self._tenants:
+            return name
+        if len(self._tenants) >= MAX_TENANTS:
+            return "other"
+        self._tenants.add(name)
+        return name
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Return (body, content type) of /metrics for an Accept header."""
@@ -67,6 +90,13 @@ class GatewayMetrics:
                        ("backend",), self.migrations)  # fmt: skip
         yield _counter("quire:gateway_tokens", "Tokens by backend, model and kind, as answers say.",
                        ("backend", "model", "kind"), self.tokens)  # fmt: skip
+        yield _counter("quire:gateway_tenant_requests", "Requests by tenant and outcome; limited: status 429.",
+                       ("tenant", "outcome"), self.tenants)  # fmt: skip
+        yield _counter("quire:gateway_tenant_tokens", "Tokens by tenant and kind, as answers say.",
+                       ("tenant", "kind"), self.tenant_tokens)  # fmt: skip
+        for name, kind, text in _ENVOY_FAILURES:
+            counts = {(backend,): n for (backend, found), n in self.failures.items() if found == kind}
+            yield _counter(name, text, ("backend",), counts)
         if self.filters is not None:
             yield _counter("quire:gateway_filter_verdicts", "Verdicts by filter, before or after the model.",
                            ("filter", "when", "verdict"), self.filters.counts)  # fmt: skip
@@ -79,19 +109,42 @@ class GatewayMetrics:
                        ("backend",), ejections)  # fmt: skip
         yield _histogram("quire:gateway_time_to_first_token_seconds", "Arrival to first frame.", self._ttft)
         yield _histogram("quire:gateway_request_seconds", "Arrival to end.", self._total)
-        healthy = GaugeMetricFamily("vllm:healthy_pods_total", "1: ready.", labels=["server"])
-        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in flight.", labels=["server"])
-        for backend in self._fleet:
-            healthy.add_metric([backend.name], float(backend.is_ready))
-            running.add_metric([backend.name], self._fleet.router.loads[backend.number].requests)
-        yield healthy
-        yield running
+        yield from self._gauges()
+
+    def _gauges(self) -> Iterator[Metric]:
+        """Yield what is so now, by backend and by model."""
+        loads, backends = self._fleet.router.loads, list(self._fleet)
+        yield _gauge("vllm:healthy_pods_total", "1: ready.", "server",
+                     {b.name: float(b.is_ready) for b in backends})  # fmt: skip
+        for name, label in (
+            ("vllm:num_requests_running", "server"),
+            ("envoy_cluster_upstream_rq_active", "backend"),
+        ):
+            yield _gauge(
+                name, "Requests in flight.", label, {b.name: loads[b.number].requests for b in backends}
+            )
+        yield _gauge("vllm:num_prefill_requests", "Requests in flight without a first token.", "server",
+                     {b.name: loads[b.number].pending for b in backends})  # fmt: skip
+        yield _gauge("vllm:num_decoding_requests", "Requests in flight with a first token.", "server",
+                     {b.name: loads[b.number].requests - loads[b.number].pending for b in backends})  # fmt: skip
+        serving = {model: self._fleet.serving(model) for model in self._fleet.models}
+        yield _gauge("envoy_cluster_membership_total", "Backends by model.", "envoy_cluster_name",
+                     {model: len(each) for model, each in serving.items()})  # fmt: skip
+        yield _gauge("envoy_cluster_membership_healthy", "Ready backends by model.", "envoy_cluster_name",
+                     {model: sum(b.is_ready for b in each) for model, each in serving.items()})  # fmt: skip
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, int]) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=labels)
     for values, count in sorted(counts.items()):
         family.add_metric(values, count)
+    return family
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
     return family
 
 

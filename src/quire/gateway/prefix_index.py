@@ -1,4 +1,4 @@
-"""Which replica holds which prefix, by chain hashes of blocks (`quire.cache.block_hash`).
+"""Which replica holds which prefix, by chain hashes of blocks (`quire.cache.prefix_cache`).
 
 A chain hash identifies all tokens up to the end of its block, so no tree is needed: a replica holds a prefix as far as
 it holds consecutive hashes, and one pass over a request's chain gives the depth at every replica.

@@ -168,6 +168,7 @@ class Proxy:
             exchange.request_id,
             backend.args.api_key,
             pass_keys=not state.config.server.checks_keys,
+            trace_id=exchange.ledger_id,
         )
         body = asked.body_for(placed.target.model, adds_usage=self._adds_usage(asked))
         continuation, key = exchange.continuation, state.key_of(backend)

@@ -56,6 +56,7 @@ class Load:
     requests: int = 0
     tokens: int = 0  # prompt and output tokens of these requests
     queued_tokens: int = 0  # uncached prompt tokens of those without a first token
+    pending: int = 0  # requests without a first token
 
 
 @dataclass(slots=True)
@@ -140,6 +141,7 @@ class Router:
         load.requests += 1
         load.tokens += demand.num_prompt_tokens + demand.num_output_tokens
         load.queued_tokens += uncached
+        load.pending += 1
         self.prefixes.sent(replica, demand.chain)
         return replica
 
@@ -149,7 +151,9 @@ class Router:
         if in_flight is None or not in_flight.pending:
             return
         in_flight.pending = False
-        self.loads[in_flight.replica].queued_tokens -= in_flight.uncached
+        load = self.loads[in_flight.replica]
+        load.queued_tokens -= in_flight.uncached
+        load.pending -= 1
         if ttft_s is not None:
             self.ttft.observe(in_flight.replica, in_flight.ahead + in_flight.uncached, ttft_s)
         self.prefixes.arrived(in_flight.replica, in_flight.demand.chain)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from quire.gateway.access_log import AccessLog
 from quire.gateway.booking import Booking
 from quire.gateway.catalog import Catalog
 from quire.gateway.config import GatewayConfig
@@ -51,6 +52,7 @@ class GatewayState:
     now: Callable[[], float]  # monotonic seconds
     random: Random
     pool: ModelPool | None = None  # of models that are loaded on demand
+    access_log: AccessLog = field(default_factory=lambda: AccessLog(None, logs=False))
     new_id: Callable[[], str] = field(default_factory=id_source)
     filters: Filters | None = None
     is_draining: bool = False
@@ -91,6 +93,7 @@ class GatewayState:
         assert self._booking is not None
         await self._booking.close()
         await self.tenants.close()
+        await self.access_log.close()
         await self.upstream.close()
 
     async def _age(self) -> None:
@@ -136,28 +139,12 @@ class GatewayState:
         assert self._booking is not None
         now = self.now()
         await self._booking.settle(exchange)
-        usage, backend = exchange.usage, exchange.backend
+        usage = exchange.usage
         self.metrics.ended(exchange, now)
         await self.tenants.settle(exchange, now)
         if exchange.asked is not None and exchange.target is not None and usage.prompt_tokens is not None:
             self.placing.learn(exchange.asked, exchange.target.model, usage.prompt_tokens)
-        if self.config.server.access_log:
-            log.info(
-                "request",
-                request_id=exchange.request_id,
-                key=exchange.key or None,
-                path=exchange.path,
-                status=exchange.status,
-                outcome=exchange.outcome,
-                model=exchange.asked.model if exchange.asked is not None else None,
-                backend=backend.name if backend is not None else None,
-                attempts=exchange.num_attempts,
-                ttft_ms=round(1e3 * (exchange.first_s - exchange.arrival_s), 1) if exchange.first_s else None,
-                ms=round(1e3 * (now - exchange.arrival_s), 1),
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=usage.cached_tokens,
-                output_tokens=usage.output_tokens,
-            )
+        self.access_log.write(exchange, now, self.unix_time())
 
 
 def make_state(
@@ -185,6 +172,7 @@ def make_state(
         metrics=GatewayMetrics(fleet, budget),
         now=now,
         random=random,
+        access_log=AccessLog(config.server.access_log_file, logs=config.server.access_log),
         pool=pool,
     )
     state.filters = make_filters(config.filters, lambda: state.upstream)

@@ -61,7 +61,11 @@ class StoredProxy:
     async def _ask(self, scope: Scope, backend: Backend) -> Whole:
         config = self._state.config
         headers = to_backend(
-            scope, request_id_of(scope), backend.args.api_key, pass_keys=not config.server.checks_keys
+            scope,
+            request_id_of(scope),
+            backend.args.api_key,
+            pass_keys=not config.server.checks_keys,
+            trace_id=self._state.new_id(),
         )
         query = scope["query_string"].decode("latin-1")
         url = f"{backend.url}{scope['raw_path'].decode('latin-1')}{'?' + query if query else ''}"

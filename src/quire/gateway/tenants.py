@@ -54,7 +54,7 @@ class Tenants:
         table = LimitTable(config.limits, config.key_limits, config.tenant_limits, config.model_limits)
         url = config.server.redis
         self._redis = RedisStore(url, WallClock()) if url is not None else None
-        self._limits = Limits(table, self._redis or MemoryStore(WallClock()))
+        self.limits = Limits(table, self._redis or MemoryStore(WallClock()))
         self._ledger: Ledger | None = None
         self._journal: Journal | None = None
         if (ledger := config.server.ledger) is not None:
@@ -92,7 +92,7 @@ class Tenants:
                 )
         output = 0 if exchange.path.endswith(_NO_OUTPUT) else asked.num_output_tokens
         exchange.reserved = Usage(prompt_tokens, output, self._price(model).nano(prompt_tokens, 0, output))
-        reservation, decision = await self._limits.reserve(
+        reservation, decision = await self.limits.reserve(
             exchange.ledger_id, exchange.key, exchange.tenant, model, exchange.reserved
         )
         if reservation is None:
@@ -104,7 +104,7 @@ class Tenants:
         """Replace what the request reserved by what it used, and write its row."""
         used = self._used(exchange)
         if exchange.reservation is not None:
-            await self._limits.settle(exchange.reservation, used)
+            await self.limits.settle(exchange.reservation, used)
         if self._ledger is not None and exchange.asked is not None:
             row = self._row(exchange, now, exchange.outcome, used or Usage())
             self._ledger.record(row, self._journal.put(exchange.journal_slot, row) if self._journal else None)
@@ -208,7 +208,7 @@ class Tenants:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(LEASE_S / 3)
-            await self._limits.renew()
+            await self.limits.renew()
 
     async def close(self) -> None:
         """Write what waits. The requests have ended."""

@@ -24,6 +24,7 @@ UVICORN: dict[str, Any] = {
     "log_config": None,
     "access_log": False,
     "server_header": False,
+    "proxy_headers": False,  # x-forwarded-for of a client on this machine would be believed
 }
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75

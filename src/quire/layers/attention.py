@@ -8,13 +8,14 @@ key or value of its own per head. Prompt chunks take the same path as single tok
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire.kernels.attention import attention
-from quire.kernels.attention.batch import AttentionShape
+from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.linear import HeadMatrices, head_linear, pack_heads
 from quire.kernels.lora import AdapterRows
@@ -24,7 +25,6 @@ from quire.kernels.rope import QkNorm, apply_rope, rope_store, store_kv
 from quire.kernels.workspace import empty
 from quire.layers.linear import Linear
 from quire.layers.norm import RmsNorm
-from quire.layers.step_batch import GroupBatch
 from quire.layers.weights import Build, WeightLoader, copy_into, prefixed
 from quire.modelspec import AttentionSpec
 from quire.quant.stored import Weight
@@ -177,3 +177,38 @@ class LatentAttention:
         self._copy(both[:, :heads], query[..., lora:])
         out = self._attend(query, kv, group.ragged, self._shape, None)  # [num_tokens, num_heads, lora]
         return self._o(head_linear(out, self._from_latent).view(num_tokens, -1), adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """One cache group. slot_mapping = ``slot_blocks`` · block_size + ``slot_offsets``, both ``[num_tokens]`` int64."""
+
+    slot_blocks: Tensor
+    slot_offsets: Tensor
+    ragged: RaggedBatch  # cu_seqlens_q, seq_lens, block_table
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBatch:
+    """Which tokens have which adapter: of all tokens, and of those that give logits."""
+
+    tokens: AdapterRows
+    logits: AdapterRows
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """``input_ids, positions [num_tokens]`` and ``logits_indices [num_logits]``: tokens that give logits; all int64.
+
+    ``adapters`` is None in an engine without adapters.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    logits_indices: Tensor
+    groups: tuple[GroupBatch, ...]
+    adapters: AdapterBatch | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]

@@ -19,12 +19,11 @@ from quire.kernels.lora import LoraStack
 from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
-from quire.layers.attention import Attention, CosSin, LatentAttention
-from quire.layers.embedding import Embedding
+from quire.layers.attention import AdapterBatch, Attention, CosSin, GroupBatch, LatentAttention, StepBatch
+from quire.layers.linear import Embedding
 from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
-from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
 from quire.layers.weights import NO_FORMATS, Build, Formats, WeightLoader, prefixed
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight

@@ -7,6 +7,7 @@ quantized and held so comes as a matrix that decodes rows on demand.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,11 +18,10 @@ from quire.config import ModelConfig
 from quire.errors import ModelLoadError
 from quire.families import Take
 from quire.models.checkpoint import stored_sources
-from quire.models.random_weights import random_weights, stored_dtype
 from quire.models.safetensors_file import StoredTensor
 from quire.models.stored_weights import open_quantized, unpermute, view
 from quire.models.weight_sources import Source
-from quire.modelspec import weight_shapes
+from quire.modelspec import ModelSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
 
@@ -113,3 +113,47 @@ def expand_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         values = pairs[packed.long()].flatten(-2).mul_(powers)  # [rows, groups, 32]
         target.copy_(values.flatten(-2))
     return out
+
+
+# Random weights: norms are 1, all others normal. Generating every number would take ten seconds for a billion, so each
+# tensor is cut from an endless repetition of `POOL` random numbers, at a place that its name, its shape and the seed
+# decide. `POOL` is prime, so no two rows of a matrix are equal.
+STD = 0.02
+POOL = 4_194_301
+
+
+def random_weights(
+    spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device = _CPU
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (canonical name, tensor) in the order of `weight_shapes`: the same numbers on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.empty(POOL, device="cpu").normal_(0.0, STD, generator=generator).to(device)
+    pools = {torch.float32: pool, dtype: pool.to(dtype)}
+    for name, shape in weight_shapes(spec).items():
+        kind = stored_dtype(name, dtype)
+        if _is_norm(name):
+            yield name, torch.full(shape, 0.0 if spec.norm_plus_one else 1.0, dtype=kind, device=device)
+        else:
+            yield name, _cut(pools[kind], name, seed, shape)
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type a weight is held in: ``dtype``, but float32 for biases that only choose experts (DeepSeek-V3)."""
+    return torch.float32 if name.endswith("correction_bias") else dtype
+
+
+def _is_norm(name: str) -> bool:
+    return name.endswith("norm.weight")
+
+
+def _cut(pool: Tensor, name: str, seed: int, shape: tuple[int, ...]) -> Tensor:
+    """Return ``shape`` numbers of the repeated pool, from the place that name and seed give."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    start = int.from_bytes(digest, "little") % POOL
+    tensor = torch.empty(shape, dtype=pool.dtype, device=pool.device)
+    flat, done = tensor.view(-1), 0
+    while done < flat.numel():
+        count = min(POOL - start, flat.numel() - done)
+        flat[done : done + count] = pool[start : start + count]
+        done, start = done + count, 0
+    return tensor

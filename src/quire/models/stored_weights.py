@@ -15,8 +15,7 @@ from quire.families.quantization import Scheme
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor
 from quire.models.weight_sources import FP8, Parts, Source
-from quire.quant.gguf_blocks import decode_rows
-from quire.quant.stored import AWQ_ORDER, StoredMatrix, StoredStack, exchange, regroup, unpack
+from quire.quant.stored import AWQ_ORDER, StoredMatrix, StoredStack, decode_rows, exchange, regroup, unpack
 from quire.weight_format import WeightFormat
 
 Tensors = Mapping[str, Tensor]  # by part

@@ -16,7 +16,7 @@ from quire.weight_plan import plan_weights
 
 @dataclass(frozen=True, slots=True)
 class DraftCheckpoint:
-    """A draft model on disk (`quire.engine.draft_model`). ``quantize``: as `EngineArgs.quantize`."""
+    """A draft model on disk (`quire.engine.assemble`). ``quantize``: as `EngineArgs.quantize`."""
 
     name: str  # as the user gave it
     path: str

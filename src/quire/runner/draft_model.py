@@ -22,7 +22,9 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.processors import LogitsProcessors
 from quire.sampling.sampler import Sampler
-from quire.speculate.draft import Rows
+from quire.speculate.draft import DraftProposer, Rows
+from quire.speculate.ngram import NgramProposer
+from quire.speculate.proposer import Proposer
 from quire.step import SeqPlan
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int32]]  # by block id
@@ -149,3 +151,16 @@ class DraftModel:
         seq = self._seqs.find(seq_id)
         assert seq is not None
         return seq
+
+
+def make_draft_model(config: EngineConfig, seqs: WorkerSeqs) -> DraftModel | None:
+    """Load the draft model of ``config.speculate``; None: there is none."""
+    draft = None if config.speculate is None else config.speculate.draft
+    return None if draft is None else DraftModel(config, draft, seqs)
+
+
+def make_proposer(config: EngineConfig, draft_model: DraftModel | None) -> Proposer | None:
+    """Return the proposer of ``config.speculate``; None: without speculation."""
+    if config.speculate is None:
+        return None
+    return NgramProposer() if draft_model is None else DraftProposer(draft_model)

@@ -15,7 +15,7 @@ import torch
 from quire.errors import StepError
 from quire.kernels.attention.batch import RaggedBatch
 from quire.kernels.lora import AdapterRows
-from quire.layers.step_batch import AdapterBatch, GroupBatch, StepBatch
+from quire.layers.attention import AdapterBatch, GroupBatch, StepBatch
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import Columns, columns_of
 from quire.step import SeqPlan

@@ -19,7 +19,7 @@ from quire.config import EngineConfig
 from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
 from quire.kernels.tape import NotRecordable, StepTape
-from quire.layers.step_batch import StepBatch
+from quire.layers.attention import StepBatch
 from quire.models.decoder import Decoder
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs

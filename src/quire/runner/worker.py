@@ -18,12 +18,12 @@ from quire.config import EngineConfig
 from quire.errors import StepError
 from quire.lora.slots import LoraSlots
 from quire.quant.stored import Weight
+from quire.runner.draft_model import make_draft_model, make_proposer
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner, PendingResult, Runner
 from quire.runner.prompt_outputs import PROMPT_NOT_FINITE, PromptOutput, PromptScorer, spans_of
-from quire.runner.proposers import make_draft_model, make_proposer
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
-from quire.sampling.sampler import NOT_FINITE, SeqSample
+from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, SeqSample
 from quire.speculate.proposer import Proposer, Wanted
 from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, StepPlan, StepResult
 
@@ -207,7 +207,7 @@ class Worker:
         error = (sampled[1].error if sampled else None) or (prompt.error if prompt is not None else None)
         if error is not None:
             grammar = sampled[0].grammar if sampled else None
-            of_request = grammar is not None and grammar.error == error
+            of_request = error == ALL_FORBIDDEN or (grammar is not None and grammar.error == error)
             recompute = error in (NOT_FINITE, PROMPT_NOT_FINITE) or (
                 grammar is not None and grammar.is_bystander
             )

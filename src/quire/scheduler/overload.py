@@ -4,7 +4,7 @@
 
 `place_s` predicts when seats come free, by the output that the running sequences are expected to give yet and by the
 time that steps take, both as measured. A rejected request is told when its place behind the queue, and behind the
-requests rejected before it, comes free (`quire.scheduler.promises`).
+requests rejected before it, comes free (`quire.scheduler.queue`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What waits: sequences by rank (`WaitingQueue`), the batch being formed (`Gate`), limits of time (`Deadlines`).
+"""What waits: sequences by rank (`WaitingQueue`, `FairShares`), the batch being formed (`Gate`), limits of time
+(`Deadlines`), and places in the queue for requests that were rejected (`Promises`).
 
 An order is a sort key; equal ranks fall back to arrival, then to the sequence id.
 
@@ -8,7 +9,7 @@ An order is a sort key; equal ranks fall back to arrival, then to the sequence i
     longest-prefix   most tokens in the prefix tree at this moment, then arrival; among the first 128 that wait
     deadline         earliest limit first (EDF); a request without one ranks as if it had `UNBOUNDED_S`. Behind all
                      others: those that cannot meet their limit any more (`quire.scheduler.deadline.demote`)
-    fair             the tenant that has had the least service by its weight (`quire.scheduler.fairness`), then arrival
+    fair             the tenant that has had the least service by its weight (`FairShares`), then arrival
 
 The same key ranks running sequences when blocks run out: the last one is preempted first. Running sequences have
 their prefix already, so under longest-prefix, and under fair, they rank by arrival.
@@ -21,13 +22,36 @@ A gate decides when sequences may enter.
 
 A batch is a number of seats. A sequence that left its seat without ending (preempted, or a sibling that found no
 room at its fork) gets it back.
+
+**Promises.** A rejected request is promised a place behind the queue and behind the requests promised before it, and
+told when that place comes free. A request without a promise does not take it: otherwise new arrivals would take every
+place under sustained overload, and the time told would mean nothing. A request is known by its prompt when it returns.
+The share of promises that clients keep is measured, so that clients that give up, or that try again at once, hold few
+places.
+
+**The order "fair"**: tenants share the engine by weight, after the virtual token counter of Sheng et al. 2024,
+"Fairness in Serving Large Language Models", algorithm 2.
+
+Each tenant has a counter of the service that it has had, divided by its weight, and the waiting tenant with the
+smallest counter enters first; within a tenant the first that arrived does. Service is counted as
+
+    PREFILL     for each prompt token that is computed (none for those from the prefix cache)
+    DECODE      for each output token
+    RESIDENCY   for each token of the KV cache that is held while an output token is computed
+
+A tenant that comes back after a pause starts at the smallest counter of those at work: idle time cannot be saved up.
+Outputs are counted when an order is asked for, so nothing is added to the loops that plan and apply tokens.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
-from collections.abc import Iterator
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceABC
+from typing import NamedTuple
 
 from quire.config import OrderKind, SchedulerConfig
 from quire.request import Deadline, Request, Tenant
@@ -162,3 +186,151 @@ class Deadlines:
     def next_s(self) -> float | None:
         """When the next limit passes."""
         return self._heap[0][0] if self._heap else None
+
+
+GRACE_S = 2.0  # a place is held for so long after the time told
+EARLY_S = 0.25  # a client's clock may be ahead by so much
+MAX_PROMISES = 16_384
+_WEIGHT = 1 / 32  # of the newest promise in the share that is kept
+_LEAST_SHARE = 1 / 32
+
+
+class Promise(NamedTuple):
+    """A place from ``due_s`` on, for the request that ``key`` stands for."""
+
+    due_s: float
+    serial: int
+    key: int
+    num_tokens: int  # of its prompt
+
+
+class Promises:
+    """The promises in order of time."""
+
+    def __init__(self) -> None:
+        self._line: list[Promise] = []
+        self._by_key: dict[int, list[Promise]] = {}
+        self._next = 0
+        self.share = 1.0  # of the promises that clients come back for
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def expected(self, until_s: float = math.inf) -> tuple[int, int]:
+        """Return (sequences, prompt tokens) that are expected to come back until then."""
+        due = self._line[: bisect_right(self._line, until_s, key=lambda promise: promise.due_s)]
+        num_tokens = sum(promise.num_tokens for promise in due)
+        return math.ceil(len(due) * self.share), math.ceil(num_tokens * self.share)
+
+    def make(self, request: Request, due_s: float) -> None:
+        """Hold a place for a rejected request; beyond `MAX_PROMISES` nothing is held."""
+        if len(self._line) >= MAX_PROMISES:
+            return
+        promise = Promise(due_s, self._next, _key(request), len(request.prompt_token_ids))
+        self._next += 1
+        insort(self._line, promise)
+        self._by_key.setdefault(promise.key, []).append(promise)
+
+    def redeem(self, request: Request, now: float) -> bool:
+        """Take back the promise of a request that returns; False if it has none that is due."""
+        while self._line and self._line[0].due_s < now - GRACE_S:
+            self._drop(self._line[0], kept=False)
+        if not self._line:
+            return False
+        mine = min(self._by_key.get(_key(request), ()), default=None)
+        if mine is None or mine.due_s > now + EARLY_S:
+            return False
+        self._drop(mine, kept=True)
+        return True
+
+    def _drop(self, promise: Promise, *, kept: bool) -> None:
+        del self._line[bisect_left(self._line, promise)]
+        same = self._by_key[promise.key]
+        same.remove(promise)
+        if not same:
+            del self._by_key[promise.key]
+        self.share = max(_LEAST_SHARE, self.share + (kept - self.share) * _WEIGHT)
+
+
+def _key(request: Request) -> int:
+    """Return what a request is known by when it comes again; its id, and a seed that was chosen for it, differ then."""
+    return hash((request.prompt_token_ids, request.tenant, request.sampling.max_tokens))
+
+
+PREFILL = 1.0
+DECODE = 2.0
+RESIDENCY = 1.0 / 1024
+MAX_IDLE_TENANTS = 4096
+
+
+class FairShares:
+    """The counters of one engine."""
+
+    def __init__(self) -> None:
+        self._served: dict[Tenant, float] = {}  # oldest tenant first
+        self._at_work: Counter[Tenant] = Counter()  # sequences that have not ended, by tenant
+        self._floor = 0.0  # the counter of the tenant that ended its work last
+
+    def join(self, tenant: Tenant) -> None:
+        """A sequence of ``tenant`` has arrived."""
+        if not self._at_work[tenant]:
+            others = [self._served[each] for each in self._at_work if each != tenant]
+            floor = min(others) if others else self._floor
+            self._served[tenant] = max(self._served.pop(tenant, 0.0), floor)
+        self._at_work[tenant] += 1
+
+    def leave(self, seq: Sequence) -> None:
+        """A sequence has ended."""
+        self._charge_output(seq)
+        tenant = seq.group.request.tenant
+        self._at_work[tenant] -= 1
+        if not self._at_work[tenant]:
+            del self._at_work[tenant]
+            self._floor = self._served[tenant]
+            if len(self._served) > MAX_IDLE_TENANTS + len(self._at_work):
+                del self._served[next(each for each in self._served if each not in self._at_work)]
+
+    def charge_prompt(self, seq: Sequence, num_tokens: int) -> None:
+        """Count the prompt of a sequence that enters for the first time, ``num_tokens`` of it not cached."""
+        if not seq.num_preemptions:
+            self._charge(seq, PREFILL * num_tokens)
+
+    def order(
+        self,
+        waiting: Mapping[Tenant, SequenceABC[tuple[object, Sequence]]],
+        running: Iterable[Sequence],
+        count: int,
+    ) -> list[Sequence]:
+        """Return the first ``count`` that may enter. ``waiting``: tenant → (rank, sequence), in order of arrival.
+
+        Each prompt counts for its tenant at once, so that several may enter in one step.
+        """
+        for seq in running:
+            self._charge_output(seq)
+        heap: list[tuple[float, int, Tenant, Iterator[tuple[object, Sequence]]]] = []
+        for place, (tenant, those) in enumerate(waiting.items()):
+            heap.append((self._served[tenant], place, tenant, iter(those)))
+        heapq.heapify(heap)
+        found: list[Sequence] = []
+        while heap and len(found) < count:
+            served, place, tenant, entries = heap[0]
+            entry = next(entries, None)
+            if entry is None:
+                heapq.heappop(heap)
+                continue
+            seq = entry[1]
+            found.append(seq)
+            cost = PREFILL * seq.num_prompt / tenant.weight
+            heapq.heapreplace(heap, (served + cost, place, tenant, entries))
+        return found
+
+    def _charge_output(self, seq: Sequence) -> None:
+        total = len(seq.token_ids)
+        num_new = total - max(seq.num_charged, seq.num_prompt)
+        if num_new > 0:
+            self._charge(seq, num_new * (DECODE + RESIDENCY * total))
+        seq.num_charged = total
+
+    def _charge(self, seq: Sequence, cost: float) -> None:
+        tenant = seq.group.request.tenant
+        self._served[tenant] += cost / tenant.weight

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
-from quire.cache.ledger import reclaim
-from quire.cache.manager import CacheManager
+from quire.cache.manager import CacheManager, reclaim
 from quire.config import CacheConfig, SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import StepTime

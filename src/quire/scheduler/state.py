@@ -12,10 +12,8 @@ from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.draft_control import MAX_VAIN, DraftControl
-from quire.scheduler.fairness import FairShares
 from quire.scheduler.predictor import Predictor
-from quire.scheduler.promises import Promises
-from quire.scheduler.queue import Deadlines, Gate, WaitingQueue, sort_key
+from quire.scheduler.queue import Deadlines, FairShares, Gate, Promises, WaitingQueue, sort_key
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
 from quire.step import AdapterMove, KvTransfer, SeqPlan
 

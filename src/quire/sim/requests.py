@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import sub
 
 from quire.bench.summary import CANCELLED, ERROR, OK, RequestRecord
-from quire.cache.block_hash import extend_chain, root_hash
+from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.config import CacheConfig
 from quire.executor.timed import sampled_token
 from quire.request import Request, SamplingParams, TokenEvent

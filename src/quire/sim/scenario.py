@@ -19,8 +19,7 @@ from quire.bench.figures import Series, chart
 from quire.bench.page import Section, console, finite, html_page, print_table, write
 from quire.bench.runs import make_workload
 from quire.errors import ConfigError, nearest
-from quire.sim.report import summary_of
-from quire.sim.run import simulate
+from quire.sim.run import simulate, summary_of
 from quire.sim.setup import set_up
 from quire.workload.slo import Slo
 

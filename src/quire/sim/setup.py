@@ -24,9 +24,8 @@ from quire.plan.profile import HostCost, load_profile
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split
 from quire.resolve import parse_bytes, scheduler_config
-from quire.sim.faults import parse_fault
 from quire.sim.latency import Speculation, Swap
-from quire.sim.replica import ClusterConfig
+from quire.sim.replica import ClusterConfig, parse_fault
 
 ROOFLINE_STEPS_IN_FLIGHT = 2  # as on a GPU
 # Settings that a profile was measured with.

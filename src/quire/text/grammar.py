@@ -2,18 +2,22 @@
 
 `grammar_source` is cheap and runs where the request arrives. `build_grammar` parses what a client wrote, so it runs
 only in the helper process of `quire.engine.helper_pool`.
+
+Structural tags (vLLM's, from XGrammar) are free text in which tagged sections have a form. Both forms are read:
+``{"structures": [{begin, schema, end}], "triggers": […]}`` and the newer ``{"format": {…}}``. Free text ends at the
+first trigger or end string, so the constraint applies from there.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.errors import RequestError
+from quire.errors import RequestError, nearest
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar_matcher import as_lark
 from quire.text.json_schema import closed, written_out
-from quire.text.structural_tag import lark_of_structural_tag, slashed
 
 MAX_SOURCE_BYTES = 1 << 20
 # Between two tokens of JSON: nothing, one space, or a line break with its indentation. JSON itself allows any run of
@@ -103,3 +107,165 @@ def _parsed(value: Any) -> Any:
         return json.loads(value)
     except ValueError as error:
         raise RequestError(f"the text is no JSON: {error}") from None
+
+
+TEXT = r"/(.|\n)*/"
+FORMATS = (
+    "const_string", "json_schema", "any_text", "regex", "grammar", "sequence", "or", "tag", "triggered_tags",
+    "tags_with_separator",
+)  # fmt: skip
+
+
+def lark_of_structural_tag(spec: Any, options: Mapping[str, Any]) -> str:
+    """Return the grammar of ``spec``; ``options`` are put into each of its JSON schemas.
+
+    Raises:
+        RequestError: an element is missing, has the wrong type or an unknown kind; names its path.
+    """
+    if not isinstance(spec, dict):
+        raise RequestError(f"the structural tag is {spec!r:.60}; it must be an object")
+    form = spec.get("format")
+    if form is None:
+        tags = [
+            {**structure, "content": {"type": "json_schema", "json_schema": structure.get("schema")}}
+            for structure in _objects(spec, "structures", "")
+        ]
+        form = {"type": "triggered_tags", "triggers": spec.get("triggers"), "tags": tags}
+    emitter = _Emitter(options)
+    return emitter.grammar(emitter.rule(form, "format"))
+
+
+class _Emitter:
+    """Collects the rules of one Lark grammar; every method returns the name or the body of a rule."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._lines: list[str] = []
+        self._inner: list[dict[str, str]] = []  # separate grammars, referred to by name
+
+    def grammar(self, start: str) -> str:
+        lark = "\n".join([f"start: {start}", *self._lines])
+        return json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *self._inner]})
+
+    def rule(self, form: Any, path: str) -> str:
+        """Return the name of a rule that matches ``form``."""
+        if not isinstance(form, dict) or form.get("type") not in FORMATS:
+            kind = form.get("type") if isinstance(form, dict) else form
+            near = nearest(str(kind), FORMATS)
+            raise RequestError(f"{path}.type is {kind!r:.60}; it must be one of {', '.join(FORMATS)}{near}")
+        body: str = getattr(self, f"_{form['type']}")(form, path)
+        return self._name(body)
+
+    def _name(self, body: str, attributes: str = "") -> str:
+        name = f"r{len(self._lines)}"
+        self._lines.append(f"{name}{attributes}: {body}")
+        return name
+
+    def _const_string(self, form: dict[str, Any], path: str) -> str:
+        return _quoted(_text(form, "value", path))
+
+    def _json_schema(self, form: dict[str, Any], path: str) -> str:
+        schema = form.get("json_schema")
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise RequestError(f"{path}.json_schema is {schema!r:.60}; it must be a JSON schema")
+        return "%json " + json.dumps({**schema, "x-guidance": self._options})
+
+    def _any_text(self, form: dict[str, Any], path: str) -> str:
+        return TEXT
+
+    def _regex(self, form: dict[str, Any], path: str) -> str:
+        return f"/{slashed(_text(form, 'pattern', path))}/"
+
+    def _grammar(self, form: dict[str, Any], path: str) -> str:
+        name = f"g{len(self._inner)}"
+        self._inner.append({"name": name, "lark_grammar": _text(form, "grammar", path)})
+        return f"@{name}"
+
+    def _sequence(self, form: dict[str, Any], path: str) -> str:
+        return " ".join(self._elements(form, path))
+
+    def _or(self, form: dict[str, Any], path: str) -> str:
+        return " | ".join(self._elements(form, path))
+
+    def _elements(self, form: dict[str, Any], path: str) -> list[str]:
+        items = _objects(form, "elements", path)
+        return [self.rule(item, f"{path}.elements[{i}]") for i, item in enumerate(items)]
+
+    def _tag(self, form: dict[str, Any], path: str, begin_from: int = 0) -> str:
+        """``begin_from``: how many characters of ``begin`` a trigger has already matched."""
+        begin = _text(form, "begin", path)[begin_from:]
+        end = _text(form, "end", path)
+        content = form.get("content")
+        if isinstance(content, dict) and content.get("type") == "any_text" and end:
+            inside = self._name(f"{TEXT} {_quoted(end)}", "[lazy]")
+            return f"{_quoted(begin)} {inside}"
+        return f"{_quoted(begin)} {self.rule(content, f'{path}.content')} {_quoted(end)}"
+
+    def _triggered_tags(self, form: dict[str, Any], path: str) -> str:
+        triggers = _texts(form, "triggers", path)
+        options = []
+        for i, tag in enumerate(_objects(form, "tags", path)):
+            begin = _text(tag, "begin", f"{path}.tags[{i}]")
+            trigger = next((t for t in triggers if begin.startswith(t)), None)
+            if trigger is None:
+                raise RequestError(
+                    f"{path}.tags[{i}].begin = {begin!r:.60} begins with none of the triggers {triggers}"
+                )
+            free = self._name(f"{TEXT} {_quoted(trigger)}", "[lazy]")
+            options.append(self._name(f"{free} {self._tag(tag, f'{path}.tags[{i}]', len(trigger))}"))
+        one = self._name(" | ".join(options))
+        least = form.get("at_least_one") is True
+        if form.get("stop_after_first") is True:
+            return one if least else f"{one} | {TEXT}"
+        return f"{one}{'+' if least else '*'} {self._name(TEXT)}"
+
+    def _tags_with_separator(self, form: dict[str, Any], path: str) -> str:
+        tags = _objects(form, "tags", path)
+        one = self._name(
+            " | ".join(self._name(self._tag(t, f"{path}.tags[{i}]")) for i, t in enumerate(tags))
+        )
+        separator = _quoted(_text(form, "separator", path))
+        many = one if form.get("stop_after_first") is True else f"{one} ({separator} {one})*"
+        return many if form.get("at_least_one") is True else f"({many})?"
+
+
+def slashed(regex: str) -> str:
+    """Escape the slashes of a regex, which end it in Lark, and line breaks, which Lark does not allow in it."""
+    made, escaped = [], False
+    for char in regex:
+        if char == "/" and not escaped:
+            made.append("\\/")
+        elif char == "\n":
+            made.append("n" if escaped else "\\n")
+        else:
+            made.append(char)
+        escaped = char == "\\" and not escaped
+    return "".join(made)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _text(form: dict[str, Any], key: str, path: str) -> str:
+    value = form.get(key)
+    if not isinstance(value, str):
+        raise RequestError(f"{path}.{key} is {value!r:.60}; it must be a string")
+    return value
+
+
+def _texts(form: dict[str, Any], key: str, path: str) -> Sequence[str]:
+    value = form.get(key)
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
+        raise RequestError(f"{path}.{key} is {value!r:.60}; it must be a list of non-empty strings")
+    return value
+
+
+def _objects(form: dict[str, Any], key: str, path: str) -> list[dict[str, Any]]:
+    value = form.get(key)
+    if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
+        where = f"{path}.{key}" if path else key
+        raise RequestError(f"{where} is {value!r:.60}; it must be a list of at least one object")
+    return value

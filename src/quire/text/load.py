@@ -13,10 +13,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.text.byte_level import SPLITTINGS, add_bos_eos, add_tokens, byte_level_backend
+from quire.text.byte_level import SPLITTINGS, add_bos_eos, add_tokens, byte_level_backend, load_tiktoken
 from quire.text.folder_config import FolderConfig, read_folder_config, read_json
 from quire.text.sentencepiece import load_sentencepiece
-from quire.text.tiktoken_file import load_tiktoken
 from quire.text.token_text import token_text_of
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels import huge_pages
 from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, num_groups
 from quire.kernels.registry import NATIVE_LEVELS, native, register_native
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import address, call_of, empty, rows_of, unit_stride
+from quire.kernels.workspace import address, call_of, empty, huge_zeros, rows_of, unit_stride
 from quire.weight_format import TWO_LEVEL_BLOCK, WeightFormat
 
 PANEL = 32  # columns that lie together
@@ -28,7 +27,7 @@ def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> Packe
     """Zeros as ``[out/32, in/step, 32, step]``, the last panel and an odd last k padded."""
     step = STEP[dtype]
     shape = (-(-out_features // PANEL), -(-in_features // step), PANEL, step)
-    return PackedLinear(out_features, in_features, huge_pages.zeros(*shape, dtype=dtype))
+    return PackedLinear(out_features, in_features, huge_zeros(*shape, dtype=dtype))
 
 
 @register_native("linear.write_rows", NATIVE_LEVELS, takes_level=False)
@@ -97,7 +96,7 @@ def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) ->
     panels = -(-out_features // PANEL)
     block = native.quantized_block_bytes(*format_words(format), in_features)
     blocks = num_groups(in_features, TWO_LEVEL_BLOCK if format.two_level else format.group)
-    data, scale = huge_pages.zeros(panels, blocks, block, dtype=torch.uint8), torch.zeros(panels * PANEL)
+    data, scale = huge_zeros(panels, blocks, block, dtype=torch.uint8), torch.zeros(panels * PANEL)
     offset = torch.zeros_like(scale) if format.has_offset and format.group is None else None
     return PackedLinear(out_features, in_features, data, scale=scale, offset=offset)
 

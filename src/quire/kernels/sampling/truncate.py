@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.sampling.exact_math import exp_f32, log_f64, tree_sum
+from quire.kernels.sampling.noise import exp_f32, log_f64, tree_sum
 
 _NUCLEUS_CANDIDATES = 256
 _TYPICAL_CANDIDATES = 256

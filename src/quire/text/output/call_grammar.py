@@ -1,6 +1,6 @@
 """The grammar of an answer that must be tool calls, from the description with which the parser reads calls.
 
-The result is a structural tag (`quire.text.structural_tag`): the format's marks, and arguments by the tool's schema.
+The result is a structural tag (`quire.text.grammar`): the format's marks, and arguments by the tool's schema.
 """
 
 from __future__ import annotations

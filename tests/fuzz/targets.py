@@ -1,0 +1,183 @@
+"""What coverage-guided fuzzing feeds bytes to: readers of what strangers send, and of what strangers publish.
+
+A target may raise `QuireError`, which is a clear refusal; any other exception is a bug, and so is a run of seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.seeds import fine_tokenizer
+from tests.lora.peft_files import make_adapters
+from tests.models.tiny import CONFIG
+
+from quire.api.anthropic_request import MessagesRequest, conversation_of
+from quire.api.chat_messages import template_messages
+from quire.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.api.protocol import ChatRequest, CompletionRequest, given_sampling, sampling_params
+from quire.api.response_request import ResponsesRequest, add_input
+from quire.errors import QuireError
+from quire.http.body import decode
+from quire.http.refusals import HttpError
+from quire.http.wire import parse
+from quire.jobs.files import read_form
+from quire.lora.adapter import read_adapter
+from quire.models.checkpoint import describe, read_tokenizer
+from quire.models.hub import locate
+from quire.models.safetensors_file import reading
+from quire.text.chat_template import ChatTemplate
+
+Target = Callable[[bytes], Any]
+REQUESTS = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+_SCRATCH = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+
+
+def request(data: bytes) -> None:
+    """A body of one of the endpoints, which the first byte chooses: JSON, wire model, sampling."""
+    if not data:
+        return
+    body = decode(data[1:])
+    asked = parse(REQUESTS[data[0] % len(REQUESTS)], body, ignored=[])
+    if isinstance(asked, ChatRequest | CompletionRequest):
+        sampling_params(given_sampling(asked), {}, max_tokens=4)
+    if isinstance(asked, ChatRequest):
+        template_messages(asked.messages, [])
+    elif isinstance(asked, MessagesRequest):
+        conversation_of(asked, [])
+    elif isinstance(asked, ResponsesRequest):
+        add_input([], asked.input, [])
+
+
+def form(data: bytes) -> None:
+    """A multipart form, which arrives in pieces: the first byte is their size, the second the boundary."""
+    if len(data) < 3:
+        return
+    size, raw = data[0] + 1, data[2:]
+    pieces = [raw[i : i + size] for i in range(0, len(raw), size)]
+    boundary = (b"b", b"--", b"b b", b'"b"')[data[1] % 4]
+    scope = {"type": "http", "headers": [(b"content-type", b"multipart/form-data; boundary=" + boundary)]}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": pieces.pop(0) if pieces else b"", "more_body": bool(pieces)}
+
+    async def read() -> None:
+        async with read_form(scope, receive, 1 << 20) as got:
+            for item in got.values():
+                if not isinstance(item, str):
+                    await item.read()
+
+    asyncio.run(read())
+
+
+def _of_file(name: str, read: Callable[[Path], object]) -> Target:
+    """Return a target that writes its data to a file of this name, and reads that."""
+    folder = Path(tempfile.mkdtemp(prefix="quire-fuzz-", dir=_SCRATCH))
+
+    def target(data: bytes) -> None:
+        (folder / name).write_bytes(data)
+        read(folder / name)
+
+    return target
+
+
+def gguf() -> Target:
+    """A GGUF file: header, metadata, tensors, and the vocabulary in it."""
+
+    def read(path: Path) -> None:
+        with contextlib.suppress(QuireError):
+            read_tokenizer(path)
+        describe(path)
+
+    return _of_file("m.gguf", read)
+
+
+def safetensors() -> Target:
+    """A file of weights beside a fine config.json: header, shapes, offsets."""
+
+    def read(path: Path) -> None:
+        if not (path.parent / "config.json").exists():
+            (path.parent / "config.json").write_text(json.dumps(CONFIG))
+        describe(path.parent)
+
+    return _of_file("model.safetensors", read)
+
+
+def tokenizer() -> Target:
+    """A tokenizer.json."""
+    return _of_file("tokenizer.json", lambda path: read_tokenizer(path.parent))
+
+
+def tokenizer_config() -> Target:
+    """A tokenizer_config.json beside a fine tokenizer.json, with the chat template in it."""
+
+    def read(path: Path) -> None:
+        if not (path.parent / "tokenizer.json").exists():
+            (path.parent / "tokenizer.json").write_bytes(fine_tokenizer())
+        found = read_tokenizer(path.parent)
+        with reading(path):
+            ChatTemplate.of(found, datetime.now)
+
+    return _of_file("tokenizer_config.json", read)
+
+
+def sentencepiece() -> Target:
+    """A sentencepiece model: protocol buffers."""
+    return _of_file("tokenizer.model", lambda path: read_tokenizer(path.parent))
+
+
+def tiktoken() -> Target:
+    """A file of ranks."""
+    return _of_file("t.tiktoken", lambda path: read_tokenizer(path.parent))
+
+
+def config() -> Target:
+    """A config.json of any family, without weights."""
+    return _of_file("config.json", lambda path: describe(path.parent, "random"))
+
+
+def adapter() -> Target:
+    """A LoRA adapter: the first byte says whether its config or its weights follow, and the other file is fine."""
+    spec, folder = describe(locate("quill")).spec, Path(tempfile.mkdtemp(prefix="quire-fuzz-", dir=_SCRATCH))
+    fine = Path(make_adapters(folder, spec)[2].path)
+    files = fine / "adapter_config.json", fine / "adapter_model.safetensors"
+    whole = [file.read_bytes() for file in files]
+
+    def target(data: bytes) -> None:
+        which = data[0] % 2 if data else 0
+        rest = whole[1][len(data) - 1 :] if which else b""  # the head of the weights is what may be damaged
+        files[which].write_bytes(data[1:] + rest)
+        files[1 - which].write_bytes(whole[1 - which])
+        read_adapter("a", fine, spec)
+
+    return target
+
+
+TARGETS: dict[str, Callable[[], Target]] = {
+    "request": lambda: request,
+    "form": lambda: form,
+    "gguf": gguf,
+    "safetensors": safetensors,
+    "tokenizer": tokenizer,
+    "tokenizer_config": tokenizer_config,
+    "sentencepiece": sentencepiece,
+    "tiktoken": tiktoken,
+    "config": config,
+    "adapter": adapter,
+}
+ALLOWED = (QuireError, HttpError)
