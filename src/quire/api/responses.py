@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.api.context_edits import check_compaction
 from quire.api.conversation import Conversation, OutputPlan, conversation_job
-from quire.api.endpoint import Generation
+from quire.api.generation import Generation
 from quire.api.job import Answer, Head, Job
 from quire.api.parts import TokenNames
 from quire.api.protocol import given_sampling, sampling_params
