@@ -13,9 +13,10 @@ from starlette.routing import Route
 from quire.api.anthropic import count_tokens, messages_job
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
-from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
+from quire.api.endpoint import JOURNALED, GenerateEndpoint, JsonEndpoint, StreamEndpoint
 from quire.api.finished import FinishedUsage
 from quire.api.health import About, Models, Probes
+from quire.api.journal import Journal
 from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
 from quire.api.ollama import embeddings_job as ollama_embeddings_job
 from quire.api.ollama_models import OllamaModels, show
@@ -61,6 +62,7 @@ def create_app(
         bodies=LargeBodies(),
         full_queue=FullQueue(lambda: frontend.num_requests, now),
         finished=FinishedUsage(settings.gateway_key, unix_time),
+        journal=_journal(frontend, settings, now),
         tracer=tracer,
         forecast=forecast,
     )
@@ -84,6 +86,12 @@ def create_app(
     app.state.quire = state
     app.state.work = extension.work
     return app
+
+
+def _journal(frontend: Frontend, settings: ApiSettings, now: Callable[[], float]) -> Journal | None:
+    if settings.journal_dir is None:
+        return None
+    return Journal(settings.journal_dir, settings.journal_bytes, now, lambda: frontend.state == "ready")
 
 
 def _with_extension(own: list[Route], extension: Extension, version: str) -> list[Route]:
@@ -157,14 +165,15 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/responses/input_tokens": count_input,
     }
     # Routes are tried in order: the busy ones come first.
-    routes = [
-        Route(path, GenerateEndpoint(state, path, job), methods=["POST"]) for path, job in generate.items()
-    ]
+    endpoints = {path: GenerateEndpoint(state, path, job) for path, job in generate.items()}
+    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     routes += [Route(path, JsonEndpoint(state, path, run), methods=["POST"]) for path, run in compute.items()]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
     routes.append(Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]))
     routes.append(Route("/v1/responses/{response_id}/input_items", stored.input_items, methods=["GET"]))
     routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
+    streams = StreamEndpoint(state, {path: endpoints[path] for path in JOURNALED})
+    routes.append(Route("/v1/streams/{stream_id}", streams, methods=["GET"]))
     return routes + _ollama_routes(state)
 
 

@@ -90,6 +90,7 @@ class _Service:
             self._app, self._drain, on_cut=self._on_cut, ask=Probes(self._state).answers, tls=self._tls
         )
         self._starting = asyncio.create_task(self._start(announces=takeover is None))
+        sweeping = asyncio.create_task(self._state.journal.run()) if self._state.journal is not None else None
         try:
             if takeover is not None and (status := await self._take(takeover)):
                 return status
@@ -109,6 +110,9 @@ class _Service:
         finally:
             self._state.bodies.close()
             await self._frontend.close()
+            if sweeping is not None and self._state.journal is not None:
+                sweeping.cancel()
+                await self._state.journal.close()
 
     async def _start(self, *, announces: bool) -> int:
         try:

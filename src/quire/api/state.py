@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.api.finished import FinishedUsage
+from quire.api.journal import Journal
 from quire.config import EngineConfig, ModelConfig
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
@@ -55,6 +56,8 @@ class ApiSettings:
     cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
     response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
     response_dir: Path | None = None  # of those that were made in the background
+    journal_dir: Path | None = None  # of streams that can be resumed
+    journal_bytes: int = 256 * 2**20
     model: ModelConfig | None = None  # what Ollama's clients are told of the model
 
 
@@ -74,6 +77,7 @@ class ApiState:
     bodies: LargeBodies
     full_queue: FullQueue
     finished: FinishedUsage
+    journal: Journal | None = None
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 

@@ -197,6 +197,8 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         max_body_bytes=args.max_body_mib * 2**20,
         response_store_bytes=args.response_store_mib * 2**20,
         response_dir=Path(args.batch_dir) / "responses" if args.batch_dir else None,
+        journal_dir=Path(args.journal) if args.journal else None,
+        journal_bytes=args.journal_mib * 2**20,
         model=config.model,
         tokens_at_once=2 * config.scheduler.max_num_batched_tokens,
         cache_config={  # vLLM's names
