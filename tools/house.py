@@ -26,7 +26,10 @@ MODULES = {
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
 }
 # Declared and imported by another package on our behalf.
-INDIRECT = {"httptools": "uvicorn's HTTP parser, chosen by name (http='httptools')"}
+INDIRECT = {
+    "httptools": "uvicorn's HTTP parser, chosen by name (http='httptools')",
+    "websockets": "uvicorn's WebSocket protocol, chosen by name (ws='websockets-sansio')",
+}
 # Imported under TYPE_CHECKING and supplied by the type checker.
 TYPE_ONLY = {"_typeshed"}
 _SKIPPED = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tests.api.asgi_client import Api
 from tests.api.fake_frontend import TEMPLATE
@@ -72,3 +74,11 @@ def test_pages_of_this_machine_may_call_by_default(origin: str, allowed: bool) -
     assert "access-control-allow-origin" not in asked.headers
     none = Api(cors_origins=("none",)).call("GET", "/v1/models", headers={"origin": origin})
     assert "access-control-allow-origin" not in none.headers
+
+
+def test_the_page_of_the_api_loads_nothing_from_elsewhere() -> None:
+    page = Api(api_keys=("k",)).call("GET", "/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "fetch('/openapi.json'" in page.text
+    assert not re.findall(r'(?:src|href)="(?!/)|https?://|innerHTML|@import', page.text)
+    assert "tiny" not in page.text

@@ -20,6 +20,7 @@ from quire.api.ollama import EmbeddingsRequest, EmbedRequest
 from quire.api.ollama_models import ShowRequest
 from quire.api.pooling import Document, EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.api.protocol import DeadlineMs
+from quire.api.response_tools import CustomFormat, CustomTool, FunctionTool, NamedChoice, Namespace
 from quire.api.state import ApiSettings
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
 from quire.http.wire import Table, Use, rules_of, sections, table_of
@@ -66,10 +67,14 @@ MODELS: dict[str, type[wire.Wire] | Table] = {
     "/v1/responses: reasoning": responses.Reasoning,
     "/v1/responses: text": responses.TextSettings,
     "/v1/responses: text.format": responses.TextFormat,
-    "/v1/responses: tools[i]": responses.FunctionTool,
-    "/v1/responses: tool_choice": responses.NamedChoice,
+    "/v1/responses: tools[i]": FunctionTool,
+    "/v1/responses: tools[i] (custom)": CustomTool,
+    "/v1/responses: tools[i].format": CustomFormat,
+    "/v1/responses: tools[i] (namespace)": Namespace,
+    "/v1/responses: tool_choice": NamedChoice,
     "/v1/responses: message": responses.MessageItem,
     "/v1/responses: function_call": responses.CallItem,
+    "/v1/responses: custom_tool_call": responses.CustomCallItem,
     "/v1/responses: function_call_output": responses.OutputItem,
     "/v1/responses: reasoning (item)": responses.ReasoningItem,
     "/v1/responses: parts of a content": TextPart,

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
@@ -56,3 +57,31 @@ def test_references_lead_somewhere(described: dict[str, Any]) -> None:
     known = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
     assert references(described) <= known
     assert len(known) > 10
+
+
+def test_the_description_is_valid(described: dict[str, Any]) -> None:
+    assert [str(error) for error in OpenAPIV31SpecValidator(described).iter_errors()] == []
+
+
+WORDS = {
+    "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "prompt": "hi", "input": "hi", "query": "q",
+    "documents": ["d"], "text_1": "q", "text_2": "d", "tokens": [104],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(OWN_BODIES))
+def test_required_fields_are_enough_and_needed(path: str, described: dict[str, Any]) -> None:
+    content = described["paths"][path]["post"]["requestBody"]["content"]
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    required = described["components"]["schemas"][name].get("required", [])
+    body = {field: WORDS[field] for field in required} or {"prompt": "hi", "input": "hi"}
+    if path in ("/api/chat", "/api/embed", "/api/embeddings", "/api/show", "/tokenize", "/api/generate"):
+        body.pop("prompt" if path in ("/api/chat", "/api/embed") else "input", None)
+    body = {} if path in ("/api/chat", "/api/show") else body
+    frontend = FakeFrontend(lambda *_: say("ok"))
+    answer = Api(frontend).post(path, body)
+    assert answer.status_code == 200, answer.text
+    for field in required:
+        lacking = Api(frontend).post(path, {other: value for other, value in body.items() if other != field})
+        assert lacking.status_code == 400
+        assert f"{field} is required" in lacking.text

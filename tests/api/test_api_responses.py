@@ -14,6 +14,7 @@ from tests.api.test_api_fields import properties
 
 from quire.api import response_request as protocol
 from quire.api.chat_messages import TextPart
+from quire.api.response_tools import CustomTool, FunctionTool
 from quire.api.state import ResponseStore, Stored
 from quire.http.wire import Use, table_of
 
@@ -278,7 +279,9 @@ def test_every_property_of_openai_is_classified(shared_data: Path) -> None:
         ("Reasoning", protocol.Reasoning, 3),
         ("ResponseTextParam", protocol.TextSettings, 2),
         ("TextResponseFormatJsonSchema", protocol.TextFormat, 5),
-        ("FunctionTool", protocol.FunctionTool, 5),
+        ("FunctionTool", FunctionTool, 5),
+        ("CustomToolParam", CustomTool, 4),
+        ("CustomToolCall", protocol.CustomCallItem, 5),
         ("EasyInputMessage", protocol.MessageItem, 3),
         ("OutputMessage", protocol.MessageItem, 5),
         ("FunctionToolCall", protocol.CallItem, 5),

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.api.fake_frontend import ANSWER, FailingFrontend
+from websockets.sync.client import connect
 
 from quire.api.app import create_app
 from quire.api.server import run
@@ -178,3 +179,17 @@ def test_a_wrong_certificate_is_one_clear_error(pem: tuple[str, str], tmp_path: 
     for cert, key in ((pem[0], None), (None, pem[1]), (pem[1], pem[0]), (pem[0], str(tmp_path / "missing"))):
         with pytest.raises(ConfigError, match="--tls-"):
             tls_of(cert, key)
+
+
+def test_a_websocket_has_the_events_of_http() -> None:
+    with server("1", "5") as (_, url), connect(url.replace("http", "ws", 1) + "/v1/ws") as socket:
+        with httpx.Client(base_url=url, timeout=10) as client:
+            streamed = texts(iter(client.post(PATH, json=CHAT).text.splitlines()))
+        socket.send(json.dumps({"id": "a", "body": CHAT}))
+        said = [json.loads(socket.recv(10))]
+        while not said[-1].get("done"):
+            said.append(json.loads(socket.recv(10)))
+        assert said[0]["status"] == 200
+        assert said[-2]["data"] == "[DONE]"
+        choices = [choice for each in said[1:-2] for choice in each["data"]["choices"]]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == streamed != ""

@@ -40,6 +40,26 @@ def test_the_order_of_entry(order: OrderKind, expected: str) -> None:
     assert entries(scheduler) == list(expected)
 
 
+def test_low_priority_does_not_starve() -> None:
+    """One seat, and a request of high priority per second as long as one takes: the load never ends."""
+    scheduler = make_scheduler(order="priority", max_num_seqs=1, max_queue=1000)
+    scheduler.add(request("low", priority=2, max_tokens=1), 0.0)
+    done: list[str] = []
+    for second in range(100):
+        scheduler.add(request(f"h{second}", arrival_s=float(second), max_tokens=1), float(second))
+        done += [event.request_id for event in step(scheduler, float(second)) if event.finish_reason]
+    # Two steps of priority are 60 seconds: what arrives later comes behind.
+    assert done.index("low") == 61
+    assert done[:61] == [f"h{second}" for second in range(61)]
+
+
+def test_priorities_beyond_the_limit_break_ties() -> None:
+    scheduler = make_scheduler(order="priority", max_num_seqs=1)
+    for name, priority in (("least", 2**40), ("less", 2000), ("most", -(2**60)), ("more", -2000)):
+        scheduler.add(request(name, priority=priority), 0.0)
+    assert entries(scheduler) == ["most", "more", "less", "least"]
+
+
 def test_longest_prefix_takes_what_is_cached() -> None:
     scheduler = make_scheduler(order="longest-prefix", max_num_seqs=1)
     shared = list(range(100, 120))

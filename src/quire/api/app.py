@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from quire.api.anthropic import count_tokens, messages_job
+from quire.api.cache_feed import CacheFeed
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.endpoint import JOURNALED, GenerateEndpoint, JsonEndpoint, StreamEndpoint
@@ -28,7 +29,9 @@ from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.http.account import USAGE_PATH
+from quire.http.cache_messages import CACHE_PATH
 from quire.http.edge import Edge, Extension, error_handlers, id_source
+from quire.http.websocket import LOCAL_ORIGINS, WebSockets, is_local_origin
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 
@@ -70,7 +73,7 @@ def create_app(
     app = Starlette(
         routes=_with_extension(_routes(state), extension, settings.version),
         middleware=[
-            *_cors(settings.cors_origins),
+            *_of_pages(settings.cors_origins),
             Middleware(
                 Edge,
                 api_keys=settings.api_keys,
@@ -107,16 +110,18 @@ def _with_extension(own: list[Route], extension: Extension, version: str) -> lis
     return routes
 
 
-LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-
-
-def _cors(origins: tuple[str, ...]) -> list[Middleware]:
-    """Outside of `Edge`: a preflight has no key, and a refusal needs the headers too.
+def _of_pages(origins: tuple[str, ...]) -> list[Middleware]:
+    """Return what web pages may do. Outside of `Edge`: a preflight has no key, and a refusal needs the headers too.
 
     Without ``origins``, pages that this machine serves are allowed.
     """
     exposed = ["x-request-id", "x-quire-ignored-fields", "x-quire-predicted-ttft-ms", "retry-after"]
+
+    def allows(origin: str) -> bool:
+        return origin in origins or "*" in origins if origins else is_local_origin(origin)
+
     return [
+        Middleware(WebSockets, allows=allows),
         Middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -124,7 +129,7 @@ def _cors(origins: tuple[str, ...]) -> list[Middleware]:
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=exposed,
-        )
+        ),
     ]
 
 
@@ -140,10 +145,12 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/models": models.listed,
         "/v1/models/{model_id:path}": models.one,
         "/": about.page,
+        "/docs": about.docs,
         "/tokenizer_info": about.tokenizer_info,
         "/props": about.props,
         "/slots": about.slots,
         USAGE_PATH: state.finished.show,
+        CACHE_PATH: CacheFeed(state.frontend, state.settings.gateway_key).show,
     }
     generate = {
         "/v1/completions": completion_job,

@@ -16,6 +16,7 @@ from quire.api.generation import CANCELLED_BY_CLIENT, Generation
 from quire.api.job import Job
 from quire.api.journal import Entry, event_of
 from quire.api.journal_file import Head
+from quire.api.piece_blocks import telling_blocks
 from quire.api.relayed import MAX_DELIVERED_BYTES, RELAYED, Relayed, enter, resumes
 from quire.api.state import ApiState
 from quire.errors import NotFoundError, QuireError, RequestError
@@ -189,6 +190,7 @@ class GenerateEndpoint(PostEndpoint):
         if job.in_background and BACKGROUND_KEY not in scope:
             raise RequestError("background = true is not supported by this server.", param="background")
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
+        send = telling_blocks(send, scope, self._state, body, job, generation.streams)
         try:
             with self._state.running.entered(ids, generation):
                 await self._answer(generation, ignored, client, send)
@@ -230,10 +232,8 @@ class GenerateEndpoint(PostEndpoint):
         try:
             if not generation.job.in_background:
                 await generation.submit()
-            in_background = generation.job.in_background
-            client.on_leave = (
-                partial(generation.cancel, CANCELLED_BY_CLIENT) if in_background else generation.disconnect
-            )
+            leave = partial(generation.cancel, CANCELLED_BY_CLIENT)
+            client.on_leave = leave if generation.job.in_background else generation.disconnect
             await generation.answer(send, self._ignored_header(ignored))
         except QuireError:
             if not generation.disconnected:

@@ -53,7 +53,7 @@ class Generation:
         self._state = state
         self._arrival_s = arrival_s
         self._request_id = request_id
-        self._streams = PromptStreams(state, job, arrival_s, request_id, trace)
+        self.streams = PromptStreams(state, job, arrival_s, request_id, trace)
         self._begun = False  # the first bytes of a stream were sent
         self._ended = False  # the last bytes were sent
         self._cancelled = ""  # the error's code
@@ -65,7 +65,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return self._streams.usage
+        return self.streams.usage
 
     async def submit(self) -> None:
         """Start all prompts, or none.
@@ -73,7 +73,7 @@ class Generation:
         Raises:
             QuireError: a prompt is rejected, or the request was cancelled meanwhile.
         """
-        await self._streams.submit()
+        await self.streams.submit()
         if self._cancelled:
             raise _cancellation(self._cancelled)
 
@@ -90,7 +90,7 @@ class Generation:
             except Exception as error:
                 await self._fail_stream(send, error)
                 return
-        predicted_ms = self._streams.predicted_ms()
+        predicted_ms = self.streams.predicted_ms()
         if predicted_ms is not None:
             headers = (*headers, (b"x-quire-predicted-ttft-ms", f"{predicted_ms:.1f}".encode()))
         if self.job.answer.streamed:
@@ -106,12 +106,12 @@ class Generation:
         if not self._ended:
             self.disconnected = True
             self._state.metrics.counters["quire:http_disconnects"] += 1
-            await self._streams.abort()
+            await self.streams.abort()
 
     async def cancel(self, code: str = CANCELLED) -> None:
         """End the request; its client gets an error with this code."""
         self._cancelled = code
-        await self._streams.abort()
+        await self.streams.abort()
 
     def describe(self, now_s: float) -> dict[str, Any]:
         """Return the line of ``GET /requests``."""
@@ -130,7 +130,7 @@ class Generation:
 
     async def close(self) -> None:
         """Abort the prompts that still run."""
-        await self._streams.close()
+        await self.streams.close()
 
     def _check_end(self, chunk: OutputChunk) -> None:
         """Raise unless the last chunk of a choice ends an answer that can be shown."""
@@ -153,7 +153,7 @@ class Generation:
         job = self.job
         n, num_samples = job.sampling.n, job.sampling.num_samples
         collected: list[list[OutputChunk]] = [[] for _ in range(len(job.prompts) * num_samples)]
-        async with aclosing(self._streams.chunks()) as chunks:
+        async with aclosing(self.streams.chunks()) as chunks:
             async for index, chunk in chunks:
                 if chunk.finish_reason is not None:
                     self._check_end(chunk)
@@ -163,10 +163,10 @@ class Generation:
             wholes += choose_best(
                 [merge(parts) for parts in collected[start : start + num_samples]], job.sampling
             )
-        if echoes := self._streams.echoes:
+        if echoes := self.streams.echoes:
             wholes = [replace(whole, text=echoes[i // n] + whole.text) for i, whole in enumerate(wholes)]
-        self._streams.note_timing()
-        body = job.answer.whole(wholes, self._streams.token_ids(), self.usage)
+        self.streams.note_timing()
+        body = job.answer.whole(wholes, self.streams.token_ids(), self.usage)
         self._ended = True
         await send_json(send, 200, body, headers)
 
@@ -177,7 +177,7 @@ class Generation:
                 send, await self._start_stream(send, headers)
             ):
                 return
-            async with aclosing(self._streams.chunks()) as chunks:
+            async with aclosing(self.streams.chunks()) as chunks:
                 async for index, chunk in chunks:
                     if chunk.finish_reason is not None:
                         self._check_end(chunk)
@@ -197,7 +197,7 @@ class Generation:
                 raise
             await self._fail_stream(send, error)
             return
-        self._streams.note_timing()
+        self.streams.note_timing()
         await self._send_last(send, answer.closing(self.usage))
 
     async def _replay(self, send: Send, events: bytes) -> bool:
@@ -206,7 +206,7 @@ class Generation:
         What the client of a journal's stream has not seen is sent.
         """
         entry = self._entry
-        for i, (index, chunk) in enumerate(self._streams.delivered()):
+        for i, (index, chunk) in enumerate(self.streams.delivered()):
             events += self.job.answer.frame(index, chunk, self.usage)
             if i % _REPLAYED_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -225,7 +225,7 @@ class Generation:
         tagged = self._tags.headers if self._tags is not None else ()
         every = [(b"content-type", self.job.answer.media_type), *STREAM_HEADERS, *tagged, *headers]
         await send({"type": "http.response.start", "status": 200, "headers": every})
-        return self.job.answer.opening(self._streams.token_ids(), self._streams.echoes, self.usage)
+        return self.job.answer.opening(self.streams.token_ids(), self.streams.echoes, self.usage)
 
     async def _fail_stream(self, send: Send, error: Exception) -> None:
         """End a stream that had begun with an event that has the error."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from starlette.requests import Request
@@ -113,7 +114,7 @@ _STYLE = (
     "body{font:16px/1.5 system-ui;max-width:42em;margin:3em auto;padding:0 1em}"
     "pre{background:#eee;padding:1em;overflow:auto}"
 )
-_LINKS = ("/v1/models", "/readyz", "/metrics", "/openapi.json", "/props")
+_LINKS = ("/v1/models", "/readyz", "/metrics", "/docs", "/openapi.json", "/props")
 
 
 class About:
@@ -139,6 +140,10 @@ class About:
             ]
         page = f"<!doctype html><html lang=en><meta charset=utf-8><title>Quire</title><style>{_STYLE}</style>"
         return HTMLResponse(page + "".join(parts))
+
+    async def docs(self, request: Request) -> Response:
+        """The description of this API as a page, which asks for a key where the server has keys."""
+        return HTMLResponse((files("quire.api") / "docs.html").read_text())
 
     async def tokenizer_info(self, request: Request) -> Response:
         """The tokenizer's special tokens, the chat template and the sizes (vLLM's form)."""

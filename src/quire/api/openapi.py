@@ -33,14 +33,14 @@ _CHAT_PARTS = {"messages": Message}
 _STREAM = {"stream_options": wire.StreamOptions}
 BODIES: dict[str, Body] = {
     "/v1/chat/completions": Body("Answer a conversation", wire.ChatRequest, _CHAT_PARTS, _STREAM),
-    "/v1/completions": Body("Continue a text", wire.CompletionRequest, {}, _STREAM),
+    "/v1/completions": Body("Continue a text", wire.CompletionRequest, {}, _STREAM, ("prompt",)),
     "/v1/messages": Body("Answer a conversation (Anthropic's form)", MessagesRequest, {"messages": Turn}),
     "/v1/messages/count_tokens": Body(
         "Count the tokens of a conversation", CountTokensRequest, {"messages": Turn}
     ),
     "/v1/responses": Body("Answer, and keep the answer", ResponsesRequest),
     "/v1/responses/input_tokens": Body("Count the tokens of a response's input", ResponsesRequest),
-    "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest),
+    "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest, required=("input",)),
     **dict.fromkeys(
         ("/v1/rerank", "/rerank", "/v2/rerank"),
         Body("Documents by how well they answer a query", RerankRequest),
@@ -134,11 +134,15 @@ def _operation(
 def _schema(body: Body, schemas: dict[str, Any]) -> dict[str, Any]:
     """Add the body's schema and the schemas that it refers to; return the reference to it."""
     reference = _add(body.model, schemas)
-    properties = schemas[body.model.__name__]["properties"]
+    own = schemas[body.model.__name__]
+    properties = own["properties"]
+    if body.required:
+        own["required"] = sorted({*own.get("required", ()), *body.required})
     for name, part in body.lists.items():
         properties[name] = {**properties[name], "items": _add(part, schemas)}
         if properties[name].pop("anyOf", None) is not None:  # an optional list: null is the same as absent
             properties[name]["type"] = "array"
+            del properties[name]["default"]
     for name, part in body.objects.items():
         properties[name] = {"anyOf": [_add(part, schemas), {"type": "null"}]}
     for name, rule in table_of(body.model).items():

@@ -18,6 +18,7 @@ from quire.api.conversation import OutputPlan
 from quire.api.generation import CANCELLED_BY_CLIENT
 from quire.api.job import Answer, Head, Usage
 from quire.api.parts import Assembler, Event, Kind, Part, TokenNames, chat_logprobs
+from quire.api.response_tools import ResponseTools, input_of
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.http.body import named_event
@@ -46,6 +47,7 @@ class ResponseAnswer(Answer):
     _store: Callable[[dict[str, Any]], None]
     input_items: list[dict[str, Any]]
     _logprobs: TextLogprobs
+    _tools: ResponseTools
     streamed: bool = False
 
     def __post_init__(self, plan: OutputPlan | None) -> None:
@@ -141,7 +143,12 @@ class ResponseAnswer(Answer):
     def _name(self, event: Event) -> None:
         """Give a part that opens the id of its item."""
         if event.verb == "open":
-            self._ids.append(_PREFIXES[event.part.kind] + self.head.id_of("item", event.part.index))
+            part = event.part
+            prefix = "ctc_" if self._is_custom(part) else _PREFIXES[part.kind]
+            self._ids.append(prefix + self.head.id_of("item", part.index))
+
+    def _is_custom(self, part: Part) -> bool:
+        return part.kind is Kind.CALL and part.name in self._tools.custom
 
     def _item(self, part: Part, *, begun: bool = False) -> dict[str, Any]:
         """Return the output item of a part (``begun``: still empty); a part that a limit cut off is incomplete."""
@@ -149,8 +156,7 @@ class ResponseAnswer(Answer):
         status = "in_progress" if begun else "incomplete" if cut else "completed"
         item = {"id": self._ids[part.index], "status": status}
         if part.kind is Kind.CALL:
-            call = {"call_id": part.id, "name": part.name, "arguments": "" if begun else part.text}
-            return {"type": "function_call", **item, **call}
+            return self._tools.item(part, item["id"], status)
         content = [] if begun else [_content(part, part.text, self._logprobs.of(part.index))]
         if part.kind is Kind.REASONING:
             return {"type": "reasoning", **item, "summary": [], "content": content}
@@ -160,6 +166,11 @@ class ResponseAnswer(Answer):
         self._name(event)
         part = event.part
         name, text_field, content_type = _EVENTS[part.kind]
+        text = part.text
+        if self._is_custom(part):  # its text is known when its arguments are whole
+            if event.verb == "more":
+                return b""
+            name, text_field, text = "custom_tool_call_input", "input", input_of(text)
         index = {"output_index": part.index}
         place: dict[str, Any] = {"item_id": self._ids[part.index], **index}
         if content_type:
@@ -174,8 +185,10 @@ class ResponseAnswer(Answer):
                 added += self._event("response.content_part.added", {**place, "part": _content(part, "", [])})
             return added
         entries = self._logprobs.of(part.index)
-        told = {**place, text_field: part.text, **({"logprobs": entries} if part.kind is Kind.TEXT else {})}
+        told = {**place, text_field: text, **({"logprobs": entries} if part.kind is Kind.TEXT else {})}
         done = b""
+        if self._is_custom(part):
+            done = self._event(f"response.{name}.delta", {**place, "delta": text})
         if part.kind is Kind.TEXT and unsent["logprobs"]:  # tokens whose text a stop string cut off
             done = self._event(f"response.{name}.delta", {**place, "delta": "", **unsent})
         done += self._event(f"response.{name}.done", told)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.answer_form import ToolUse, schema_form, tool_use
+from quire.api.answer_form import schema_form
 from quire.api.chat_messages import text_of
 from quire.api.conversation import (
     Conversation,
@@ -17,6 +17,7 @@ from quire.api.conversation import (
     template_variables,
 )
 from quire.api.protocol import EFFORTS, SampledFields, TextContent, Tools
+from quire.api.response_tools import as_arguments, response_tool_use, visible
 from quire.errors import RequestError, clip
 from quire.http.wire import (
     AnyObject,
@@ -35,7 +36,10 @@ from quire.structured_outputs import StructuredOutputsParams
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
-_ID_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_ID_PREFIXES = {
+    "message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_", "reasoning": "rs_",
+}  # fmt: skip
 
 
 class ResponsesRequest(SampledFields):
@@ -83,23 +87,6 @@ class TextFormat(Wire):
     strict: Boolean | None = None
 
 
-class FunctionTool(Wire):
-    """One of ``tools``."""
-
-    type: Annotated[Literal["function"], Field(description="'function': there are no built-in tools here")]
-    name: Text
-    description: Text | None = None
-    parameters: AnyObject | None = None
-    strict: Boolean | None = None
-
-
-class NamedChoice(Wire):
-    """``tool_choice`` as an object."""
-
-    type: Literal["function"]
-    name: Text
-
-
 class MessageItem(Past):
     """A message."""
 
@@ -115,12 +102,23 @@ class CallItem(Past):
     call_id: Text
     name: Text
     arguments: Text
+    namespace: Text | None = None
+
+
+class CustomCallItem(Past):
+    """A call of a custom tool of an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: Text
+    namespace: Text | None = None
 
 
 class OutputItem(Past):
     """The result of a call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
     output: TextContent
 
@@ -146,7 +144,7 @@ def conversation_of(
     effort = EFFORTS.get(reasoning.effort or "", reasoning.effort)
     return Conversation(
         opening + messages,
-        _tool_use(request, ignored),
+        response_tool_use(request.tools or (), request.tool_choice, request.parallel_tool_calls, ignored),
         template_variables(request.chat_template_kwargs, effort=effort),
         Thinking(effort=effort, effort_param="reasoning.effort"),
     )
@@ -196,9 +194,9 @@ def add_input(
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
             _add_message(messages, item, where, ignored)
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             names.update([_add_call(messages, item, where, ignored)])
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             _add_output(messages, item, where, names, ignored)
         elif kind == "reasoning":
             _add_reasoning(messages, item, where, ignored)
@@ -221,10 +219,20 @@ def _add_call(
     messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None
 ) -> tuple[str, str]:
     """Return the call's id and the name of its tool."""
-    item = parse(CallItem, raw, prefix=where + ".", ignored=ignored)
+    if raw["type"] == "custom_tool_call":
+        custom = parse(CustomCallItem, raw, prefix=where + ".", ignored=ignored)
+        call_id, name, arguments = custom.call_id, custom.name, as_arguments(custom.input)
+        name = visible(name, custom.namespace)
+    else:
+        item = parse(CallItem, raw, prefix=where + ".", ignored=ignored)
+        call_id, name, arguments = (
+            item.call_id,
+            visible(item.name, item.namespace),
+            arguments_of(item.arguments),
+        )
     calls = _assistant(messages).setdefault("tool_calls", [])
-    calls.append(call_message(item.call_id, item.name, arguments_of(item.arguments)))
-    return item.call_id, item.name
+    calls.append(call_message(call_id, name, arguments))
+    return call_id, name
 
 
 def _add_output(
@@ -256,20 +264,6 @@ def _assistant(messages: list[dict[str, Any]], *absent: str) -> dict[str, Any]:
     if last.get("role") != "assistant" or any(last.get(name) is not None for name in absent):
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
-
-
-def _tool_use(request: ResponsesRequest, ignored: list[str] | None) -> ToolUse:
-    tools = [_tool(tool, f"tools[{i}].", ignored) for i, tool in enumerate(request.tools or ())]
-    choice: Any = request.tool_choice
-    if isinstance(choice, dict):
-        named = parse(NamedChoice, choice, prefix="tool_choice.", ignored=ignored)
-        choice = {"type": "function", "function": {"name": named.name}}
-    return tool_use(tools, choice, request.parallel_tool_calls, function="")
-
-
-def _tool(raw: Any, prefix: str, ignored: list[str] | None) -> dict[str, Any]:
-    tool = parse(FunctionTool, raw, prefix=prefix, ignored=ignored)
-    return {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
 
 
 def input_items(given: str | list[Any], new_id: Callable[[], str]) -> list[dict[str, Any]]:

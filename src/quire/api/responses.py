@@ -15,6 +15,7 @@ from quire.api.parts import TokenNames
 from quire.api.protocol import given_sampling, sampling_params
 from quire.api.response_answer import ResponseAnswer, TextLogprobs
 from quire.api.response_request import ResponsesRequest, add_input, conversation_of, form_of, input_items
+from quire.api.response_tools import ResponseTools
 from quire.api.state import ApiState, Stored
 from quire.engine.large_input import off_loop
 from quire.errors import NotFoundError, RequestError, clip
@@ -73,6 +74,7 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
             store,
             items,
             TextLogprobs(names, plan, tokenizer, skip_special_tokens=sampling.skip_special_tokens),
+            ResponseTools.of(request.tools or ()),
             streamed=request.stream or request.background,
         )
 

@@ -1,4 +1,4 @@
-"""`quire`: serve | gateway | run | chat | bench | profile | simulate | plan | doctor. Commands import late."""
+"""`quire`: serve | gateway | run | chat | bench | profile | simulate | plan | doctor … Commands import late."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from quire import __version__
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.flags import (
     ON_DEMAND,
+    AutoscaleArgs,
     ChatArgs,
     ModelArgument,
     PlanArgs,
@@ -105,6 +106,15 @@ def gateway(
     from quire.cli.gateway import gateway
 
     raise typer.Exit(gateway(config, {"host": host, "port": port}, hooks or [], log_level, log_format))
+
+
+@app.command()
+@command_with(AutoscaleArgs)
+def autoscale(*, settings: dict[str, Any]) -> None:
+    """Have as many replicas behind a gateway as its load will need, by the planner's model of one."""
+    from quire.cli.autoscale import autoscale
+
+    raise typer.Exit(autoscale(pick(AutoscaleArgs, settings)))
 
 
 @app.command()

@@ -1,6 +1,6 @@
 """Flags from data: the fields of `quire.args` become parameters of Typer commands and keys of a TOML file.
 
-The settings of `quire run`, `chat` and `plan` that are not the engine's are at the end.
+The settings of `quire run`, `chat`, `plan` and `autoscale` that are not the engine's are at the end.
 """
 
 from __future__ import annotations
@@ -206,6 +206,37 @@ class PlanArgs:
     json: bool = False
     explain: bool = False
     search: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscaleArgs:
+    """`quire autoscale`."""
+
+    gateway: str = "http://127.0.0.1:8080"
+    slo: str = "ttft=1s,tpot=100ms"
+    profile: str | None = None
+    hardware: str | None = None
+    model: str | None = None
+    tensor_parallel: int = 1
+    weights: str = "bf16"
+    executor: Literal["local", "kubernetes", "ray", "webhook"] = "local"
+    command: str | None = None
+    target: str | None = None
+    namespace: str | None = None
+    server: str | None = None
+    webhook: str | None = None
+    webhook_key: str | None = None
+    ray_address: str | None = None
+    ray_cpus: float = 1.0
+    ray_gpus: float = 0.0
+    min_replicas: int = 1
+    max_replicas: int = 8
+    interval_s: float = 10.0
+    start_up_s: float = 60.0
+    down_after_s: float = 300.0
+    headroom: float = 0.8
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["human", "json"] = "human"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
 from quire.http.edge import Edge, Extension, error_handlers
 from quire.http.keys import KeyFile
+from quire.http.websocket import WebSockets, is_local_origin
 
 # What a replica of Quire serves, and what other servers with OpenAI's API have beside it.
 POST_PATHS = (
@@ -68,12 +69,13 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
             *extension.routes,
         ],
         middleware=[
+            Middleware(WebSockets, allows=is_local_origin),
             Middleware(
                 Edge,
                 api_keys=state.config.server.api_keys,
                 new_id=state.new_id,
                 key_file=KeyFile(Path(key_file), state.now) if key_file is not None else None,
-            )
+            ),
         ],
         exception_handlers=error_handlers(count),
         lifespan=_lifespan(state, extension),

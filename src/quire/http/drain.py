@@ -18,9 +18,12 @@ from quire.http.connections import ConnectionWatch, Connector, Patience, Watched
 from quire.http.front_link import Ask, FrontLink
 from quire.http.listen import Tls
 
+MAX_MESSAGE_BYTES = 64 << 20  # of a WebSocket; the application's own limit of bodies is lower by default
 UVICORN: dict[str, Any] = {
     "http": WatchedProtocol,
-    "ws": "none",
+    "ws": "websockets-sansio",
+    "ws_max_size": MAX_MESSAGE_BYTES,
+    "ws_per_message_deflate": False,
     "log_config": None,
     "access_log": False,
     "server_header": False,

@@ -26,8 +26,8 @@ from quire.http.refusals import Refusal, refusal_of
 from quire.http.wire import Body
 from quire.metrics.log import Log
 
-# Probes and scrapers send no key, as with vLLM.
-OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"})
+# Probes and scrapers send no key, as with vLLM; the two pages have nothing of the model without one.
+OPEN_PATHS = frozenset({"/", "/docs", "/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"})
 MAX_REQUEST_ID_CHARS = 128
 _SCOPE_KEY = "quire.request_id"
 _OWN_KEY = "quire.request_id_is_own"

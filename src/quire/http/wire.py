@@ -74,12 +74,16 @@ class Past(Wire):
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The body of a POST endpoint. ``lists`` and ``objects`` are the models of fields that are checked on their own."""
+    """The body of a POST endpoint. ``lists`` and ``objects`` are the models of fields that are checked on their own.
+
+    ``required``: fields that the endpoint requires though its model does not.
+    """
 
     summary: str
     model: type[Wire]
     lists: Mapping[str, type[Wire]] = field(default_factory=dict)
     objects: Mapping[str, type[Wire]] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
 
 
 class Use(StrEnum):

@@ -15,7 +15,7 @@ from quire.config import OrderKind
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.overload import TTFT_SLACK, place_s
 from quire.scheduler.predictor import Backlog
-from quire.scheduler.queue import due_s, sort_key
+from quire.scheduler.queue import aged_s, due_s, sort_key
 from quire.scheduler.sequence import RequestState, Sequence, SequenceState
 from quire.scheduler.state import SchedulerState
 
@@ -175,7 +175,7 @@ def _uncached_share(state: SchedulerState) -> float:
 def _is_ahead(order: OrderKind, seq: Sequence, request: Request) -> bool:
     """Tell whether ``seq``, which waits, enters before ``request`` (under longest-prefix: taken to)."""
     if order == "priority":
-        return seq.group.request.priority <= request.priority
+        return aged_s(seq.group.request) <= aged_s(request)
     if order == "shortest-first":
         return seq.num_prompt <= len(request.prompt_token_ids)
     if order == "deadline":

@@ -4,7 +4,7 @@
 An order is a sort key; equal ranks fall back to arrival, then to the sequence id.
 
     fcfs             arrival
-    priority         Request.priority (smaller first), then arrival
+    priority         Request.priority (smaller first), aged: each `AGING_S` of waiting count as one step of priority
     shortest-first   number of prompt tokens, then arrival; the output's length is not known
     longest-prefix   most tokens in the prefix tree at this moment, then arrival; among the first 128 that wait
     deadline         earliest limit first (EDF); a request without one ranks as if it had `UNBOUNDED_S`. Behind all
@@ -57,7 +57,18 @@ from quire.config import OrderKind, SchedulerConfig
 from quire.request import Deadline, Request, Tenant
 from quire.scheduler.sequence import Sequence, SortKey
 
+AGING_S = 30.0  # of waiting that make up for one step of priority
+MAX_STEPS = 1000  # of priority that count against time; further ones only break ties
 UNBOUNDED_S = 60.0  # limit that a request without a deadline ranks by, so that it is admitted some time
+
+
+def aged_s(request: Request) -> float:
+    """Return the rank of a request under the order priority, in seconds.
+
+    The rank does not depend on the time: of two requests that wait, the difference of their ages stays. A request is
+    overtaken only by those that arrive less than `AGING_S` after it per step of priority, so that none starves.
+    """
+    return request.arrival_s + AGING_S * min(max(request.priority, -MAX_STEPS), MAX_STEPS)
 
 
 def due_s(request: Request, *, has_token: bool) -> float:
@@ -71,7 +82,7 @@ def sort_key(order: OrderKind, seq: Sequence) -> SortKey:
     """Return the rank of a sequence; smaller comes first."""
     request = seq.group.request
     if order == "priority":
-        return (request.priority, request.arrival_s, seq.seq_id)
+        return (aged_s(request), request.priority, request.arrival_s, seq.seq_id)
     if order == "shortest-first":
         return (seq.num_prompt, request.arrival_s, seq.seq_id)
     if order == "deadline":
