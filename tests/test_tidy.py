@@ -21,9 +21,9 @@ MAX_CLASS_METHODS = 15
 MAX_LINES: dict[str, int] = {
     "": 2_251,
     "api": 5_022,
-    "bench": 2_378,
+    "bench": 2_362,
     "cache": 1_170,
-    "cli": 1_439,
+    "cli": 1_422,
     "engine": 3_652,
     "executor": 457,
     "families": 1_590,
@@ -35,7 +35,7 @@ MAX_LINES: dict[str, int] = {
     "lora": 417,
     "metrics": 603,
     "models": 1_510,
-    "plan": 1_783,
+    "plan": 1_778,
     "quant": 391,
     "runner": 2_063,
     "sampling": 615,
@@ -48,8 +48,9 @@ MAX_LINES: dict[str, int] = {
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 128},
-    "names of other servers": {"": 1, "api": 330, "cli": 2, "http": 120, "jobs": 2},
+    "names of other servers": {"": 1, "api": 330, "cli": 2, "http": 114, "jobs": 2},
     "Ollama's API": {"api": 770, "cli": 1, "http": 12},
+    "command lines and keywords of vLLM and llama.cpp": {"": 3, "cli": 162, "engine": 188},
     "batches of messages": {"jobs": 225},
     "custom tools": {"api": 190},
     "page of the API": {"api": 18, "http": 6},
@@ -139,6 +140,7 @@ LARGE_CLASSES: dict[str, str] = {}
 # Where an import inside a function is allowed: start-up cost, lazy names, optional dependencies.
 LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
+    "cli/foreign.py": "a draft model is looked for with the code that reads checkpoints",
     "cli/measure.py": "each command imports what it needs, so that --help is quick",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/helper.py": "each kind imports what it needs: a bare container compiles grammars without msgspec",

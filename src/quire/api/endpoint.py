@@ -24,8 +24,8 @@ from quire.http.account import account_of
 from quire.http.body import Disconnected, decode_body, header, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import TENANT, adopt_request_id, request_id_of
-from quire.http.ignored import Ignored
 from quire.http.refusals import Refusal, refusal_of
+from quire.http.wire import Ignored
 from quire.metrics.log import Log
 from quire.metrics.trace import trace_headers
 
