@@ -205,6 +205,7 @@ def test_jobs_move_and_run_once(tmp_path: Path, port: int) -> None:
             assert not list(Path(folder, "background").iterdir())
 
 
+@pytest.mark.slow
 def test_background_response_outlives_its_server(tmp_path: Path, port: int) -> None:
     folder = str(tmp_path / "batches")
     with server(tmp_path, port, "binds", "200", folder) as old, connected(old.url) as client:

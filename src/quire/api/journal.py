@@ -149,7 +149,7 @@ class Journal:
             raise HttpError(Refusal(507, text, code="journal_full"))
         entry = Entry(self, self._folder, stream_id, num_seen)
         if _ID.fullmatch(stream_id) and await self._read(entry):
-            text = f"The stream {clip(stream_id)} still runs in the server that this one replaces: try again."
+            text = f"The stream {clip(stream_id)} goes to another connection, or runs in an older server: try again."
             raise HttpError(Refusal(409, text, code="stream_runs"))
         if entry.head is None or entry.head.tenant != TENANT.get():
             await self._do(entry, entry.file.close)
@@ -171,6 +171,7 @@ class Journal:
         entry.end_request = None
         if entry.released.is_set():
             return
+        entry.body, entry.delivered = b"", ()
         if entry.head is None and not entry.num_events:  # its client has nothing of it
             self.discard(entry)
             entry.released.set()

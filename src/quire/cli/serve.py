@@ -38,7 +38,8 @@ def serve(settings: dict[str, Any]) -> int:
         from quire.cli.replicas import serve_replicas
 
         return serve_replicas(settings, server_args, num_replicas)
-    few = raise_file_limit(engine_args.max_num_seqs + engine_args.max_queue + LEAST_FILES)
+    most = engine_args.max_num_seqs + engine_args.max_queue  # requests
+    few = raise_file_limit(most * (1 if server_args.journal is None else 2) + LEAST_FILES)
     if few is not None:
         print(f"quire: {few}", file=sys.stderr)
     takeover = takeover_of(server_args)
