@@ -71,10 +71,18 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 78,
     },
     "admin, metrics, access log": {"": 2, "gateway": 400, "http": 1},
+    "auto, regions, hedging": {"": 30, "gateway": 590},
     "priorities age": {"scheduler": 12},
     "websocket": {"api": 8, "cli": 1, "gateway": 2, "http": 250},
     "filters": {"": 13, "cli": 16, "gateway": 850},
     "full disk": {"jobs": 85},
+    "queue in bytes, cheap refusals, bounded stores": {
+        "": 6,
+        "api": 55,
+        "jobs": 30,
+        "sampling": 32,
+        "scheduler": 28,
+    },
     "what faults and fuzzing found": {"api": 1, "engine": 45, "lora": 1},
     "flight recorder, replay, comparison": {
         "": 20,

@@ -16,6 +16,7 @@ from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.endpoint import JOURNALED, GenerateEndpoint, JsonEndpoint, StreamEndpoint
 from quire.api.finished import FinishedUsage
+from quire.api.full_queue import FullQueue
 from quire.api.health import About, Models, Probes
 from quire.api.journal import Journal
 from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
@@ -24,7 +25,7 @@ from quire.api.ollama_models import OllamaModels, show
 from quire.api.openapi import Description
 from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, count_input, responses_job
-from quire.api.state import ApiSettings, ApiState, FullQueue, ResponseStore, RunningRequests, TtftForecast
+from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies

@@ -57,6 +57,7 @@ class PostEndpoint:
         status, client = 200, Client(receive)
         try:
             pieces = await read_pieces(scope, receive, self._max_body_bytes(scope), "--max-body-mib")
+            self._state.full_queue.read(pieces)
             client.watch()
             body = await self._decode(pieces)
             if self._state.journal is not None:
@@ -133,9 +134,10 @@ class GenerateEndpoint(PostEndpoint):
         self._prepare = prepare
 
     def _early_refusal(self, scope: Scope) -> Refusal | None:
-        if PRIORITY_KEY in scope or resumes(scope, self._state.settings.gateway_key):
-            return None
-        return self._state.full_queue.refusal()
+        return self._state.full_queue.refusal() if self._may_wait(scope) else None
+
+    def _may_wait(self, scope: Scope) -> bool:
+        return PRIORITY_KEY not in scope and not resumes(scope, self._state.settings.gateway_key)
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         journal, given = self._state.journal, header(scope, b"last-event-id")
@@ -156,6 +158,8 @@ class GenerateEndpoint(PostEndpoint):
             finally:
                 await journal.release(entry)
             return
+        if self._may_wait(scope):
+            self._state.full_queue.check()
         body = enter(scope, body, self._state.settings.gateway_key)
         if journal is not None and RELAYED.get() is None and self._path in JOURNALED and _is_streamed(body):
             state = self._state
@@ -201,13 +205,8 @@ class GenerateEndpoint(PostEndpoint):
             self._state.finished.put(account_of(scope), model, self._path, tokens, seconds)
         if log.debugging:
             names = dict(zip(("prompt_tokens", "cached_tokens", "output_tokens"), tokens, strict=True))
-            log.debug(
-                "request_done",
-                request_id=request_id_of(scope),
-                id=job.answer.head.id,
-                seconds=seconds,
-                **names,
-            )
+            request_id = request_id_of(scope)
+            log.debug("request_done", request_id=request_id, id=job.answer.head.id, seconds=seconds, **names)
 
     async def _begun(self, job: Job, client: Client) -> Entry | None:
         """Return the new entry of the journal for a stream; None if it is not written there."""

@@ -255,6 +255,7 @@ def jobs_of_server(args: ServerArgs, frontend: Any) -> Any:
         batch_dir=args.batch_dir,
         batch_concurrency=args.batch_concurrency,
         max_file_bytes=args.max_file_mib * 2**20,
+        max_store_bytes=args.file_store_mib * 2**20,
         max_body_bytes=args.max_body_mib * 2**20,
         lenient=args.lenient,
         strict_fields=args.strict_fields,
