@@ -339,7 +339,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "planner-without-windows",
         "a layer with a window keeps the whole context in the planner's memory",
-        "src/quire/plan/memory.py",
+        "src/quire/plan/split.py",
         "kept = context if group.window is None else min(context, group.window)",
         "kept = context",
         ("tests/plan/test_memory.py",),

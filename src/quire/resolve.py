@@ -21,9 +21,8 @@ from quire.config import (
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
-from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, row_bytes
 from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
-from quire.plan.split import Split
+from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
 from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
