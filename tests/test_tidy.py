@@ -83,11 +83,11 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 32,
         "scheduler": 28,
     },
-    "what faults and fuzzing found": {"api": 1, "engine": 45, "lora": 1},
+    "what faults and fuzzing found": {"api": 1, "engine": 45, "http": 10, "lora": 1},
     "flight recorder, replay, comparison": {
         "": 20,
         "api": 15,
-        "bench": 185,
+        "bench": 190,
         "cli": 225,
         "engine": 735,
         "executor": 210,
@@ -102,6 +102,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "text": 8,
     },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 263, "sim": 16},
+    "journal of streams": {"": 4, "api": 655, "cli": 3},
+    "hand-over": {"": 3, "api": 155, "cli": 90, "http": 525, "jobs": 145},
     "moved streams": {"api": 210, "engine": 60, "gateway": 175},
     "routing by reported blocks": {
         "": 1,

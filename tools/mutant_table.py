@@ -520,4 +520,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not num_lost or",
         ("tests/cache/test_ledger.py",),
     ),
+    Mutant(
+        "event-sent-twice",
+        "a client that comes back gets the last event that it has once more",
+        "src/quire/api/journal.py",
+        "if self.num_events > self._num_seen:",
+        "if self.num_events >= self._num_seen:",
+        ("tests/api/test_api_journal.py",),
+    ),
+    Mutant(
+        "torn-line-read",
+        "the journal takes the line in the middle of which the server died for a whole one",
+        "src/quire/api/journal_file.py",
+        'whole = lines[: lines.rfind(b"\\n") + 1]',
+        "whole = lines",
+        ("tests/api/test_api_journal.py",),
+    ),
+    Mutant(
+        "event-before-its-line",
+        "events go to the client before they are in the journal",
+        "src/quire/api/journal.py",
+        "await self._thread.put(guarded).wait()",
+        "self._thread.put(guarded)",
+        ("tests/api/test_api_journal.py",),
+    ),
 )

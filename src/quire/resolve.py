@@ -304,7 +304,8 @@ def _blocks_in_memory(
         if weights + budget > available:
             raise ConfigError(
                 f"kv_memory = {budget / 2**30:.2f} GiB and {weights / 2**30:.2f} GiB of weights are more than the "
-                f"{available / 2**30:.2f} GiB of memory that are available beside a step: lower kv_memory"
+                f"{available / 2**30:.2f} GiB of memory that are available beside a step: lower kv_memory",
+                param="kv_memory",
             )
     elif device.kind == "cuda":
         budget = available - weights
@@ -321,7 +322,8 @@ def _blocks_in_memory(
     if budget < 2 * page:
         raise ConfigError(
             f"{weights / 2**30:.2f} GiB of weights leave no room for a KV cache in {available / 2**30:.2f} GiB of "
-            "available memory: free some, or take a smaller model"
+            "available memory: free some, or take a smaller model",
+            param="kv_memory",
         )
     return budget // page
 
