@@ -504,4 +504,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not num_lost or",
         ("tests/cache/test_ledger.py",),
     ),
+    Mutant(
+        "recovered-row-wins",
+        "what a replica knows of a request replaces the row of its own gateway",
+        "src/quire/gateway/ledger.py",
+        "WHERE {_RANK.format('quire_ledger')} < {_RANK.format('excluded')} OR",
+        "WHERE {_RANK.format('quire_ledger')} <> {_RANK.format('excluded')} OR",
+        ("tests/gateway/test_booking.py",),
+    ),
+    Mutant(
+        "piece-ends-late",
+        "the block that a piece of text ends in lies behind it",
+        "src/quire/api/piece_blocks.py",
+        "bisect_right(at, end) // cache.block_size,",
+        "bisect_right(at, end) // cache.block_size + 1,",
+        ("tests/gateway/test_reports.py::test_the_blocks_of_a_shared_text_are_the_same",),
+    ),
+    Mutant(
+        "journal-slot-freed-early",
+        "a killed gateway's running requests are forgotten",
+        "src/quire/gateway/booking.py",
+        "            if row.finished_at > since:\n",
+        "            if True:\n",
+        ("tests/gateway/test_booking.py",),
+    ),
 )
