@@ -113,9 +113,9 @@ class JsonEndpoint(PostEndpoint):
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         ignored = self._ignored()
-        answer = await self._compute(self._state, body, ignored)
+        answer = msgspec.json.encode(await self._compute(self._state, body, ignored))
         client.release()
-        await send_json(send, 200, msgspec.json.encode(answer), self._ignored_header(ignored))
+        await send_json(send, 200, answer, self._ignored_header(ignored))
 
 
 class GenerateEndpoint(PostEndpoint):
@@ -131,9 +131,9 @@ class GenerateEndpoint(PostEndpoint):
         return self._state.full_queue.refusal()
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
-        ignored = self._ignored()
-        body = enter(scope, body, self._state.settings.gateway_key)
+        ignored, body = self._ignored(), enter(scope, body, self._state.settings.gateway_key)
         job = await self._prepare(self._state, body, ignored)
+        ignored += self._state.unread(body)
         model = job.answer.head.model
         if job.relayed is not None:
             job.relayed.check(self._state.continuable_with(model), len(job.prompts) * job.sampling.n)
