@@ -52,7 +52,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "Ollama's API": {"api": 770, "cli": 1, "http": 12},
     "batches of messages": {"jobs": 225},
     "custom tools": {"api": 190},
-    "models on disk": {"cli": 72, "models": 78},
+    "models on disk": {"cli": 72, "models": 80},
     "fields that the order does not read": {"api": 22, "metrics": 1, "scheduler": 1},
     "page of the API": {"api": 18, "http": 6},
     "filling in the middle": {"api": 38, "text": 78},
