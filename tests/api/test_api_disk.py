@@ -119,8 +119,8 @@ def test_a_batch_waits_for_room_and_goes_on(
             tmp_path, files, new_id=new_id, unix_time=time.time, is_busy=lambda: False, concurrency=3
         )
         runner.resume(answer_all)
-        ends = {"expires_at": time.time() + 600, "output_expires_after_s": None}
-        batch = runner.create({"input_file_id": made["id"], "endpoint": CHAT, **ends})
+        asked = {"input_file_id": made["id"], "endpoint": CHAT, "output_expires_after_s": None}
+        batch = runner.create(asked, window_s=600)
         disk.full = True
         while batch["status"] in OPEN:
             await asyncio.sleep(0.005)
