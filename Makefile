@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve gateway-demo test test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo services test test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,6 +46,10 @@ serve: install  ## serve Quill (MODEL=… PORT=… ARGS="…" change it)
 gateway-demo: install  ## two Quill replicas behind a gateway, two keys, a replica that is killed
 	$(BIN)/python tools/gateway_demo.py
 
+services:  ## install Redis, PostgreSQL and qemu by apt, for the tests that start them (as root)
+	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends \
+	  redis-server postgresql qemu-user
+
 test: dev  ## run the default tests in two processes (under 15 minutes on 2 cores; WORKERS=N for more)
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS)
 
@@ -68,15 +72,15 @@ fuzz: dev  ## send 20,000 requests made from the API's own description (schemath
 	$(PIP) schemathesis
 	$(PYTEST) tests/e2e/test_e2e_fuzz.py -m slow -s $(ARGS)
 
-fuzz-sim: dev  ## 10,000 seeds of the scheduler's simulator, with faults; prints what they exercised (about 40 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim.many $(ARGS)
+fuzz-sim: dev  ## 10,000 seeds of the scheduler's simulator, with faults; prints what they exercised (20 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim.many --report $(ARGS)
 
 fuzz-real: dev  ## 100,000 random requests through Quill's real engine; none may be a 5xx (about 6 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.real_engine $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.real_engine --report $(ARGS)
 
 fuzz-files: dev  ## coverage-guided fuzzing of request, form and model file readers (atheris; ARGS="--seconds N" per target)
 	$(PIP) atheris
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run --report $(ARGS)
 
 faults: dev  ## inject every fault into a live server under 32 streams; prints a table (about 40 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --report $(ARGS)

@@ -52,7 +52,7 @@ def server(*flags: str) -> Iterator[tuple[int, int]]:
     command = [*QUIRE, "serve", *ENGINE, "--port", str(port), "--admin-port", str(admin), *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        for _ in range(300):
+        for _ in range(3000):
             time.sleep(0.1)
             with contextlib.suppress(urllib.error.URLError, OSError):
                 if urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1).status == 200:

@@ -138,7 +138,9 @@ def growing(rows: list[tuple[str, float, float, float, float]]) -> list[str]:
 
 
 async def soak(minutes: float, seed: int) -> Soak:
-    with World(seed) as world:
+    with World(
+        seed, flags=("--num-kv-blocks", "2048")
+    ) as world:  # small: its pages are all touched in the warm-up
         load = Soak(world, seed)
         number, until_s = 0, time.monotonic() + 60 * minutes
         while time.monotonic() < until_s:

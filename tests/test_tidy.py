@@ -21,9 +21,9 @@ MAX_CLASS_METHODS = 15
 MAX_LINES: dict[str, int] = {
     "": 2_251,
     "api": 5_022,
-    "bench": 2_378,
+    "bench": 2_362,
     "cache": 1_170,
-    "cli": 1_439,
+    "cli": 1_422,
     "engine": 3_652,
     "executor": 457,
     "families": 1_590,
@@ -35,7 +35,7 @@ MAX_LINES: dict[str, int] = {
     "lora": 417,
     "metrics": 603,
     "models": 1_510,
-    "plan": 1_783,
+    "plan": 1_778,
     "quant": 391,
     "runner": 2_063,
     "sampling": 615,
@@ -48,8 +48,9 @@ MAX_LINES: dict[str, int] = {
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 128},
-    "names of other servers": {"": 1, "api": 330, "cli": 2, "http": 120, "jobs": 2},
+    "names of other servers": {"": 1, "api": 330, "cli": 2, "http": 114, "jobs": 2},
     "Ollama's API": {"api": 770, "cli": 1, "http": 12},
+    "command lines and keywords of vLLM and llama.cpp": {"": 3, "cli": 162, "engine": 188},
     "batches of messages": {"jobs": 225},
     "custom tools": {"api": 190},
     "models on disk": {"cli": 72, "models": 80},
@@ -59,6 +60,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
     "models on demand": {"": 4, "cli": 300, "gateway": 380},
+    "autoscaling": {"bench": 8, "cli": 220, "gateway": 470, "plan": 7, "sim": 195},
     "hangs": {
         "": 15,
         "api": 14,
@@ -95,6 +97,15 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 263, "sim": 16},
     "moved streams": {"api": 210, "engine": 60, "gateway": 175},
+    "routing by reported blocks": {
+        "": 1,
+        "api": 210,
+        "cache": 40,
+        "cli": 4,
+        "engine": 32,
+        "gateway": 165,
+        "http": 55,
+    },
     "nothing lost at a kill of a gateway": {"api": 80, "gateway": 400, "http": 95},
     "no request stalls another": {
         "": 22,
@@ -129,12 +140,14 @@ LARGE_CLASSES: dict[str, str] = {}
 # Where an import inside a function is allowed: start-up cost, lazy names, optional dependencies.
 LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
+    "cli/foreign.py": "a draft model is looked for with the code that reads checkpoints",
     "cli/measure.py": "each command imports what it needs, so that --help is quick",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/helper.py": "each kind imports what it needs: a bare container compiles grammars without msgspec",
     "engine/build.py": "the choice of an executor",
     "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
     "__init__.py": "LLM and friends are resolved lazily",
+    "gateway/scalers.py": "ray is optional",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
     "gateway/ledger.py": "psycopg is the extra `postgres`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, Setting, defaults, flag_name, settings_of
 from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
-from quire.cli.flags import PlanArgs, ReplayArgs
+from quire.cli.flags import AutoscaleArgs, PlanArgs, ReplayArgs
 from quire.gateway.config import (
     BackendArgs,
     GatewayArgs,
@@ -28,6 +28,7 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
 
     quire serve [MODEL]            serve a model over an OpenAI-compatible API; several are loaded on demand
     quire gateway --config FILE    one address in front of many replicas (docs/gateway.md has the keys of the file)
+    quire autoscale                have as many replicas behind a gateway as its load will need (docs/autoscale.md)
     quire run [MODEL] "prompt"     continue one text and print it as it comes
     quire chat [MODEL]             talk in the terminal; /help lists its commands, Ctrl-C stops an answer
     quire pull ORG/REPO            download what serving a model needs, into the cache of the hub
@@ -104,6 +105,7 @@ def document() -> str:
         ("Flight recorder: replay", ReplayArgs),
         ("Step times: profile", ProfileArgs),
         ("Virtual clock: simulate", SimulateArgs),
+        ("Replicas by load: autoscale", AutoscaleArgs),
     ):
         groups: dict[str, list[str]] = {}
         for key, spec in settings_of(kind).items():

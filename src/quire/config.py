@@ -41,6 +41,7 @@ class CacheConfig:
     windows: tuple[int | None, ...] = (None,)
     enable_prefix_caching: bool = True
     model_key: str = ""  # enters every block hash: model, dtype, quantization
+    has_events: bool = False  # gateways are told which blocks there are
 
 
 @dataclass(frozen=True, slots=True)

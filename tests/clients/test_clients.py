@@ -12,8 +12,7 @@ from tests.api.asgi_client import Api, error_of
 from tests.api.fake_frontend import FakeFrontend
 
 from quire.api.protocol import ChatRequest
-from quire.http.ignored import Ignored, edits
-from quire.http.wire import sift, table_of
+from quire.http.wire import Ignored, edits, sift, table_of
 
 REQUESTS = json.loads((Path(__file__).parent / "requests.json").read_text())
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

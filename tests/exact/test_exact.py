@@ -23,6 +23,8 @@ from quire.models.hub import quill_path
 from quire.request import FinishReason, TokenLogprobs
 from quire.runner.model_runner import ModelRunner
 
+# A case serves 64 requests under twelve policies, with reference kernels: minutes on a busy machine.
+pytestmark = pytest.mark.timeout(900)
 DTYPES = ("float32", "bfloat16")
 CASES = [
     Case(model, dtype, seed)

@@ -56,14 +56,20 @@ class World:
     """A server of Quill with adapters ``warm`` and, loaded at run time, ``poison`` (of NaN)."""
 
     def __init__(
-        self, seed: int, engine: str = "bfloat16", *, place: str | None = None, template: str | None = None
+        self,
+        seed: int,
+        engine: str = "bfloat16",
+        *,
+        place: str | None = None,
+        template: str | None = None,
+        flags: tuple[str, ...] = (),
     ) -> None:
         """``place``: "shm", "tmp" or "batches", which then is a small file system of the server's own.
 
-        ``template``: the source of a chat template in the place of the model's.
+        ``template``: the source of a chat template in the place of the model's. ``flags``: more of ``quire serve``.
         """
         self.rng = Random(seed)
-        self.template = template
+        self.template, self._flags = template, flags
         self.engine, self.place = engine, place
         self.notes: dict[str, list[float]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="qf-")
@@ -88,8 +94,8 @@ class World:
 
     def _start(self) -> LiveServer:
         batches = self._place() if self.place == "batches" else str(self.folder / "kept")
-        command = ["-m", "quire.cli", "serve", "quill", *FLAGS, *ENGINES[self.engine], "--batch-dir", batches,
-                   "--lora", f"warm={self.adapter.path}"]  # fmt: skip
+        command = ["-m", "quire.cli", "serve", "quill", *FLAGS, *ENGINES[self.engine], *self._flags,
+                   "--batch-dir", batches, "--lora", f"warm={self.adapter.path}"]  # fmt: skip
         if self.template is not None:
             (self.folder / "template.jinja").write_text(self.template)
             command += ["--chat-template", str(self.folder / "template.jinja")]

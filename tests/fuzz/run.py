@@ -64,8 +64,11 @@ def fuzz_one(name: str, seconds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for i, seed in enumerate(seeds_of(name)):
             (Path(folder) / f"seed-{i}").write_bytes(seed)
-        options = [f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096", "-max_len=8192",
-                   "-print_final_stats=1", f"-artifact_prefix={FOUND}/"]  # fmt: skip
+        words = {word for seed in seeds_of(name) for word in re.findall(rb"[A-Za-z_.-]{3,40}", seed)}
+        lines = b"".join(b'"%s"\n' % word for word in sorted(words))
+        (Path(folder) / "words").write_bytes(lines)
+        options = [f"-dict={folder}/words", f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096",
+                   "-max_len=8192", "-print_final_stats=1", f"-artifact_prefix={FOUND}/"]  # fmt: skip
         atheris.Setup([sys.argv[0], folder, *options], once)
         atheris.Fuzz()
 

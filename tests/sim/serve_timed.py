@@ -6,6 +6,7 @@ Everything but the executor is what `quire serve` runs: API process, engine proc
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from quire.api.app import create_app, run
@@ -24,12 +25,14 @@ def main(cost: str, *settings: str) -> int:
     port, gateway_key = given.pop("port", 0), given.pop("gateway_key", None)
     args = EngineArgs(**given)
     config, checkpoint = configure(args, detect_device())
+    if gateway_key is not None:
+        config = replace(config, cache=replace(config.cache, has_events=True))
     client = ProcessClient(config, executor=f"timed@{cost}")
     text = load_text(args, config, checkpoint, names=("quill",))
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, WallClock())
     ready = "ready    on"
     return run(
-        create_app(frontend, ApiSettings(gateway_key=gateway_key)),
+        create_app(frontend, ApiSettings(gateway_key=gateway_key, cache=config.cache)),
         port=port,
         on_ready=lambda url, _: print(f"{ready} {url}", file=sys.stderr, flush=True),
     )

@@ -110,7 +110,7 @@ def fits(value: Any) -> bool:
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_every_kind_of_vocabulary(load: Load, tokenizers_folder: Path, name: str) -> None:
     vocabulary = vocabulary_at(quill_path("quill") if name == "quill" else tokenizers_folder / name)
-    for seed in range(3):
+    for seed in range(3 if vocabulary.tokenizer.vocab_size < 50_000 else 1):
         start = vocabulary.start(StructuredOutputsParams(json=SCHEMA))
         ids = vocabulary.walk(start, random.Random(SEED + seed))
         assert fits(json.loads(vocabulary.text(ids))), (name, seed, vocabulary.text(ids))

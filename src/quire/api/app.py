@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from quire.api.anthropic import count_tokens, messages_job
+from quire.api.cache_feed import CacheFeed
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
@@ -37,6 +38,7 @@ from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.errors import QuireError
 from quire.http.account import USAGE_PATH
+from quire.http.cache_messages import CACHE_PATH
 from quire.http.drain import DrainingServer, SideApp, served_beside
 from quire.http.edge import Edge, Extension, error_handlers, id_source
 from quire.http.listen import Tls, bind, url_of
@@ -148,6 +150,7 @@ def _routes(state: ApiState) -> list[Route]:
         "/props": about.props,
         "/slots": about.slots,
         USAGE_PATH: state.finished.show,
+        CACHE_PATH: CacheFeed(state.frontend, state.settings.gateway_key).show,
     }
     generate = {
         "/v1/completions": completion_job,

@@ -14,6 +14,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from quire.api.job import Job, Usage
+from quire.api.piece_blocks import telling_blocks
 from quire.api.prompt_streams import PromptStreams
 from quire.api.relayed import MAX_DELIVERED_BYTES, Tags, enter, resumes
 from quire.api.state import ApiState
@@ -24,8 +25,8 @@ from quire.http.account import account_of
 from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import adopt_request_id, request_id_of
-from quire.http.ignored import Ignored
 from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
+from quire.http.wire import Ignored
 from quire.metrics.log import Log
 from quire.metrics.trace import trace_headers
 from quire.request import FinishReason
@@ -145,6 +146,7 @@ class GenerateEndpoint(PostEndpoint):
         if job.in_background and BACKGROUND_KEY not in scope:
             raise RequestError("background = true is not supported by this server.", param="background")
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
+        send = telling_blocks(send, scope, self._state, body, job, generation.streams)
         try:
             with self._state.running.entered(ids, generation):
                 await self._answer(generation, ignored, client, send)
@@ -169,10 +171,8 @@ class GenerateEndpoint(PostEndpoint):
         try:
             if not generation.job.in_background:
                 await generation.submit()
-            in_background = generation.job.in_background
-            client.on_leave = (
-                partial(generation.cancel, CANCELLED_BY_CLIENT) if in_background else generation.disconnect
-            )
+            leave = partial(generation.cancel, CANCELLED_BY_CLIENT)
+            client.on_leave = leave if generation.job.in_background else generation.disconnect
             await generation.answer(send, self._ignored_header(ignored))
         except QuireError:
             if not generation.disconnected:
@@ -231,7 +231,7 @@ class Generation:
         self._state = state
         self._arrival_s = arrival_s
         self._request_id = request_id
-        self._streams = PromptStreams(state, job, arrival_s, request_id, trace)
+        self.streams = PromptStreams(state, job, arrival_s, request_id, trace)
         self._begun = False  # the first bytes of a stream were sent
         self._ended = False  # the last bytes were sent
         self._cancelled = ""  # the error's code
@@ -239,7 +239,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return self._streams.usage
+        return self.streams.usage
 
     async def submit(self) -> None:
         """Start all prompts, or none.
@@ -247,7 +247,7 @@ class Generation:
         Raises:
             QuireError: a prompt is rejected, or the request was cancelled meanwhile.
         """
-        await self._streams.submit()
+        await self.streams.submit()
         if self._cancelled:
             raise self._cancellation()
 
@@ -264,7 +264,7 @@ class Generation:
             except Exception as error:
                 await self._fail_stream(send, error)
                 return
-        predicted_ms = self._streams.predicted_ms()
+        predicted_ms = self.streams.predicted_ms()
         if predicted_ms is not None:
             headers = (*headers, (b"x-quire-predicted-ttft-ms", f"{predicted_ms:.1f}".encode()))
         if self.job.answer.streamed:
@@ -280,12 +280,12 @@ class Generation:
         if not self._ended:
             self.disconnected = True
             self._state.metrics.counters["quire:http_disconnects"] += 1
-            await self._streams.abort()
+            await self.streams.abort()
 
     async def cancel(self, code: str = CANCELLED) -> None:
         """End the request; its client gets an error with this code."""
         self._cancelled = code
-        await self._streams.abort()
+        await self.streams.abort()
 
     def describe(self, now_s: float) -> dict[str, Any]:
         """Return the line of ``GET /requests``."""
@@ -304,7 +304,7 @@ class Generation:
 
     async def close(self) -> None:
         """Abort the prompts that still run."""
-        await self._streams.close()
+        await self.streams.close()
 
     def _cancellation(self) -> HttpError:
         # Clients retry a 409, 429 or 5xx by themselves; this request was ended on purpose.
@@ -332,7 +332,7 @@ class Generation:
         job = self.job
         n, num_samples = job.sampling.n, job.sampling.num_samples
         collected: list[list[OutputChunk]] = [[] for _ in range(len(job.prompts) * num_samples)]
-        async with aclosing(self._streams.chunks()) as chunks:
+        async with aclosing(self.streams.chunks()) as chunks:
             async for index, chunk in chunks:
                 if chunk.finish_reason is not None:
                     self._check_end(chunk)
@@ -342,10 +342,10 @@ class Generation:
             wholes += choose_best(
                 [merge(parts) for parts in collected[start : start + num_samples]], job.sampling
             )
-        if echoes := self._streams.echoes:
+        if echoes := self.streams.echoes:
             wholes = [replace(whole, text=echoes[i // n] + whole.text) for i, whole in enumerate(wholes)]
-        self._streams.note_timing()
-        body = job.answer.whole(wholes, self._streams.token_ids(), self.usage)
+        self.streams.note_timing()
+        body = job.answer.whole(wholes, self.streams.token_ids(), self.usage)
         self._ended = True
         await send_json(send, 200, body, headers)
 
@@ -354,11 +354,11 @@ class Generation:
         try:
             if tags is not None and self.job.relayed is not None and self.job.relayed.is_resumed:
                 await self._start_stream(send, headers)
-                for i, (index, chunk) in enumerate(self._streams.delivered()):
+                for i, (index, chunk) in enumerate(self.streams.delivered()):
                     answer.frame(index, chunk, self.usage)  # the client has it
                     if i % _REPLAYED_AT_ONCE == 0:
                         await asyncio.sleep(0)
-            async with aclosing(self._streams.chunks()) as chunks:
+            async with aclosing(self.streams.chunks()) as chunks:
                 async for index, chunk in chunks:
                     if chunk.finish_reason is not None:
                         self._check_end(chunk)
@@ -374,7 +374,7 @@ class Generation:
                 raise
             await self._fail_stream(send, error)
             return
-        self._streams.note_timing()
+        self.streams.note_timing()
         await self._send_last(send, answer.closing(self.usage))
 
     async def _start_stream(self, send: Send, headers: Headers) -> bytes:
@@ -383,7 +383,7 @@ class Generation:
         tagged = self._tags.headers if self._tags is not None else ()
         every = [(b"content-type", self.job.answer.media_type), *STREAM_HEADERS, *tagged, *headers]
         await send({"type": "http.response.start", "status": 200, "headers": every})
-        return self.job.answer.opening(self._streams.token_ids(), self._streams.echoes, self.usage)
+        return self.job.answer.opening(self.streams.token_ids(), self.streams.echoes, self.usage)
 
     async def _fail_stream(self, send: Send, error: Exception) -> None:
         """End a stream that had begun with an event that has the error."""

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.http.account import Account, Used, UsedPage, has_gateway_key
+from quire.http.account import Account, Used, UsedPage, check_gateway_key
 from quire.http.body import json_response
-from quire.http.refusals import HttpError, Refusal
 
 KEPT_S = 600.0
 MAX_KEPT = 100_000
@@ -48,9 +47,7 @@ class FinishedUsage:
 
     async def show(self, request: Request) -> Response:
         """The records behind the number ``after``, or the one of ``id``."""
-        if not has_gateway_key(request.scope, self._key):
-            text = "The usage of other requests is shown to a gateway with the key of --gateway-key alone."
-            raise HttpError(Refusal(403, text, code="forbidden"))
+        check_gateway_key(request.scope, self._key)
         given = request.query_params
         if "id" in given:
             found = self._records.get(given["id"])

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.api.finished import FinishedUsage
-from quire.config import EngineConfig, ModelConfig
+from quire.config import CacheConfig, EngineConfig, ModelConfig
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.engine.prompts import ModelInfo
@@ -47,6 +47,7 @@ class ApiSettings:
     strict_fields: bool = False  # refuse every unknown request field
     max_body_bytes: int = 32 * 2**20
     tool_format: str = "auto"  # a name of quire.text.output.FORMATS; auto: what the chat template shows
+    cache: CacheConfig | None = None  # where gateways are told which blocks there are
     retry_after_s: int = 1  # sent with 503
     # Of a request for many texts, in the engine at once: two steps' worth, so that other requests get their share.
     tokens_at_once: int = 4096

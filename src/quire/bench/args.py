@@ -103,6 +103,13 @@ class SimulateArgs:
     routing: Policy = "least-loaded"
     max_load_ratio: float = 1.25
     start_up_s: float = 0.0
+    autoscale: Literal["off", "predicted", "utilisation"] = "off"
+    max_replicas: int = 8
+    min_replicas: int = 1
+    interval_s: float = 10.0
+    down_after_s: float = 300.0
+    headroom: float = 0.8
+    target_busy: float = 0.7
     fault: str | None = None
     preemption: Literal["recompute", "swap"] = "recompute"
     swap_gb_s: float = 20.0

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tqdm import tqdm
 
 from quire.bench.args import ServeBenchArgs
 from quire.bench.client import RequestFailed, StreamingClient, Target, api_url, settle
@@ -164,29 +161,16 @@ class LiveProgress:
     """Shows progress in one line on stderr where that is a terminal. `observe` takes every request and every record."""
 
     def __init__(self, total: int, what: str) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}"),
-            console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
-            transient=True,
-        )
-        self._task = self._bar.add_task(what, total=total, now="")
+        self._bar = tqdm(total=total, desc=what, leave=False, disable=None)
         self._running = self._failed = self._tokens = 0
         self._last: list[RequestRecord] = []
         self._start_s = self._shown_s = time.monotonic()
 
     def __enter__(self) -> LiveProgress:
-        self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
     def observe(self, what: WorkloadRequest | RequestRecord) -> None:
         """Count a request that was sent, or the record of one that ended."""
@@ -197,11 +181,11 @@ class LiveProgress:
             self._failed += what.status == ERROR
             self._tokens += what.num_output_tokens
             self._last = [*self._last[1 - WINDOW :], what]
-            self._bar.advance(self._task)
+            self._bar.update()
         now_s = time.monotonic()
         if not self._bar.disable and now_s - self._shown_s >= REFRESH_S:
             self._shown_s = now_s
-            self._bar.update(self._task, now=self.line(now_s))
+            self._bar.set_postfix_str(self.line(now_s))
 
     def line(self, now_s: float) -> str:
         """Return running and failed requests, tokens/s so far, and the median TTFT and TPOT of the last requests."""

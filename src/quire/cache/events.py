@@ -7,6 +7,7 @@ drain starts with `EventsLost`, after which the reader asks for a snapshot (`Pre
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -39,10 +40,14 @@ CacheEvent = BlockStored | BlockRemoved | EventsLost
 
 
 class EventBuffer:
-    """The last ``capacity`` events since the previous drain. A cache without one does no work for it."""
+    """The last ``capacity`` events since the previous drain. A cache without one does no work for it.
 
-    def __init__(self, capacity: int = 10_000) -> None:
+    ``with_tokens``: whether its reader wants `BlockStored.token_ids`, which then stay in memory with each block.
+    """
+
+    def __init__(self, capacity: int = 10_000, *, with_tokens: bool = True) -> None:
         assert capacity > 0
+        self.with_tokens = with_tokens
         self._events: deque[CacheEvent] = deque(maxlen=capacity)
         self._num_lost = 0
 
@@ -58,3 +63,30 @@ class EventBuffer:
         self._events.clear()
         self._num_lost = 0
         return events
+
+
+# Events on a wire: `EVENT_BYTES` each. A byte with the groups as bits (the last one for all groups from the seventh on)
+# and 128 for a block that was removed, then the first bytes of the block's hash.
+SHORT_HASH_BYTES = 16
+EVENT_BYTES = 1 + SHORT_HASH_BYTES
+_REMOVED = 128
+
+
+def pack(events: Iterable[BlockStored | BlockRemoved]) -> bytes:
+    """Return events as bytes, without parents and tokens."""
+    packed = bytearray()
+    for event in events:
+        mask = _REMOVED if isinstance(event, BlockRemoved) else 0
+        for group in event.groups:
+            mask |= 1 << min(group, 6)
+        packed.append(mask)
+        packed += event.block_hash[:SHORT_HASH_BYTES]
+    return bytes(packed)
+
+
+def unpack(packed: bytes) -> Iterator[BlockStored | BlockRemoved]:
+    """Yield the events of `pack`, with short hashes."""
+    for start in range(0, len(packed), EVENT_BYTES):
+        mask, short = packed[start], packed[start + 1 : start + EVENT_BYTES]
+        groups = (0,) if mask & 127 == 1 else tuple(group for group in range(7) if mask >> group & 1)
+        yield BlockRemoved(short, groups) if mask & _REMOVED else BlockStored(short, b"", (), groups)

@@ -174,7 +174,8 @@ class PrefixCache:
                 self._adopt(node, block_id)
         assert node.num_used > 0
         if self.events is not None:
-            node.token_ids = tuple(token_ids)
+            if self.events.with_tokens:
+                node.token_ids = tuple(token_ids)
             self.events.add(BlockStored(block_hash, parent_hash, node.token_ids, node.groups))
         return node
 

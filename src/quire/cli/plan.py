@@ -145,20 +145,15 @@ def plan(asked: PlanArgs) -> int:
         if asked.explain:
             said["explain"] = [asdict(line) for line in explain(answer)]
         if found is not None:
-            said["search"] = search_as_dict(found)
+            said["search"] = asdict(found) | {"share": SHARE}
         print(json.dumps(said, indent=1))
     else:
         _print(answer, command, lacking, explained=asked.explain)
         if found is not None:
-            _print_search(found)
+            held = "the cheapest in bold" if found.best else "[red]none holds the SLO[/red]"
+            _console().print(f"\n{len(found.tried)} of {found.grid_size} settings simulated, {held}\n")
+            _console().print(_search_table(found))
     return 0 if answer.advice.chosen else 2
-
-
-def _print_search(found: Found) -> None:
-    console = _console()
-    held = "the cheapest in bold" if found.best else "[red]none holds the SLO[/red]"
-    console.print(f"\n{len(found.tried)} of {found.grid_size} settings simulated, {held}\n")
-    console.print(_search_table(found))
 
 
 def _console() -> Console:
@@ -251,16 +246,6 @@ def search(question: Question, workload: str) -> Found:
     load = question.load
     synthetic = Synthetic(NUM_REQUESTS, Fixed(load.isl), Fixed(load.osl), Arrivals(rate))
     return Search(question, synthetic.build(seed=0)).find()
-
-
-def search_as_dict(found: Found) -> dict[str, Any]:
-    """Return the search for ``--json``."""
-    return {
-        "best": asdict(found.best) if found.best else None,
-        "tried": [asdict(tried) for tried in found.tried],
-        "grid_size": found.grid_size,
-        "share": SHARE,
-    }
 
 
 def _search_table(found: Found) -> Table:

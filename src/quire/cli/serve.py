@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     config, checkpoint = configure(engine_args, detect_device(engine_args.device))
     config = with_recorder(with_slo(config, server_args), checkpoint, engine_args, server_args)
     child_log: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
+    if server_args.gateway_key is not None:
+        config = replace(config, cache=replace(config.cache, has_events=True))
     first = ProcessClient(config, **child_log, process=process)
     if server_args.compare_to is not None:
         return compare_to(first, config, server_args, server_args.compare_to)
@@ -119,6 +122,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         response_store_bytes=args.response_store_mib * 2**20,
         model=config.model,
         tokens_at_once=2 * config.scheduler.max_num_batched_tokens,
+        cache=config.cache if config.cache.has_events else None,
         cache_config={  # vLLM's names
             "block_size": config.cache.block_size,
             "num_gpu_blocks": config.cache.num_blocks,

@@ -40,7 +40,7 @@ def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) 
 
 def _simulated(setup: Setup, slo: Slo | None, workload: Workload, what: str) -> Outcome:
     start_s = time.process_time()
-    result = simulate(setup.config, setup.step_time, workload)
+    result = simulate(setup.config, setup.step_time, workload, scaling=setup.scaling)
     cpu_s = time.process_time() - start_s
     summary = summary_of(result, slo, workload)
     console().print(
@@ -55,7 +55,8 @@ def _simulated(setup: Setup, slo: Slo | None, workload: Workload, what: str) -> 
         summary,
         result.records,
         partial(timeline_charts, result.points),
-        f"KV peak {steps['kv_peak']:.1%}; busy {busy}",
+        f"KV peak {steps['kv_peak']:.1%}; busy {busy}"
+        + (f"; {steps['replica_hours']:.2f} replica-hours" if setup.scaling else ""),
     )
 
 

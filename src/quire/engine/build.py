@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.cache.events import EventBuffer
 from quire.clock import Clock
 from quire.config import Determinism, EngineConfig
 from quire.engine.core import EngineCore
@@ -57,8 +58,9 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         chosen = LoggedExecutor(chosen, Path(config.runner.step_log), clock)
     slo = config.slo
     step_time = None if slo is None else CostModel.from_json(json.loads(slo.cost_model))
+    events = EventBuffer(with_tokens=False) if config.cache.has_events else None
     scheduler = Scheduler(
-        config.scheduler, config.cache, chains_steps=chosen.chains_steps, step_time=step_time
+        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, step_time=step_time
     )
     controller = None
     if slo is not None and slo.tpot_s is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.cache.events import EventsLost, pack
 from quire.clock import Clock
 from quire.errors import ConfigError
 from quire.executor.base import Executor
@@ -153,6 +154,8 @@ class EngineCore:
                 self.scheduler.change_policy(self.controller.unpinned(change))
             case ChangePolicy():
                 self.replies.append(self._change_policy(message))
+            case TakeCacheEvents(call_id, snapshot):
+                self.replies.append(Reply(call_id, _cache_events(self.scheduler, snapshot=snapshot)))
             case SaveRecording(call_id):
                 self.replies.append(_saved(call_id, self.save))
             case ResetPrefixCache(call_id):
@@ -213,6 +216,14 @@ def _saved(call_id: str, save: Callable[[str, str], dict[str, Any]] | None) -> R
         return Reply(call_id, save("asked", ""))
     except OSError as error:
         return Reply(call_id, {}, error=f"The recording cannot be written: {error}")
+
+
+def _cache_events(scheduler: Scheduler, *, snapshot: bool) -> dict[str, Any]:
+    buffer = scheduler.cache_events
+    events = buffer.drain() if buffer is not None else []
+    if snapshot or (events and isinstance(events[0], EventsLost)):
+        return {"events": pack(scheduler.cache.prefix.snapshot()), "snapshot": True}
+    return {"events": pack(each for each in events if not isinstance(each, EventsLost)), "snapshot": False}
 
 
 def _text(error: Exception) -> str:
@@ -319,7 +330,18 @@ class TransfersDone:
     ended: tuple[TransferDone, ...]
 
 
-Call = ChangePolicy | ResetPrefixCache | SaveRecording
+@dataclass(frozen=True, slots=True)
+class TakeCacheEvents:
+    """Take out the cache's events since the last call; answered with a `Reply` that has them packed (`cache.events`).
+
+    With ``snapshot``, and where events were lost, they are all blocks that there are (``snapshot`` in the reply).
+    """
+
+    call_id: str
+    snapshot: bool = False
+
+
+Call = ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents
 Message = (
     Request  # to be queued
     | AbortRequest

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 _DIGEST_BYTES = 16
+ROLE_END = b"\1"  # between a message's role and its text
 _encode = msgspec.json.Encoder().encode
 
 
@@ -38,10 +39,11 @@ def digests(root: bytes, text: bytes, piece_bytes: int) -> list[bytes]:
 
 def text_of(body: Mapping[str, Any]) -> bytes:
     """Return the text of a request in any of the dialects, in the order in which a model reads it."""
-    return b"\0".join(_texts(body))
+    return b"\0".join(texts_of(body))
 
 
-def _texts(body: Mapping[str, Any]) -> Iterator[bytes]:
+def texts_of(body: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield the parts of `text_of`, in order."""
     for key in ("system", "instructions"):  # Anthropic, Responses
         if body.get(key):
             yield _text(body[key])
@@ -66,7 +68,7 @@ def _texts(body: Mapping[str, Any]) -> Iterator[bytes]:
 def _message(message: Any) -> bytes:
     """Return one message: role and text, or all of its JSON where there is more than that."""
     if isinstance(message, dict) and len(message) == 2 and isinstance(message.get("content"), str):
-        return _text(message.get("role")) + b"\1" + _text(message["content"])
+        return _text(message.get("role")) + ROLE_END + _text(message["content"])
     return _encode(message)
 
 

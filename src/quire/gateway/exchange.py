@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -60,6 +61,7 @@ class Exchange:
     reserved: Reserved = field(default_factory=Reserved)
     reservation: Reservation | None = None
     journal_slot: int | None = None
+    chain: Sequence[bytes] = ()  # digests of the prompt's pieces, of the last attempt
     is_settled: bool = False  # `usage` is what the replica has computed
 
     @property

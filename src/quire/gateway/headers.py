@@ -8,6 +8,7 @@ from starlette.types import Scope
 
 from quire.gateway.migrate import TAGGED
 from quire.http.body import header
+from quire.http.cache_messages import BLOCKS_HEADER
 
 Pairs = list[tuple[bytes, bytes]]
 _HOP_BY_HOP = frozenset(
@@ -21,7 +22,9 @@ _REPLACED = frozenset(
 _KEYS = frozenset((b"authorization", b"x-api-key"))
 _OWN_PREFIX = b"x-quire-"
 # Of an answer: what the gateway's own server writes.
-_WRITTEN_ANEW = frozenset((b"content-length", b"date", b"server", b"x-request-id", TAGGED))
+_WRITTEN_ANEW = frozenset(
+    (b"content-length", b"date", b"server", b"x-request-id", TAGGED, BLOCKS_HEADER.encode())
+)
 
 
 def to_backend(

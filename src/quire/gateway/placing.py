@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
+from quire.cache.events import SHORT_HASH_BYTES
 from quire.gateway.asked import Asked
 from quire.gateway.catalog import Target
 from quire.gateway.digest import digests, root_of
 from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.routing import Demand, Router
+from quire.http.cache_messages import PIECES_HEADER
 
 _BYTES_PER_TOKEN = 4.0  # of a model whose answers have said nothing yet
 _LEARNING = 0.05  # weight of one answer in a model's ratio
@@ -58,6 +61,7 @@ class Placing:
         owner = self._owners.get(asked.body.get("previous_response_id"))
         candidates = [b for b in candidates if b.name == owner] or candidates
         demand = self._demand(exchange, target.model)
+        exchange.chain = demand.chain
         among = {b.number: b for b in candidates}
         exchange.route_headers = [self._explanation(demand, among)] if exchange.explains else []
         attempt_id = f"{exchange.request_id}/{id(exchange):x}/{exchange.num_attempts}"
@@ -70,6 +74,19 @@ class Placing:
         if target.is_fallback:
             exchange.route_headers.append((b"x-quire-fallback-model", target.model.encode()))
         return Placed(attempt_id, backend, target, now, self._router.predicted_s(attempt_id))
+
+    def may_come(self, exchange: Exchange) -> bool:
+        """Whether a replica may come that can take the request; those that are not ready may be tried again then."""
+        if exchange.has_begun:
+            exchange.tried.clear()
+            return exchange.can_move
+        failure = exchange.failure
+        if failure is None or failure.kind not in ("connect", "broken"):
+            return False
+        names = {target.model for target in exchange.targets}
+        gone = [b.name for name in names for b in self._fleet.serving(name) if not b.is_ready]
+        exchange.tried.difference_update(gone)
+        return bool(gone)
 
     def started(self, placed: Placed) -> None:
         """The first token came."""
@@ -96,6 +113,22 @@ class Placing:
             ratio = len(asked.text) / num_prompt_tokens
             before = self._bytes_per_token.get(model, ratio)
             self._bytes_per_token[model] = before + _LEARNING * (ratio - before)
+
+    def asks_for_blocks(self) -> list[tuple[str, str]]:
+        """Return the header by which a replica tells the blocks of a prompt's pieces, where the policy needs them."""
+        return [(PIECES_HEADER, str(self._piece_bytes))] if self._router.needs_events else []
+
+    def learn_blocks(self, exchange: Exchange, said: str | None) -> None:
+        """Take what an answer says of the blocks of its prompt's pieces."""
+        names = self._router.prefixes.names
+        if said is None or names is None:
+            return
+        try:
+            hashes = b64decode(said, validate=True)
+        except ValueError:
+            return
+        short = [hashes[at : at + SHORT_HASH_BYTES] for at in range(0, len(hashes), SHORT_HASH_BYTES)]
+        names.learn(exchange.chain, short)
 
     def num_tokens(self, asked: Asked, model: str) -> int:
         """Return the prompt tokens of a request by the model's bytes per token."""

@@ -6,16 +6,16 @@ it holds consecutive hashes, and one pass over a request's chain gives the depth
     PredictedIndex    remembers what was sent where, evicting the least recently used; needs no reports from replicas
     ReportedIndex     keeps what the replicas report in their cache events (`quire.cache.events`)
     PendingIndex      knows the prefixes of requests in flight, until the replica's report has them
+    PieceNames        finds the blocks that text has, for chains that are digests of text
     KnownPrefixes     what a routing policy goes by: one or two of the others
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
-from quire.cache.events import BlockRemoved, BlockStored, CacheEvent, EventsLost
+from quire.cache.events import BlockStored, CacheEvent, EventsLost
 
 TICKS_TO_LIVE = 8
 
@@ -43,6 +43,14 @@ class Holders:
             self._masks[block_hash] = mask
         else:
             self._masks.pop(block_hash, None)
+
+    def has(self, block_hash: bytes, replica: int) -> bool:
+        return bool(self._masks.get(block_hash, 0) >> replica & 1)
+
+    def forget(self, replica: int) -> None:
+        """``replica`` holds nothing; looks at every block."""
+        for block_hash in [each for each, mask in self._masks.items() if mask >> replica & 1]:
+            self.remove(block_hash, replica)
 
     def depths(self, chain: Sequence[bytes], num_replicas: int) -> list[int]:
         """Return per replica how many of ``chain``'s first blocks it holds without a gap."""
@@ -112,48 +120,83 @@ class PredictedIndex:
 
 
 class ReportedIndex:
-    """Keeps the reports of the replicas. A block counts while any cache group holds it."""
+    """Keeps the reports of the replicas. A block counts while any cache group holds it.
+
+    Groups are kept for the blocks alone that others than the first one hold: most models have one group.
+    """
 
     def __init__(self) -> None:
         self.holders = Holders()
-        self._groups: dict[int, dict[bytes, set[int]]] = {}
+        self._groups: dict[
+            int, dict[bytes, int]
+        ] = {}  # by replica: hash → groups as bits, where they are not just 0
 
     def apply(self, replica: int, events: Iterable[CacheEvent]) -> bool:
         """Apply a replica's events, oldest first. False: some were lost, and a snapshot is needed (`replace`)."""
         complete = True
+        groups = self._groups.setdefault(replica, {})
         for event in events:
             if isinstance(event, EventsLost):
                 complete = False
-            elif isinstance(event, BlockStored):
-                self._store(replica, event)
-            else:
-                self._remove(replica, event)
+                continue
+            block_hash, bits = event.block_hash, sum(1 << group for group in event.groups)
+            before = groups.get(block_hash, int(self.holders.has(block_hash, replica)))
+            after = before | bits if isinstance(event, BlockStored) else before & ~bits
+            if after > 1:
+                groups[block_hash] = after
+            elif before > 1:
+                del groups[block_hash]
+            if after and not before:
+                self.holders.add(block_hash, replica)
+            elif before and not after:
+                self.holders.remove(block_hash, replica)
         return complete
 
-    def replace(self, replica: int, snapshot: Iterable[BlockStored]) -> None:
+    def replace(self, replica: int, snapshot: Iterable[CacheEvent]) -> None:
         """Replace what is known of a replica by a snapshot (`PrefixCache.snapshot`)."""
         self.forget(replica)
-        for event in snapshot:
-            self._store(replica, event)
+        self.apply(replica, snapshot)
 
     def forget(self, replica: int) -> None:
         """The replica lost its cache."""
-        for block_hash in self._groups.pop(replica, {}):
-            self.holders.remove(block_hash, replica)
+        self._groups.pop(replica, None)
+        self.holders.forget(replica)
 
-    def _store(self, replica: int, event: BlockStored) -> None:
-        self._groups.setdefault(replica, {}).setdefault(event.block_hash, set()).update(event.groups)
-        self.holders.add(event.block_hash, replica)
 
-    def _remove(self, replica: int, event: BlockRemoved) -> None:
-        blocks = self._groups.get(replica, {})
-        groups = blocks.get(event.block_hash)
-        if groups is None:
-            return
-        groups.difference_update(event.groups)
-        if not groups:
-            del blocks[event.block_hash]
-            self.holders.remove(event.block_hash, replica)
+class PieceNames:
+    """Digest of a piece of text → the hash of the last whole block inside it, as replicas tell with their answers.
+
+    Pieces that are used again are kept, up to ``capacity``.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def learn(self, chain: Sequence[bytes], hashes: Sequence[bytes]) -> None:
+        """``hashes``: of the first pieces of ``chain``; the same object for pieces that end in the same block."""
+        blocks = self._blocks
+        for piece, block_hash in zip(chain, hashes, strict=False):
+            blocks.pop(piece, None)
+            blocks[piece] = block_hash
+        excess = len(blocks) - self._capacity
+        if excess > self._capacity >> 6:
+            for piece in list(islice(blocks, excess)):
+                del blocks[piece]
+
+    def of(self, chain: Sequence[bytes]) -> list[bytes]:
+        """Return the blocks of the first pieces, up to one that is not known."""
+        found: list[bytes] = []
+        get, add = self._blocks.get, found.append
+        for piece in chain:
+            block_hash = get(piece)
+            if block_hash is None:
+                break
+            add(block_hash)
+        return found
 
 
 class PendingIndex:
@@ -161,28 +204,36 @@ class PendingIndex:
 
     def __init__(self) -> None:
         self.holders = Holders()
-        self._counts: Counter[tuple[int, bytes]] = Counter()
+        self._counts: dict[int, dict[bytes, int]] = {}  # by replica: hash → requests
 
     def sent(self, replica: int, chain: Sequence[bytes]) -> None:
         """A request with this chain went to ``replica``."""
+        counts, add = self._counts.setdefault(replica, {}), self.holders.add
         for block_hash in chain:
-            self._counts[replica, block_hash] += 1
-            self.holders.add(block_hash, replica)
+            before = counts.get(block_hash, 0)
+            counts[block_hash] = before + 1
+            if not before:
+                add(block_hash, replica)
 
     def arrived(self, replica: int, chain: Sequence[bytes]) -> None:
         """That request has its first token, or has ended: from now on the replica's report counts."""
+        counts = self._counts[replica] if chain else {}
         for block_hash in chain:
-            self._counts[replica, block_hash] -= 1
-            if not self._counts[replica, block_hash]:
-                del self._counts[replica, block_hash]
+            left = counts[block_hash] - 1
+            if left:
+                counts[block_hash] = left
+            else:
+                del counts[block_hash]
                 self.holders.remove(block_hash, replica)
 
 
 class KnownPrefixes:
     """What is known of the replicas' caches under a policy: predicted, reported, or both (hybrid), or nothing."""
 
-    def __init__(self, policy: str, capacity: int) -> None:
+    def __init__(self, policy: str, capacity: int, *, of_text: bool = False) -> None:
+        """``of_text``: chains are digests of text, whose blocks are to be learned; else hashes of blocks."""
         self._is_predicted = policy == "prefix-predicted"
+        self.names = PieceNames(capacity) if of_text else None
         self._is_hybrid = policy == "prefix-hybrid"
         self._predicted = PredictedIndex(capacity)
         self._reported = ReportedIndex()
@@ -191,12 +242,14 @@ class KnownPrefixes:
         # A replica's cache events. False: some were lost; pass a snapshot to `replace_report`.
         self.report = self._reported.apply
         self.replace_report = self._reported.replace
+        self.forget_report = self._reported.forget
 
     def depths(self, chain: Sequence[bytes], num_replicas: int) -> list[int]:
         """Return per replica how many of ``chain``'s first blocks it holds."""
         if self._is_predicted:
             return self._predicted.holders.depths(chain, num_replicas)
-        reported = self._reported.holders.depths(chain, num_replicas)
+        blocks = self.names.of(chain) if self.names is not None else chain
+        reported = self._reported.holders.depths(blocks, num_replicas)
         if not self._is_hybrid:
             return reported
         pending = self._pending.holders.depths(chain, num_replicas)

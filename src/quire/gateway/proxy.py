@@ -30,6 +30,7 @@ from quire.gateway.placing import Placed
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, closing, failures, read_whole
 from quire.http.body import Disconnected
+from quire.http.cache_messages import BLOCKS_HEADER
 from quire.http.edge import request_id_of
 from quire.http.refusals import HttpError, Refusal, busy, refusal_of
 from quire.metrics.log import Log
@@ -115,23 +116,10 @@ class Proxy:
         state = self._state
         placed, limit_s = state.placing.place(exchange), self._timeouts.first_token_s
         end_s = (state.now() if exchange.can_move else exchange.arrival_s) + limit_s
-        while placed is None and state.now() < end_s and self._waits(exchange):
+        while placed is None and state.now() < end_s and state.placing.may_come(exchange):
             await asyncio.sleep(_LOOK_AGAIN_S)
             placed = state.placing.place(exchange)
         return placed
-
-    def _waits(self, exchange: Exchange) -> bool:
-        """Whether a replica may come that can take the request; those that are not ready may be tried again then."""
-        if exchange.has_begun:
-            exchange.tried.clear()
-            return exchange.can_move
-        failure = exchange.failure
-        if failure is None or failure.kind not in ("connect", "broken"):
-            return False
-        names = {target.model for target in exchange.targets}
-        gone = [b.name for name in names for b in self._state.fleet.serving(name) if not b.is_ready]
-        exchange.tried.difference_update(gone)
-        return bool(gone)
 
     def _migrates(self, exchange: Exchange, error: BackendFailed) -> bool:
         """Whether a stream that broke is tried elsewhere.
@@ -174,6 +162,7 @@ class Proxy:
         continuation, key = exchange.continuation, state.key_of(backend)
         if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
             headers += [*continuation.headers(key, resumes=exchange.has_begun), exchange.account.header()]
+            headers += state.placing.asks_for_blocks()
         if continuation is not None and exchange.has_begun:
             body = continuation.body(body, state.now() - exchange.arrival_s)
         elif continuation is not None:
@@ -205,6 +194,7 @@ class Proxy:
     ) -> None:
         """Relay one answer: a stream as it comes, any other once it is whole."""
         kind = response.headers.get("content-type", "")
+        self._state.placing.learn_blocks(exchange, response.headers.get(BLOCKS_HEADER))
         if response.status == 200 and kind.startswith("text/event-stream"):
             await self._relay_stream(exchange, placed, response, deadline)
             return

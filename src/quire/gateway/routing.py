@@ -79,7 +79,9 @@ class Router:
         seed: int = 0,
         max_load_ratio: float = 1.25,
         capacity: int = DEFAULT_CAPACITY,
+        of_text: bool = False,
     ) -> None:
+        """``of_text``: the chains of demands are digests of text, not hashes of blocks."""
         if policy not in POLICIES:
             raise ConfigError(
                 f"routing = {policy!r} must be one of {', '.join(POLICIES)}{nearest(policy, POLICIES)}"
@@ -100,7 +102,7 @@ class Router:
         self._alive: list[bool] = []
         self._turn = 0
         self._in_flight: dict[str, _InFlight] = {}
-        self.prefixes = KnownPrefixes(policy, capacity)
+        self.prefixes = KnownPrefixes(policy, capacity, of_text=of_text)
         for _ in range(num_replicas):
             self.add_replica()
 

@@ -25,6 +25,7 @@ from quire.gateway.migrate import SEED_BITS, Continuation
 from quire.gateway.model_pool import ModelPool
 from quire.gateway.placing import Owners, Placed, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
+from quire.gateway.reports import Reports
 from quire.gateway.retries import RetryBudget
 from quire.gateway.routing import Router
 from quire.gateway.tenants import Tenants
@@ -62,6 +63,7 @@ class GatewayState:
     _ageing: asyncio.Task[None] | None = None
     _tenants: Tenants | None = None
     _booking: Booking | None = None
+    _reports: Reports | None = None
 
     @property
     def upstream(self) -> Upstream:
@@ -79,6 +81,7 @@ class GatewayState:
         self._tenants = Tenants(self.config)
         self._booking = Booking(self.fleet, self.key_of, self._tenants)
         self._booking.start(self._upstream)
+        self._reports = Reports(self.fleet, self.key_of, self._upstream)
         self.poller.start(self._upstream)
         self.discovery.start()
         self._ageing = asyncio.create_task(self._age())
@@ -92,6 +95,8 @@ class GatewayState:
         await self.poller.close()
         assert self._booking is not None
         await self._booking.close()
+        assert self._reports is not None
+        await self._reports.close()
         await self.tenants.close()
         await self.access_log.close()
         await self.upstream.close()
@@ -153,7 +158,11 @@ def make_state(
     """Return the state of a gateway whose backends have not been polled yet."""
     routing, random = config.routing, Random(seed)
     router = Router(
-        routing.policy, seed=seed, max_load_ratio=routing.max_load_ratio, capacity=routing.index_pieces
+        routing.policy,
+        seed=seed,
+        max_load_ratio=routing.max_load_ratio,
+        capacity=routing.index_pieces,
+        of_text=True,
     )
     fleet = Fleet(router, config.health, random, tuple(model.name for model in pool or ()))
     owners = Owners()

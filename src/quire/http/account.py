@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import Scope
 
 from quire.http.body import header
+from quire.http.refusals import HttpError, Refusal
 
 USAGE_PATH = "/gateway/usage"  # of a replica: the `Used` of the requests that have ended
 _SCOPE_KEY = "quire.account"
@@ -61,6 +62,13 @@ def has_gateway_key(scope: Scope, key: str | None) -> bool:
     """Whether the request carries the gateway's key; the comparison takes constant time."""
     given = header(scope, b"x-quire-gateway-key")
     return key is not None and given is not None and hmac.compare_digest(given, key.encode())
+
+
+def check_gateway_key(scope: Scope, key: str | None) -> None:
+    """Raise `HttpError` (403) without the gateway's key."""
+    if not has_gateway_key(scope, key):
+        text = f"{scope['path']} is for a gateway with the key of --gateway-key alone."
+        raise HttpError(Refusal(403, text, code="forbidden"))
 
 
 def enter_account(scope: Scope, key: str | None) -> Account | None:

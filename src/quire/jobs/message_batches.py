@@ -19,8 +19,7 @@ from starlette.routing import Route
 
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, read_bytes
-from quire.http.ignored import Ignored
-from quire.http.wire import Wire, not_allowed, parse
+from quire.http.wire import Ignored, Wire, not_allowed, parse
 from quire.jobs.disk import within_disk
 from quire.jobs.runner import MESSAGES, OPEN, BatchRunner, check_lines
 

@@ -21,8 +21,7 @@ from starlette.routing import Route
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of, read_json
 from quire.http.edge import Extension, id_source
-from quire.http.ignored import Ignored
-from quire.http.wire import Body, Metadata, Text, Wire, not_allowed, parse
+from quire.http.wire import Body, Ignored, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.disk import within_disk
 from quire.jobs.files import FileStore, read_form

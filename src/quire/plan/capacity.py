@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quire.modelspec import ModelSpec
@@ -234,15 +234,10 @@ class CapacityPlan:
             "fits": chosen is not None,
             "split": {n: getattr(split, n) for n in ("tp", "pp", "ep", "dp")} if split else None,
             "reasons": list(self.advice.reasons),
-            "load": {
-                "isl": q.load.isl,
-                "osl": q.load.osl,
-                "rate": q.load.rate,
-                "concurrency": q.load.concurrency,
-            },
+            "load": asdict(q.load),
             "slo": q.slo.as_dict() if q.slo else None,
             "predicted": predicted,
-            "cost": {n: getattr(self.cost, n) for n in Cost.__slots__} if self.cost else None,
+            "cost": asdict(self.cost) if self.cost else None,
         }
 
 

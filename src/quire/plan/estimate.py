@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from quire.plan.cost_model import StepFeatures, chunk_pairs
+from quire.plan.cost_model import StepFeatures, StepTime, chunk_pairs
 from quire.plan.hardware import Hardware
-from quire.plan.roofline import Roofline
+from quire.plan.roofline import IDEAL, Roofline
 from quire.workload.slo import Slo
 
 
@@ -53,34 +53,36 @@ class Estimate:
 class Replica:
     """Estimates for one replica from its step times, the number of requests that fit, and the chunk size."""
 
-    def __init__(self, roofline: Roofline, max_requests: int, max_num_batched_tokens: int) -> None:
-        self.roofline = roofline
+    def __init__(self, steps: StepTime, max_requests: int, max_num_batched_tokens: int) -> None:
+        """``steps``: a roofline, or measured step times, to which nothing is added outside of the steps."""
+        self.steps = steps
+        self._stages = steps.work.split.pp if isinstance(steps, Roofline) else 1
+        self._efficiency = steps.efficiency if isinstance(steps, Roofline) else IDEAL
         self.max_requests = max(1, max_requests)
         self.chunk = max_num_batched_tokens
 
     def decode_s(self, b: float, load: Load) -> float:
         """Return the seconds of a step of ``b`` decodes halfway through their output; each stage holds a part."""
-        seqs = max(1, math.ceil(b / self.roofline.work.split.pp))
+        seqs = max(1, math.ceil(b / self._stages))
         context = round(seqs * (load.isl + load.osl / 2))
-        return self.roofline.seconds(StepFeatures(seqs, seqs, seqs, context, 0, 0))
+        return self.steps.seconds(StepFeatures(seqs, seqs, seqs, context, 0, 0))
 
     def prefill_s(self, b: float, load: Load) -> float:
         """Return the seconds that one prompt adds to steps with ``b`` decodes."""
-        stages = self.roofline.work.split.pp
-        seqs = max(1, math.ceil(b / stages))
+        seqs = max(1, math.ceil(b / self._stages))
         context = round(seqs * (load.isl + load.osl / 2))
         alone = self.decode_s(b, load)
         total = 0.0
         for start in range(0, load.isl, self.chunk):
             n = min(self.chunk, load.isl - start)
             step = StepFeatures(n + seqs, seqs + 1, seqs + 1, context, start + n, chunk_pairs(start, n))
-            total += self.roofline.seconds(step) - alone
-        return total / stages
+            total += self.steps.seconds(step) - alone
+        return total / self._stages
 
     def closed(self, load: Load) -> Estimate:
         """Estimate ``load.concurrency`` clients with one request each; requests beyond the memory wait."""
         assert load.concurrency is not None
-        e = self.roofline.efficiency
+        e = self._efficiency
         b = min(load.concurrency, self.max_requests)
         td, tp = self.decode_s(b, load), self.prefill_s(b, load)
         e2el = load.osl * td + b * tp
@@ -106,7 +108,7 @@ class Replica:
         busy = min(0.999, load.rate * tp)
         tpot = td / (1 - busy)
         wait = load.rate * tp * tp / (2 * (1 - busy)) + tpot / 2
-        return Estimate(self.roofline.efficiency.first_s + wait + tp + td, tpot, b, load.rate, tp, td)
+        return Estimate(self._efficiency.first_s + wait + tp + td, tpot, b, load.rate, tp, td)
 
     def knee(self, load: Load, slo: Slo) -> float:
         """Return the highest rate, in requests/s, at which `open` meets ``slo``; 0 where none does."""

@@ -8,6 +8,7 @@ from quire.plan.capacity import CapacityPlan
 from quire.plan.cost_model import StepFeatures, chunk_pairs
 from quire.plan.hardware import GIB
 from quire.plan.memory import UTILIZATION, row_bytes
+from quire.plan.roofline import Roofline
 from quire.plan.split import Split
 
 
@@ -60,12 +61,13 @@ def _times(plan: CapacityPlan) -> list[Line]:
     assert chosen is not None
     assert chosen.estimate is not None
     replica, s = q.replica(chosen.split, chosen.memory), chosen.estimate
-    hw, e, shard = q.hardware, q.efficiency, replica.roofline.work.shard
+    assert isinstance(replica.steps, Roofline)
+    hw, e, shard = q.hardware, q.efficiency, replica.steps.work.shard
     b = max(1, round(s.concurrency))
     context = round(b * (q.load.isl + q.load.osl / 2))
-    decode = replica.roofline.parts(StepFeatures(b, b, b, context, 0, 0))
+    decode = replica.steps.parts(StepFeatures(b, b, b, context, 0, 0))
     rows = min(q.load.isl, replica.chunk)
-    chunk = replica.roofline.parts(StepFeatures(rows, 1, 1, 0, rows, chunk_pairs(0, rows)))
+    chunk = replica.steps.parts(StepFeatures(rows, 1, 1, 0, rows, chunk_pairs(0, rows)))
     rate, weights = hw.rate(q.precision) or 0.0, shard.dense_bytes + shard.head_bytes
     params = shard.dense_params / 1e9
     lines = [

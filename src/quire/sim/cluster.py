@@ -49,6 +49,7 @@ class Cluster:
         self._watch = watch
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
+        self.routable: set[int] | None = None  # replicas that get requests; None: all
         self._unplaced: list[Sent] = []  # requests that arrived while no replica was alive
         self._scores = self.router.scores
         self._cancels = any(r.cancel_after_tokens is not None for r in workload.requests)
@@ -129,7 +130,7 @@ class Cluster:
         """Route a request and hand it to the replica, which takes it from its inbox at the next turn of its loop."""
         request_id = sent.request.request_id
         demand = Demand(sent.chain, len(sent.request.prompt_token_ids), sent.request.sampling.max_tokens or 0)
-        sent.replica = self.router.route(request_id, demand)
+        sent.replica = self.router.route(request_id, demand, self.routable)
         if sent.replica is None:
             self._unplaced.append(sent)
             return

@@ -19,6 +19,7 @@ from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import StepTime
 from quire.sim.cluster import Cluster
 from quire.sim.replica import Add, ClusterConfig, Fault, Kill, Point, Slow
+from quire.sim.scaling import Scaler, Scaling
 from quire.workload.request import Workload
 from quire.workload.slo import Slo
 
@@ -41,6 +42,8 @@ class Simulated:
     points: tuple[Point, ...]
     replicas: tuple[ReplicaReport, ...]  # those that died first, then by number
     end_s: float  # virtual time
+    replica_hours: float = 0.0  # rented, up to the end of the last request
+    peak_replicas: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -59,10 +62,11 @@ def simulate(
     workload: Workload,
     *,
     watch: Callable[[Executor], Executor] | None = None,
+    scaling: Scaling | None = None,
 ) -> Simulated:
     """Run ``workload`` through ``config``'s replicas. The same arguments give the same result bit for bit.
 
-    ``watch`` wraps the executor of every replica.
+    ``watch`` wraps the executor of every replica; ``scaling`` lets their number follow the load.
 
     Raises:
         ConfigError: requests remain that no replica will ever take: all died, and none restarts.
@@ -70,9 +74,11 @@ def simulate(
     cluster = Cluster(config, step_time, workload, watch=watch)
     for fault in config.faults:
         schedule(fault, cluster)
+    scaler = None if scaling is None else Scaler(cluster, *scaling, len(workload.requests))
     with _no_collector():
         cluster.run()
     replicas = [*cluster.retired, *cluster.replicas]
+    last_s = max((record.end_s for record in cluster.client.records), default=0.0)
     return Simulated(
         records=tuple(sorted(cluster.client.records, key=lambda record: record.index)),
         points=tuple(cluster.timeline.points),
@@ -80,6 +86,8 @@ def simulate(
             ReplicaReport(r.number, r.executor.num_steps, r.executor.busy_s, r.stats()) for r in replicas
         ),
         end_s=cluster.clock.now(),
+        replica_hours=(len(cluster.replicas) * last_s if scaler is None else scaler.close(last_s)) / 3600,
+        peak_replicas=len(cluster.replicas) if scaler is None else scaler.peak,
     )
 
 
@@ -153,6 +161,9 @@ def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[s
         "num_steps": result.num_steps,
         "kv_peak": result.kv_peak,
         "end_s": result.end_s,
+        "attainment": summary["num_good"] / max(1, summary["num_requests"]),
+        "replica_hours": result.replica_hours,
+        "peak_replicas": result.peak_replicas,
         "replicas": replicas,
     }
     return summary | {"simulation": steps}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -25,8 +25,8 @@ from quire.workload.slo import Slo
 
 # In teaching order: each scenario answers a question that the previous one leaves open.
 SCENARIOS = (
-    "static-batching", "continuous-batching", "prefix-caching", "speculation", "scale-out", "breaking-point",
-    "model-size-wall",
+    "static-batching", "continuous-batching", "prefix-caching", "speculation", "scale-out", "autoscale",
+    "breaking-point", "model-size-wall",
 )  # fmt: skip
 _COLUMNS = {
     "requests/s": "requests_per_s", "goodput/s": "goodput_per_s", "tokens/s": "output_tokens_per_s",
@@ -49,6 +49,7 @@ class Scenario:
     charts: tuple[str, ...]  # keys of the summary, such as "ttft_ms.p50"
     base: Mapping[str, Any]
     variants: tuple[Mapping[str, Any], ...]  # each with a name
+    columns: Mapping[str, str] = field(default_factory=dict)  # further ones: heading → key of the summary
 
 
 def load_scenario(name: str) -> Scenario:
@@ -113,7 +114,7 @@ def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, given: M
     except ConfigError as error:
         return {"error": str(error)}
     workload = make_workload(bench)
-    return summary_of(simulate(setup.config, setup.step_time, workload), slo, workload)
+    return summary_of(simulate(setup.config, setup.step_time, workload, scaling=setup.scaling), slo, workload)
 
 
 def value_of(summary: Summary, key: str) -> float | None:
@@ -127,7 +128,8 @@ def value_of(summary: Summary, key: str) -> float | None:
 def page_of(scenario: Scenario, results: Mapping[tuple[str, Any], Summary]) -> str:
     """Return the report: question, answer, plots, and every figure."""
     plots = [_chart(scenario, results, key) for key in scenario.charts]
-    table = (("variant", scenario.x, *_COLUMNS), _rows(results))
+    columns = {**_COLUMNS, **scenario.columns}
+    table = (("variant", scenario.x, *columns), _rows(results, columns))
     sections = [
         Section(text=scenario.question),
         Section(text=scenario.answer, plots=plots),
@@ -151,19 +153,20 @@ def _chart(scenario: Scenario, results: Mapping[tuple[str, Any], Summary], key: 
     return chart(series, title=title, x=x_title, y=title)
 
 
-def _rows(results: Mapping[tuple[str, Any], Summary]) -> list[list[Any]]:
+def _rows(results: Mapping[tuple[str, Any], Summary], columns: Mapping[str, str]) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for (variant, x), summary in results.items():
         if "error" in summary:
-            rows.append([variant, x, "does not fit", *[""] * (len(_COLUMNS) - 1)])
+            rows.append([variant, x, "does not fit", *[""] * (len(columns) - 1)])
         else:
-            rows.append([variant, x, *(value_of(summary, key) for key in _COLUMNS.values())])
+            rows.append([variant, x, *(value_of(summary, key) for key in columns.values())])
     return rows
 
 
 def _show(scenario: Scenario, results: Mapping[tuple[str, Any], Summary]) -> None:
     out = console()
     out.print(f"[bold]{scenario.title}[/bold]\n{scenario.question}\n", highlight=False)
-    print_table(out, ("variant", scenario.x, *_COLUMNS), _rows(results))
+    columns = {**_COLUMNS, **scenario.columns}
+    print_table(out, ("variant", scenario.x, *columns), _rows(results, columns))
     steps = sum(s["simulation"]["num_steps"] for s in results.values() if "simulation" in s)
     out.print(f"\n{scenario.answer}\n{steps:,} steps planned by the scheduler", highlight=False)

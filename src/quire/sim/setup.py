@@ -16,6 +16,7 @@ from quire.args import EngineArgs, make_args
 from quire.bench.args import SIMULATED, ServeBenchArgs, SimulateArgs
 from quire.config import CacheConfig
 from quire.errors import ConfigError
+from quire.gateway.autoscale import Bounds, Engine, PredictedLoad, Utilisation
 from quire.models.checkpoint import spec_of
 from quire.plan.cost_model import StepTime
 from quire.plan.hardware import find_hardware
@@ -26,6 +27,8 @@ from quire.plan.split import PRECISIONS, Split
 from quire.resolve import parse_bytes, scheduler_config
 from quire.sim.latency import Speculation, Swap
 from quire.sim.replica import ClusterConfig, parse_fault
+from quire.sim.scaling import Scaling
+from quire.workload.slo import Slo
 
 ROOFLINE_STEPS_IN_FLIGHT = 2  # as on a GPU
 # Settings that a profile was measured with.
@@ -39,6 +42,23 @@ class Setup:
     config: ClusterConfig
     step_time: StepTime
     facts: Mapping[str, Any]
+    slo: Slo | None
+    args: SimulateArgs
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """The policy that changes the number of replicas; each simulation needs its own."""
+        args, config = self.args, self.config
+        if args.autoscale == "off":
+            return None
+        bounds = Bounds(args.min_replicas, args.max_replicas, args.down_after_s)
+        if args.autoscale == "utilisation":
+            return Utilisation(args.target_busy, bounds), args.interval_s
+        assert self.slo is not None
+        scheduler, kv_tokens = config.scheduler, config.cache.num_blocks * config.cache.block_size
+        engine = Engine(self.step_time, kv_tokens, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        policy = PredictedLoad(engine, self.slo, bounds, start_up_s=config.start_up_s, headroom=args.headroom)
+        return policy, args.interval_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +120,15 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
         seed=flags.seed,
         concurrency=flags.concurrency,
     )
-    return Setup(config, engine.step_time, engine.facts)
+    slo = Slo.parse(flags.slo) if flags.slo else None
+    if args.autoscale == "predicted" and slo is None:
+        raise ConfigError("--autoscale predicted needs --slo: it asks for the replicas that hold it")
+    if not args.min_replicas <= args.replicas <= args.max_replicas and args.autoscale != "off":
+        raise ConfigError(
+            f"replicas = {args.replicas} must be in {args.min_replicas}…{args.max_replicas} (--min-replicas, "
+            "--max-replicas)"
+        )
+    return Setup(config, engine.step_time, engine.facts, slo, args)
 
 
 def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
