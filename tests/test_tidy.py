@@ -51,7 +51,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "names of other servers": {"": 1, "api": 330, "cli": 2, "http": 114, "jobs": 2},
     "Ollama's API": {"api": 770, "cli": 1, "http": 12},
     "command lines and keywords of vLLM and llama.cpp": {"": 3, "cli": 162, "engine": 188},
-    "batches of messages": {"jobs": 225},
+    "batches of messages": {"jobs": 230},
     "custom tools": {"api": 190},
     "models on disk": {"cli": 72, "models": 80},
     "fields that the order does not read": {"api": 22, "metrics": 1, "scheduler": 1},
