@@ -10,16 +10,19 @@ from typing import Any
 from quire.args import EngineArgs, ServerArgs, Setting, defaults, flag_name, settings_of
 from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
 from quire.cli.flags import AutoscaleArgs, PlanArgs, ReplayArgs
+from quire.gateway.auto_model import AutoArgs, RuleArgs
 from quire.gateway.config import (
     BackendArgs,
     GatewayArgs,
     HealthArgs,
+    HedgeArgs,
     ModelArgs,
     RetryArgs,
     RoutingArgs,
     TimeoutArgs,
 )
 from quire.gateway.filters import FilterArgs
+from quire.gateway.region_config import RegionArgs
 
 HEAD = """\
 # The command line
@@ -73,6 +76,10 @@ FILE = {
     RetryArgs: "`[retries]`",
     BackendArgs: "each of `[[backends]]`; exactly one of `url`, `dns` and `file`",
     ModelArgs: "each of `[[models]]`; `split = { name = weight }` says which served models stand behind it",
+    AutoArgs: "`[auto]`",
+    RuleArgs: "each of `[[auto.rules]]`: all conditions that are given must hold",
+    RegionArgs: "`[regions]`; `latency_ms = { region = milliseconds }` are round trips from here",
+    HedgeArgs: "`[hedging]`",
     FilterArgs: "each of `[[filters]]` (docs/filters.md); `options = { … }` are arguments of the hook's constructor",
 }
 

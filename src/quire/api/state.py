@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from quire.api.finished import FinishedUsage
+from quire.api.full_queue import FullQueue
+from quire.api.journal import Journal
 from quire.config import CacheConfig, EngineConfig, ModelConfig
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.engine.prompts import ModelInfo
-from quire.errors import NotFoundError, clip
+from quire.errors import ConfigError, NotFoundError, clip
 from quire.http.edge import TENANT
 from quire.http.keys import KeyFile
-from quire.http.refusals import Refusal
+from quire.jobs.disk import write_json
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.metrics.prometheus import ServerMetrics
@@ -30,6 +32,7 @@ from quire.text.output.formats import FORMATS, OutputFormat, detect_format
 from quire.workload.slo import Slo
 
 LATEST = ":latest"  # Ollama's tag of a name without one
+_STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too
 log = Log("api")
 
 
@@ -53,6 +56,9 @@ class ApiSettings:
     tokens_at_once: int = 4096
     cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
     response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
+    response_dir: Path | None = None  # of those that were made in the background
+    journal_dir: Path | None = None  # of streams that can be resumed
+    journal_bytes: int = 256 * 2**20
     model: ModelConfig | None = None  # what Ollama's clients are told of the model
 
 
@@ -72,6 +78,7 @@ class ApiState:
     bodies: LargeBodies
     full_queue: FullQueue
     finished: FinishedUsage
+    journal: Journal | None = None
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 
@@ -157,41 +164,6 @@ def fingerprint(config: EngineConfig, version: str) -> str:
     return "fp_" + hashlib.blake2b(repr(scope).encode(), digest_size=6).hexdigest()
 
 
-class FullQueue:
-    """Refuses requests unread while the engine rejects others, so that a burst costs little.
-
-    What the engine rejects has a place held for it when it returns, so up to `SLACK` more requests than it took still
-    reach it. Only what comes on top of them is refused here.
-    """
-
-    SLACK = 64
-    MEMORY_S = 1.0  # after a rejection by the engine
-
-    def __init__(self, num_open: Callable[[], int], now: Callable[[], float]) -> None:
-        """``num_open`` returns how many requests are with the engine, rejected or not."""
-        self._num_open = num_open
-        self._now = now
-        self._level = 0  # the fewest that were open at a rejection
-        self._until_s = -math.inf
-        self._refusal: Refusal | None = None  # the latest
-
-    def rejected(self, refusal: Refusal) -> None:
-        """The engine's queue was full for a request, which gets ``refusal``."""
-        now_s, num_open = self._now(), self._num_open()
-        if now_s >= self._until_s:
-            log.warning("queue_full", open=num_open, error=refusal.message)
-            self._level = num_open
-        self._level = min(self._level, num_open)
-        self._until_s = now_s + self.MEMORY_S
-        self._refusal = refusal
-
-    def refusal(self) -> Refusal | None:
-        """Return the answer to a new request if it is refused now."""
-        if self._now() >= self._until_s or self._num_open() < self._level + self.SLACK:
-            return None
-        return self._refusal
-
-
 class Cancellable(Protocol):
     """A request that is running."""
 
@@ -240,7 +212,7 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.input_items) + len(self.messages)
+        return _STORED_BYTES + len(self.response) + len(self.input_items) + len(self.messages)
 
     def conversation(self) -> list[dict[str, Any]]:
         return list(msgspec.json.decode(self.messages))
@@ -249,27 +221,66 @@ class Stored:
 class ResponseStore:
     """Answers of ``/v1/responses`` in memory: at most ``max_bytes``, the least recently used are dropped first.
 
-    A tenant finds its own answers alone.
+    A tenant finds its own answers alone. With a folder, answers made in the background are on disk too, as ID.json, so
+    that a restart does not lose them.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
+        """Read the folder.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._items: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # by tenant and id
+        self._folder = folder
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._read(folder)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"The folder {folder} of responses cannot be used: {error}.") from error
+
+    def _read(self, folder: Path) -> None:
+        for path in sorted(folder.glob("resp_*.json"), key=lambda path: path.stat().st_mtime_ns):
+            tenant, stored = msgspec.json.decode(path.read_bytes(), type=tuple[str, Stored])
+            self._add((tenant, path.stem), stored)
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, response_id: str, stored: Stored) -> None:
-        """Keep an answer under its id."""
-        key = (TENANT.get(), response_id)
+    def put(self, response_id: str, stored: Stored, *, durable: bool = False) -> None:
+        """Keep an answer under its id. ``durable``: on disk, too, as long as there is room on it."""
+        if durable and self._folder is not None:
+            try:
+                write_json(self._folder / f"{response_id}.json", (TENANT.get(), stored))
+            except OSError as error:
+                log.error("response_not_written", id=response_id, error=str(error))
+        self._add((TENANT.get(), response_id), stored)
+
+    def _add(self, key: tuple[str, str], stored: Stored) -> None:
         before = self._items.pop(key, None)  # an answer that a gateway resumed here twice
         self.num_bytes -= before.num_bytes if before is not None else 0
         self._items[key] = stored
         self.num_bytes += stored.num_bytes
         while self.num_bytes > self.max_bytes:
-            _, oldest = self._items.popitem(last=False)
+            (_, oldest_id), oldest = self._items.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
+            self._unlink(oldest_id)
+
+    def _unlink(self, response_id: str) -> None:
+        if self._folder is not None:
+            (self._folder / f"{response_id}.json").unlink(missing_ok=True)
+
+    def kept(self) -> list[tuple[str, str, Stored]]:
+        """Return tenant, id and answer of each, for `restore` in another server."""
+        return [(*key, stored) for key, stored in self._items.items()]
+
+    def restore(self, kept: Any) -> None:
+        """Take what another server has ``kept``."""
+        for tenant, response_id, stored in msgspec.convert(kept, list[tuple[str, str, Stored]]):
+            self._add((tenant, response_id), stored)
 
     def get(self, response_id: str) -> Stored | None:
         """Return an answer, which is then the most recently used, or None."""
@@ -284,6 +295,7 @@ class ResponseStore:
         stored = self._items.pop((TENANT.get(), response_id), None)
         if stored is not None:
             self.num_bytes -= stored.num_bytes
+            self._unlink(response_id)
         return stored is not None
 
 

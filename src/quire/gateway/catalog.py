@@ -28,7 +28,9 @@ class Catalog:
         default: str | None,
         served: Callable[[], list[str]],
         random: Random,
+        auto: str | None = None,
     ) -> None:
+        self._auto = [auto] if auto is not None else []  # a name that `AutoModel` replaces
         self._models = models
         self._default = default
         self._served = served
@@ -36,7 +38,7 @@ class Catalog:
 
     def names(self) -> list[str]:
         """Return the names that ``/v1/models`` lists."""
-        return list(dict.fromkeys((*self._models, *self._served())))
+        return list(dict.fromkeys((*self._auto, *self._models, *self._served())))
 
     def targets(self, name: str | None) -> list[Target]:
         """Return what to try for a request that names the model ``name``, in order.
@@ -48,7 +50,7 @@ class Catalog:
         name = name or self._default or self._only()
         model = self._models.get(name)
         if model is None:
-            if name not in self._served():
+            if name not in self._served() and name not in self._auto:
                 known = self.names()
                 listed = ", ".join(map(repr, known)) or "none (no backend is up)"
                 text = f"The model {clip(name)} is not served here{nearest(name, known)}. Served: {listed}."
@@ -68,7 +70,7 @@ class Catalog:
 
     def _only(self) -> str:
         names = self.names()
-        primary = {model.name for model in self._models.values()} or set(names)
+        primary = {model.name for model in self._models.values()} or set(self._served())
         if len(primary) == 1:
             return primary.pop()
         listed = ", ".join(map(repr, names)) or "none (no backend is up)"

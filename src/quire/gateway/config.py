@@ -25,9 +25,11 @@ from urllib.parse import urlsplit
 
 from quire.args import make_args
 from quire.errors import ConfigError, nearest
+from quire.gateway.auto_model import AutoConfig, auto_of
 from quire.gateway.filters import FilterArgs, FilterConfig
 from quire.gateway.ledger import Price
 from quire.gateway.limits import Limit
+from quire.gateway.region_config import RegionConfig, regions_of
 from quire.gateway.routing import Policy
 
 
@@ -106,6 +108,15 @@ class RetryArgs:
 
 
 @dataclass(frozen=True, slots=True)
+class HedgeArgs:
+    """``[hedging]``"""
+
+    after_s: float | None = None
+    max_prompt_tokens: int = 1000
+    budget: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
 class BackendArgs:
     """One of ``[[backends]]``; exactly one of ``url``, ``dns`` and ``file``."""
 
@@ -117,6 +128,7 @@ class BackendArgs:
     api_key: str | None = None
     health_path: str | None = None
     max_requests: int | None = None
+    region: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +164,9 @@ class GatewayConfig:
     backends: tuple[BackendArgs, ...] = ()
     models: Mapping[str, ModelConfig] = field(default_factory=dict)  # by name and alias
     filters: tuple[FilterConfig, ...] = ()
+    auto: AutoConfig | None = None
+    regions: RegionConfig | None = None
+    hedging: HedgeArgs = field(default_factory=HedgeArgs)
     limits: Limit = field(default_factory=Limit)  # of each key that has none of its own
     key_limits: Mapping[str, Limit] = field(default_factory=dict)
     tenant_limits: Mapping[str, Limit] = field(default_factory=dict)
@@ -162,8 +177,9 @@ class GatewayConfig:
         return self.path_timeouts.get(path, self.timeouts)
 
 
-_TABLES = ("routing", "timeouts", "health", "retries", "backends", "models", "filters", "limits", "prices")
-_Args = TypeVar("_Args", RoutingArgs, HealthArgs, RetryArgs, Limit, Price)
+_TABLES = ("routing", "timeouts", "health", "retries", "backends", "models", "filters", "auto", "regions", "hedging",
+           "limits", "prices")  # fmt: skip
+_Args = TypeVar("_Args", RoutingArgs, HealthArgs, RetryArgs, HedgeArgs, Limit, Price)
 
 
 def read_config(path: Path) -> GatewayConfig:
@@ -209,6 +225,9 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
         retries=_args(RetryArgs, data, "retries", origin),
         backends=tuple(_backend(each, where) for each, where in _list(data, "backends", origin)),
         models=_models(_list(data, "models", origin)),
+        hedging=_args(HedgeArgs, data, "hedging", origin),
+        auto=auto_of(_table(data, "auto", origin), origin),
+        regions=regions_of(_table(data, "regions", origin), origin),
         filters=tuple(_filter(each, where) for each, where in _list(data, "filters", origin)),
         limits=make_args(Limit, limits, origin=f"{origin}: [limits]"),
         key_limits=owners["keys"],

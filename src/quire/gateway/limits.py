@@ -356,6 +356,12 @@ class Limits:
         ]
         return sorted([*decision.left, *places], key=lambda each: each.quota.name)
 
+    async def budget_left(self, key: str, tenant: str) -> float:
+        """Return the smallest share (0…1) that a key and its tenant have left of their budgets; 1 without any."""
+        left = await self.left([(key, tenant)], [])
+        budgets = [each for each in left if each.quota.period in ("day", "month")]
+        return min((each.remaining / max(each.quota.capacity, 1) for each in budgets), default=1.0)
+
     async def renew(self) -> None:
         """Renew the leases of the open requests: to be called at least every `LEASE_S` / 3."""
         leases = [

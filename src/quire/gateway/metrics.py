@@ -10,9 +10,12 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
+from quire.gateway.auto_model import AutoModel
 from quire.gateway.exchange import Exchange
 from quire.gateway.filters import Filters
 from quire.gateway.fleet import Fleet
+from quire.gateway.hedging import Hedging
+from quire.gateway.regions import Regions
 from quire.gateway.retries import RetryBudget
 from quire.metrics.engine_stats import Histogram
 
@@ -38,6 +41,9 @@ class GatewayMetrics:
         self.migrations: Counter[tuple[str]] = Counter()  # (backend that went on,)
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # (backend, model, prompt | cached | output)
         self.filters: Filters | None = None
+        self.auto: AutoModel | None = None
+        self.regions: Regions | None = None
+        self.hedging: Hedging | None = None
         self.tenants: Counter[tuple[str, str]] = Counter()  # (tenant, outcome)
         self.tenant_tokens: Counter[tuple[str, str]] = Counter()  # (tenant, prompt | cached | output)
         self._tenants: set[str] = set()
@@ -97,6 +103,17 @@ class GatewayMetrics:
         for name, kind, text in _ENVOY_FAILURES:
             counts = {(backend,): n for (backend, found), n in self.failures.items() if found == kind}
             yield _counter(name, text, ("backend",), counts)
+        if self.auto is not None:
+            yield _counter("quire:gateway_auto_models", "Requests for auto by the model chosen.",
+                           ("model",), self.auto.counts)  # fmt: skip
+        if self.regions is not None:
+            yield _counter("quire:gateway_region_requests", "Attempts by region: own, spill or failover.",
+                           ("region", "why"), self.regions.counts)  # fmt: skip
+        if self.hedging is not None:
+            yield _counter("quire:gateway_hedges", "Attempts of hedged requests, by backend: won or lost.",
+                           ("backend", "result"), self.hedging.counts)  # fmt: skip
+            yield _counter("quire:gateway_hedge_waste_tokens", "Prompt tokens of attempts that lost, as estimated.",
+                           ("backend",), self.hedging.waste)  # fmt: skip
         if self.filters is not None:
             yield _counter("quire:gateway_filter_verdicts", "Verdicts by filter, before or after the model.",
                            ("filter", "when", "verdict"), self.filters.counts)  # fmt: skip

@@ -15,6 +15,7 @@ from quire.gateway.catalog import Target
 from quire.gateway.digest import digests, root_of
 from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Backend, Fleet
+from quire.gateway.regions import Regions
 from quire.gateway.routing import Demand, Router
 from quire.http.cache_messages import PIECES_HEADER
 
@@ -41,8 +42,15 @@ class Placing:
     """Places requests, and reports to the router what came of them."""
 
     def __init__(
-        self, fleet: Fleet, router: Router, owners: Owners, piece_bytes: int, now: Callable[[], float]
+        self,
+        fleet: Fleet,
+        router: Router,
+        owners: Owners,
+        piece_bytes: int,
+        now: Callable[[], float],
+        regions: Regions | None = None,
     ) -> None:
+        self.regions = regions
         self._fleet = fleet
         self._router = router
         self._owners = owners
@@ -59,7 +67,8 @@ class Placing:
         if target is None:
             return None
         owner = self._owners.get(asked.body.get("previous_response_id"))
-        candidates = [b for b in candidates if b.name == owner] or candidates
+        holding = [b for b in candidates if b.name == owner]
+        candidates = holding or self._of_region(target.model, candidates, now)
         demand = self._demand(exchange, target.model)
         exchange.chain = demand.chain
         among = {b.number: b for b in candidates}
@@ -74,6 +83,21 @@ class Placing:
         if target.is_fallback:
             exchange.route_headers.append((b"x-quire-fallback-model", target.model.encode()))
         return Placed(attempt_id, backend, target, now, self._router.predicted_s(attempt_id))
+
+    def _of_region(self, model: str, candidates: list[Backend], now: float) -> list[Backend]:
+        if self.regions is None:
+            return candidates
+        router = self._router
+
+        def queue_s(backend: Backend) -> float:
+            return router.ttft.predict(backend.number, router.loads[backend.number].queued_tokens)
+
+        ready = [
+            b
+            for b in self._fleet.serving(model)
+            if b.is_ready and not b.is_draining and b.breaker.state(now) != "open"
+        ]
+        return self.regions.among(model, candidates, ready, queue_s, now)
 
     def may_come(self, exchange: Exchange) -> bool:
         """Whether a replica may come that can take the request; those that are not ready may be tried again then."""

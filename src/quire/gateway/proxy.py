@@ -24,9 +24,11 @@ from quire.gateway.asked import Asked, read_asked
 from quire.gateway.exchange import Exchange
 from quire.gateway.filters import FILTERED
 from quire.gateway.frames import Frames, error_frame, without_usage
-from quire.gateway.headers import to_backend, to_client
+from quire.gateway.headers import to_client
+from quire.gateway.hedging import Opened
 from quire.gateway.migrate import TAGGED, Groups, StreamMoves
 from quire.gateway.placing import Placed
+from quire.gateway.sending import open_answer
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, closing, failures, read_whole
 from quire.http.body import Disconnected
@@ -62,7 +64,7 @@ class Proxy:
                 )
             exchange.asked = await read_asked(scope, receive, state.config.server.max_body_mib << 20)
             exchange.continuation = state.new_continuation()
-            exchange.targets = state.catalog.targets(exchange.asked.model)
+            exchange.targets = await state.targets(exchange)
             model = exchange.targets[0].model
             await state.tenants.reserve(exchange, model, state.placing.num_tokens(exchange.asked, model))
             async with _cancelled_when_left(exchange, receive):
@@ -149,24 +151,10 @@ class Proxy:
         Raises:
             BackendFailed: before or after the first byte went to the client.
         """
-        state, asked, backend = self._state, exchange.asked, placed.backend
+        state, asked = self._state, exchange.asked
         assert asked is not None
-        headers = to_backend(
-            exchange.scope,
-            exchange.request_id,
-            backend.args.api_key,
-            pass_keys=not state.config.server.checks_keys,
-            trace_id=exchange.ledger_id,
-        )
-        body = asked.body_for(placed.target.model, adds_usage=self._adds_usage(asked))
-        continuation, key = exchange.continuation, state.key_of(backend)
-        if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
-            headers += [*continuation.headers(key, resumes=exchange.has_begun), exchange.account.header()]
-            headers += state.placing.asks_for_blocks()
-        if continuation is not None and exchange.has_begun:
-            body = continuation.body(body, state.now() - exchange.arrival_s)
-        elif continuation is not None:
-            continuation.restart()
+        if exchange.continuation is not None and not exchange.has_begun:
+            exchange.continuation.restart()
         if exchange.filtering is not None and not exchange.has_begun:
             exchange.filtering.reset()
         timeouts = self._timeouts
@@ -175,11 +163,10 @@ class Proxy:
         try:
             with failures():
                 async with asyncio.timeout(limit_s) as deadline:
-                    query = exchange.scope["query_string"].decode("latin-1")
-                    url = f"{backend.url}{self._path}{'?' + query if query else ''}"
-                    response = await state.upstream.open("POST", url, headers, body)
-                    with closing(response):
-                        await self._relay(exchange, placed, response, deadline)
+                    opened = await open_answer(state, exchange, placed, adds_usage=self._adds_usage(asked))
+                    placed = opened.placed
+                    with closing(opened.response):
+                        await self._relay(exchange, opened, deadline)
             is_good = True
         except BackendFailed as error:
             if exchange.is_writing:  # the time passed while the client took nothing
@@ -189,14 +176,13 @@ class Proxy:
         finally:
             state.placing.over(placed, is_good)
 
-    async def _relay(
-        self, exchange: Exchange, placed: Placed, response: ClientResponse, deadline: asyncio.Timeout
-    ) -> None:
+    async def _relay(self, exchange: Exchange, opened: Opened, deadline: asyncio.Timeout) -> None:
         """Relay one answer: a stream as it comes, any other once it is whole."""
+        placed, response = opened.placed, opened.response
         kind = response.headers.get("content-type", "")
         self._state.placing.learn_blocks(exchange, response.headers.get(BLOCKS_HEADER))
         if response.status == 200 and kind.startswith("text/event-stream"):
-            await self._relay_stream(exchange, placed, response, deadline)
+            await self._relay_stream(exchange, opened, deadline)
             return
         whole = await read_whole(response, self._state.config.server.max_answer_mib << 20)
         if whole.status in RETRIED_STATUS or exchange.has_begun:
@@ -214,10 +200,9 @@ class Proxy:
         if self._path == RESPONSES and exchange.usage.answer_id is not None:
             self._state.owners.put(exchange.usage.answer_id, placed.backend.name)
 
-    async def _relay_stream(
-        self, exchange: Exchange, placed: Placed, response: ClientResponse, deadline: asyncio.Timeout
-    ) -> None:
+    async def _relay_stream(self, exchange: Exchange, opened: Opened, deadline: asyncio.Timeout) -> None:
         """Relay server-sent events from the first whole frame on."""
+        placed, response = opened.placed, opened.response
         now, timeouts, frames = self._state.now, self._timeouts, _frames_of(exchange, response)
         loop_s = asyncio.get_running_loop().time() - now()  # the loop's clock may have another origin
         total_s = timeouts.stream_total_s
@@ -225,7 +210,7 @@ class Proxy:
         assert exchange.asked is not None
         hides_usage, is_first = self._adds_usage(exchange.asked), True
         try:
-            async for piece in response.content.iter_any():
+            async for piece in _pieces(opened):
                 whole = frames.feed(piece)
                 if not whole:
                     continue
@@ -280,6 +265,13 @@ class Proxy:
         exchange.outcome = "filtered" if is_filtered else "refused" if refusal.status < 500 else "failed"
         headers = [(b"content-type", b"application/json"), *refusal.headers]
         await exchange.answer(refusal.status, headers, refusal.body(self._path))
+
+
+async def _pieces(opened: Opened) -> AsyncGenerator[bytes, None]:
+    if opened.first:
+        yield opened.first
+    async for piece in opened.response.content.iter_any():
+        yield piece
 
 
 async def _send(exchange: Exchange, response: ClientResponse, frames: bytes) -> None:

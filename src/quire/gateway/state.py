@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from quire.gateway.access_log import AccessLog
+from quire.gateway.auto_model import AutoModel
 from quire.gateway.booking import Booking
-from quire.gateway.catalog import Catalog
+from quire.gateway.catalog import Catalog, Target
 from quire.gateway.config import GatewayConfig
 from quire.gateway.discovery import Discovery
 from quire.gateway.exchange import Exchange
@@ -20,17 +21,19 @@ from quire.gateway.filtering import Filtering
 from quire.gateway.filters import About, Filters
 from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.health import Poller
+from quire.gateway.hedging import Hedging
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.migrate import SEED_BITS, Continuation
 from quire.gateway.model_pool import ModelPool
 from quire.gateway.placing import Owners, Placed, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
+from quire.gateway.regions import Regions
 from quire.gateway.reports import Reports
 from quire.gateway.retries import RetryBudget
 from quire.gateway.routing import Router
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
-from quire.http.edge import id_source
+from quire.http.edge import id_source, key_of
 from quire.metrics.log import Log
 
 log = Log("gateway")
@@ -53,6 +56,8 @@ class GatewayState:
     now: Callable[[], float]  # monotonic seconds
     random: Random
     pool: ModelPool | None = None  # of models that are loaded on demand
+    auto: AutoModel | None = None
+    hedging: Hedging | None = None
     access_log: AccessLog = field(default_factory=lambda: AccessLog(None, logs=False))
     new_id: Callable[[], str] = field(default_factory=id_source)
     filters: Filters | None = None
@@ -127,6 +132,15 @@ class GatewayState:
             return None
         return Continuation(self.new_id(), int(self.unix_time()), secrets.randbits(SEED_BITS))
 
+    async def targets(self, exchange: Exchange) -> list[Target]:
+        """Return the models to try for a request. Raises what `Catalog.targets` does."""
+        assert exchange.asked is not None
+        name = exchange.asked.model or self.config.server.default_model
+        if self.auto is not None and name == self.auto.name:
+            name = await self.auto.choose(exchange.asked, key_of(exchange.scope))
+            exchange.extra_headers.append((b"x-quire-model", name.encode()))
+        return self.catalog.targets(name)
+
     async def filter(self, exchange: Exchange) -> None:
         """Show a request to the filters, and make what its answer goes through. Raises `HttpError` if refused."""
         filters, asked = self.filters, exchange.asked
@@ -168,12 +182,14 @@ def make_state(
     owners = Owners()
     poller = Poller(fleet, random, now)
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
+    auto = config.auto.args.name if config.auto is not None else None
+    regions = Regions(config.regions) if config.regions is not None else None
     state = GatewayState(
         config=config,
         router=router,
         fleet=fleet,
-        catalog=Catalog(config.models, config.server.default_model, lambda: fleet.models, random),
-        placing=Placing(fleet, router, owners, routing.piece_bytes, now),
+        catalog=Catalog(config.models, config.server.default_model, lambda: fleet.models, random, auto),
+        placing=Placing(fleet, router, owners, routing.piece_bytes, now, regions),
         poller=poller,
         discovery=Discovery(fleet, poller, config.backends, now),
         budget=budget,
@@ -185,5 +201,11 @@ def make_state(
         pool=pool,
     )
     state.filters = make_filters(config.filters, lambda: state.upstream)
-    state.metrics.filters = state.filters
+    if config.auto is not None:
+        state.auto = AutoModel(
+            config.auto, state.placing.num_tokens, lambda *key: state.tenants.limits.budget_left(*key)
+        )
+    if config.hedging.after_s is not None:
+        state.hedging = state.metrics.hedging = Hedging(config.hedging)
+    state.metrics.filters, state.metrics.auto, state.metrics.regions = state.filters, state.auto, regions
     return state

@@ -90,6 +90,7 @@ class Tenants:
                     param="model",
                     code="model_not_found",
                 )
+            exchange.targets = [each for each in exchange.targets if key.allows_model(each.model)]
         output = 0 if exchange.path.endswith(_NO_OUTPUT) else asked.num_output_tokens
         exchange.reserved = Usage(prompt_tokens, output, self._price(model).nano(prompt_tokens, 0, output))
         reservation, decision = await self.limits.reserve(
