@@ -55,7 +55,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "custom tools": {"api": 190},
     "page of the API": {"api": 18, "http": 6},
     "filling in the middle": {"api": 38, "text": 78},
-    "the plan's choice of a split": {"plan": 33, "cli": 10},
+    "the plan's choice of a split": {"plan": 36, "cli": 10},
     "gateway": {"": 6, "cli": 275, "gateway": 2_780, "http": 115, "sim": 10},
     "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
     "models on demand": {"": 4, "cli": 300, "gateway": 380},
