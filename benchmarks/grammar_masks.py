@@ -35,7 +35,7 @@ class Timed:
     """Seconds of every step, of what a step waits for masks and writes them, and of computing them on their thread."""
 
     def __init__(self, llm: LLM) -> None:
-        worker: Any = llm._client.core.executor.worker  # type: ignore[attr-defined]
+        worker: Any = llm.client.core.executor.worker  # type: ignore[attr-defined]
         self.steps: list[float] = []
         self.applied: list[float] = []
         self.computed: list[float] = []

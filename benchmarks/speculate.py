@@ -87,7 +87,7 @@ def keywords(name: str) -> dict[str, Any]:
 
 
 def row(name: str, llm: LLM, seconds: float, plain_s: float, num_tokens: int) -> str:
-    stats = llm._client.core.stats()
+    stats = llm.client.core.stats()
     cells = [f"{num_tokens / seconds:.0f}", f"{plain_s / seconds:.2f}", "", "", ""]
     if stats.num_verifications:
         accepted, drafted, count = stats.num_accepted_tokens, stats.num_draft_tokens, stats.num_verifications

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     # Before anything imports Triton: without a GPU its kernels run in its interpreter (tests/kernels/triton).
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What servers of the tests record at a crash or a hang: not in this user's home.
+os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"quire-tests-{os.getuid()}")
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

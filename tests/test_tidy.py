@@ -50,6 +50,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 128},
     "names of other servers": {"": 1, "api": 330, "cli": 2, "http": 114, "jobs": 2},
     "Ollama's API": {"api": 770, "cli": 1, "http": 12},
+    "command lines and keywords of vLLM and llama.cpp": {"": 3, "cli": 162, "engine": 188},
     "batches of messages": {"jobs": 225},
     "custom tools": {"api": 190},
     "page of the API": {"api": 18, "http": 6},
@@ -75,6 +76,13 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "websocket": {"api": 8, "cli": 1, "gateway": 2, "http": 250},
     "filters": {"": 13, "cli": 16, "gateway": 850},
     "full disk": {"jobs": 85},
+    "queue in bytes, cheap refusals, bounded stores": {
+        "": 6,
+        "api": 55,
+        "jobs": 30,
+        "sampling": 32,
+        "scheduler": 28,
+    },
     "what faults and fuzzing found": {"api": 1, "engine": 45, "lora": 1},
     "flight recorder, replay, comparison": {
         "": 20,
@@ -138,6 +146,7 @@ LARGE_CLASSES: dict[str, str] = {}
 # Where an import inside a function is allowed: start-up cost, lazy names, optional dependencies.
 LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
+    "cli/foreign.py": "a draft model is looked for with the code that reads checkpoints",
     "cli/measure.py": "each command imports what it needs, so that --help is quick",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/helper.py": "each kind imports what it needs: a bare container compiles grammars without msgspec",

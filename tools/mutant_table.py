@@ -433,6 +433,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/engine/test_supervisor.py",),
     ),
     Mutant(
+        "helper-tried-once",
+        "a task whose helper was killed from outside is refused",
+        "src/quire/engine/helper_pool.py",
+        "        if answer is None and not late and not task.dropped:",
+        "        if False:",
+        ("tests/engine/test_grammar_check.py",),
+    ),
+    Mutant(
+        "start-tried-once",
+        "a full disk at the moment of a restart uses up a restart",
+        "src/quire/engine/supervisor.py",
+        "                self._closed.wait(self._policy.start_retry_s)\n                continue\n",
+        "                self._restarts_s.append(self._clock.now())\n                return None\n",
+        ("tests/engine/test_supervisor.py",),
+    ),
+    Mutant(
         "deadline-of-the-engine-alone",
         "the API process waits for a hung engine to end a request that is late",
         "src/quire/engine/frontend.py",

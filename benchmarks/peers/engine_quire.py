@@ -31,7 +31,7 @@ class QuireEngine:
 
     def replay(self, items: Sequence[Item]) -> list[int]:
         # `LLM` has no call for arrivals over time (a server is for that), so the same client is driven from here.
-        client, llm = self.llm._client, self.llm
+        client, llm = self.llm.client, self.llm
         counts, open_ = [0] * len(items), set()
         self.num_requests += 1
 

@@ -5,15 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.engine.beams import BeamSearchParams as BeamSearchParams
     from quire.engine.llm import LLM as LLM
     from quire.engine.results import RequestOutput as RequestOutput
     from quire.request import SamplingParams as SamplingParams
     from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
+    "BeamSearchParams": "quire.engine.beams",
     "LLM": "quire.engine.llm",
     "RequestOutput": "quire.engine.results",
     "SamplingParams": "quire.request",

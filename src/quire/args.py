@@ -48,6 +48,7 @@ class EngineArgs:
     max_num_batched_tokens: int = 2048
     max_queue: int = 1024
     max_queue_tokens: int = 2**22
+    max_queue_mib: int = 256
     max_ttft_ms: float | None = None
     gate: GateKind = "continuous"
     order: OrderKind = "fcfs"
@@ -91,6 +92,7 @@ class ServerArgs:
     batch_dir: str | None = None
     batch_concurrency: int = 8
     max_file_mib: int = 100
+    file_store_mib: int = 10_240
     drain_timeout_s: float = 30.0
     max_restarts: int = 3
     hang_timeout_s: float = 10.0

@@ -64,6 +64,7 @@ class SchedulerConfig:
     max_model_len: int = 4096  # prompt + output of one sequence
     max_queue: int = 1024  # waiting sequences; further requests are rejected
     max_queue_tokens: int | None = None  # prompt tokens of waiting sequences; None: any number
+    max_queue_bytes: int | None = None  # about, of the requests of waiting sequences; None: any number
     max_ttft_s: float | None = None  # a request whose first token is predicted to come later is rejected
     enable_chunked_prefill: bool = True  # off: a prompt is computed in one step or waits
     # Dynamic gate: a batch starts when full or when its oldest waited this long.

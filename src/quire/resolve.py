@@ -232,6 +232,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         max_model_len=max_model_len,
         max_queue=args.max_queue,
         max_queue_tokens=args.max_queue_tokens,
+        max_queue_bytes=args.max_queue_mib * 2**20,
         max_ttft_s=None if args.max_ttft_ms is None else args.max_ttft_ms / 1e3,
         enable_chunked_prefill=args.enable_chunked_prefill,
         dynamic_max_wait_s=args.dynamic_max_wait_ms / 1e3,

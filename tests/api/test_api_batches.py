@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 from pathlib import Path
@@ -14,7 +15,10 @@ import pytest
 from tests.api.asgi_client import Api, error_of
 from tests.api.test_api_server import server
 
+import quire.jobs.files
 from quire.errors import RequestError
+from quire.http.edge import id_source
+from quire.http.refusals import HttpError
 from quire.jobs.files import FileStore, read_form
 from quire.jobs.runner import check_lines, done_ids, output_line, unanswered_line
 
@@ -298,3 +302,24 @@ def test_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None:
     assert sorted(json.loads(row)["custom_id"] for row in content.splitlines()) == sorted(
         str(i) for i in range(24)
     )
+
+
+def test_the_store_of_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads beyond its bytes or its number are 507; what a batch writes always has room."""
+    new_id = id_source()
+    store = FileStore(tmp_path, new_id, lambda: 100.0, max_bytes=1000)
+    first = store.add(io.BytesIO(b"x" * 600), "a", "batch")
+    with pytest.raises(HttpError) as full:
+        store.add(io.BytesIO(b"x" * 500), "b", "batch")
+    assert (full.value.refusal.status, full.value.refusal.code) == (507, "file_store_full")
+    assert "--file-store-mib" in full.value.refusal.message
+    written = tmp_path / "answers"
+    written.write_bytes(b"x" * 5000)
+    assert store.adopt(written, "answers", "batch_output") is not None
+    store.delete(first["id"])
+    assert len(store.all()) == 1
+    roomy = FileStore(tmp_path, new_id, lambda: 100.0)
+    monkeypatch.setattr(quire.jobs.files, "MAX_FILES", 2)
+    roomy.add(io.BytesIO(b"x"), "c", "batch")
+    with pytest.raises(HttpError):
+        roomy.add(io.BytesIO(b"x"), "d", "batch")

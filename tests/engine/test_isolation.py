@@ -44,7 +44,7 @@ def undisturbed(llm: LLM) -> list[RequestOutput]:
 
 
 def core(llm: LLM) -> Any:
-    return llm._client.core
+    return llm.client.core
 
 
 def worker(llm: LLM) -> Worker:

@@ -182,18 +182,18 @@ def test_chat(llm: LLM) -> None:
 
 
 def test_what_can_be_known_is_refused_before_anything_runs(llm: LLM) -> None:
-    before = llm._client.core.stats().num_requests
+    before = llm.client.core.stats().num_requests
     with pytest.raises(RequestError, match="context of this model is 256"):
         llm.generate(["fine", "x" * 9999], SamplingParams(max_tokens=2))
     with pytest.raises(RequestError, match="2 entries for 1 prompts"):
         llm.generate(["fine"], [SamplingParams(), SamplingParams()])
     with pytest.raises(RequestError, match="prompt 0 is 7"):
         llm.generate([7.5])  # type: ignore[list-item]
-    assert llm._client.core.stats().num_requests == before
+    assert llm.client.core.stats().num_requests == before
 
 
 def test_a_failed_request_does_not_lose_the_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = llm._client.core.scheduler
+    scheduler = llm.client.core.scheduler
     real = scheduler.add
     monkeypatch.setattr(
         type(scheduler),
@@ -220,8 +220,8 @@ def test_leaving_a_stream_frees_the_engine(llm: LLM) -> None:
     next(stream)
     stream.close()
     llm.generate("x", SamplingParams(max_tokens=1))
-    assert isinstance(llm._client, InProcessClient)
-    assert not llm._client.core.has_work
+    assert isinstance(llm.client, InProcessClient)
+    assert not llm.client.core.has_work
 
 
 def test_requests_get_their_seeds_from_that_of_the_llm(llm: LLM) -> None:

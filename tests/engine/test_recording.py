@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.engine.toy import engine_config
-from tests.fakes.engine import CRASHING
+from tests.fakes.engine import CRASHING, FAKE
 
 from quire.args import EngineArgs
 from quire.cli.flags import ReplayArgs
@@ -186,3 +187,22 @@ def test_the_ring_is_bounded_in_bytes() -> None:
     recording = recorder.take({}, "{}", with_ids=True)
     assert [step.plan.step for step in recording.steps] == [198, 199]
     assert [seq.new.seq_id for seq in recording.live] == [197]
+
+
+def test_the_watchdogs_dump_saves_the_ring_and_what_is_out(tmp_path: Path) -> None:
+    config = replace(engine_config(), recorder=RecorderConfig(str(tmp_path), 8, True, "f", "{}"))
+    client = ProcessClient(config, executor=f"{FAKE}@1000")
+    client.wait_ready()
+    client.send(Request("a", (1, 2, 3), SamplingParams(max_tokens=9, seed=1), 0.0))
+    while not client.receive():
+        pass
+    time.sleep(0.1)  # the next step is out by then
+    client.dump()
+    deadline_s = time.monotonic() + 20
+    while not (paths := list(tmp_path.glob("*-hang.rec"))):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    client.close()
+    steps = load(paths[0]).steps
+    assert steps[0].result is not None
+    assert steps[-1].result is None

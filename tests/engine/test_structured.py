@@ -105,10 +105,10 @@ def test_a_sequence_goes_on_after_a_restart(llm: LLM) -> None:
         request = llm._request(list(whole.prompt_token_ids), sampling)
         assert not hasattr(request.sampling, "structured_outputs")
         assert request.grammar is not None
-        llm._client.send(replace(request, output_token_ids=(ids[:cut],)))
+        llm.client.send(replace(request, output_token_ids=(ids[:cut],)))
         rest: list[int] = []
         while len(rest) < len(ids) - cut:
-            for event in llm._client.receive():
+            for event in llm.client.receive():
                 rest.extend(event.token_ids)
         assert (*ids[:cut], *rest) == ids, cut
 

@@ -20,7 +20,8 @@ from tests.faults.processes import children, engine_of, title_of
 from tests.faults.world import HANG_TIMEOUT_S, PATIENCE_S, TINY, World
 
 Inject = Callable[[World], Awaitable[float]]
-NOTICE_S = 0.25  # that a look at /readyz may take itself on a busy machine
+# What a look at /readyz may take itself: on a machine of its own, and on one that others load.
+LOOK_S, LATE_S = 0.25, 1.5
 OBJECT = {"type": "object"}
 
 
@@ -61,8 +62,10 @@ async def stop_engine(world: World) -> float:
     reason = answer.json()["reason"]
     predicted_s = float(reason.partition("expected to take ")[2].split()[0])
     world.note("noticed, s", took_s)
-    world.note("noticed beyond 2 x the predicted step, s", took_s - 2 * predicted_s)
-    assert took_s <= 2 * predicted_s + 1.0 + NOTICE_S, reason
+    late_s = took_s - 2 * predicted_s - 1.0
+    world.note("noticed beyond 2 x the predicted step and 1 s, s", late_s)
+    world.note(f"of these within {LOOK_S} s (1: yes)", float(late_s <= LOOK_S))
+    assert late_s <= LATE_S, reason
     return time.monotonic()
 
 

@@ -36,6 +36,7 @@ from quire.models.safetensors_file import reading
 from quire.text.chat_template import ChatTemplate
 
 Target = Callable[[bytes], Any]
+_LOOP = asyncio.Runner()  # one for all: making a loop takes longer than a form
 REQUESTS = (
     ChatRequest,
     CompletionRequest,
@@ -82,7 +83,7 @@ def form(data: bytes) -> None:
                 if not isinstance(item, str):
                     await item.read()
 
-    asyncio.run(read())
+    _LOOP.run(read())
 
 
 def _of_file(name: str, read: Callable[[Path], object]) -> Target:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +120,55 @@ def test_the_same_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> N
     rows = allowed(*(grammars.begin(new(seq_id, DIGITS)) for seq_id in range(5)))
     assert rows == [rows[0]] * 5
     assert compiled == [DIGITS]
+
+
+def test_a_grammar_that_has_grown_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lexer of a grammar grows with the tokens that it takes: what is remembered is bounded by both."""
+    monkeypatch.setattr(grammars_module, "_MAX_BYTES", 80 * len(DIGITS) + 4 * 4096)
+    grammars = Grammars(PATH, VOCAB, 1)
+    first = grammars.begin(new(1, DIGITS))
+    for i in range(4):  # one token each
+        state = grammars.begin(new(10 + i, DIGITS))
+        (ids,) = allowed(state)
+        grammars.follow([(state, ids[0])])
+        state.wait()
+        assert state.compiled is first.compiled
+    others = [grammars.begin(new(30 + i, grammar(choice=[f"a{i}"]))) for i in range(2)]
+    allowed(*others)
+    again = grammars.begin(new(40, DIGITS))
+    allowed(again)
+    assert again.compiled is not first.compiled
+    alone = Grammars(PATH, VOCAB, 1)
+    state = alone.begin(new(1, DIGITS))
+    allowed(state)
+    assert state.compiled is not None
+    state.compiled.num_tokens = 10**6
+    again = alone.begin(new(2, DIGITS))
+    assert allowed(again) == allowed(state)
+    assert again.compiled is not state.compiled
+
+
+@pytest.mark.slow
+def test_remembered_grammars_stay_within_their_memory() -> None:
+    """RSS after many grammars whose lexers grow without end: the worker's share of 128 MiB, and what it had before."""
+    grammars = Grammars(PATH, VOCAB, 1)
+    allowed(grammars.begin(new(0, DIGITS)))
+    before, most = resident_bytes(), 0
+    for i in range(300):
+        pattern = f"(.{{0,40}}foo{i}){{1,4000}}"
+        state = grammars.begin(new(1 + i, grammar(regex=pattern)))
+        rng = random.Random(i)
+        for _ in range(120):
+            (ids,) = allowed(state)
+            grammars.follow([(state, rng.choice(ids))])
+        state.wait()
+        most = max(most, resident_bytes())
+    print(f"{(most - before) / 2**20:.0f} MiB")
+    assert most - before < 96 * 2**20  # 64 MiB by our count
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,20 @@ def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
     assert scheduler.add(request("c", 8), 0.0) == []
 
 
+def test_the_queue_is_bounded_by_bytes_too() -> None:
+    scheduler = make_scheduler(max_queue_bytes=50_000)
+    heavy = request("heavy", 8)
+    heavy = replace(heavy, sampling=replace(heavy.sampling, logit_bias=dict.fromkeys(range(4096), 1.0)))
+    assert scheduler.add(heavy, 0.0) == [], "the first is never too large"
+    for refused in (replace(request("grammar", 8), grammar="x" * 50_000), request("b", 8)):
+        (event,) = scheduler.add(refused, 0.0)
+        assert event.error_kind == "capacity"
+        assert event.retry_after_s >= 1
+        assert "bytes wait and of at most 50000 bytes may" in (event.error or "")
+    step(scheduler)
+    assert scheduler.add(request("c", 8), 0.0) == []
+
+
 def test_the_time_told_grows_with_the_line() -> None:
     engine = Engine(make_scheduler(max_num_seqs=2, max_queue=2))
     engine.put(request(f"w{i}", max_tokens=20) for i in range(4))

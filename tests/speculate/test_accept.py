@@ -128,7 +128,7 @@ def tokens_of(num: int, **settings: object) -> list[tuple[int, ...]]:
         SamplingParams(temperature=1.5, seed=s, max_tokens=4, allowed_token_ids=allowed) for s in range(num)
     ]
     found = [tuple(a.outputs[0].token_ids) for a in llm.generate(["It was a dark and"] * num, params)]
-    num_accepted = llm._client.core.stats().num_accepted_tokens
+    num_accepted = llm.client.core.stats().num_accepted_tokens
     assert (num_accepted > 0) == bool(settings)
     llm.close()
     return found

@@ -39,7 +39,7 @@ def outputs(**settings: object) -> tuple[list[object], int]:
         for each in params
         for answer in llm.generate(PROMPTS, each)
     ]
-    num_accepted = llm._client.core.stats().num_accepted_tokens
+    num_accepted = llm.client.core.stats().num_accepted_tokens
     llm.close()
     return found, num_accepted
 
@@ -141,7 +141,7 @@ def test_a_grammar_holds_with_drafts(settings: dict[str, object]) -> None:
 def test_a_proposer_that_fails_ends_speculation_alone(caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=24, frequency_penalty=0.3)
     llm = LLM("quill", kv_memory="16MiB", max_model_len=256, speculate="draft", spec_tokens=4)
-    worker = llm._client.core.executor.worker
+    worker = llm.client.core.executor.worker
     real, calls = worker.draft_model.forward, 0
 
     def failing(rows: object) -> list[int]:
@@ -164,7 +164,7 @@ def test_a_proposer_that_fails_ends_speculation_alone(caplog: pytest.LogCaptureF
 def test_the_number_of_drafts_changes_while_the_engine_runs() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     llm = LLM("quill", kv_memory="16MiB", max_model_len=256, speculate="draft", spec_tokens=4)
-    core = llm._client.core
+    core = llm.client.core
     seen, texts = [], []
     for most in (4, 0, 2):
         core.scheduler.change_policy(PolicyChange(max_num_drafts=most, adaptive_drafts=False))

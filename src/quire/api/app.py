@@ -24,6 +24,7 @@ from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
 from quire.api.finished import FinishedUsage
+from quire.api.full_queue import FullQueue
 from quire.api.health import About, Models, Probes
 from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
 from quire.api.ollama import embeddings_job as ollama_embeddings_job
@@ -31,7 +32,7 @@ from quire.api.ollama_models import OllamaModels, show
 from quire.api.openapi import Description
 from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, count_input, responses_job
-from quire.api.state import ApiSettings, ApiState, FullQueue, ResponseStore, RunningRequests, TtftForecast
+from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.build import EngineInfo
 from quire.engine.frontend import Frontend

@@ -56,6 +56,7 @@ class PostEndpoint:
         status, client = 200, Client(receive)
         try:
             pieces = await read_pieces(scope, receive, self._max_body_bytes(scope), "--max-body-mib")
+            self._state.full_queue.read(pieces)
             client.watch()
             body = await decode_body(pieces, self._state.bodies.decode)
             del pieces
@@ -127,11 +128,14 @@ class GenerateEndpoint(PostEndpoint):
         self._prepare = prepare
 
     def _early_refusal(self, scope: Scope) -> Refusal | None:
-        if PRIORITY_KEY in scope or resumes(scope, self._state.settings.gateway_key):
-            return None
-        return self._state.full_queue.refusal()
+        return self._state.full_queue.refusal() if self._may_wait(scope) else None
+
+    def _may_wait(self, scope: Scope) -> bool:
+        return PRIORITY_KEY not in scope and not resumes(scope, self._state.settings.gateway_key)
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
+        if self._may_wait(scope):
+            self._state.full_queue.check()
         ignored = self._ignored()
         body = enter(scope, body, self._state.settings.gateway_key)
         job = await self._prepare(self._state, body, ignored)
@@ -155,13 +159,8 @@ class GenerateEndpoint(PostEndpoint):
             self._state.finished.put(account_of(scope), model, self._path, tokens, seconds)
         if log.debugging:
             names = dict(zip(("prompt_tokens", "cached_tokens", "output_tokens"), tokens, strict=True))
-            log.debug(
-                "request_done",
-                request_id=request_id_of(scope),
-                id=job.answer.head.id,
-                seconds=seconds,
-                **names,
-            )
+            request_id = request_id_of(scope)
+            log.debug("request_done", request_id=request_id, id=job.answer.head.id, seconds=seconds, **names)
 
     def _max_body_bytes(self, scope: Scope) -> int:
         is_form = resumes(scope, self._state.settings.gateway_key)
@@ -317,7 +316,7 @@ class Generation:
             after_s = max(self._state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
             refusal = refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s)
             if chunk.error_kind == "capacity":
-                self._state.full_queue.rejected(refusal)
+                self._state.full_queue.rejected(refusal, after_s)
             raise HttpError(refusal)
         if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
             raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))

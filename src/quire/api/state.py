@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.api.finished import FinishedUsage
+from quire.api.full_queue import FullQueue
 from quire.config import CacheConfig, EngineConfig, ModelConfig
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
@@ -20,7 +20,6 @@ from quire.engine.prompts import ModelInfo
 from quire.errors import NotFoundError, clip
 from quire.http.edge import TENANT
 from quire.http.keys import KeyFile
-from quire.http.refusals import Refusal
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.metrics.prometheus import ServerMetrics
@@ -30,6 +29,7 @@ from quire.text.output.formats import FORMATS, OutputFormat, detect_format
 from quire.workload.slo import Slo
 
 LATEST = ":latest"  # Ollama's tag of a name without one
+_STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too
 log = Log("api")
 
 
@@ -157,41 +157,6 @@ def fingerprint(config: EngineConfig, version: str) -> str:
     return "fp_" + hashlib.blake2b(repr(scope).encode(), digest_size=6).hexdigest()
 
 
-class FullQueue:
-    """Refuses requests unread while the engine rejects others, so that a burst costs little.
-
-    What the engine rejects has a place held for it when it returns, so up to `SLACK` more requests than it took still
-    reach it. Only what comes on top of them is refused here.
-    """
-
-    SLACK = 64
-    MEMORY_S = 1.0  # after a rejection by the engine
-
-    def __init__(self, num_open: Callable[[], int], now: Callable[[], float]) -> None:
-        """``num_open`` returns how many requests are with the engine, rejected or not."""
-        self._num_open = num_open
-        self._now = now
-        self._level = 0  # the fewest that were open at a rejection
-        self._until_s = -math.inf
-        self._refusal: Refusal | None = None  # the latest
-
-    def rejected(self, refusal: Refusal) -> None:
-        """The engine's queue was full for a request, which gets ``refusal``."""
-        now_s, num_open = self._now(), self._num_open()
-        if now_s >= self._until_s:
-            log.warning("queue_full", open=num_open, error=refusal.message)
-            self._level = num_open
-        self._level = min(self._level, num_open)
-        self._until_s = now_s + self.MEMORY_S
-        self._refusal = refusal
-
-    def refusal(self) -> Refusal | None:
-        """Return the answer to a new request if it is refused now."""
-        if self._now() >= self._until_s or self._num_open() < self._level + self.SLACK:
-            return None
-        return self._refusal
-
-
 class Cancellable(Protocol):
     """A request that is running."""
 
@@ -240,7 +205,7 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.input_items) + len(self.messages)
+        return _STORED_BYTES + len(self.response) + len(self.input_items) + len(self.messages)
 
     def conversation(self) -> list[dict[str, Any]]:
         return list(msgspec.json.decode(self.messages))

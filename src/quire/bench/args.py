@@ -11,7 +11,7 @@ from quire.gateway.routing import Policy
 # through the work of each step.
 SIMULATED = (
     "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
-    "max_num_batched_tokens", "max_queue", "max_queue_tokens", "max_ttft_ms", "gate", "order",
+    "max_num_batched_tokens", "max_queue", "max_queue_tokens", "max_queue_mib", "max_ttft_ms", "gate", "order",
     "enable_chunked_prefill", "dynamic_max_wait_ms",
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from quire.cli.flags import (
     PlanArgs,
     ReplayArgs,
     RunArgs,
+    SettingsCommand,
     command_with,
     pick,
     with_model,
@@ -55,11 +56,11 @@ def _top(
 app.add_typer(bench_app, name="bench")
 app.add_typer(keys_app, name="keys")
 app.add_typer(ledger_app, name="ledger")
-app.command()(profile)
-app.command()(simulate)
+app.command(cls=SettingsCommand)(profile)
+app.command(cls=SettingsCommand)(simulate)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @command_with(EngineArgs, ServerArgs, skip=("model",))
 def serve(
     models: Annotated[
@@ -108,7 +109,7 @@ def gateway(
     raise typer.Exit(gateway(config, {"host": host, "port": port}, hooks or [], log_level, log_format))
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @command_with(AutoscaleArgs)
 def autoscale(*, settings: dict[str, Any]) -> None:
     """Have as many replicas behind a gateway as its load will need, by the planner's model of one."""
@@ -117,7 +118,7 @@ def autoscale(*, settings: dict[str, Any]) -> None:
     raise typer.Exit(autoscale(pick(AutoscaleArgs, settings)))
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @command_with(RunArgs, EngineArgs, skip=("model",))
 def run(
     model: ModelArgument = None,
@@ -140,7 +141,7 @@ def _is_text(argument: str) -> bool:
     return len(argument.split()) > 1 and not Path(argument).exists()
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @command_with(ChatArgs, EngineArgs, skip=("model",))
 def chat(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     """Chat in the terminal: streaming, history, Ctrl-C stops an answer."""
@@ -149,7 +150,7 @@ def chat(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     raise typer.Exit(chat(with_model(model, settings), pick(ChatArgs, settings)))
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @command_with(PlanArgs, skip=("model",))
 def plan(
     model: Annotated[
@@ -212,9 +213,21 @@ def version() -> None:
     typer.echo(__version__)
 
 
+def _ours(arguments: list[str]) -> list[str]:
+    """Return the arguments of ``quire serve`` in our flags, where they are those of another server."""
+    from quire.cli.foreign import translated
+
+    found, notes = translated(arguments)
+    for note in notes:
+        typer.echo(f"quire: {note}", err=True)
+    return found
+
+
 def main() -> None:
     """Entry point of the `quire` script: an error of the world is one line on stderr and status 1."""
     try:
+        if sys.argv[1:2] == ["serve"]:
+            sys.argv[2:] = _ours(sys.argv[2:])
         app()
     except QuireError as error:
         typer.secho(f"quire: {error}", err=True, fg="red" if sys.stderr.isatty() else None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from quire.args import Args, Setting, defaults, flag_name, make_args, rare_names, settings_of
 from quire.errors import ConfigError, nearest
@@ -22,6 +23,7 @@ ModelArgument = Annotated[
     typer.Argument(help="'quill' (default), a local folder, a .gguf file, or a hub id.", show_default=False),
 ]
 ON_DEMAND = ("model_memory", "pin", "keep_alive_s", "load_timeout_s")  # settings of `quire serve A B`
+_WIDEST = 16  # choices as wide as that stand beside the name
 CONFIG_HELP = "TOML file with the same names as the flags (max_model_len = 4096); flags win."
 
 
@@ -106,8 +108,9 @@ def _option(spec: Setting, default: Any) -> inspect.Parameter:
     python_type = bool if bool in kinds else float if float in kinds else int if kinds == [int] else str
     name = flag_name(spec.name)
     if python_type is bool:
-        name = f"{name}/--no-{name[2:].removeprefix('enable-')}" if default else f"{name}/--no-{name[2:]}"
-    metavar = {int: "N", float: "X", str: "TEXT", bool: None}[python_type]
+        name = f"{name}/{_negative(name, default)}"
+    metavar = {int: "N", float: "X", str: "TEXT", bool: ""}[python_type]
+    choices = "|".join(spec.choices)
     return inspect.Parameter(
         spec.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -118,7 +121,7 @@ def _option(spec: Setting, default: Any) -> inspect.Parameter:
                 name,
                 help=_help(spec, default),
                 rich_help_panel=spec.group,
-                metavar="|".join(spec.choices) or metavar,
+                metavar=choices if 0 < len(choices) <= _WIDEST else metavar,
                 hidden=spec.name in rare_names(),
             ),
         ],
@@ -128,9 +131,32 @@ def _option(spec: Setting, default: Any) -> inspect.Parameter:
 def _help(spec: Setting, default: Any) -> str:
     # Square brackets hold the default in ``settings.toml``; in Typer's help they would be markup.
     text = spec.help.replace("[", "(").replace("]", ")")
+    if len("|".join(spec.choices)) > _WIDEST:
+        text += f" One of {', '.join(spec.choices)}."
     if default is None or default == ():
         return text
-    return f"{text} ({('off', 'on')[default] if isinstance(default, bool) else default})"
+    if default is True:
+        return f"{text} (on; {_negative(flag_name(spec.name), default)} turns it off)"
+    return f"{text} ({'off' if default is False else default})"
+
+
+def _negative(flag: str, default: Any) -> str:
+    return f"--no-{flag[2:].removeprefix('enable-') if default else flag[2:]}"
+
+
+class SettingsCommand(TyperCommand):
+    """A command whose help has one column for names: a negative name stands in the text of its setting."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """As click's; parsing knows all names."""
+        saved = [(p, p.secondary_opts) for p in self.params]
+        for parameter, _ in saved:
+            parameter.secondary_opts = []
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            for parameter, names in saved:
+                parameter.secondary_opts = names
 
 
 def read_toml(path: Path, kinds: tuple[type[Any], ...]) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import typer
 
 from quire.args import EngineArgs, ServerArgs, flag_name, settings_of
 from quire.bench.args import SIMULATED, LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
-from quire.cli.flags import ModelArgument, command_with, pick, with_model
+from quire.cli.flags import ModelArgument, SettingsCommand, command_with, pick, with_model
 
 bench_app = typer.Typer(help="Measure: serve, latency, throughput.", no_args_is_help=True)
 
 
-@bench_app.command("serve")
+@bench_app.command("serve", cls=SettingsCommand)
 @command_with(ServeBenchArgs)
 def bench_serve(*, settings: dict[str, Any]) -> None:
     """Put load on a server: TTFT, TPOT, ITL, E2EL, throughput and goodput, from the intended send times."""
@@ -23,7 +23,7 @@ def bench_serve(*, settings: dict[str, Any]) -> None:
     raise typer.Exit(run(pick(ServeBenchArgs, settings)))
 
 
-@bench_app.command("latency")
+@bench_app.command("latency", cls=SettingsCommand)
 @command_with(EngineArgs, LatencyArgs, skip=("model",))
 def bench_latency(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     """Time batches of equal requests, without a server."""
@@ -32,7 +32,7 @@ def bench_latency(model: ModelArgument = None, *, settings: dict[str, Any]) -> N
     raise typer.Exit(latency(pick(EngineArgs, with_model(model, settings)), pick(LatencyArgs, settings)))
 
 
-@bench_app.command("throughput")
+@bench_app.command("throughput", cls=SettingsCommand)
 @command_with(EngineArgs, ThroughputArgs, skip=("model",))
 def bench_throughput(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     """Run all requests at once, without a server: tokens per second."""

@@ -172,6 +172,7 @@ def job_settings(args: ServerArgs) -> Any:
         batch_dir=args.batch_dir,
         batch_concurrency=args.batch_concurrency,
         max_file_bytes=args.max_file_mib * 2**20,
+        max_store_bytes=args.file_store_mib * 2**20,
         max_body_bytes=args.max_body_mib * 2**20,
         lenient=args.lenient,
         strict_fields=args.strict_fields,

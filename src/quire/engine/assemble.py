@@ -111,15 +111,53 @@ def _read_template(path: str | None) -> str | None:
 
 
 # vLLM's name → ours, where they differ.
-ALIASES = {"quantization": "quantize", "num_gpu_blocks_override": "num_kv_blocks"}
+ALIASES = {
+    "quantization": "quantize",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "kv_cache_dtype": "kv_dtype",
+    "kv_cache_memory_bytes": "kv_memory",
+    "scheduling_policy": "order",
+}
 # vLLM's keywords that have no effect here, and why.
 NO_EFFECT = {
     "trust_remote_code": "a model is data here; no code of a repository is ever run",
     "enforce_eager": "there are no graphs to turn off",
     "disable_log_stats": "an offline engine logs no statistics",
     "swap_space": "preempted sequences are computed again",
+    "compilation_config": "nothing is compiled when a model is loaded",
+    "enable_lora": "adapters are loaded where they are asked for",
+    "disable_custom_all_reduce": "a model runs on one device",
+    "max_seq_len_to_capture": "graphs are captured for every batch that decodes",
+    "async_scheduling": "steps are planned ahead where the device allows it",
 }
-DTYPES = {"half": "float16", "float": "float32"}
+# Keywords that are accepted at these values, where they ask for nothing, and refused at others.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "distributed_executor_backend": (None, "mp", "uni"),
+    "cpu_offload_gb": (0,),
+    "tokenizer_mode": ("auto", "hf", "fast"),
+    "config_format": ("auto", "hf"),
+    "skip_tokenizer_init": (False,),
+    "task": ("auto", "generate", "embed", "score"),
+    "runner": ("auto", "generate", "pooling"),
+    "generation_config": ("auto",),
+    "hf_overrides": (None, {}),
+    "limit_mm_per_prompt": (None, {}),
+    "override_generation_config": (None, {}),
+    "kv_transfer_config": (None,),
+    "enable_sleep_mode": (False, True),
+    "tokenizer_revision": (None,),
+    "code_revision": (None,),
+    "hf_token": (None, True),
+    "allowed_local_media_path": ("",),
+}
+VALUES = {  # of vLLM → ours
+    "load_format": {"dummy": "random"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "bfloat16": "auto"},
+    "dtype": {"half": "float16", "float": "float32"},
+}
 
 
 def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
@@ -127,35 +165,39 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
 
     Raises:
         ConfigError: a keyword is unknown (the error suggests the nearest one), a value is wrong, a setting is given
-            twice, or ``tensor_parallel_size`` is above 1.
+            twice, or one of `NEUTRAL` asks for something.
     """
     values: dict[str, Any] = {"model": model}
     known = [field.name for field in fields(EngineArgs)]
     for key, value in given.items():
         name = ALIASES.get(key, key)
-        if key == "tensor_parallel_size":
-            _check_tensor_parallel(value)
-        elif key in NO_EFFECT:
+        if key in NO_EFFECT:
             continue
+        if key in NEUTRAL:
+            _check_neutral(key, value)
         elif key == "speculative_config":
             values |= {} if value is None else speculation_of(value)
         elif name not in known:
-            everything = [*known, *ALIASES, *NO_EFFECT, "tensor_parallel_size", "speculative_config"]
+            everything = [*known, *ALIASES, *NO_EFFECT, *NEUTRAL, "speculative_config"]
             raise ConfigError(f"LLM: unknown keyword {key!r}{nearest(key, everything)}")
         elif name in values:
             raise ConfigError(f"LLM: {key} and {_other(key, given)} set the same thing; give one of them")
         elif name == "lora" and isinstance(value, Mapping):
             values[name] = tuple(f"{adapter}={path}" for adapter, path in value.items())
         else:
-            values[name] = DTYPES.get(value, value) if name == "dtype" else value
+            values[name] = VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
     return make_args(EngineArgs, values, origin="LLM")
 
 
-def _check_tensor_parallel(value: Any) -> None:
-    if value != 1:
+def _check_neutral(key: str, value: Any) -> None:
+    if value in NEUTRAL[key]:
+        return
+    if key.endswith("_parallel_size"):
         raise ConfigError(
-            f"LLM: tensor_parallel_size = {value!r} is not supported yet: a model runs on one device. Leave it out"
+            f"LLM: {key} = {value!r} is not supported yet: a model runs on one device. Leave it out"
         )
+    allowed = " or ".join(map(repr, NEUTRAL[key]))
+    raise ConfigError(f"LLM: {key} = {value!r} is not supported: it may be {allowed}, or be left out")
 
 
 def _other(key: str, given: Mapping[str, Any]) -> str:

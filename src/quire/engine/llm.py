@@ -8,40 +8,30 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
-from tqdm import tqdm
-
-from quire.clock import WallClock
-from quire.device import detect_device
-from quire.engine.assemble import configure, llm_args, load_text
-from quire.engine.client import InProcessClient
-from quire.engine.core import AbortRequest
-from quire.engine.helper_pool import GrammarChecker
-from quire.engine.output import OutputChunk, RequestOutputState, merge
+from quire.engine.beams import BeamSearchOutput, BeamSearchParams, beams_of
+from quire.engine.offline import OfflineEngine
+from quire.engine.output import OutputChunk
 from quire.engine.pooling import NOTHING_SAMPLED, Scoring, pairs_of, scoring_prompts
-from quire.engine.prompts import SEED_BITS, prepare_request
 from quire.engine.results import (
     EmbeddingRequestOutput,
     RequestOutput,
     ScoringRequestOutput,
     embedded,
-    request_output,
     scored,
 )
 from quire.errors import RequestError
-from quire.request import Pooling, Request, SamplingParams
+from quire.request import Pooling, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(OfflineEngine):
     """A loaded model. `generate` and `chat` take one or many prompts and return when all of them are done.
 
     Keywords are the fields of `quire.args.EngineArgs`: ``dtype, quantize, max_model_len, max_num_seqs,
@@ -59,23 +49,7 @@ class LLM:
             ConfigError: a keyword that is unknown or wrong.
             ModelLoadError: the model is missing, damaged or not supported.
         """
-        args = llm_args(model, settings)
-        config, checkpoint = configure(args, detect_device(args.device))
-        text = load_text(args, config, checkpoint)
-        clock = WallClock()
-        self.model = text.model
-        self.adapters = text.adapters
-        self._tokenizer = text.tokenizer
-        self._chat_template = text.chat_template
-        self._chat_template.compile()  # rendered in this process, which is the caller's own
-        self._clock = clock
-        self._seeds = random.Random(args.seed)
-        self._grammars = GrammarChecker(text.tokenizer, text.model.vocab_size, text.model.eos_token_ids)
-        self._num_requests = 0
-        # The scheduler's queue, which protects servers, would reject more.
-        self._max_in_flight = max(1, args.max_queue)
-        self._client = InProcessClient(config, clock)
-        self.info = self._client.wait_ready()
+        super().__init__(model, settings)
 
     def generate(
         self,
@@ -154,6 +128,16 @@ class LLM:
         request = self._request(ids, sampling_params or self.get_default_sampling_params(), adapter=found)
         return (chunk for _, chunk in self._chunks(deque([request]), continues=True))
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Return the best ``beam_width`` continuations of each prompt.
+
+        Raises:
+            RequestError: as of `generate`.
+        """
+        return [beams_of(output) for output in self.generate(prompts, params.sampling(), use_tqdm)]
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -212,85 +196,6 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters that the model's generation_config.json proposes."""
         return self.model.sampling()
-
-    def close(self) -> None:
-        """Free the engine; the object cannot be used afterwards."""
-        self._client.close()
-        self._grammars.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _request(self, ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Request:
-        """Build a request; ``options``: `RequestOptions`."""
-        request_id = str(self._num_requests)
-        self._num_requests += 1
-        form = sampling.structured_outputs
-        return prepare_request(
-            request_id,
-            ids,
-            sampling,
-            self.model,
-            self._tokenizer,
-            arrival_s=self._clock.now(),
-            seed=self._seeds.getrandbits(SEED_BITS),
-            grammar=None if form is None else self._grammars.check(form),
-            **options,
-        )
-
-    def _run(
-        self, requests: Sequence[Request], texts: Sequence[str | None], show: bool, *, continues: bool
-    ) -> list[RequestOutput]:
-        received: dict[str, list[list[OutputChunk]]] = {
-            r.request_id: [[] for _ in range(r.sampling.num_samples)] for r in requests
-        }
-        states: dict[str, RequestOutputState] = {}
-        num_tokens, start_s = 0, self._clock.now()
-        # None: shown where stderr is a terminal
-        with tqdm(total=len(requests), unit=" requests", disable=None if show else True) as bar:
-            for state, chunk in self._chunks(deque(requests), continues=continues):
-                states[state.request.request_id] = state
-                received[state.request.request_id][chunk.index].append(chunk)
-                num_tokens += len(chunk.token_ids)
-                if state.finished:
-                    rate = num_tokens / max(1e-9, self._clock.now() - start_s)
-                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-                    bar.update()
-        return [
-            request_output(
-                states[r.request_id], text, [merge(c) for c in received[r.request_id]], self._tokenizer
-            )
-            for r, text in zip(requests, texts, strict=True)
-        ]
-
-    def _chunks(
-        self, waiting: deque[Request], *, continues: bool
-    ) -> Iterator[tuple[RequestOutputState, OutputChunk]]:
-        """Run all requests to their ends. If the caller leaves early, the rest are aborted."""
-        running: dict[str, RequestOutputState] = {}
-        try:
-            while waiting or running:
-                while waiting and len(running) < self._max_in_flight:
-                    request = waiting.popleft()
-                    self._client.send(request)
-                    running[request.request_id] = RequestOutputState(
-                        request, self._tokenizer, self._client.send, continues=continues
-                    )
-                for event in self._client.receive():
-                    state = running.get(event.request_id)
-                    chunk = None if state is None else state.feed(event)
-                    if state is not None and chunk is not None:
-                        if state.finished:
-                            del running[event.request_id]
-                        yield state, chunk
-        finally:
-            for request_id in running:
-                self._client.send(AbortRequest(request_id))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

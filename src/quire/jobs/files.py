@@ -26,15 +26,26 @@ from quire.errors import RequestError
 from quire.http.body import body_pieces
 from quire.http.edge import TENANT
 from quire.http.limits import CONTENT_TYPE_BYTES, FORM_HEADER_BYTES, FORM_PARTS, too_many
+from quire.http.refusals import HttpError, Refusal
 from quire.jobs.disk import removed_on_failure, write_json
 
+MAX_FILES = 10_000
+MAX_STORE_BYTES = 10 * 2**30
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 class FileStore:
     """Files by id; a tenant finds its own alone. Nothing is cached: there are few, and a restart changes nothing."""
 
-    def __init__(self, root: Path, new_id: Callable[[], str], unix_time: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        new_id: Callable[[], str],
+        unix_time: Callable[[], float],
+        max_bytes: int = MAX_STORE_BYTES,
+    ) -> None:
+        """``max_bytes``: of all files, beyond which uploads are refused; what batches write always has room."""
+        self._max_bytes = max_bytes
         self._folder = root / "files"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._new_id = new_id
@@ -45,7 +56,13 @@ class FileStore:
     def add(
         self, source: BinaryIO, filename: str, purpose: str, expires_after_s: int | None = None
     ) -> dict[str, Any]:
-        """Copy ``source`` and return its file object."""
+        """Copy ``source`` and return its file object.
+
+        Raises:
+            HttpError: 507 where there are too many files, or too many bytes in them.
+        """
+        self._check_room(source.seek(0, os.SEEK_END))
+        source.seek(0)
         file_id = f"file-{self._new_id()}"
         with removed_on_failure(self.path(file_id)):
             with self.path(file_id).open("wb") as file:
@@ -105,6 +122,17 @@ class FileStore:
         with contextlib.suppress(FileNotFoundError):
             self.path(file_id).unlink()
         return True
+
+    def _check_room(self, num_new_bytes: int) -> None:
+        with os.scandir(self._folder) as entries:
+            sizes = [entry.stat().st_size for entry in entries if entry.name.endswith(".data")]
+        if len(sizes) < MAX_FILES and sum(sizes) + num_new_bytes <= self._max_bytes:
+            return
+        text = (
+            f"{len(sizes)} files of {sum(sizes)} bytes are stored, and this one has {num_new_bytes}: at most "
+            f"{MAX_FILES} files of {self._max_bytes} bytes (--file-store-mib) may be. Delete files that are not needed."
+        )
+        raise HttpError(Refusal(507, text, code="file_store_full"))
 
     def _meta(self, file_id: str) -> Path:
         return self._folder / f"{file_id}.json"

@@ -24,7 +24,7 @@ from quire.http.edge import Extension, id_source
 from quire.http.wire import Body, Ignored, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.disk import within_disk
-from quire.jobs.files import FileStore, read_form
+from quire.jobs.files import MAX_STORE_BYTES, FileStore, read_form
 from quire.jobs.message_batches import MessageBatches, MessageBatchRequest, is_messages
 from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
 
@@ -63,6 +63,7 @@ class JobSettings:
     batch_dir: str | None = None
     batch_concurrency: int = 8
     max_file_bytes: int = 100 * 2**20
+    max_store_bytes: int = MAX_STORE_BYTES  # of all files
     max_body_bytes: int = 32 * 2**20
     lenient: bool = False  # accept every unknown request field
     strict_fields: bool = False  # refuse every unknown request field
@@ -262,7 +263,7 @@ def jobs_of(settings: JobSettings, is_busy: Callable[[], bool], unix_time: Calla
     if settings.batch_dir is not None:
         root = Path(settings.batch_dir)
         try:
-            files = FileStore(root, new_id, unix_time)
+            files = FileStore(root, new_id, unix_time, settings.max_store_bytes)
             runner = BatchRunner(
                 root,
                 files,

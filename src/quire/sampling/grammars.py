@@ -37,7 +37,11 @@ from quire.text.grammar_matcher import (
 )
 
 _MAX_COMPILED = 64  # grammars kept for the requests to come
-_MAX_TEXT = 800_000  # characters of their texts together; compiled, a character takes up to 80 bytes
+_MAX_BYTES = 64 * 2**20  # that they take together, about
+_CHARACTER_BYTES = 80  # that a character of the text takes at most when it is compiled
+_TOKEN_BYTES = (
+    4096  # by which a lexer may grow with a token that it takes: it makes its states when it needs them
+)
 _BUILD_STACK_BYTES = 64 << 20  # eight times the stack on which the API side has compiled the same grammar
 _NO_TOKEN = "structured_outputs: no token of the model's vocabulary can continue the answer here."
 
@@ -64,6 +68,23 @@ class GrammarMask:
             row.index_fill_(0, ids, -torch.inf)
 
 
+class CompiledGrammar:
+    """A matcher to copy. The copies share its lexer, which grows while they take tokens."""
+
+    def __init__(self, matcher: Any, num_characters: int) -> None:
+        self.matcher = matcher
+        self._num_characters = num_characters
+        self.num_tokens = 0  # that the copies took
+
+    @property
+    def grown_bytes(self) -> int:
+        return _TOKEN_BYTES * self.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return _CHARACTER_BYTES * self._num_characters + self.grown_bytes
+
+
 class GrammarState:
     """The grammar of one sequence. ``masks`` and ``error`` hold once `wait` has returned."""
 
@@ -72,6 +93,7 @@ class GrammarState:
         self._num_skipped = 0  # of the drafts being verified: those that were not taken
         self.eos_token_ids = frozenset(new.sampling.eos_token_ids)
         self.constraint: GrammarConstraint | None = None
+        self.compiled: CompiledGrammar | None = None  # where the constraint is copied from
         self.masks: list[GrammarMask] = []  # of the next token; below it those of drafts being verified
         self.error: str | None = None  # why the sequence cannot go on
         self.is_bystander = False  # the error may be another sequence's, with which it was advanced
@@ -134,8 +156,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._num_threads = max(1, num_threads // 4)
         self._tokenizers: dict[tuple[int, ...], Any] = {}  # by EOS ids
-        self._compiled: OrderedDict[tuple[str, tuple[int, ...]], Any] = OrderedDict()
-        self._num_characters = 0  # of the texts in it
+        self._compiled: OrderedDict[tuple[str, tuple[int, ...]], CompiledGrammar] = OrderedDict()
         self._builders: ThreadPoolExecutor | None = None
         self._followers: ThreadPoolExecutor | None = None
         self._executor: Any = None  # llguidance's own threads
@@ -195,22 +216,31 @@ class Grammars:
     def _build(self, state: GrammarState, new: NewSeq) -> None:
         assert new.grammar is not None
         key = (new.grammar, tuple(new.sampling.eos_token_ids))
+        self._forget()
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = compile_matcher(self._tokenizer_for(key[1]), new.grammar)
-            if compiled.is_error():
-                raise RequestError(str(compiled.get_error()))
-            self._compiled[key] = compiled
-            self._num_characters += len(new.grammar)
-            while len(self._compiled) > 1 and (
-                len(self._compiled) > _MAX_COMPILED or self._num_characters > _MAX_TEXT
-            ):
-                (forgotten, _), _ = self._compiled.popitem(last=False)
-                self._num_characters -= len(forgotten)
+            matcher = compile_matcher(self._tokenizer_for(key[1]), new.grammar)
+            if matcher.is_error():
+                raise RequestError(str(matcher.get_error()))
+            compiled = self._compiled[key] = CompiledGrammar(matcher, len(new.grammar))
+            self._forget()
         else:
             self._compiled.move_to_end(key)
-        state.constraint = GrammarConstraint(compiled.deep_copy(), self._vocab_size, new.output_token_ids)
+        state.compiled = compiled
+        state.constraint = GrammarConstraint(
+            compiled.matcher.deep_copy(), self._vocab_size, new.output_token_ids
+        )
+        compiled.num_tokens += len(new.output_token_ids)
         self._mask([state])
+
+    def _forget(self) -> None:
+        """Forget what was used least recently while all take too much, and one that alone grew too large."""
+        kept = self._compiled
+        num_bytes = sum(compiled.num_bytes for compiled in kept.values())
+        while len(kept) > _MAX_COMPILED or (num_bytes > _MAX_BYTES and len(kept) > 1):
+            num_bytes -= kept.popitem(last=False)[1].num_bytes
+        if len(kept) == 1 and next(iter(kept.values())).grown_bytes > _MAX_BYTES:
+            kept.clear()
 
     def _tokenizer_for(self, eos_token_ids: tuple[int, ...]) -> Any:
         known = self._tokenizers.get(eos_token_ids)
@@ -224,6 +254,9 @@ class Grammars:
 
     def _follow(self, moved: Sequence[tuple[GrammarState, int]]) -> None:
         self._masks().consume_token_par([(state.matcher, token_id) for state, token_id in moved])
+        for state, _ in moved:
+            assert state.compiled is not None
+            state.compiled.num_tokens += 1
         self._mask([state for state, _ in moved])
 
     def _mask(self, states: Sequence[GrammarState]) -> None:

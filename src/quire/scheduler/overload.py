@@ -1,6 +1,7 @@
 """Overload: whether the queue has room for a request, and after which time a rejected one is told to try again.
 
-    │ running: seats │ waiting: at most max_queue sequences and max_queue_tokens tokens │ promised: rejected requests
+    │ running: seats │ waiting: at most max_queue sequences, max_queue_tokens tokens and max_queue_bytes │ promised:
+                     │ rejected requests
 
 `place_s` predicts when seats come free, by the output that the running sequences are expected to give yet and by the
 time that steps take, both as measured. A rejected request is told when its place behind the queue, and behind the
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 
 from quire.request import Request
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.sequence import Sequence, held_bytes
 from quire.scheduler.state import SchedulerState
 
 MARGIN = 1.25  # of the time told: the pace varies
@@ -49,13 +50,22 @@ def full_queue(
         line, _ = state.promises.expected()
         text = f"The queue is full: {num_waiting} sequences wait and at most {config.max_queue} may."
         return text, place_s(state, num_waiting + line + 1 - config.max_queue)
-    num_tokens, own = queue.num_tokens, len(request.prompt_token_ids)
-    if most_tokens is None or not num_waiting or num_tokens + held_tokens + own <= most_tokens * slack:
+    if not num_waiting:
         return None
-    _, line_tokens = state.promises.expected()
-    share = (num_tokens + line_tokens + own - most_tokens) / max(1, num_tokens)
-    text = f"The queue is full: prompts of {num_tokens} tokens wait and of at most {most_tokens} tokens may."
-    return text, place_s(state, math.ceil(share * num_waiting))
+    num_tokens, own = queue.num_tokens, len(request.prompt_token_ids)
+    if most_tokens is not None and num_tokens + held_tokens + own > most_tokens * slack:
+        _, line_tokens = state.promises.expected()
+        share = (num_tokens + line_tokens + own - most_tokens) / max(1, num_tokens)
+        text = (
+            f"The queue is full: prompts of {num_tokens} tokens wait and of at most {most_tokens} tokens may."
+        )
+        return text, place_s(state, math.ceil(share * num_waiting))
+    most_bytes, own = config.max_queue_bytes, held_bytes(request)
+    if most_bytes is not None and queue.num_bytes + own > most_bytes * slack:
+        share = (queue.num_bytes + own - most_bytes) / max(1, queue.num_bytes)
+        text = f"The queue is full: requests of {queue.num_bytes} bytes wait and of at most {most_bytes} bytes may."
+        return text, place_s(state, math.ceil(share * num_waiting))
+    return None
 
 
 def promise(state: SchedulerState, request: Request, now: float, after_s: float) -> float:

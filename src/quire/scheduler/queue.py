@@ -101,6 +101,7 @@ class WaitingQueue:
         self._entries: list[tuple[SortKey, Sequence]] = []
         self.by_tenant: dict[Tenant, list[tuple[SortKey, Sequence]]] = {}  # the same entries
         self.num_tokens = 0  # of their prompts
+        self.num_bytes = 0  # of their requests
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -113,6 +114,7 @@ class WaitingQueue:
         for entries in (self._entries, own):
             insort(entries, (seq.key, seq), key=_rank)
         self.num_tokens += seq.num_prompt
+        self.num_bytes += seq.group.num_bytes
 
     def remove(self, seq: Sequence) -> None:
         tenant = seq.group.request.tenant
@@ -123,6 +125,7 @@ class WaitingQueue:
         if not self.by_tenant[tenant]:
             del self.by_tenant[tenant]
         self.num_tokens -= seq.num_prompt
+        self.num_bytes -= seq.group.num_bytes
 
     def first(self, count: int) -> list[Sequence]:
         """Return the first ``count`` by rank."""
@@ -133,7 +136,7 @@ class WaitingQueue:
         waiting = list(self)
         self._entries.clear()
         self.by_tenant.clear()
-        self.num_tokens = 0
+        self.num_tokens = self.num_bytes = 0
         for seq in waiting:
             self.add(seq)
 

@@ -17,6 +17,9 @@ from quire.cache.block_table import BlockTable
 from quire.request import Request, SampleTiming, Sampling
 from quire.scheduler.beam import BeamSearch
 
+# Of a waiting request: ids are objects in a tuple, those of a prompt also in the list of a sequence.
+_REQUEST_BYTES, _PROMPT_TOKEN_BYTES, _ID_BYTES, _BIAS_BYTES = 2048, 44, 36, 100
+
 SortKey = tuple[float, ...]
 ENDED_EPOCH = -1
 
@@ -141,9 +144,11 @@ class RequestState:
     cache_miss: str = ""  # see `cache_miss`
     queued_s: float = 0.0
     predicted_s: float = 0.0  # arrival to first token, as predicted at its arrival; 0: not predicted
+    num_bytes: int = field(init=False)  # about, that the request takes while it waits
     num_scored: int = field(init=False)  # prompt tokens whose log-probabilities were sent
 
     def __post_init__(self) -> None:
+        self.num_bytes = held_bytes(self.request)
         # A request with output has had them all.
         self.num_scored = len(self.request.prompt_token_ids) - 1 if any(self.request.output_token_ids) else 0
 
@@ -159,3 +164,22 @@ class RequestState:
         """Whether cached blocks may stand in for rows of the prompt: not while every row's output is wanted."""
         pooling = self.request.pooling
         return not self.wants_prompt_logprobs and (pooling is None or not pooling.whole_prompt)
+
+
+def held_bytes(request: Request) -> int:
+    """Return about how many bytes a request takes while it waits."""
+    sampling, pooling = request.sampling, request.pooling
+    num_ids = sum(
+        map(len, (sampling.stop_token_ids, sampling.allowed_token_ids or (), *request.output_token_ids))
+    )
+    num_ids += sum(map(len, sampling.bad_words_token_ids)) + (
+        0 if pooling is None else len(pooling.token_ids)
+    )
+    num_characters = len(request.grammar or "") + sum(map(len, sampling.stop))
+    return (
+        _REQUEST_BYTES
+        + _PROMPT_TOKEN_BYTES * len(request.prompt_token_ids)
+        + _ID_BYTES * num_ids
+        + _BIAS_BYTES * len(sampling.logit_bias)
+        + num_characters
+    )

@@ -1,0 +1,157 @@
+"""The files of deploy/ are well-formed and agree with each other; every `quire` command line in them parses."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from quire.cli import app
+from quire.cli.autoscale import policy_of
+from quire.cli.flags import AutoscaleArgs, pick
+from quire.gateway.config import HealthArgs, read_config
+from quire.gateway.fleet import Fleet
+from quire.gateway.metrics import GatewayMetrics
+from quire.gateway.retries import RetryBudget
+from quire.gateway.routing import Router
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
+MANIFESTS = [
+    manifest
+    for file in yaml.safe_load((DEPLOY / "kubernetes" / "kustomization.yaml").read_text())["resources"]
+    for manifest in yaml.safe_load_all((DEPLOY / "kubernetes" / file).read_text())
+]
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+
+
+def of_kind(kind: str) -> list[dict[str, Any]]:
+    return [manifest for manifest in MANIFESTS if manifest["kind"] == kind]
+
+
+def containers() -> Iterator[dict[str, Any]]:
+    for manifest in of_kind("Deployment"):
+        yield from manifest["spec"]["template"]["spec"]["containers"]
+
+
+def command_lines() -> Iterator[tuple[str, list[str]]]:
+    """(where, the arguments behind `quire`) of every command line."""
+    entry, command = (json.loads(re.search(rf"^{word} (\[.*\])$", DOCKERFILE, re.MULTILINE)[1])  # type: ignore[index]
+                      for word in ("ENTRYPOINT", "CMD"))  # fmt: skip
+    assert entry == ["quire"]
+    yield "Dockerfile", command
+    for name, service in COMPOSE["services"].items():
+        if service["image"] == "quire":
+            yield f"compose {name}", service["command"]
+    for each in containers():
+        assert each["command"][0] == "quire"
+        yield f"kubernetes {each['name']}", each["command"][1:]
+    for unit in sorted((DEPLOY / "systemd").glob("*.service")):
+        parser = configparser.ConfigParser(strict=True, interpolation=None)
+        parser.optionxform = str  # type: ignore[assignment,method-assign]
+        parser.read_string(unit.read_text())
+        assert set(parser) == {"DEFAULT", "Unit", "Service", "Install"}
+        words = shlex.split(parser["Service"]["ExecStart"])
+        assert words[0] == "/opt/quire/bin/quire"
+        yield unit.name, words[1:]
+
+
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """Parse a command line without running it; Typer raises for an unknown command, flag or value."""
+    group: Any = typer.main.get_command(app)
+    params: dict[str, Any] = group.commands[arguments[0]].make_context(arguments[0], arguments[1:]).params
+    return params
+
+
+LINES = list(command_lines())
+
+
+@pytest.mark.parametrize(("where", "arguments"), LINES, ids=[where for where, _ in LINES])
+def test_every_command_line_parses(where: str, arguments: list[str]) -> None:
+    assert parsed(arguments)
+
+
+def test_a_wrong_flag_in_a_command_line_is_found() -> None:
+    with pytest.raises(Exception, match="no-such-flag"):
+        parsed(["serve", "quill", "--no-such-flag"])
+
+
+def test_configurations_of_gateways_are_valid() -> None:
+    for file in ("compose/gateway.toml", "kubernetes/gateway.toml"):
+        assert read_config(DEPLOY / file).backends
+    (source,) = read_config(DEPLOY / "kubernetes" / "gateway.toml").backends
+    (headless,) = (m for m in of_kind("Service") if m["spec"].get("clusterIP") == "None")
+    assert source.dns == f"{headless['metadata']['name']}:{headless['spec']['ports'][0]['port']}"
+    for backend in read_config(DEPLOY / "compose" / "gateway.toml").backends:
+        assert backend.url == f"http://{backend.name}:8000"
+        assert backend.name in COMPOSE["services"]
+
+
+def test_files_that_compose_mounts_exist() -> None:
+    mounted = [mount for service in COMPOSE["services"].values() for mount in service.get("volumes", ())]
+    for mount in mounted:
+        source = mount.split(":")[0]
+        assert source in COMPOSE["volumes"] or (DEPLOY / "compose" / source).exists(), source
+    scraped = yaml.safe_load((DEPLOY / "compose" / "prometheus.yml").read_text())["scrape_configs"]
+    targets = [
+        t.split(":")[0] for job in scraped for config in job["static_configs"] for t in config["targets"]
+    ]
+    assert set(targets) <= set(COMPOSE["services"])
+    assert (
+        DEPLOY / "compose" / COMPOSE["services"]["replica-1"]["build"]["context"] / "pyproject.toml"
+    ).exists()
+
+
+def test_manifests_name_what_exists() -> None:
+    assert all({"apiVersion", "kind", "metadata", *()} <= manifest.keys() for manifest in MANIFESTS)
+    labels = [m["spec"]["template"]["metadata"]["labels"] for m in of_kind("Deployment")]
+    for deployment in of_kind("Deployment"):
+        assert deployment["spec"]["selector"]["matchLabels"] in labels
+    for service in of_kind("Service"):
+        assert service["spec"]["selector"] in labels
+    for each in containers():
+        ports = {port["name"] for port in each.get("ports", ())}
+        probes = [each[key]["httpGet"]["port"] for key in each if key.endswith("Probe")]
+        assert set(probes) <= ports
+        assert each["image"] == "quire"
+
+
+def test_the_autoscaler_may_do_what_it_does_and_no_more() -> None:
+    (role,), (binding,) = of_kind("Role"), of_kind("RoleBinding")
+    (line,) = (arguments for _, arguments in LINES if arguments[0] == "autoscale")
+    params = {k: v for k, v in parsed(line).items() if v is not None and k not in ("config", "help_all")}
+    args = pick(AutoscaleArgs, params)
+    policy_of(args)
+    (rule,) = role["rules"]
+    assert rule == {"apiGroups": ["apps"], "resources": ["deployments/scale"], "verbs": ["get", "patch"],
+                    "resourceNames": [str(args.target).partition("/")[2]]}  # fmt: skip
+    assert rule["resourceNames"][0] in [m["metadata"]["name"] for m in of_kind("Deployment")]
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": of_kind("ServiceAccount")[0]["metadata"]["name"]}
+    ]
+    (pod,) = (m["spec"]["template"]["spec"] for m in of_kind("Deployment")
+              if m["metadata"]["name"] == "autoscale")  # fmt: skip
+    assert pod["serviceAccountName"] == binding["subjects"][0]["name"]
+
+
+def test_the_gateways_dashboard_names_metrics_that_exist() -> None:
+    fleet = Fleet(Router("round-robin"), HealthArgs(), Random(0))
+    metrics = GatewayMetrics(fleet, RetryBudget(0.2, 10))
+    families = {family.name for family in metrics.collect()}
+    board = json.loads((DEPLOY / "grafana" / "gateway.json").read_text())
+    named = set()
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            named |= set(re.findall(r"\b(?:vllm:|quire:|envoy_)\w+", target["expr"]))
+    bare = {re.sub(r"_(bucket|total)$", "", name) for name in named}
+    assert bare <= families | {re.sub(r"_total$", "", name) for name in families}
+    assert len(bare) >= 8
