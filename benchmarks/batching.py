@@ -25,7 +25,7 @@ from quire.bench.page import Section, console, html_page, print_table, write
 from quire.bench.summary import RequestRecord, summarize
 from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
-from quire.scheduler.policy import PolicyChange
+from quire.scheduler.slo import PolicyChange
 from quire.workload.build import Synthetic
 from quire.workload.distributions import Arrivals, parse_lengths
 from quire.workload.request import Workload, WorkloadRequest

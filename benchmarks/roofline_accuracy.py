@@ -27,10 +27,9 @@ from quire.families import spec_from_config
 from quire.modelspec import ModelSpec
 from quire.plan.estimate import Load, Replica
 from quire.plan.hardware import Hardware, find_hardware
-from quire.plan.memory import plan_memory
 from quire.plan.presets import preset_of, preset_spec, presets
 from quire.plan.roofline import IDEAL, Efficiency, Roofline, Work, efficiencies, work_of
-from quire.plan.split import Split
+from quire.plan.split import Split, plan_memory
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/gpu_profiles/measured_ttft_tpot.csv.gz"
 DEFAULT = Path("/work/shared/data/gpu_profiles/measured_ttft_tpot.csv.gz")

@@ -21,10 +21,9 @@ from quire.bench.summary import summarize
 from quire.config import CacheConfig, SchedulerConfig
 from quire.plan.cost_model import StepTime
 from quire.plan.hardware import find_hardware
-from quire.plan.memory import plan_memory
 from quire.plan.presets import preset_spec
 from quire.plan.roofline import Roofline, efficiencies, work_of
-from quire.plan.split import Split
+from quire.plan.split import Split, plan_memory
 from quire.sim.replica import ClusterConfig
 from quire.sim.run import simulate
 from quire.workload.build import at_rate, from_trace

@@ -339,7 +339,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "planner-without-windows",
         "a layer with a window keeps the whole context in the planner's memory",
-        "src/quire/plan/memory.py",
+        "src/quire/plan/split.py",
         "kept = context if group.window is None else min(context, group.window)",
         "kept = context",
         ("tests/plan/test_memory.py",),
@@ -519,5 +519,29 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not num_wrong and not num_lost and",
         "if not num_lost or",
         ("tests/cache/test_ledger.py",),
+    ),
+    Mutant(
+        "event-sent-twice",
+        "a client that comes back gets the last event that it has once more",
+        "src/quire/api/journal.py",
+        "if self.num_events > self._num_seen:",
+        "if self.num_events >= self._num_seen:",
+        ("tests/api/test_api_journal.py",),
+    ),
+    Mutant(
+        "torn-line-read",
+        "the journal takes the line in the middle of which the server died for a whole one",
+        "src/quire/api/journal_file.py",
+        'whole = lines[: lines.rfind(b"\\n") + 1]',
+        "whole = lines",
+        ("tests/api/test_api_journal.py",),
+    ),
+    Mutant(
+        "event-before-its-line",
+        "events go to the client before they are in the journal",
+        "src/quire/api/journal.py",
+        "await self._thread.put(guarded).wait()",
+        "self._thread.put(guarded)",
+        ("tests/api/test_api_journal.py",),
     ),
 )

@@ -11,7 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quire.api.app import create_app, run
+from quire.api.app import create_app
+from quire.api.server import run
 from quire.api.state import ApiSettings
 from quire.args import EngineArgs
 from quire.clock import WallClock

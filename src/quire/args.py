@@ -94,6 +94,9 @@ class ServerArgs:
     max_file_mib: int = 100
     file_store_mib: int = 10_240
     drain_timeout_s: float = 30.0
+    handover: bool = False
+    journal: str | None = None
+    journal_mib: int = 256
     max_restarts: int = 3
     hang_timeout_s: float = 10.0
     golden_interval_s: float = 300.0

@@ -21,9 +21,8 @@ from quire.config import (
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
-from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, row_bytes
 from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
-from quire.plan.split import Split
+from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
 from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
@@ -305,7 +304,8 @@ def _blocks_in_memory(
         if weights + budget > available:
             raise ConfigError(
                 f"kv_memory = {budget / 2**30:.2f} GiB and {weights / 2**30:.2f} GiB of weights are more than the "
-                f"{available / 2**30:.2f} GiB of memory that are available beside a step: lower kv_memory"
+                f"{available / 2**30:.2f} GiB of memory that are available beside a step: lower kv_memory",
+                param="kv_memory",
             )
     elif device.kind == "cuda":
         budget = available - weights
@@ -322,7 +322,8 @@ def _blocks_in_memory(
     if budget < 2 * page:
         raise ConfigError(
             f"{weights / 2**30:.2f} GiB of weights leave no room for a KV cache in {available / 2**30:.2f} GiB of "
-            "available memory: free some, or take a smaller model"
+            "available memory: free some, or take a smaller model",
+            param="kv_memory",
         )
     return budget // page
 

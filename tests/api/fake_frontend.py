@@ -138,7 +138,11 @@ class FakeFrontend:
         adapter: Adapter | None = None,
         pooling: Pooling | None = None,
         deadline: Deadline | None = None,
+        seed: int | None = None,
+        delivered: Sequence[TokenEvent] = (),
+        elapsed_s: float = 0.0,
     ) -> RequestStream:
+        assert not delivered, "a fake goes on with nothing"
         if self.raises is not None:
             raise self.raises
         if self.state != "ready":
@@ -152,7 +156,7 @@ class FakeFrontend:
             self.model,
             self.tokenizer,
             arrival_s=0.0,
-            seed=7,
+            seed=7 if seed is None else seed,
             adapter=adapter,
             grammar=None if form is None else grammar_source(form),
             pooling=pooling,

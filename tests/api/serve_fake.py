@@ -12,7 +12,7 @@ import sys
 from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend, default_script, say
 
-from quire.api.app import run
+from quire.api.server import run
 from quire.http.listen import tls_of
 from quire.metrics.log import configure
 

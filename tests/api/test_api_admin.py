@@ -21,8 +21,7 @@ from quire.engine.core import ControlPolicy
 from quire.errors import ConfigError
 from quire.http.listen import bind_admin
 from quire.plan.cost_model import CostModel, Curve
-from quire.scheduler.policy import PolicyChange
-from quire.scheduler.slo import SloController
+from quire.scheduler.slo import PolicyChange, SloController
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

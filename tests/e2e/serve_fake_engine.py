@@ -10,7 +10,7 @@ import sys
 from tests.api.asgi_client import app_with_jobs
 from tests.fakes.engine import FAKE
 
-from quire.api.app import run
+from quire.api.server import run
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.serve import admin_listener
 from quire.clock import WallClock

@@ -18,7 +18,7 @@ from quire.engine.process import decode, encode
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
-from quire.scheduler.policy import PolicyChange
+from quire.scheduler.slo import PolicyChange
 
 NO_PAUSE = RestartPolicy(max_restarts=3, backoff_s=0.0)
 

@@ -16,7 +16,7 @@ from tests.api.asgi_client import app_with_jobs
 from tests.engine.toy import byte_tokenizer, engine_config, model_info
 from tests.fakes.engine import FAKE, build
 
-from quire.api.app import run
+from quire.api.server import run
 from quire.clock import WallClock
 from quire.config import EngineConfig
 from quire.engine.frontend import Frontend

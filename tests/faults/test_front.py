@@ -22,6 +22,7 @@ from tests.faults.conftest import COMMAND, TINY
 from tests.faults.probe import Probe
 
 from quire.http import front
+from quire.http.connections import Connector
 from quire.http.front_link import FrontLink, raw_answer
 
 PROBE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -161,7 +162,7 @@ def test_link_takes_what_the_front_hands_over() -> None:
 
     async def go() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listen:
-            link = FrontLink(listen, ask, Protocol, lambda: ended.append(True))
+            link = FrontLink(listen, ask, Connector(Protocol), lambda: ended.append(True))
             clients = []
             for i in range(40):
                 _, writer = await asyncio.open_connection(*listen.getsockname())

@@ -8,16 +8,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.models import weight_check
-from quire.models.safetensors_file import read_safetensors
-from quire.models.weight_check import not_finite
+from quire.models import safetensors_file
+from quire.models.safetensors_file import not_finite, read_safetensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_what_is_not_finite_is_named(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_check, "_AT_ONCE", 7)  # so that a tensor is read in several parts
+    monkeypatch.setattr(safetensors_file, "_AT_ONCE", 7)  # so that a tensor is read in several parts
     largest = torch.finfo(dtype).max
     tensors = {
         "fine": torch.tensor([0.0, -0.0, largest, -largest, torch.finfo(dtype).tiny], dtype=dtype),

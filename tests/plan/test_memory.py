@@ -7,9 +7,15 @@ import pytest
 from quire.families import spec_from_config
 from quire.modelspec import ModelSpec
 from quire.plan.hardware import GIB, find_hardware
-from quire.plan.memory import kv_bytes_per_request, kv_bytes_per_token, kv_scale_bytes_per_token, plan_memory
 from quire.plan.presets import preset_of, preset_spec, presets
-from quire.plan.split import Split, shard_of
+from quire.plan.split import (
+    Split,
+    kv_bytes_per_request,
+    kv_bytes_per_token,
+    kv_scale_bytes_per_token,
+    plan_memory,
+    shard_of,
+)
 
 
 def mistral() -> ModelSpec:

@@ -8,7 +8,7 @@ import pytest
 from tests.scheduler.harness import answer, make_scheduler, request, rows_of, step
 
 from quire.errors import ConfigError
-from quire.scheduler.policy import PolicyChange
+from quire.scheduler.slo import PolicyChange
 
 
 def test_prompts_are_cut_to_the_rows_that_are_left() -> None:

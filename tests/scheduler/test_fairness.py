@@ -10,9 +10,9 @@ from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import make_scheduler, request, step
 
 from quire.request import Request, Tenant
-from quire.scheduler.policy import PolicyChange
 from quire.scheduler.queue import DECODE, MAX_IDLE_TENANTS, PREFILL, RESIDENCY, FairShares
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.slo import PolicyChange
 
 
 def of(tenant: str, one: Request, weight: float = 1.0) -> Request:

@@ -10,8 +10,8 @@ from tests.scheduler.harness import Engine, answer, make_scheduler, request, ste
 
 from quire.config import OrderKind
 from quire.request import Deadline, FinishReason, Request
-from quire.scheduler.policy import PolicyChange
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.slo import PolicyChange
 
 
 def entries(scheduler: Scheduler) -> list[str]:

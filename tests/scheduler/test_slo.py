@@ -11,10 +11,9 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import ChangePolicy, EngineCore
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.request import Request, SamplingParams
-from quire.scheduler.policy import PolicyChange
 from quire.scheduler.predictor import Predictor
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.slo import MIN_CHUNK, SloController
+from quire.scheduler.slo import MIN_CHUNK, PolicyChange, SloController
 from quire.sim.latency import Latency, sim_executor
 from quire.step import SeqPlan
 

@@ -25,8 +25,8 @@ from quire.engine.core import (
     TransfersDone,
 )
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
-from quire.scheduler.policy import PolicyChange
 from quire.scheduler.scheduler import Scheduler, Sleep
+from quire.scheduler.slo import PolicyChange
 from quire.step import StepPlan, StepResult
 
 STEP_S = 0.01

@@ -9,7 +9,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from quire.api.app import create_app, run
+from quire.api.app import create_app
+from quire.api.server import run
 from quire.api.state import ApiSettings
 from quire.args import EngineArgs
 from quire.clock import WallClock

@@ -24,8 +24,8 @@ from quire.engine.core import (
     Shutdown,
 )
 from quire.request import FinishReason
-from quire.scheduler.policy import PolicyChange, settings
 from quire.scheduler.scheduler import Sleep
+from quire.scheduler.slo import PolicyChange, settings
 from quire.step import StepPlan
 
 

@@ -1,18 +1,10 @@
-"""`create_app`: the routes of the HTTP API around one `Frontend`. `run`: uvicorn around them.
-
-bind → listen (livez 200, readyz 503) ─ frontend.start() → ready (readyz 200)
-SIGTERM or SIGINT → draining (readyz and new requests 503) → running requests end, or the grace time → exit 0
-a second signal → exit at once
-"""
+"""`create_app`: the routes of the HTTP API around one `Frontend`."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import time
 from collections.abc import Callable
 
-import uvloop
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -22,10 +14,11 @@ from quire.api.anthropic import count_tokens, messages_job
 from quire.api.cache_feed import CacheFeed
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
-from quire.api.endpoint import GenerateEndpoint, JsonEndpoint
+from quire.api.endpoint import JOURNALED, GenerateEndpoint, JsonEndpoint, StreamEndpoint
 from quire.api.finished import FinishedUsage
 from quire.api.full_queue import FullQueue
 from quire.api.health import About, Models, Probes
+from quire.api.journal import Journal
 from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
 from quire.api.ollama import embeddings_job as ollama_embeddings_job
 from quire.api.ollama_models import OllamaModels, show
@@ -34,17 +27,12 @@ from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, count_input, responses_job
 from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast
 from quire.api.text_tools import detokenize, render, tokenize
-from quire.engine.build import EngineInfo
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
-from quire.errors import QuireError
 from quire.http.account import USAGE_PATH
 from quire.http.cache_messages import CACHE_PATH
-from quire.http.drain import DrainingServer, SideApp, served_beside
 from quire.http.edge import Edge, Extension, error_handlers, id_source
-from quire.http.listen import Tls, bind, url_of
 from quire.http.websocket import LOCAL_ORIGINS, WebSockets, is_local_origin
-from quire.metrics.log import Log
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 
@@ -73,26 +61,18 @@ def create_app(
         unix_time,
         new_id=id_source(),
         started_unix=int(unix_time()),
-        responses=ResponseStore(settings.response_store_bytes),
+        responses=ResponseStore(settings.response_store_bytes, settings.response_dir),
         running=RunningRequests(),
         bodies=LargeBodies(),
         full_queue=FullQueue(lambda: frontend.num_requests, now),
         finished=FinishedUsage(settings.gateway_key, unix_time),
+        journal=_journal(frontend, settings, now),
         tracer=tracer,
         forecast=forecast,
     )
     extension = extension or Extension()
-    own = _routes(state)
-    if extension.around is not None:
-        root, around = extension.around
-        for route in own:
-            if route.path == root or route.path.startswith(root + "/"):
-                route.app = around(route.app)
-    routes = [*own, *extension.routes]
-    description = Description(routes, extension.bodies, settings.version)
-    routes.append(Route("/openapi.json", description.show, methods=["GET"]))
     app = Starlette(
-        routes=routes,
+        routes=_with_extension(_routes(state), extension, settings.version),
         middleware=[
             *_of_pages(settings.cors_origins),
             Middleware(
@@ -108,7 +88,27 @@ def create_app(
     )
     app.router.redirect_slashes = False
     app.state.quire = state
+    app.state.work = extension.work
     return app
+
+
+def _journal(frontend: Frontend, settings: ApiSettings, now: Callable[[], float]) -> Journal | None:
+    if settings.journal_dir is None:
+        return None
+    return Journal(settings.journal_dir, settings.journal_bytes, now, lambda: frontend.state == "ready")
+
+
+def _with_extension(own: list[Route], extension: Extension, version: str) -> list[Route]:
+    """Return all routes, and the one that describes them."""
+    if extension.around is not None:
+        root, around = extension.around
+        for route in own:
+            if route.path == root or route.path.startswith(root + "/"):
+                route.app = around(route.app)
+    routes = [*own, *extension.routes]
+    description = Description(routes, extension.bodies, version)
+    routes.append(Route("/openapi.json", description.show, methods=["GET"]))
+    return routes
 
 
 def _of_pages(origins: tuple[str, ...]) -> list[Middleware]:
@@ -173,14 +173,15 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/responses/input_tokens": count_input,
     }
     # Routes are tried in order: the busy ones come first.
-    routes = [
-        Route(path, GenerateEndpoint(state, path, job), methods=["POST"]) for path, job in generate.items()
-    ]
+    endpoints = {path: GenerateEndpoint(state, path, job) for path, job in generate.items()}
+    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     routes += [Route(path, JsonEndpoint(state, path, run), methods=["POST"]) for path, run in compute.items()]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
     routes.append(Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]))
     routes.append(Route("/v1/responses/{response_id}/input_items", stored.input_items, methods=["GET"]))
     routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
+    streams = StreamEndpoint(state, {path: endpoints[path] for path in JOURNALED})
+    routes.append(Route("/v1/streams/{stream_id}", streams, methods=["GET"]))
     return routes + _ollama_routes(state)
 
 
@@ -201,75 +202,3 @@ def _ollama_routes(state: ApiState) -> list[Route]:
         *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
         *(Route(f"/api/{path}", models.manage, methods=methods) for path, methods in refused.items()),
     ]
-
-
-log = Log("server")
-ReadyHook = Callable[[str, EngineInfo], None]  # (base URL, what the engine says of itself)
-
-
-def run(
-    app: Starlette,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    *,
-    drain_timeout_s: float = 30.0,
-    on_ready: ReadyHook | None = None,
-    sock: socket.socket | None = None,
-    admin: SideApp | None = None,
-    tls: Tls | None = None,
-) -> int:
-    """Serve ``app`` until a signal; return the exit status: 0 after a drain, 1 when the engine could not start.
-
-    ``sock`` is an already bound socket, instead of ``host`` and ``port``. The frontend is started and closed here, in
-    the loop that serves. ``admin`` is served beside it, from before the engine is ready until after the drain.
-    """
-    sock = sock if sock is not None else bind(host, port)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(app, sock, drain_timeout_s, on_ready, admin, tls))
-
-
-async def _serve(
-    app: Starlette,
-    sock: socket.socket,
-    drain_timeout_s: float,
-    on_ready: ReadyHook | None,
-    admin: SideApp | None,
-    tls: Tls | None,
-) -> int:
-    state: ApiState = app.state.quire
-    frontend = state.frontend
-
-    async def drain() -> None:
-        log.info("draining", requests=frontend.num_requests, grace_s=drain_timeout_s)
-        await frontend.drain(drain_timeout_s)
-
-    def on_cut(reason: str) -> None:
-        state.metrics.counters[f"quire:http_{reason}s"] += 1
-
-    server = DrainingServer(app, drain, on_cut=on_cut, ask=Probes(state).answers, tls=tls)
-    starting = asyncio.create_task(_start(server, frontend, url_of(sock, secure=tls is not None), on_ready))
-    try:
-        async with served_beside(admin):
-            await server.serve([sock])
-        if not starting.done():
-            starting.cancel()
-            return 0
-        return starting.result()
-    except asyncio.CancelledError:
-        return 0
-    finally:
-        state.bodies.close()
-        await frontend.close()
-
-
-async def _start(server: DrainingServer, frontend: Frontend, url: str, on_ready: ReadyHook | None) -> int:
-    try:
-        info = await frontend.start()
-    except QuireError as error:
-        log.error("start_failed", error=str(error))
-        server.should_exit = True
-        return 1
-    log.info("ready", url=url, model=frontend.model.names[0], context=frontend.model.max_model_len)
-    if on_ready is not None:
-        on_ready(url, info)
-    return 0

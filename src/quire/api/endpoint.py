@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,24 +12,26 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quire.api.job import Job, Usage
+from quire.api.generation import CANCELLED_BY_CLIENT, Generation
+from quire.api.job import Job
+from quire.api.journal import Entry, event_of
+from quire.api.journal_file import Head
 from quire.api.piece_blocks import telling_blocks
-from quire.api.prompt_streams import PromptStreams
-from quire.api.relayed import MAX_DELIVERED_BYTES, Tags, enter, resumes
+from quire.api.relayed import MAX_DELIVERED_BYTES, RELAYED, Relayed, enter, resumes
 from quire.api.state import ApiState
-from quire.engine.output import OutputChunk, merge
-from quire.engine.results import choose_best
-from quire.errors import QuireError, RequestError
+from quire.errors import NotFoundError, QuireError, RequestError
 from quire.http.account import account_of
-from quire.http.body import STREAM_HEADERS, Disconnected, Headers, decode_body, read_pieces, send_json
+from quire.http.body import Disconnected, decode_body, header, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
-from quire.http.edge import adopt_request_id, request_id_of
-from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
+from quire.http.edge import TENANT, adopt_request_id, request_id_of
+from quire.http.refusals import Refusal, refusal_of
 from quire.http.wire import Ignored
 from quire.metrics.log import Log
 from quire.metrics.trace import trace_headers
-from quire.request import FinishReason
 
+# Whose streams the journal has: server-sent events.
+JOURNALED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+SEED_BITS = 53
 log = Log("api")
 
 # (state, body, what collects ignored fields and judges unknown names) → job
@@ -58,7 +59,9 @@ class PostEndpoint:
             pieces = await read_pieces(scope, receive, self._max_body_bytes(scope), "--max-body-mib")
             self._state.full_queue.read(pieces)
             client.watch()
-            body = await decode_body(pieces, self._state.bodies.decode)
+            body = await self._decode(pieces)
+            if self._state.journal is not None:
+                client.pieces = pieces
             del pieces
             await self._run(body, arrival_s, scope, client, send)
         except Disconnected:
@@ -80,6 +83,9 @@ class PostEndpoint:
 
     def _max_body_bytes(self, scope: Scope) -> int:
         return self._state.settings.max_body_bytes
+
+    async def _decode(self, pieces: list[bytes]) -> Any:
+        return await decode_body(pieces, self._state.bodies.decode)
 
     def _early_refusal(self, scope: Scope) -> Refusal | None:
         """Return the answer to a request that is refused before its body is read."""
@@ -134,11 +140,48 @@ class GenerateEndpoint(PostEndpoint):
         return PRIORITY_KEY not in scope and not resumes(scope, self._state.settings.gateway_key)
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
+        journal, given = self._state.journal, header(scope, b"last-event-id")
+        if journal is not None and given is not None:
+            entry = await journal.resume(*event_of(given))
+            try:
+                if (
+                    entry.head is None
+                    or entry.head.path != self._path
+                    or not await self._is_body(entry, body)
+                ):
+                    raise RequestError(
+                        "With Last-Event-ID the request must be the one whose stream it resumes. GET "
+                        f"/v1/streams/{entry.stream_id} resumes it without a body.",
+                        code="another_request",
+                    )
+                await self.generate(body, arrival_s, scope, client, send, entry)
+            finally:
+                await journal.release(entry)
+            return
         if self._may_wait(scope):
             self._state.full_queue.check()
-        ignored = self._ignored()
         body = enter(scope, body, self._state.settings.gateway_key)
-        job = await self._prepare(self._state, body, ignored)
+        if journal is not None and RELAYED.get() is None and self._path in JOURNALED and _is_streamed(body):
+            state = self._state
+            RELAYED.set(
+                Relayed(state.new_id(), int(state.unix_time()), secrets.randbits(SEED_BITS), by_gateway=False)
+            )
+        await self.generate(body, arrival_s, scope, client, send)
+
+    async def generate(
+        self,
+        body: Any,
+        arrival_s: float,
+        scope: Scope,
+        client: Client,
+        send: Send,
+        entry: Entry | None = None,
+    ) -> None:
+        """Answer a request. ``entry``: the stream that it resumes."""
+        state, ignored = self._state, self._ignored()
+        if entry is not None:
+            RELAYED.set(entry.relayed(state.unix_time()))
+        job = await self._prepare(state, body, ignored)
         model = job.answer.head.model
         if job.relayed is not None:
             job.relayed.check(self._state.continuable_with(model), len(job.prompts) * job.sampling.n)
@@ -146,7 +189,8 @@ class GenerateEndpoint(PostEndpoint):
         if scope.get(PRIORITY_KEY) is not None:
             job = replace(job, priority=scope[PRIORITY_KEY])
         trace = trace_headers(scope["headers"]) if self._state.tracer is not None else {}
-        generation = Generation(self._state, job, arrival_s, request_id_of(scope), trace)
+        begun = await self._begun(job, client) if entry is None else None
+        generation = Generation(state, job, arrival_s, request_id_of(scope), trace, entry or begun)
         if job.in_background and BACKGROUND_KEY not in scope:
             raise RequestError("background = true is not supported by this server.", param="background")
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
@@ -155,12 +199,29 @@ class GenerateEndpoint(PostEndpoint):
             with self._state.running.entered(ids, generation):
                 await self._answer(generation, ignored, client, send)
         finally:
+            if begun is not None and state.journal is not None:
+                await state.journal.release(begun)
             seconds, tokens = self._state.now() - arrival_s, generation.usage.counts
             self._state.finished.put(account_of(scope), model, self._path, tokens, seconds)
         if log.debugging:
             names = dict(zip(("prompt_tokens", "cached_tokens", "output_tokens"), tokens, strict=True))
             request_id = request_id_of(scope)
             log.debug("request_done", request_id=request_id, id=job.answer.head.id, seconds=seconds, **names)
+
+    async def _begun(self, job: Job, client: Client) -> Entry | None:
+        """Return the new entry of the journal for a stream; None if it is not written there."""
+        state, relayed, pieces = self._state, job.relayed, client.pieces
+        client.pieces = []
+        if state.journal is None or relayed is None or relayed.by_gateway or not job.is_continuable:
+            return None
+        answer = f"{relayed.answer_id} {relayed.created} {relayed.seed}"
+        fingerprint = state.continuable_with(job.answer.head.model)
+        num_bytes = sum(map(len, pieces))
+        head = Head(self._path, TENANT.get(), answer, fingerprint, state.unix_time(), num_bytes)
+        return await state.journal.begin(job.answer.head.id, head, pieces)
+
+    async def _is_body(self, entry: Entry, body: Any) -> bool:
+        return bool(body == await self._decode([entry.body]))
 
     def _max_body_bytes(self, scope: Scope) -> int:
         is_form = resumes(scope, self._state.settings.gateway_key)
@@ -189,6 +250,7 @@ class Client:
     def __init__(self, receive: Receive) -> None:
         self.has_left = False  # and the task is cancelled
         self.on_leave: Callable[[], Awaitable[None]] | None = None
+        self.pieces: list[bytes] = []  # of the body, for the journal
         self._receive = receive
         self._serving = asyncio.current_task()
         self._watching: asyncio.Task[None] | None = None
@@ -213,187 +275,32 @@ class Client:
         self._serving.cancel()
 
 
-_REPLAYED_AT_ONCE = 256  # chunks; other requests get their turn then
-CANCELLED = "cancelled"
-CANCELLED_BY_CLIENT = "cancelled_by_client"
+def _is_streamed(body: Any) -> bool:
+    return isinstance(body, dict) and body.get("stream") is True
 
 
-class Generation:
-    """Runs a `Job`. The choice index of sample s of prompt p is ``p * n + s``, as in OpenAI's API."""
+class StreamEndpoint(PostEndpoint):
+    """The rest of a stream of the journal, from behind ``Last-Event-ID``; without that header, the whole of it."""
 
-    def __init__(
-        self, state: ApiState, job: Job, arrival_s: float, request_id: str, trace: Mapping[str, str]
-    ) -> None:
-        """``request_id``: the id for client and log; ``trace``: the headers that name the client's span."""
-        self.job = job
-        self.disconnected = False
-        self._state = state
-        self._arrival_s = arrival_s
-        self._request_id = request_id
-        self.streams = PromptStreams(state, job, arrival_s, request_id, trace)
-        self._begun = False  # the first bytes of a stream were sent
-        self._ended = False  # the last bytes were sent
-        self._cancelled = ""  # the error's code
-        self._tags = Tags(state.continuable_with(job.answer.head.model)) if job.is_tagged else None
+    def __init__(self, state: ApiState, endpoints: Mapping[str, GenerateEndpoint]) -> None:
+        """``endpoints``: by path, those whose streams are in the journal."""
+        super().__init__(state, "/v1/streams")
+        self._endpoints = endpoints
 
-    @property
-    def usage(self) -> Usage:
-        return self.streams.usage
+    async def _decode(self, pieces: list[bytes]) -> Any:
+        return None  # a GET has no body
 
-    async def submit(self) -> None:
-        """Start all prompts, or none.
-
-        Raises:
-            QuireError: a prompt is rejected, or the request was cancelled meanwhile.
-        """
-        await self.streams.submit()
-        if self._cancelled:
-            raise self._cancellation()
-
-    async def answer(self, send: Send, headers: Headers) -> None:
-        """Send the answer. An error before the first byte is raised, one after it is an event of the stream.
-
-        In the background, the first events are sent before the prompts are submitted, which is done here.
-        """
-        if self.job.in_background:
-            opening = await self._start_stream(send, headers)
-            await send({"type": "http.response.body", "body": opening, "more_body": True})
-            try:
-                await self.submit()
-            except Exception as error:
-                await self._fail_stream(send, error)
-                return
-        predicted_ms = self.streams.predicted_ms()
-        if predicted_ms is not None:
-            headers = (*headers, (b"x-quire-predicted-ttft-ms", f"{predicted_ms:.1f}".encode()))
-        if self.job.answer.streamed:
-            await self._answer_stream(send, headers)
-        else:
-            await self._answer_whole(send, headers)
-
-    async def disconnect(self) -> None:
-        """The client disconnected: abort, so that the blocks are free in the next step.
-
-        ASGI servers report the end of an answer in the same way, which changes nothing here.
-        """
-        if not self._ended:
-            self.disconnected = True
-            self._state.metrics.counters["quire:http_disconnects"] += 1
-            await self.streams.abort()
-
-    async def cancel(self, code: str = CANCELLED) -> None:
-        """End the request; its client gets an error with this code."""
-        self._cancelled = code
-        await self.streams.abort()
-
-    def describe(self, now_s: float) -> dict[str, Any]:
-        """Return the line of ``GET /requests``."""
-        return {
-            "id": self.job.answer.head.id,
-            "request_id": self._request_id,
-            "model": self.job.answer.head.model,
-            "seconds": round(now_s - self._arrival_s, 3),
-            "num_choices": len(self.job.prompts) * self.job.sampling.n,
-            "prompt_tokens": self.usage.prompt_tokens,
-            "completion_tokens": self.usage.completion_tokens,
-            "stream": self.job.answer.streamed and not self.job.in_background,
-            "priority": self.job.priority,
-            "tenant": self.job.tenant,
-        }
-
-    async def close(self) -> None:
-        """Abort the prompts that still run."""
-        await self.streams.close()
-
-    def _cancellation(self) -> HttpError:
-        # Clients retry a 409, 429 or 5xx by themselves; this request was ended on purpose.
-        by = "its client" if self._cancelled == CANCELLED_BY_CLIENT else "an operator"
-        return HttpError(Refusal(499, f"The request was cancelled by {by}.", code=self._cancelled))
-
-    def _check_end(self, chunk: OutputChunk) -> None:
-        """Raise unless the last chunk of a choice ends an answer that can be shown."""
-        if chunk.finish_reason is FinishReason.ERROR:
-            after_s = max(self._state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
-            refusal = refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s)
-            if chunk.error_kind == "capacity":
-                self._state.full_queue.rejected(refusal, after_s)
-            raise HttpError(refusal)
-        if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
-            raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))
-        if chunk.finish_reason is FinishReason.ABORT:
-            if self._cancelled:
-                raise self._cancellation()
-            if not self.disconnected:
-                message = "The request was aborted: the server is shutting down."
-                raise HttpError(Refusal(503, message, code="aborted"))
-
-    async def _answer_whole(self, send: Send, headers: Headers) -> None:
-        job = self.job
-        n, num_samples = job.sampling.n, job.sampling.num_samples
-        collected: list[list[OutputChunk]] = [[] for _ in range(len(job.prompts) * num_samples)]
-        async with aclosing(self.streams.chunks()) as chunks:
-            async for index, chunk in chunks:
-                if chunk.finish_reason is not None:
-                    self._check_end(chunk)
-                collected[index].append(chunk)
-        wholes: list[OutputChunk] = []
-        for start in range(0, len(collected), num_samples):
-            wholes += choose_best(
-                [merge(parts) for parts in collected[start : start + num_samples]], job.sampling
+    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
+        journal, stream_id = self._state.journal, scope["path_params"]["stream_id"]
+        if journal is None:
+            raise NotFoundError(
+                "This server keeps no streams: start it with --journal DIR.", code="no_journal"
             )
-        if echoes := self.streams.echoes:
-            wholes = [replace(whole, text=echoes[i // n] + whole.text) for i, whole in enumerate(wholes)]
-        self.streams.note_timing()
-        body = job.answer.whole(wholes, self.streams.token_ids(), self.usage)
-        self._ended = True
-        await send_json(send, 200, body, headers)
-
-    async def _answer_stream(self, send: Send, headers: Headers) -> None:
-        answer, tags = self.job.answer, self._tags
+        entry = await journal.resume(*event_of(header(scope, b"last-event-id") or b"0", stream_id))
         try:
-            if tags is not None and self.job.relayed is not None and self.job.relayed.is_resumed:
-                await self._start_stream(send, headers)
-                for i, (index, chunk) in enumerate(self.streams.delivered()):
-                    answer.frame(index, chunk, self.usage)  # the client has it
-                    if i % _REPLAYED_AT_ONCE == 0:
-                        await asyncio.sleep(0)
-            async with aclosing(self.streams.chunks()) as chunks:
-                async for index, chunk in chunks:
-                    if chunk.finish_reason is not None:
-                        self._check_end(chunk)
-                    # Not earlier: a rejection by the engine is the first chunk, and has a status of its own.
-                    frame = b"" if self._begun else await self._start_stream(send, headers)
-                    frame += answer.frame(index, chunk, self.usage)
-                    if tags is not None:
-                        frame = tags.chunk(index, chunk, self.usage.cached_tokens, frame)
-                    if frame:
-                        await send({"type": "http.response.body", "body": frame, "more_body": True})
-        except Exception as error:
-            if not self._begun:
-                raise
-            await self._fail_stream(send, error)
-            return
-        self.streams.note_timing()
-        await self._send_last(send, answer.closing(self.usage))
-
-    async def _start_stream(self, send: Send, headers: Headers) -> bytes:
-        """Send the status, and return the first events."""
-        self._begun = True
-        tagged = self._tags.headers if self._tags is not None else ()
-        every = [(b"content-type", self.job.answer.media_type), *STREAM_HEADERS, *tagged, *headers]
-        await send({"type": "http.response.start", "status": 200, "headers": every})
-        return self.job.answer.opening(self.streams.token_ids(), self.streams.echoes, self.usage)
-
-    async def _fail_stream(self, send: Send, error: Exception) -> None:
-        """End a stream that had begun with an event that has the error."""
-        if not isinstance(error, QuireError):
-            log.exception("stream_crashed", id=self.job.answer.head.id)
-        refusal = refusal_of(error)
-        await self._send_last(send, self.job.answer.error(refusal), refusal.status)
-
-    async def _send_last(self, send: Send, body: bytes, status: int = 0) -> None:
-        """``status``: of the error that ``body`` is, or 0."""
-        self._ended = True
-        if self._tags is not None:
-            body = self._tags.end(status, body)
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+            assert entry.head is not None
+            endpoint = self._endpoints[entry.head.path]
+            body = await endpoint._decode([entry.body])
+            await endpoint.generate(body, arrival_s, scope, client, send, entry)
+        finally:
+            await journal.release(entry)

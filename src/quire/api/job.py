@@ -140,11 +140,11 @@ class Job:
     echo: bool = False  # each choice begins with its prompt's text
     pooling: Pooling | None = None  # of requests that sample nothing
     prompt_param: str = "prompt"  # the endpoint's name of its prompts
-    relayed: Relayed | None = None  # the answer goes through a gateway
+    relayed: Relayed | None = None  # the answer can go on elsewhere, or has begun there
 
     @property
-    def is_tagged(self) -> bool:
-        """Whether its stream is tagged: another replica can then continue it. The prompt's logprobs are not kept."""
+    def is_continuable(self) -> bool:
+        """Whether another server can continue its stream. The prompt's logprobs are not kept."""
         return (
             self.relayed is not None
             and self.answer.streamed

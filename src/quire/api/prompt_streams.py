@@ -73,7 +73,7 @@ class PromptStreams:
                     **({} if relayed is None else relayed.of_prompt(i, n)),
                 )
                 stream.merges = (
-                    not job.is_tagged
+                    not job.is_continuable
                 )  # the cuts between events must not depend on the reader's pace
                 self._started(stream)
         except BaseException as error:

@@ -1,4 +1,6 @@
-"""`Relayed`: what a gateway sends with a request, so that another replica can continue the answer where this one died.
+"""`Relayed`: what lets an answer go on where another server, or this one's journal, has left it.
+
+A gateway sends it with a request, so that another replica can continue the answer where this one died:
 
     x-quire-gateway-key   the key of --gateway-key; without it the other two headers have no effect
     x-quire-answer        "<32 hexadecimal digits> <created> <seed>": the answer's id, its time, the seed of a request
@@ -25,6 +27,7 @@ from quire.engine.output import OutputChunk
 from quire.errors import RequestError, clip
 from quire.http.account import has_gateway_key
 from quire.http.body import header
+from quire.http.client import ANSWER_KEY
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 
 MAX_DELIVERED_BYTES = 4 << 20  # of the resume form, beside the client's body
@@ -61,6 +64,7 @@ class Relayed:
     delivered: Sequence[Delivered] = ()
     fingerprint: str | None = None  # of the replica that began the answer; None where this one does
     elapsed_s: float = 0.0  # since it arrived at its first replica
+    by_gateway: bool = True  # else by the journal of this server
 
     @property
     def is_resumed(self) -> bool:
@@ -118,10 +122,13 @@ def enter(scope: Scope, body: Any, key: str | None) -> Any:
         RequestError: the gateway's headers or its resume form are wrong.
     """
     RELAYED.set(None)
+    if ANSWER_KEY in scope:  # of a call in this process
+        RELAYED.set(Relayed(*answer_of(scope[ANSWER_KEY])))
+        return body
     given = header(scope, b"x-quire-answer")
     if given is None or not has_gateway_key(scope, key):
         return body
-    answer_id, created, seed = _answer(given.decode("latin-1"))
+    answer_id, created, seed = answer_of(given.decode("latin-1"))
     if not resumes(scope, key):
         RELAYED.set(Relayed(answer_id, created, seed))
         return body
@@ -133,7 +140,12 @@ def enter(scope: Scope, body: Any, key: str | None) -> Any:
     return form.request
 
 
-def _answer(text: str) -> tuple[str, int, int]:
+def answer_of(text: str) -> tuple[str, int, int]:
+    """Return id, time and seed of the value of ``x-quire-answer``.
+
+    Raises:
+        RequestError: it is wrong.
+    """
     try:
         answer_id, created, seed = text.split(" ")
         int(answer_id, 16)
@@ -146,6 +158,16 @@ def _answer(text: str) -> tuple[str, int, int]:
     )
 
 
+def tag_of(choice: int, chunk: OutputChunk, cached_tokens: int) -> bytes:
+    """Return the `Delivered` of a chunk as JSON."""
+    logprobs = chunk.logprobs
+    if logprobs is not None:
+        logprobs = tuple(_finite(entry) for entry in logprobs)
+    return _encode(
+        Delivered(choice, chunk.token_ids, cached_tokens, chunk.finish_reason, chunk.stop_token_id, logprobs)
+    )
+
+
 class Tags:
     """Writes the groups of a stream with their tags."""
 
@@ -153,13 +175,7 @@ class Tags:
         self.headers = ((b"x-quire-tagged", fingerprint.encode()),)
 
     def chunk(self, choice: int, chunk: OutputChunk, cached_tokens: int, events: bytes) -> bytes:
-        logprobs = chunk.logprobs
-        if logprobs is not None:
-            logprobs = tuple(_finite(entry) for entry in logprobs)
-        tag = Delivered(
-            choice, chunk.token_ids, cached_tokens, chunk.finish_reason, chunk.stop_token_id, logprobs
-        )
-        return b":%d %b\n%b" % (len(events), _encode(tag), events)
+        return b":%d %b\n%b" % (len(events), tag_of(choice, chunk, cached_tokens), events)
 
     def end(self, status: int, events: bytes) -> bytes:
         """``status``: of the error that ends the stream, or 0."""

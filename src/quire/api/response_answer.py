@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from quire.api.conversation import OutputPlan
-from quire.api.endpoint import CANCELLED_BY_CLIENT
+from quire.api.generation import CANCELLED_BY_CLIENT
 from quire.api.job import Answer, Head, Usage
 from quire.api.parts import Assembler, Event, Kind, Part, TokenNames, chat_logprobs
 from quire.api.response_tools import ResponseTools, input_of

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.conversation import Conversation, OutputPlan, check_compaction, conversation_job
-from quire.api.endpoint import Generation
+from quire.api.generation import Generation
 from quire.api.job import Answer, Head, Job
 from quire.api.parts import TokenNames
 from quire.api.protocol import given_sampling, sampling_params
@@ -58,7 +58,9 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
         if request.store:
             add_input(messages, response["output"])
             state.responses.put(
-                response["id"], Stored(*map(msgspec.json.encode, (response, items, messages)))
+                response["id"],
+                Stored(*map(msgspec.json.encode, (response, items, messages))),
+                durable=request.background,
             )
 
     def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:

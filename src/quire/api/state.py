@@ -7,19 +7,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from quire.api.finished import FinishedUsage
 from quire.api.full_queue import FullQueue
+from quire.api.journal import Journal
 from quire.config import CacheConfig, EngineConfig, ModelConfig
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.engine.prompts import ModelInfo
-from quire.errors import NotFoundError, clip
+from quire.errors import ConfigError, NotFoundError, clip
 from quire.http.edge import TENANT
 from quire.http.keys import KeyFile
+from quire.jobs.disk import write_json
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.metrics.prometheus import ServerMetrics
@@ -53,6 +56,9 @@ class ApiSettings:
     tokens_at_once: int = 4096
     cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
     response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
+    response_dir: Path | None = None  # of those that were made in the background
+    journal_dir: Path | None = None  # of streams that can be resumed
+    journal_bytes: int = 256 * 2**20
     model: ModelConfig | None = None  # what Ollama's clients are told of the model
 
 
@@ -72,6 +78,7 @@ class ApiState:
     bodies: LargeBodies
     full_queue: FullQueue
     finished: FinishedUsage
+    journal: Journal | None = None
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 
@@ -214,27 +221,66 @@ class Stored:
 class ResponseStore:
     """Answers of ``/v1/responses`` in memory: at most ``max_bytes``, the least recently used are dropped first.
 
-    A tenant finds its own answers alone.
+    A tenant finds its own answers alone. With a folder, answers made in the background are on disk too, as ID.json, so
+    that a restart does not lose them.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
+        """Read the folder.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._items: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # by tenant and id
+        self._folder = folder
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._read(folder)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"The folder {folder} of responses cannot be used: {error}.") from error
+
+    def _read(self, folder: Path) -> None:
+        for path in sorted(folder.glob("resp_*.json"), key=lambda path: path.stat().st_mtime_ns):
+            tenant, stored = msgspec.json.decode(path.read_bytes(), type=tuple[str, Stored])
+            self._add((tenant, path.stem), stored)
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, response_id: str, stored: Stored) -> None:
-        """Keep an answer under its id."""
-        key = (TENANT.get(), response_id)
+    def put(self, response_id: str, stored: Stored, *, durable: bool = False) -> None:
+        """Keep an answer under its id. ``durable``: on disk, too, as long as there is room on it."""
+        if durable and self._folder is not None:
+            try:
+                write_json(self._folder / f"{response_id}.json", (TENANT.get(), stored))
+            except OSError as error:
+                log.error("response_not_written", id=response_id, error=str(error))
+        self._add((TENANT.get(), response_id), stored)
+
+    def _add(self, key: tuple[str, str], stored: Stored) -> None:
         before = self._items.pop(key, None)  # an answer that a gateway resumed here twice
         self.num_bytes -= before.num_bytes if before is not None else 0
         self._items[key] = stored
         self.num_bytes += stored.num_bytes
         while self.num_bytes > self.max_bytes:
-            _, oldest = self._items.popitem(last=False)
+            (_, oldest_id), oldest = self._items.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
+            self._unlink(oldest_id)
+
+    def _unlink(self, response_id: str) -> None:
+        if self._folder is not None:
+            (self._folder / f"{response_id}.json").unlink(missing_ok=True)
+
+    def kept(self) -> list[tuple[str, str, Stored]]:
+        """Return tenant, id and answer of each, for `restore` in another server."""
+        return [(*key, stored) for key, stored in self._items.items()]
+
+    def restore(self, kept: Any) -> None:
+        """Take what another server has ``kept``."""
+        for tenant, response_id, stored in msgspec.convert(kept, list[tuple[str, str, Stored]]):
+            self._add((tenant, response_id), stored)
 
     def get(self, response_id: str) -> Stored | None:
         """Return an answer, which is then the most recently used, or None."""
@@ -249,6 +295,7 @@ class ResponseStore:
         stored = self._items.pop((TENANT.get(), response_id), None)
         if stored is not None:
             self.num_bytes -= stored.num_bytes
+            self._unlink(response_id)
         return stored is not None
 
 

@@ -21,7 +21,7 @@ from quire.engine.assemble import configure
 from quire.engine.client import InProcessClient
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
-from quire.scheduler.policy import PolicyChange
+from quire.scheduler.slo import PolicyChange
 from quire.workload.build import Synthetic, from_trace
 from quire.workload.distributions import Fixed, parse_lengths
 from quire.workload.request import PromptMaker, WorkloadRequest

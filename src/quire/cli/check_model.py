@@ -18,8 +18,7 @@ from quire.engine.assemble import configure
 from quire.engine.prompts import Prompts
 from quire.errors import ModelLoadError
 from quire.models.checkpoint import Checkpoint, read_tokenizer, stored_sources
-from quire.models.safetensors_file import AGAIN, reading
-from quire.models.weight_check import not_finite
+from quire.models.safetensors_file import AGAIN, not_finite, reading
 from quire.text.chat_template import ChatTemplate
 from quire.weight_plan import activations_of, weight_table
 

@@ -6,9 +6,9 @@ import os
 import socket
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from setproctitle import setproctitle
 
@@ -16,7 +16,13 @@ from quire import __version__
 from quire.args import EngineArgs, ServerArgs
 from quire.cli.flags import pick
 from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
-from quire.http.listen import LEAST_FILES, raise_file_limit
+from quire.errors import ConfigError
+from quire.http.listen import LEAST_FILES, raise_file_limit, resolved
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.http.handover import Takeover
+    from quire.models.checkpoint import Checkpoint
 
 GIB = 2**30
 WORTH_SAYING = ("linears", "output matrix", "embedding table")
@@ -32,27 +38,79 @@ def serve(settings: dict[str, Any]) -> int:
         from quire.cli.replicas import serve_replicas
 
         return serve_replicas(settings, server_args, num_replicas)
-    few = raise_file_limit(engine_args.max_num_seqs + engine_args.max_queue + LEAST_FILES)
+    most = engine_args.max_num_seqs + engine_args.max_queue  # requests
+    few = raise_file_limit(most * (1 if server_args.journal is None else 2) + LEAST_FILES)
     if few is not None:
         print(f"quire: {few}", file=sys.stderr)
+    takeover = takeover_of(server_args)
     process = EngineProcess()
     try:
-        return _serve(engine_args, server_args, process, begin)
+        return _serve(engine_args, server_args, process, begin, takeover)
     finally:
         process.close()
+        if takeover is not None:
+            takeover.close()
 
 
-def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProcess, begin: float) -> int:
+def takeover_of(args: ServerArgs) -> Takeover | None:
+    """Connect to the running server of the same address, None without ``--handover``.
+
+    Raises:
+        ConfigError: there is none that can be taken over.
+    """
+    if not args.handover:
+        return None
+    if not args.port:
+        raise ConfigError("--handover needs the --port of the running server.", param="handover")
+    from quire.http.handover import Takeover
+
+    return Takeover.of(resolved(args.host, args.port))
+
+
+def configured(args: EngineArgs, takeover: Takeover | None) -> tuple[EngineConfig, Checkpoint]:
+    """Resolve the settings. A server that is taken over keeps its memory until its last request has ended.
+
+    Raises:
+        ConfigError: the settings do not fit the model or the machine; or the memory does not hold both engines.
+    """
+    from quire.device import detect_device
+    from quire.engine.assemble import configure
+
+    device = detect_device(args.device)
+    if takeover is None:
+        return configure(args, device)
+    free = device.memory_available_bytes
+    if device.kind == "cpu":  # its cache takes memory as it fills
+        free = max(0, free - takeover.unclaimed_bytes)
+    try:
+        return configure(args, replace(device, memory_available_bytes=free))
+    except ConfigError as error:
+        if error.param != "kv_memory":
+            raise
+        raise ConfigError(
+            f"--handover: memory does not hold both engines: {error}. The running server (process "
+            f"{takeover.about['pid']}, up to {takeover.about['engine_bytes'] / GIB:.2f} GiB) goes on.",
+            param="kv_memory",
+        ) from None
+
+
+def _serve(
+    engine_args: EngineArgs,
+    server_args: ServerArgs,
+    process: EngineProcess,
+    begin: float,
+    takeover: Takeover | None,
+) -> int:
     from quire.cli.serve_recorder import compare_to, supervised, with_recorder
     from quire.cli.serve_slo import forecast_of, with_slo
-    from quire.device import detect_device, slow_kernels
-    from quire.engine.assemble import configure, load_text
+    from quire.device import slow_kernels
+    from quire.engine.assemble import load_text
     from quire.engine.process import ProcessClient
     from quire.metrics.log import configure as configure_log
 
     style: Any = server_args.log_format
     configure_log(server_args.log_level, style=style)
-    config, checkpoint = configure(engine_args, detect_device(engine_args.device))
+    config, checkpoint = configured(engine_args, takeover)
     config = with_recorder(with_slo(config, server_args), checkpoint, engine_args, server_args)
     child_log: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
     if server_args.gateway_key is not None:
@@ -62,13 +120,11 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
         return compare_to(first, config, server_args, server_args.compare_to)
 
     # The child loads the model from here on; this process reads the tokenizer and imports the web server.
-    from quire.api.app import create_app, run
-    from quire.api.state import is_busy
+    from quire.api.app import create_app
+    from quire.api.server import run
     from quire.clock import WallClock
-    from quire.engine.build import EngineInfo
     from quire.engine.frontend import Frontend
     from quire.http.listen import bind, tls_of
-    from quire.jobs.routes import jobs_of
 
     names = _list(server_args.served_model_name)
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
@@ -78,29 +134,52 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, process: EngineProc
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     api = api_settings(server_args, config, __version__)
 
-    def announce(url: str, info: EngineInfo) -> None:
-        seconds = time.monotonic() - begin
-        report = start_up_report(url, info, text.model.names[0], seconds, note, weights)
-        print(report, file=sys.stderr, flush=True)
-        if server_args.gateway is not None:
-            heartbeat_of(server_args, api, frontend, url).start()
-
-    weights = weights_report(config.model)
-    note = slow_kernels(config.device, config.runner.kernels)
+    seen = Announcement(server_args, api, frontend, weights_report(config.model), begin)
+    seen.note = slow_kernels(config.device, config.runner.kernels)
     tls = tls_of(server_args.tls_cert, server_args.tls_key)
-    sock = bind(server_args.host, server_args.port)
+    sock = bind(server_args.host, server_args.port) if takeover is None else takeover.sockets["api"]
     tracer = make_tracer(server_args.otlp_traces_endpoint, clock, __version__)
-    jobs = jobs_of(job_settings(server_args), lambda: is_busy(frontend), time.time)
+    forecast = forecast_of(config, frontend.stats)
     app = create_app(
-        frontend, api, extension=jobs, tracer=tracer, forecast=forecast_of(config, frontend.stats)
+        frontend, api, extension=jobs_of_server(server_args, frontend), tracer=tracer, forecast=forecast
     )
-    admin = admin_listener(app, server_args)
+    admin = admin_listener(app, server_args, takeover)
     try:
-        drain_s = server_args.drain_timeout_s
-        return run(app, sock=sock, drain_timeout_s=drain_s, on_ready=announce, admin=admin, tls=tls)
+        drain_s, ready, leave = server_args.drain_timeout_s, seen.ready, seen.leave
+        return run(
+            app, sock=sock, drain_timeout_s=drain_s, on_ready=ready, admin=admin, tls=tls,
+            takeover=takeover, on_leave=leave,
+        )  # fmt: skip
     finally:
         if tracer is not None:
             tracer.close()
+
+
+@dataclass(eq=False)
+class Announcement:
+    """Tells the terminal, and the gateway of ``--gateway``, that the server is ready."""
+
+    _args: ServerArgs
+    _api: Any
+    _frontend: Any
+    _weights: str
+    _begin_s: float
+    note: str | None = None  # why the kernels are slow
+
+    def ready(self, url: str, info: Any) -> None:
+        """The server answers at ``url``."""
+        name, seconds = self._frontend.model.names[0], time.monotonic() - self._begin_s
+        report = start_up_report(url, info, name, seconds, self.note, self._weights)
+        print(report, file=sys.stderr, flush=True)
+        self._heartbeat = None
+        if self._args.gateway is not None:
+            self._heartbeat = heartbeat_of(self._args, self._api, self._frontend, url)
+            self._heartbeat.start()
+
+    def leave(self) -> None:
+        """Another server answers there from now on, and tells the gateway."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
 
 
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
@@ -120,6 +199,9 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         tool_format=args.tool_format,
         max_body_bytes=args.max_body_mib * 2**20,
         response_store_bytes=args.response_store_mib * 2**20,
+        response_dir=Path(args.batch_dir) / "responses" if args.batch_dir else None,
+        journal_dir=Path(args.journal) if args.journal else None,
+        journal_bytes=args.journal_mib * 2**20,
         model=config.model,
         tokens_at_once=2 * config.scheduler.max_num_batched_tokens,
         cache=config.cache if config.cache.has_events else None,
@@ -164,11 +246,12 @@ def heartbeat_of(args: ServerArgs, api: Any, frontend: Any, url: str) -> Any:
     return Heartbeat(args.gateway or "", args.gateway_key, describe)
 
 
-def job_settings(args: ServerArgs) -> Any:
-    """What files, batches and background responses are built with."""
-    from quire.jobs.routes import JobSettings
+def jobs_of_server(args: ServerArgs, frontend: Any) -> Any:
+    """Return files, batches and background responses."""
+    from quire.api.state import is_busy
+    from quire.jobs.routes import JobSettings, jobs_of
 
-    return JobSettings(
+    settings = JobSettings(
         batch_dir=args.batch_dir,
         batch_concurrency=args.batch_concurrency,
         max_file_bytes=args.max_file_mib * 2**20,
@@ -177,6 +260,7 @@ def job_settings(args: ServerArgs) -> Any:
         lenient=args.lenient,
         strict_fields=args.strict_fields,
     )
+    return jobs_of(settings, lambda: is_busy(frontend), time.time, lambda: frontend.state == "ready")
 
 
 def make_tracer(endpoint: str | None, clock: Any, release: str) -> Any:
@@ -186,15 +270,20 @@ def make_tracer(endpoint: str | None, clock: Any, release: str) -> Any:
     return None if endpoint is None else RequestTracer.to(endpoint, clock.now, time.time, release)
 
 
-def admin_listener(app: Any, args: ServerArgs) -> Any:
-    """Bind the admin surface, if the settings ask for one."""
+def admin_listener(app: Any, args: ServerArgs, takeover: Takeover | None = None) -> Any:
+    """Bind the admin surface, if the settings ask for one, or take the socket of the server that is taken over."""
     from quire.api.admin import create_admin_app
     from quire.http.drain import SideApp
     from quire.http.listen import bind_admin, url_of
 
     key = args.admin_key
+    given = None if takeover is None else takeover.sockets.get("admin")
     bound = bind_admin(
-        host=args.admin_host, port=args.admin_port, path=args.admin_socket, has_key=key is not None
+        host=args.admin_host,
+        port=args.admin_port,
+        path=args.admin_socket,
+        has_key=key is not None,
+        given=given,
     )
     if bound is None:
         return None

@@ -29,7 +29,7 @@ from quire.gateway.model_pool import ModelPool, PooledModel
 from quire.gateway.server import run_gateway
 from quire.gateway.state import GatewayState
 from quire.metrics.log import configure as configure_log
-from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES
+from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES
 from quire.resolve import blocks_for_sequence, parse_bytes, step_bytes
 
 GIB = 2**30

@@ -22,9 +22,8 @@ from quire.executor.recorder import Recorder
 from quire.metrics.engine_stats import EngineStats
 from quire.request import Request, TokenEvent
 from quire.scheduler.admission import refused
-from quire.scheduler.policy import PolicyChange, settings
 from quire.scheduler.scheduler import Scheduler, Sleep, Step, Wait
-from quire.scheduler.slo import SloController
+from quire.scheduler.slo import PolicyChange, SloController, settings
 from quire.step import StepPlan, StepResult, TransferDone
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from quire.engine.core import AbortRequest, FinishSample, Message, Reply
 from quire.errors import RequestError
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.policy import PolicyChange
-from quire.scheduler.slo import CONTROLLED
+from quire.scheduler.slo import CONTROLLED, PolicyChange
 
 
 @dataclass(slots=True)

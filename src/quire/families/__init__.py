@@ -10,8 +10,8 @@ from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import deepseek, gemma, gpt_oss, llama, qwen
-from quire.families.fields import Fields
 from quire.families.quantization import Quantization, read_quantization
+from quire.families.shape import Fields
 from quire.families.weights import Family, Take, WeightMap
 from quire.modelspec import ModelSpec
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.families.fields import Fields
 from quire.families.rope import rope_from_config, yarn_mscale
-from quire.families.shape import activation, assemble
+from quire.families.shape import Fields, activation, assemble
 from quire.families.weights import LLAMA_NAMES, Family, WeightMap, build_map, expert_rules
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 

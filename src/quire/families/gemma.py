@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from quire.families.fields import Fields
 from quire.families.rope import rope_from_config, scaled_rope, scaling_fields
-from quire.families.shape import activation, assemble, attention, biases, layer_types, window_of
+from quire.families.shape import Fields, activation, assemble, attention, biases, layer_types, window_of
 from quire.families.weights import LLAMA_NAMES, SANDWICH_NORMS, Family, WeightMap, build_map
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from quire.errors import UnsupportedModelError
 from quire.families import spec_from_config
-from quire.families.fields import Fields
 from quire.families.llama import fused_takes
+from quire.families.shape import Fields
 from quire.families.weights import Take, WeightMap, build_map
 from quire.modelspec import ModelSpec
 from quire.weight_format import PLAIN, WeightFormat

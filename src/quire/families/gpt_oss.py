@@ -5,9 +5,8 @@ The published checkpoints hold the experts in MXFP4; they are expanded when load
 
 from __future__ import annotations
 
-from quire.families.fields import Fields
 from quire.families.rope import rope_from_config
-from quire.families.shape import assemble, attention, biases, layer_types, window_of
+from quire.families.shape import Fields, assemble, attention, biases, layer_types, window_of
 from quire.families.weights import LLAMA_NAMES, Family, Shape, Take, WeightMap, build_map
 from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 

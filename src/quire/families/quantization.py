@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.errors import UnsupportedModelError
-from quire.families.fields import Fields
+from quire.families.shape import Fields
 
 Encoding = Literal["packed", "int8", "awq", "gptq", "fp8", "fp8_inverse"]  # the last: weight_scale_inv
 METHODS = ("compressed-tensors", "awq", "gptq", "fp8")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.families.fields import Fields
 from quire.families.rope import rope_from_config
 from quire.families.shape import (
+    Fields,
     activation,
     assemble,
     attention,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal, cast
 
 from quire.errors import UnsupportedModelError
-from quire.families.fields import Fields
+from quire.families.shape import Fields
 from quire.modelspec import RopeSpec
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")

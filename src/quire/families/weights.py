@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.families.fields import Fields
+from quire.families.shape import Fields
 from quire.modelspec import ModelSpec, weight_shapes
 
 Shape = tuple[int, ...]

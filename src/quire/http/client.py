@@ -10,10 +10,17 @@ from quire.http.edge import name_scope
 
 PRIORITY_KEY = "quire.priority"  # in a scope: replaces the body's priority
 BACKGROUND_KEY = "quire.background"  # in a scope: a response may run in the background
+ANSWER_KEY = "quire.answer"  # in a scope: the answer's id, time and seed, as `quire.api.relayed` has them
 
 
 async def post_local(
-    app: ASGIApp, path: str, body: bytes, *, request_id: str, priority: int | None = None
+    app: ASGIApp,
+    path: str,
+    body: bytes,
+    *,
+    request_id: str,
+    priority: int | None = None,
+    answer: str | None = None,
 ) -> tuple[int, bytes]:
     """POST ``body`` (JSON) and return the answer's status and body. Cancelling the call ends the request."""
     status = 0
@@ -44,6 +51,8 @@ async def post_local(
         "headers": [(b"content-type", b"application/json")],
         PRIORITY_KEY: priority,
     }
+    if answer is not None:
+        scope[ANSWER_KEY] = answer
     name_scope(scope, request_id)
     await app(scope, receive, send)
     return status, b"".join(pieces)

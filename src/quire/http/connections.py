@@ -11,6 +11,9 @@ A cut is logged and counted. The application sees a disconnect, so that a genera
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -40,15 +43,43 @@ class WatchedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which also counts what arrives, and refuses a head of more than `MAX_HEAD_BYTES`."""
 
     num_received = 0  # bytes
+    closes = False  # with its next answer
+    on_idle: Callable[[WatchedProtocol], object] | None = None  # called after each answer
     _head_bytes = -1  # of a head that has begun, in whole reads; -1: none has
+    _in_message = False  # a request has come in part
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the connection is between two requests: the client has nothing to get, and has sent nothing more."""
+        answered = self.cycle is None or self.cycle.response_complete
+        return answered and not (self._in_message or self.pipeline or self.transport.is_closing())
+
+    def expect_request(self) -> None:
+        """Give a connection that another process has served the time of one that waits for its next request."""
+        if not self.num_received and self.timeout_keep_alive_task is None and not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
+        self._in_message = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._head_bytes = -1
         super().on_headers_complete()
+        if self.closes:
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.on_idle is not None:
+            self.loop.call_soon(self.on_idle, self)  # what was written leaves this process first
 
     def data_received(self, data: bytes) -> None:
         """Count ``data`` and handle it."""
@@ -142,3 +173,55 @@ def _answer(connection: WatchedProtocol, status: bytes) -> None:
     if connection.cycle is None or not connection.cycle.response_started:
         connection.transport.write(_ANSWER % status)
     connection.transport.close()
+
+
+class Connector:
+    """Serves connections that another process has accepted, in the running loop."""
+
+    def __init__(self, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._make_protocol = make_protocol
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a connection is not yet among those of the server."""
+        return bool(self._tasks)
+
+    def __call__(self, sock: socket.socket, *, is_moved: bool = False) -> None:
+        """Serve a connection. ``is_moved``: the other process has served it."""
+        task = asyncio.create_task(self._connect(sock, is_moved))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, sock: socket.socket, is_moved: bool) -> None:
+        try:
+            _, made = await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, sock)
+        except OSError:
+            sock.close()  # the client is gone
+            return
+        if is_moved and isinstance(made, WatchedProtocol):
+            made.expect_request()
+
+
+def give_idle(
+    connections: Iterable[WatchedProtocol], give: Callable[[socket.socket], None], *, is_tls: bool
+) -> bool:
+    """Give each connection away that is between two requests, the others after their answer; whether one is not.
+
+    TLS cannot be given away: such a connection is closed with its next answer.
+    """
+
+    def move(connection: WatchedProtocol) -> None:
+        if connection.is_idle and not connection.transport.get_write_buffer_size():
+            given = socket.socket(fileno=os.dup(connection.transport.get_extra_info("socket").fileno()))
+            connection.transport.abort()  # closes this process's descriptor alone
+            give(given)
+
+    is_busy = False
+    for connection in connections:
+        connection.closes = is_tls
+        if not is_tls:
+            connection.on_idle = move
+            move(connection)
+        is_busy = is_busy or not (connection.is_idle or connection.transport.is_closing())
+    return is_busy

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.http.connections import ConnectionWatch, Patience, WatchedProtocol
+from quire.http.connections import ConnectionWatch, Connector, Patience, WatchedProtocol, give_idle
 from quire.http.front_link import Ask, FrontLink
 from quire.http.listen import Tls
 
@@ -31,6 +31,7 @@ UVICORN: dict[str, Any] = {
 }
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
+_GIVING_S = 0.05  # between looks for connections that may be given away
 _CLOSE_TIMEOUT_S = 5  # for the last bytes of answers, after the drain
 
 
@@ -71,16 +72,55 @@ class DrainingServer(uvicorn.Server):
         self._num_signals = 0
         self._ask = ask if tls is None else None
         self._front: FrontLink | None = None
+        self._listen: socket.socket | None = None
+        self.on_listening: Callable[[], None] = lambda: None
+        self.connect = Connector(self._make_protocol)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, with the process in front that accepts connections and answers probes."""
-        if self._ask is None or not sockets:
-            await super().startup(sockets)
-            return
         await super().startup(sockets=[])
-        (listen,) = sockets
-        listen.listen(_BACKLOG)
-        self._front = FrontLink(listen, self._ask, self._make_protocol, lambda: self._accept_here(listen))
+        for listen in sockets or ():
+            self._listen = listen
+            listen.listen(_BACKLOG)
+            self.accept()
+        self.on_listening()
+
+    def accept(self) -> None:
+        """Accept connections, also again after `accept_no_more`."""
+        assert self._listen is not None
+        if self._ask is None:
+            self._accept_here()
+        else:
+            self._front = FrontLink(self._listen, self._ask, self.connect, self._accept_here)
+
+    async def accept_no_more(self) -> list[socket.socket]:
+        """Leave new connections in the kernel's queue, and return those that no request has come from yet."""
+        held: list[socket.socket] = []
+        if self._front is not None:
+            await self._front.retire(held.append)
+        for server in self.servers:
+            server.close()
+        self.servers.clear()
+        return held
+
+    def leave(self, give: Callable[[socket.socket], None], grace_s: float) -> None:
+        """Drain, for another server that accepts on the same socket; ``give`` sends it a connection.
+
+        It gets each connection as soon as no request of it is open. With TLS, a connection stays and is closed with its
+        next answer. Requests on connections that stay are answered for ``grace_s`` seconds.
+        """
+
+        async def go() -> None:
+            until_s = self._loop.time() + grace_s
+            while self._loop.time() < until_s and (
+                self.connect.is_busy
+                or give_idle(self._connections(), give, is_tls=self.config.ssl is not None)
+            ):
+                await asyncio.sleep(_GIVING_S)
+            await self._drain()
+
+        if self._draining is None:
+            self._draining = self._loop.create_task(go())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._front is not None:
@@ -90,13 +130,14 @@ class DrainingServer(uvicorn.Server):
     def _make_protocol(self) -> asyncio.Protocol:
         return WatchedProtocol(self.config, self.server_state, self.lifespan.state, self._loop)
 
-    def _accept_here(self, listen: socket.socket) -> None:
-        """Accept connections in this process: the one in front has ended."""
+    def _accept_here(self) -> None:
+        """Accept connections in this process: TLS is read here, or the process in front has ended."""
 
         async def accept() -> None:
-            self.servers.append(
-                await self._loop.create_server(self._make_protocol, sock=listen, backlog=_BACKLOG)
-            )
+            assert self._listen is not None
+            listen, tls = self._listen.dup(), self.config.ssl  # the other one may be handed over
+            made = await self._loop.create_server(self._make_protocol, sock=listen, ssl=tls, backlog=_BACKLOG)
+            self.servers.append(made)
 
         self._accepting = self._loop.create_task(accept())
 
@@ -145,25 +186,30 @@ class SideApp:
 
 
 @asynccontextmanager
-async def served_beside(side: SideApp | None) -> AsyncGenerator[None, None]:
-    """Serve ``side`` while the block runs."""
+async def served_beside(side: SideApp | None) -> AsyncGenerator[Callable[[], None], None]:
+    """Serve ``side`` while the block runs, or until it calls what it gets: then another process has the socket."""
     if side is None:
-        yield
+        yield lambda: None
         return
     server = _SideServer(uvicorn.Config(side.app, **UVICORN, lifespan="off", timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve([side.sock]))
     try:
-        yield
+        yield server.leave
     finally:
         server.should_exit = True
         await serving
-        if side.path is not None:
+        if side.path is not None and not server.has_left:
             with suppress(FileNotFoundError):
                 os.unlink(side.path)
 
 
 class _SideServer(uvicorn.Server):
     """Leaves the signals to the main server."""
+
+    has_left = False  # another process serves on the socket
+
+    def leave(self) -> None:
+        self.should_exit = self.has_left = True
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -47,6 +47,21 @@ class Extension:
     around: tuple[str, Callable[[ASGIApp], ASGIApp]] | None = None
     lifespan: Lifespan[Starlette] | None = None  # runs beside the application
     bodies: Mapping[str, Body] = field(default_factory=dict)  # of the routes, by path
+    work: Work | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an extension does by itself, and another server can go on with."""
+
+    start: Callable[[Starlette], None]  # with the application that it calls
+    stop: Callable[[], Awaitable[list[Any]]]  # and return what is not on disk
+    adopt: Callable[[list[Any]], None]  # before the start: what another server has returned
+    is_on_disk: bool  # a server that starts later goes on with it, too
+
+
+# uvloop, between a client's reset and the disconnect that the application sees: what is sent then is dropped.
+_CLOSED = "the handler is closed"
 
 
 class Edge:
@@ -78,7 +93,11 @@ class Edge:
             if message["type"] == "http.response.start":
                 name = (b"x-request-id", scope[_SCOPE_KEY].encode())
                 message["headers"] = [*message.get("headers", ()), name]
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:
+                if _CLOSED not in str(error):
+                    raise
 
         refusal = None if scope["path"] in OPEN_PATHS else self._key_problem(scope)
         if refusal is not None:

@@ -3,7 +3,8 @@
 Run as ``python -I front.py LISTEN CONTROL STATE``, three inherited file descriptors:
 
     LISTEN    the server's listening socket
-    CONTROL   a unix socket to the server: connections go over it, and its end is the end of this process
+    CONTROL   a unix socket to the server: connections go over it, and its end is the end of this process. A byte from
+              the server asks this process to accept no more, to hand over all that it has, and to end
     STATE     shared memory that the server writes (`quire.http.front_link`): its clock and the answer to each probe
 
 The first bytes of a connection are looked at without being read, so the server sees all of what it gets. Little is
@@ -53,6 +54,7 @@ class Front:
         self._waiting: dict[int, tuple[socket.socket, float]] = {}  # and until when
         self._leaving: list[socket.socket] = []  # to the server
         self._control_events = select.EPOLLIN
+        self._retires = False
         listen.setblocking(False)
         control.setblocking(False)
         self._epoll.register(listen, select.EPOLLIN)
@@ -66,16 +68,31 @@ class Front:
                 if fd == self._listen.fileno():
                     self._accept()
                 elif fd == self._control.fileno():
-                    if events & (
-                        select.EPOLLIN | select.EPOLLHUP
-                    ):  # the server never writes: this is its end
-                        return
+                    if events & (select.EPOLLIN | select.EPOLLHUP) and not self._asked_to_leave():
+                        return  # the server has ended
                 elif fd in self._waiting:
                     self._look(self._waiting[fd][0])
             if time.monotonic() >= next_sweep_s:
                 next_sweep_s = time.monotonic() + _PATIENCE_S
                 self._sweep()
             self._hand_over()
+            if self._retires and not self._leaving:
+                return
+
+    def _asked_to_leave(self) -> bool:
+        """Read what the server asks for; return False at its end."""
+        try:
+            asked = bool(self._control.recv(1))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if asked:
+            self._retires = True
+            self._epoll.unregister(self._listen)
+            for sock, _ in list(self._waiting.values()):
+                self._leave(sock)
+        return asked
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):

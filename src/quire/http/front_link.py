@@ -31,16 +31,21 @@ class FrontLink:
         self,
         listen: socket.socket,
         ask: Ask,
-        make_protocol: Callable[[], asyncio.Protocol],
+        serve: Callable[[socket.socket], None],
         on_end: Callable[[], None],
     ) -> None:
-        """``on_end`` is called when the process ended by itself: the server then has to accept connections."""
+        """``serve`` takes a connection.
+
+        ``on_end`` is called when the process ended by itself: the server then has to accept connections.
+        """
         self._ask = ask
-        self._make_protocol = make_protocol
+        self._serve = serve
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._closed = False
-        self._connecting: set[asyncio.Task[object]] = set()
+        self._retired: asyncio.Future[None] | None = (
+            None  # set while the process hands over the last connections
+        )
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
         with theirs, tempfile.TemporaryFile() as file:
@@ -59,6 +64,15 @@ class FrontLink:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    async def retire(self, keep: Callable[[socket.socket], None]) -> None:
+        """Have the process accept no more, and give what it has accepted to ``keep``; it has ended then."""
+        if self._closed:
+            return
+        self._retired = self._loop.create_future()
+        self._serve = keep
+        self._control.send(b"l")
+        await self._retired
 
     def close(self) -> None:
         """End the process. A second call has no effect."""
@@ -83,20 +97,14 @@ class FrontLink:
         except OSError:
             data, fds = b"", []
         for fd in fds:
-            task = self._loop.create_task(self._connect(socket.socket(fileno=fd)))
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
+            self._serve(socket.socket(fileno=fd))
         if not data:
             self.close()
+            if self._retired is not None:
+                self._retired.set_result(None)
+                return
             log.warning("front_ended", status=self._popen.returncode)
             self._on_end()
-
-    async def _connect(self, sock: socket.socket) -> object:
-        try:
-            return await self._loop.connect_accepted_socket(self._make_protocol, sock)
-        except OSError:
-            sock.close()  # the client is gone
-            return None
 
     async def _tick(self) -> None:
         while True:

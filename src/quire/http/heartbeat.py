@@ -36,6 +36,11 @@ class Heartbeat:
         """Beat in the running loop until it ends."""
         self._task = asyncio.create_task(self._run())
 
+    def stop(self) -> None:
+        """Say nothing more: another server does, under the same name."""
+        if self._task is not None:
+            self._task.cancel()
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()

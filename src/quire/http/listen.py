@@ -58,6 +58,19 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def resolved(host: str, port: int) -> tuple[str, int]:
+    """Return the address that `bind` binds, as the socket's name has it.
+
+    Raises:
+        ConfigError: the host is not known.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4]
+    except OSError as error:
+        raise ConfigError(f"--host {host} cannot be used: {error}. Try 127.0.0.1 or 0.0.0.0.") from error
+    return str(found[0]), int(found[1])
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """Certificate chain and private key, as paths of PEM files."""
@@ -93,9 +106,11 @@ def url_of(sock: socket.socket, *, secure: bool = False) -> str:
 
 
 def bind_admin(
-    *, host: str, port: int | None, path: str | None, has_key: bool
+    *, host: str, port: int | None, path: str | None, has_key: bool, given: socket.socket | None = None
 ) -> tuple[socket.socket, str | None] | None:
     """Return the socket of an admin surface (and its path, for a unix socket), or None without port and path.
+
+    ``given``: the listening one of a server that ends; it is returned if it has the address that is asked for.
 
     Raises:
         ConfigError: both are given, the address cannot be used, or other machines could reach it without a key.
@@ -105,7 +120,7 @@ def bind_admin(
             "--admin-port and --admin-socket both say where the admin surface is: give one of them."
         )
     if path is not None:
-        return bind_unix(path), path
+        return (given if given is not None and _is_at(given, path) else bind_unix(path)), path
     if port is None:
         return None
     if not has_key and not is_loopback(host):
@@ -113,7 +128,14 @@ def bind_admin(
             f"--admin-host {host} opens the admin surface to other machines: give it an --admin-key, or leave it at "
             "127.0.0.1."
         )
+    if given is not None and port and _is_at(given, resolved(host, port)):
+        return given, None
     return bind(host, port), None
+
+
+def _is_at(sock: socket.socket, address: str | tuple[str, int]) -> bool:
+    name = sock.getsockname()
+    return bool((name if isinstance(name, str) else name[:2]) == address)
 
 
 def bind_unix(path: str) -> socket.socket:

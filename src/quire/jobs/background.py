@@ -2,29 +2,128 @@
 
 The application streams the response to this package, which answers the client with the first event and reads the other
 events itself. Queries for the response go to the application, which also stores it at the end.
+
+With a folder, the request of each response that runs is a file there, `ID.json`: after a restart it runs again, under
+the same id and seed, so that it becomes the same response.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.errors import CapacityError, clip
 from quire.http.body import first_data, json_response, send_json
-from quire.http.client import BACKGROUND_KEY
-from quire.http.edge import TENANT
+from quire.http.client import ANSWER_KEY, BACKGROUND_KEY, post_local
+from quire.http.edge import TENANT, TENANT_WEIGHT
+from quire.jobs.disk import within_disk, write_json
+from quire.metrics.log import Log
 
+_SEED_BITS = 53
+log = Log("background")
 ROOT = "/v1/responses"
+_PAUSE_S = 0.05  # while the application takes no requests
+_RETRY_S = 1.0
+
+
+class _Record(msgspec.Struct):
+    """A request whose response runs."""
+
+    answer: str  # id, time and seed
+    tenant: str
+    weight: float
+    body: str
 
 
 class BackgroundResponses:
     """Around the application of each route of responses; `cancel` and DELETE reach it once a running one has ended."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        max_body_bytes: int,
+        new_id: Callable[[], str],
+        unix_time: Callable[[], float],
+        is_ready: Callable[[], bool],
+        folder: Path | None = None,
+    ) -> None:
+        """``is_ready``: whether the application takes requests."""
+        self._is_ready = is_ready
         self._max_body_bytes = max_body_bytes
+        self._new_id = new_id
+        self._unix_time = unix_time
+        self._folder = folder
         self._running: dict[tuple[str, str], _Run] = {}  # by tenant and id
+        self._records: dict[str, _Record] = {}  # of those that run, by the id of the answer
+        self._adopted: dict[str, _Record] = {}  # will run once there is an application
+        self._starting: set[asyncio.Task[None]] = set()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def adopt(self, records: list[Any]) -> None:
+        """Take what `stop` returned in another server."""
+        for record in msgspec.convert(records, list[_Record]):
+            self._adopted[record.answer.partition(" ")[0]] = record
+
+    def start(self, app: ASGIApp) -> None:
+        """Run what was adopted, and what a server that ended has left in the folder."""
+        for path in self._folder.glob("*.json") if self._folder is not None else ():
+            if path.stem not in self._records:
+                try:
+                    self._adopted[path.stem] = msgspec.json.decode(path.read_bytes(), type=_Record)
+                except msgspec.DecodeError as error:
+                    log.error("background_unreadable", path=str(path), error=str(error))
+        for answer_id, record in self._adopted.items():
+            task = asyncio.create_task(self._run_again(app, answer_id, record))
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+        self._adopted = {}
+
+    async def stop(self) -> list[Any]:
+        """End what runs as if it had never run, and return it."""
+        records, self._records = self._records, {}
+        tasks = [*self._starting, *(run.task for run in self._running.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [msgspec.to_builtins(record) for record in records.values()]
+
+    async def _run_again(self, app: ASGIApp, answer_id: str, record: _Record) -> None:
+        TENANT.set(record.tenant)
+        TENANT_WEIGHT.set(record.weight)
+        self._records[answer_id] = record
+        while True:
+            while not self._is_ready():
+                await asyncio.sleep(_PAUSE_S)
+            status, body = await post_local(
+                app, ROOT, record.body.encode(), request_id=self._new_id(), answer=record.answer
+            )
+            if status not in (429, 503):
+                break
+            await asyncio.sleep(_RETRY_S)
+        if status != 200:
+            log.error(
+                "background_lost", id=answer_id, status=status, error=body[:500].decode("utf-8", "replace")
+            )
+            self._forget(answer_id)
+
+    def _keep(self, record: _Record) -> str:
+        """Have the request run again after a restart; return its id."""
+        answer_id = record.answer.partition(" ")[0]
+        if self._folder is not None:
+            with within_disk():
+                write_json(self._folder / f"{answer_id}.json", record)
+        self._records[answer_id] = record
+        return answer_id
+
+    def _forget(self, answer_id: str) -> None:
+        if self._records.pop(answer_id, None) is not None and self._folder is not None:
+            (self._folder / f"{answer_id}.json").unlink(missing_ok=True)
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """Return ``app``, the application of a route, with background responses."""
@@ -41,18 +140,41 @@ class BackgroundResponses:
             await app(scope, _replayed(messages, receive), send)
             return
         scope[BACKGROUND_KEY] = True
+        is_again = ANSWER_KEY in scope
+        answer = scope.setdefault(
+            ANSWER_KEY, f"{self._new_id()} {int(self._unix_time())} {secrets.randbits(_SEED_BITS)}"
+        )
+        record = _Record(answer, TENANT.get(), TENANT_WEIGHT.get(), body.decode())
+        answer_id = self._keep(record)
         run = _Run(app, scope, messages)
-        if not await run.begun(send):
+        try:
+            has_begun = await run.begun(send)
+        except asyncio.CancelledError:  # the server stops, or the client left before it had the id
+            run.task.cancel()
+            raise
+        if not has_begun:
+            if not is_again:
+                self._forget(answer_id)
             return
         response = run.response
         key = (TENANT.get(), response["id"])
         self._running[key] = run
-        run.task.add_done_callback(lambda _: self._running.pop(key, None))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._running.pop(key, None)
+            if not task.cancelled():
+                self._forget(answer_id)
+
+        run.task.add_done_callback(ended)
         await send_json(send, 200, msgspec.json.encode(response), run.headers)
 
     async def _other(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         response_id, _, action = scope["path"].removeprefix(ROOT + "/").partition("/")
         run = self._running.get((TENANT.get(), response_id))
+        record = self._records.get(response_id.removeprefix("resp_"))
+        if run is None and record is not None and record.tenant == TENANT.get():
+            text = f"The response {clip(response_id)} continues as soon as the model is loaded."
+            raise CapacityError(text, retryable=True)
         deletes = scope["method"] == "DELETE" and not action
         if run is not None and (deletes or (scope["method"] == "POST" and action == "cancel")):
             await run.cancel()

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of, read_json
-from quire.http.edge import Extension, id_source
+from quire.http.edge import Extension, Work, id_source
 from quire.http.wire import Body, Ignored, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.disk import within_disk
@@ -252,47 +252,63 @@ def _expires_after(given: dict[str, Any], name: str, ignored: list[str] | None) 
     return asked.seconds
 
 
-def jobs_of(settings: JobSettings, is_busy: Callable[[], bool], unix_time: Callable[[], float]) -> Extension:
+def jobs_of(
+    settings: JobSettings,
+    is_busy: Callable[[], bool],
+    unix_time: Callable[[], float],
+    is_ready: Callable[[], bool] = lambda: True,
+) -> Extension:
     """Return the extension. ``is_busy`` tells whether requests of others wait: batches pause then.
+
+    ``is_ready`` tells whether requests are taken: responses in the background that a restart goes on with wait for it.
 
     Raises:
         ConfigError: ``batch_dir`` cannot be used.
     """
     new_id = id_source()
     runner: BatchRunner | None = None
-    if settings.batch_dir is not None:
-        root = Path(settings.batch_dir)
-        try:
-            files = FileStore(root, new_id, unix_time, settings.max_store_bytes)
-            runner = BatchRunner(
-                root,
-                files,
-                new_id=new_id,
-                unix_time=unix_time,
-                is_busy=is_busy,
-                concurrency=settings.batch_concurrency,
+    root = None if settings.batch_dir is None else Path(settings.batch_dir)
+    try:
+        if root is not None:
+            files, most = (
+                FileStore(root, new_id, unix_time, settings.max_store_bytes),
+                settings.batch_concurrency,
             )
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"--batch-dir {root} cannot be used: {error}.") from error
+            runner = BatchRunner(
+                root, files, new_id=new_id, unix_time=unix_time, is_busy=is_busy, concurrency=most
+            )
+        folder = None if root is None else root / "background"
+        background = BackgroundResponses(settings.max_body_bytes, new_id, unix_time, is_ready, folder)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--batch-dir {root} cannot be used: {error}.") from error
+
+    def start(app: Starlette) -> None:
+        """Go on with the work of an earlier server."""
+        background.start(app)
+        if runner is not None:
+            runner.resume(app)
+
+    async def stop() -> list[Any]:
+        """End the work; the next server continues from the state on disk."""
+        if runner is not None:
+            await runner.close()
+        return await background.stop()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
-        """Run batches, beginning with those of an earlier server; the next server continues from the state on disk."""
-        if runner is None:
-            yield
-            return
-        runner.resume(app)
+        start(app)
         try:
             yield
         finally:
-            await runner.close()
+            await stop()
 
     return Extension(
         JobRoutes(runner, settings).routes(),
-        (ROOT, BackgroundResponses(settings.max_body_bytes).around),
+        (ROOT, background.around),
         lifespan,
         {
             "/v1/batches": Body("Begin a batch of requests", BatchRequest),
             "/v1/messages/batches": Body("Begin a batch of messages", MessageBatchRequest),
         },
+        Work(start, stop, background.adopt, is_on_disk=root is not None),
     )

@@ -62,6 +62,7 @@ class BatchRunner:
     def resume(self, app: ASGIApp) -> None:
         """Run batches as calls of ``app`` from now on, beginning with those that an earlier server left open."""
         self._app = app
+        self._batches = self._disk.load()  # what another server has changed since this one began
         for batch in self.all():
             if batch["status"] in OPEN:
                 log.info("batch_resumed", batch=batch["id"], status=batch["status"])

@@ -23,7 +23,7 @@ from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError, nearest
 from quire.families import Take, weight_map
-from quire.families.fields import Fields
+from quire.families.shape import Fields
 from quire.models.checkpoint import read_json
 from quire.models.safetensors_file import StoredTensor, map_file, read_safetensors, reading
 from quire.modelspec import ModelSpec

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from quire.errors import ModelLoadError
 from quire.families import quantization_of, spec_from_config, weight_map
-from quire.families.fields import Fields
 from quire.families.gguf import BLOCK_TYPES, gguf_weight_map, spec_from_gguf
+from quire.families.shape import Fields
 from quire.models.gguf_file import read_gguf
 from quire.models.hub import INSTEAD, QUILL_NAMES, config_of, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading

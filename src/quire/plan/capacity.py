@@ -19,9 +19,8 @@ from typing import Any
 from quire.modelspec import ModelSpec
 from quire.plan.estimate import Cost, Estimate, Load, Replica, cost_of
 from quire.plan.hardware import GIB, Hardware
-from quire.plan.memory import MemoryPlan, plan_memory
 from quire.plan.roofline import Efficiency, Roofline, work_of
-from quire.plan.split import Split
+from quire.plan.split import MemoryPlan, Split, plan_memory
 from quire.workload.slo import Slo
 
 

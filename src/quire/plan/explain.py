@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from quire.plan.capacity import CapacityPlan
 from quire.plan.cost_model import StepFeatures, chunk_pairs
 from quire.plan.hardware import GIB
-from quire.plan.memory import UTILIZATION, row_bytes
 from quire.plan.roofline import Roofline
-from quire.plan.split import Split
+from quire.plan.split import UTILIZATION, Split, row_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from quire.errors import ConfigError
 from quire.modelspec import DTYPE_BYTES, ModelSpec
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.hardware import Hardware
-from quire.plan.split import Shard, Split, shard_of
+from quire.plan.split import ACTIVATION_BYTES, KV_DTYPES, Shard, Split, shard_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,6 @@ def efficiencies() -> Mapping[str, Efficiency]:
     return {name: Efficiency(**row) for name, row in tomllib.loads(text).items()}
 
 
-KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}
-ACTIVATION_BYTES = 2  # bf16 between layers
 DEFAULT_LINK = 16e9  # bytes/s where the table has no figure: PCIe 3.0 x16
 
 

@@ -18,8 +18,7 @@ from quire.errors import ConfigError, StepError
 from quire.kernels.kv_blocks import KvView, can_tile, clear_blocks, copy_blocks, view_layer
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
 from quire.modelspec import DTYPE_BYTES, KvLayout, ModelSpec
-from quire.plan.memory import GRAPH_BYTES, RUNTIME_BYTES, row_bytes
-from quire.plan.split import Split
+from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, Split, row_bytes
 from quire.request import Sampling
 from quire.step import NewSeq, SeqPlan, StepPlan, StepResult
 

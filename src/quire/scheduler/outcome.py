@@ -10,8 +10,8 @@ from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.beam_steps import end_all, take_continuations
 from quire.scheduler.deadline import end_late, is_late
 from quire.scheduler.drafts import note_drafts
-from quire.scheduler.policy import shrink_budget
 from quire.scheduler.sequence import Sequence, SequenceState
+from quire.scheduler.slo import shrink_budget
 from quire.scheduler.state import SchedulerState, StepRecord
 from quire.scheduler.transfers import Transfers
 from quire.step import SeqPlan, SeqResult, StepResult, TransferDone

@@ -27,8 +27,8 @@ from quire.scheduler.deadline import demote, expire
 from quire.scheduler.draft_control import DraftControl
 from quire.scheduler.outcome import apply_result
 from quire.scheduler.planner import Planner
-from quire.scheduler.policy import PolicyChange, change_policy
 from quire.scheduler.predictor import Predictor
+from quire.scheduler.slo import PolicyChange, change_policy
 from quire.scheduler.state import SchedulerState
 from quire.scheduler.transfers import Transfers
 from quire.step import StepPlan, StepResult

@@ -20,10 +20,9 @@ from quire.gateway.autoscale import Bounds, Engine, PredictedLoad, Utilisation
 from quire.models.checkpoint import spec_of
 from quire.plan.cost_model import StepTime
 from quire.plan.hardware import find_hardware
-from quire.plan.memory import plan_memory
 from quire.plan.profile import HostCost, load_profile
 from quire.plan.roofline import Roofline, efficiencies, work_of
-from quire.plan.split import PRECISIONS, Split
+from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
 from quire.sim.latency import Speculation, Swap
 from quire.sim.replica import ClusterConfig, parse_fault

@@ -1,0 +1,325 @@
+"""Handing the listening sockets of a server over to a new one on this machine, without a refused connection.
+
+    new                                     old, which serves
+    connects to ADDRESS.sock  ────────────> checks that the user is the same
+    <─────────────────────────────────────  hello: its process, its memory, its listening sockets
+    loads the model; if it cannot, it ends, and the old server has lost nothing
+    take  ────────────────────────────────> accepts no more, stops its jobs; connections wait in the kernel's queue
+    <─────────────────────────────────────  yours: what it keeps in memory for clients
+    accepts
+    serving  ─────────────────────────────> sends each connection that is between two requests, until it has drained
+    <─────────────────────────────────────  connections
+
+If the new server ends between ``take`` and ``serving``, the old one accepts again. ADDRESS.sock is a unix socket in a
+folder that only its user can enter. A message is one packet: JSON, with file descriptors beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pwd
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.metrics.log import Log
+
+PATIENCE_S = 30.0  # for the answer of the other side
+_MAX_MESSAGE = 65_536
+_MAX_FDS = 64
+_PEER = struct.Struct("3i")  # pid, user, group
+_HELP = "Start without --handover."
+log = Log("handover")
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What a running server does at each step. None of these may raise."""
+
+    about: Callable[[], Mapping[str, Any]]  # what a new server has to know
+    sockets: Callable[[], Mapping[str, socket.socket]]  # the listening sockets by name
+    stop: Callable[[], Awaitable[bytes]]  # stop accepting, and return what clients may ask for later
+    go_on: Callable[[], None]  # undo it
+    leave: Callable[[Callable[[socket.socket], None]], None]  # give connections away and drain
+
+
+class HandoverPoint:
+    """The running server's side: it waits for a new server. Belongs to an event loop."""
+
+    def __init__(self, address: tuple[str, int], sides: Sides) -> None:
+        self._path = handover_path(address)
+        self._sides = sides
+        self._loop = asyncio.get_running_loop()
+        self._left = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listen = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._path.unlink(missing_ok=True)  # of a dead server, or of the one that this one has replaced
+        self._listen.bind(str(self._path))
+        self._inode = self._path.stat().st_ino
+        self._listen.listen(4)
+        self._listen.setblocking(False)
+        self._loop.add_reader(self._listen, self._accept)
+
+    @classmethod
+    def open(cls, address: tuple[str, int], sides: Sides) -> HandoverPoint | None:
+        """Return the point; None, with a line in the log, where its folder cannot be used."""
+        try:
+            return cls(address, sides)
+        except (OSError, ConfigError) as error:
+            log.warning("handover_unavailable", error=str(error))
+            return None
+
+    def close(self) -> None:
+        """Close it. A second call has no effect."""
+        self._loop.remove_reader(self._listen)
+        for task in self._tasks:
+            task.cancel()
+        self._listen.close()
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listen.accept()
+            if _user_of(sock) not in (os.getuid(), 0) or self._left:
+                sock.close()
+                return
+            task = self._loop.create_task(self._serve(sock))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        try:
+            sockets = self._sides.sockets()
+            hello = {**self._sides.about(), "pid": os.getpid(), "sockets": list(sockets)}
+            socket.send_fds(sock, [_packed(hello)], [each.fileno() for each in sockets.values()])
+            if await self._next(sock) == "take" and not self._left:
+                await self._hand_over(sock)
+        except OSError as error:
+            log.warning("handover_failed", error=str(error))
+        finally:
+            if not self._left:
+                sock.close()
+
+    async def _hand_over(self, sock: socket.socket) -> None:
+        self._left = True
+        log.info("handing_over", to=_pid_of(sock))
+        kept = await self._sides.stop()
+        try:
+            with tempfile.TemporaryFile() as file:
+                file.write(kept)
+                file.flush()
+                socket.send_fds(sock, [_packed("yours")], [file.fileno()])
+            serving = await asyncio.wait_for(self._next(sock), PATIENCE_S) == "serving"
+        except (OSError, TimeoutError):
+            serving = False
+        if not serving:
+            self._left = False
+            log.error("handover_failed", error="the new server has ended; this one goes on")
+            self._sides.go_on()
+            return
+        log.info("handed_over", to=_pid_of(sock))
+        self._sides.leave(lambda connection: _give(sock, connection))
+
+    async def _next(self, sock: socket.socket) -> Any:
+        """Return the next message, None at the end of the connection."""
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(sock, _wake, ready)
+        try:
+            await ready
+            data = sock.recv(_MAX_MESSAGE)
+            return json.loads(data) if data else None
+        finally:
+            self._loop.remove_reader(sock)
+
+
+@dataclass(slots=True, eq=False)
+class Takeover:
+    """The new server's side, from `Takeover.of` on. ``sockets``: the listening sockets by name."""
+
+    about: Mapping[str, Any]
+    sockets: dict[str, socket.socket]
+    _sock: socket.socket
+    _serve: Callable[[socket.socket], None] = field(default=lambda connection: connection.close())
+
+    @classmethod
+    def of(cls, address: tuple[str, int]) -> Takeover:
+        """Connect to the server that serves ``address``.
+
+        Raises:
+            ConfigError: there is none, it is dead, of another user, or does not answer.
+        """
+        host, port = address
+        path = handover_path(address)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.settimeout(PATIENCE_S)
+            sock.connect(str(path))
+            data, fds, _, _ = socket.recv_fds(sock, _MAX_MESSAGE, _MAX_FDS)
+            about = json.loads(data) if data else {}
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            raise ConfigError(_nobody(host, port, path), param="handover") from None
+        except OSError as error:
+            sock.close()
+            raise ConfigError(f"--handover: the server of {host}:{port} does not answer: {error}.") from None
+        if len(about.get("sockets", ())) != len(fds) or not fds:
+            sock.close()
+            raise ConfigError(f"--handover: the server of {host}:{port} is handing over already, or ends.")
+        found = {name: socket.socket(fileno=fd) for name, fd in zip(about["sockets"], fds, strict=True)}
+        return cls(about, found, sock)
+
+    @property
+    def unclaimed_bytes(self) -> int:
+        """Memory that the running server may still take: what it has planned, less what its processes hold now."""
+        return max(0, int(self.about["engine_bytes"]) - _held_bytes(int(self.about["pid"])))
+
+    def take(self) -> bytes:
+        """Have the old server accept no more; return what it kept in memory for clients.
+
+        Raises:
+            ConfigError: it has ended meanwhile.
+        """
+        try:
+            self._sock.send(_packed("take"))
+            data, fds, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, 1)
+            if data and fds:
+                with os.fdopen(fds[0], "rb") as file:
+                    file.seek(0)
+                    return file.read()
+            reason = "it has ended"
+        except OSError as error:
+            reason = str(error)
+        raise ConfigError(f"--handover: the running server did not hand over: {reason}.")
+
+    def serving(self, serve: Callable[[socket.socket], None]) -> None:
+        """Tell that this server accepts. From now on ``serve`` gets the connections of the old one."""
+        self._serve = serve
+        with contextlib.suppress(OSError):  # it has ended: what it had is gone with it
+            self._sock.send(_packed("serving"))
+        self._sock.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._sock, self._read)
+
+    def _read(self) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, 16, _MAX_FDS)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        for fd in fds:
+            self._serve(socket.socket(fileno=fd))
+        if not data:
+            self.close()
+            log.info("old_server_ended")
+
+    def close(self) -> None:
+        """Close the connection to the old server: one that has not handed over goes on. No effect once closed."""
+        if self._sock.fileno() >= 0:
+            with contextlib.suppress(RuntimeError):  # no loop runs
+                asyncio.get_running_loop().remove_reader(self._sock)
+            self._sock.close()
+
+
+def handover_path(address: tuple[str, int]) -> Path:
+    """Return the path of the unix socket of the server that listens on ``address``, in this user's folder.
+
+    Raises:
+        ConfigError: the folder belongs to another user, or cannot be made.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base) / "quire" if base else Path(tempfile.gettempdir()) / f"quire-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"The folder {folder} cannot be used: {error.strerror}.") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"The folder {folder} must be this user's alone (mode 700).")
+    host, port = address
+    return folder / f"{host.replace(':', '_')}-{port}.sock"
+
+
+def _held_bytes(pid: int) -> int:
+    """Return the resident memory of a process's children."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                with contextlib.suppress(OSError):
+                    pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
+                    total += pages * os.sysconf("SC_PAGESIZE")
+    return total
+
+
+def _nobody(host: str, port: int, path: Path) -> str:
+    """Say why no server of this user can be reached for ``host:port``."""
+    found = _listener_user(port)
+    if found is None:
+        stale = " (its last server is dead)" if path.exists() else ""
+        return f"--handover: no server listens on {host}:{port}{stale}. {_HELP}"
+    if found != os.getuid():
+        return (
+            f"--handover: {host}:{port} is served by a process of the user {_name(found)}; only a server of the same "
+            f"user, {_name(os.getuid())} here, can take it over."
+        )
+    others = sorted(
+        each.stem.removesuffix(f"-{port}").replace("_", ":")
+        for each in path.parent.glob(f"*-{port}.sock")
+        if each != path
+    )
+    known = f" A server of this user has --host {', '.join(others)}: give the same." if others else ""
+    return f"--handover: what listens on port {port} is no running `quire serve` of {host}:{port}.{known}"
+
+
+def _listener_user(port: int) -> int | None:
+    """Return the user whose process listens on a TCP port of this machine, None if there is none."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
+                    return int(words[7])
+    return None
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
+
+
+def _user_of(sock: socket.socket) -> int:
+    return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
+
+
+def _pid_of(sock: socket.socket) -> int:
+    return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0])
+
+
+def _wake(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+def _packed(message: Any) -> bytes:
+    return json.dumps(message).encode()
+
+
+def _give(sock: socket.socket, connection: socket.socket) -> None:
+    """Send a connection to the new server; if that one is gone, the connection is closed."""
+    with connection, contextlib.suppress(OSError):
+        sock.setblocking(True)  # it reads at once
+        socket.send_fds(sock, [b"c"], [connection.fileno()])

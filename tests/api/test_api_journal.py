@@ -1,0 +1,227 @@
+"""`Journal`: what is on disk of a stream, what a server that comes later finds of it, and what it costs at most."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import stat
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.api import journal_file
+from quire.api.journal import KEPT_S, Entry, Journal, event_of
+from quire.api.journal_file import End, Head
+from quire.api.relayed import Delivered, tag_of
+from quire.engine.output import OutputChunk
+from quire.errors import ConfigError, NotFoundError, QuireError, RequestError
+from quire.http.edge import TENANT
+from quire.http.refusals import HttpError
+
+NAMES = [f"chatcmpl-{number:032x}" for number in range(8)]
+BODY = b'{"stream":true,\n"messages":[]}'
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def run(go: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(go())
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path, clock: Clock, *, max_bytes: int = 1 << 20, ready: bool = True
+) -> AsyncIterator[Journal]:
+    made = Journal(folder, max_bytes, clock, lambda: ready)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def begin(made: Journal, name: str, tenant: str = "") -> Entry | None:
+    head = Head("/v1/chat/completions", tenant, f"{name[9:]} 1700000000 7", "fp", 0.0, len(BODY))
+    return await made.begin(name, head, [BODY[:5], BODY[5:]])
+
+
+def chunk(token_id: int) -> bytes:
+    return tag_of(0, OutputChunk(0, "a", (token_id,)), 0)
+
+
+async def resume(made: Journal, name: str, num_seen: int) -> tuple[bytes, Sequence[Delivered], End | None]:
+    entry = await made.resume(name, num_seen)
+    found = entry.body, entry.delivered, entry.end
+    await made.release(entry)
+    return found
+
+
+def test_a_stream_is_found_again_by_another_server(tmp_path: Path) -> None:
+    async def go() -> None:
+        clock = Clock()
+        async with opened(tmp_path, clock) as first:
+            entry = await begin(first, NAMES[0])
+            assert entry is not None
+            assert await entry.chunk(chunk(5), b"data: a\n\ndata: b\n\n") == (
+                b"id: %b:1\ndata: a\n\nid: %b:2\ndata: b\n\n" % ((NAMES[0].encode(),) * 2)
+            )
+            assert await entry.chunk(chunk(6), b"") == b""
+            path = tmp_path / f"{NAMES[0]}.journal"
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            async with opened(tmp_path, clock) as second:
+                with pytest.raises(HttpError, match="another connection") as runs:
+                    await second.resume(NAMES[0], 1)
+                assert runs.value.refusal.status == 409
+            await first.release(entry)
+        with path.open("ab") as file:
+            file.write(b"[9,[0,[812],16,nul")  # the server died in the middle of it
+        async with opened(tmp_path, clock) as third:
+            found = await third.resume(NAMES[0], 1)
+            assert found.body == BODY
+            assert found.delivered == [Delivered(0, (5,), 0), Delivered(0, (6,), 0)]
+            assert found.numbered(b"data: a\n\ndata: b\n\n") == b"id: %b:2\ndata: b\n\n" % NAMES[0].encode()
+            await found.chunk(chunk(7), b"data: c\n\n")
+            await found.finish(500, b"data: error\n\n")
+            await third.release(found)
+            _, delivered, end = await resume(third, NAMES[0], 4)
+            assert [each.token_ids for each in delivered] == [(5,), (6,), (7,)]
+            assert end == End(500, 4, "data: error\n\n")
+            with pytest.raises(RequestError, match="has 4 events"):
+                await third.resume(NAMES[0], 5)
+
+    run(go)
+
+
+def test_a_stream_is_kept_for_a_minute_after_its_end(tmp_path: Path) -> None:
+    async def go() -> None:
+        clock = Clock()
+        async with opened(tmp_path, clock) as first:
+            entries = [await begin(first, name) for name in NAMES[:2]]
+            for entry in entries:
+                assert entry is not None
+                await entry.chunk(chunk(5), b"data: a\n\n")
+            assert entries[0] is not None
+            await first.release(entries[0])
+            clock.now_s += KEPT_S - 1
+            first.sweep()
+            await resume(first, NAMES[0], 1)  # a client that comes back begins the time again
+            clock.now_s += KEPT_S
+            first.sweep()
+            with pytest.raises(NotFoundError, match="60 s after its end"):
+                await first.resume(NAMES[0], 1)
+            assert [path.stem for path in tmp_path.iterdir()] == NAMES[1:2], "that one runs"
+        assert entries[1] is not None
+        entries[1].file.close()
+        ready = [False]
+        left = Journal(tmp_path, 1 << 20, clock, lambda: ready[0])
+        for _ in range(3):  # the model is loaded for longer than a minute
+            clock.now_s += KEPT_S
+            left.sweep()
+        ready[0] = True
+        clock.now_s += KEPT_S - 1
+        left.sweep()
+        await resume(left, NAMES[1], 1)
+        clock.now_s += KEPT_S
+        left.sweep()
+        await left.close()
+        assert not list(tmp_path.iterdir())
+
+    run(go)
+
+
+def test_a_stream_is_its_tenants_alone(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with opened(tmp_path, Clock()) as made:
+            entry = await begin(made, NAMES[0], tenant="alice")
+            assert entry is not None
+            await entry.chunk(chunk(5), b"data: a\n\n")
+            for tenant, name in (
+                ("", NAMES[0]),
+                ("bob", NAMES[0]),
+                ("alice", NAMES[1]),
+                ("alice", "../../etc/passwd"),
+            ):
+                TENANT.set(tenant)
+                with pytest.raises(QuireError):
+                    await made.resume(name, 1)
+            await made.release(entry)
+            TENANT.set("alice")
+            assert (await resume(made, NAMES[0], 1))[0] == BODY
+
+    run(go)
+
+
+def test_a_full_disk_stops_the_journal_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def go() -> None:
+        async with opened(tmp_path, Clock()) as made:
+            entry, other = await begin(made, NAMES[0]), await begin(made, NAMES[1])
+            assert entry is not None
+            assert other is not None
+            with monkeypatch.context() as patch:
+                patch.setattr(journal_file.os, "write", full)
+                for _ in range(3):
+                    assert b"data: a" in await entry.chunk(chunk(5), b"data: a\n\n")
+                assert await begin(made, NAMES[2]) is None
+            assert b":1\ndata: a" in await other.chunk(chunk(5), b"data: a\n\n")
+            with pytest.raises(HttpError, match="disk was full") as refused:
+                await made.resume(NAMES[0], 1)
+            assert refused.value.refusal.status == 507
+            for each in (entry, other):
+                await made.release(each)
+            await resume(made, NAMES[1], 1)
+        assert [path.stem for path in tmp_path.iterdir()] == NAMES[1:2]
+
+    def full(fd: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run(go)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == ["journal_full"]
+
+
+def test_the_journal_is_bounded(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with opened(tmp_path, Clock(), max_bytes=2_000) as made:
+            for name in NAMES[:4]:
+                entry = await begin(made, name)
+                assert entry is not None
+                while entry.num_bytes < 700:
+                    await entry.chunk(chunk(5), b"data: a\n\n")
+                await made.release(entry)
+            kept = {path.stem for path in tmp_path.iterdir()}
+            assert kept == set(NAMES[2:4]), "those that ended first make room"
+            running = await begin(made, NAMES[4])
+            assert running is not None
+            while not running.is_cut:
+                assert b"data: a" in await running.chunk(chunk(5), b"data: a\n\n")
+                assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2_000
+            await made.release(running)
+
+    run(go)
+
+
+@pytest.mark.parametrize("given", [b"", b"17", b"a:b", b"a:-1", "a:٣".encode(), b"a:" + b"9" * 20])
+def test_a_wrong_event_id_is_refused(given: bytes) -> None:
+    with pytest.raises(RequestError, match="Last-Event-ID"):
+        event_of(given)
+
+
+def test_event_ids_are_read_with_and_without_the_stream() -> None:
+    assert event_of(b" chatcmpl-1:17 ") == ("chatcmpl-1", 17)
+    assert event_of(b"17", "x") == event_of(b"x:17", "x") == ("x", 17)
+    with pytest.raises(RequestError):
+        event_of(b"y:17", "x")
+
+
+def test_a_folder_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--journal .* cannot be used"):
+        Journal(tmp_path / "file", 1 << 20, Clock(), lambda: True)
