@@ -84,11 +84,11 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 32,
         "scheduler": 28,
     },
-    "what faults and fuzzing found": {"api": 1, "engine": 45, "lora": 1},
+    "what faults and fuzzing found": {"api": 1, "engine": 45, "http": 10, "lora": 1},
     "flight recorder, replay, comparison": {
         "": 20,
         "api": 15,
-        "bench": 185,
+        "bench": 190,
         "cli": 225,
         "engine": 735,
         "executor": 210,
