@@ -54,6 +54,8 @@ def compare(client: EngineClient, path: Path, clock: Clock) -> tuple[dict[str, s
     kept = [each for each in recorded if any(sample.token_ids for sample in each.samples)]
     if not kept:
         raise ConfigError(f"{path} has no request with tokens: there is nothing to compare")
+    first = replace(kept[0], request=replace(kept[0].request, cache_salt="warm-up"))
+    _run(client, [first], clock)  # the first steps of an engine take longer, and a server has served before
     got = _run(client, kept, clock)
     differences = [text for one, other in zip(kept, got, strict=True) for text in _differences(one, other)]
     ended = [(one, other) for one, other in zip(kept, got, strict=True) if one.has_ended]
