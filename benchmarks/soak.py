@@ -82,7 +82,8 @@ class Soak:
             with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, UnicodeError):
                 headers = {"content-type": asked.media_type} if asked.media_type.isprintable() else {}
                 answer = await client.request(asked.method, asked.path, content=asked.body, headers=headers)
-                self.done[f"fuzzed {answer.status_code // 100}xx"] += 1
+                status = answer.status_code
+                self.done[f"fuzzed {status if status >= 500 else f'{status // 100}xx'}"] += 1
 
     async def _jobs(self, client: httpx.AsyncClient) -> None:
         lines = "\n".join(json.dumps({**LINE, "custom_id": f"c{i}"}) for i in range(8)).encode()

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.api.asgi_client import Api, error_of, events
 
 from quire.http.client import post_local
+from quire.http.edge import Edge
 from quire.metrics.log import configure
 
 OPEN = ["/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"]
@@ -211,3 +212,31 @@ def test_log_lines_carry_the_request_id() -> None:
         "three",
     )
     assert "ZeroDivisionError: detail" in crashed["traceback"]
+
+
+CLOSED = "unable to perform operation on <TCPTransport closed=True reading=False 0x1>; the handler is closed"
+
+
+@pytest.mark.parametrize(("error", "is_raised"), [(CLOSED, False), ("Expected ASGI message", True)])
+def test_reset_of_a_client_is_no_error_of_the_server(error: str, is_raised: bool) -> None:
+    """Between the reset and the disconnect that the application sees, uvloop raises at each write."""
+    sent: list[str] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        raise RuntimeError(error)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def go() -> None:
+        scope = {"type": "http", "path": "/v1/models", "headers": []}
+        await Edge(app, (), lambda: "id")(scope, app, send)  # type: ignore[arg-type]
+
+    if is_raised:
+        with pytest.raises(RuntimeError, match="Expected"):
+            asyncio.run(go())
+    else:
+        asyncio.run(go())
+        assert sent == ["http.response.start", "http.response.body"]

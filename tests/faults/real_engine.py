@@ -204,7 +204,8 @@ def main() -> int:
     rows = [(str(status), f"{count:,}") for status, count in sorted(done.statuses.items())]
     text = (
         f"{total:,} requests, seed {args.seed}, {NUM_AT_ONCE} at a time, {time.monotonic() - begin_s:.0f} s: "
-        f"{len(done.faults)} wrong (a 5xx, an exception, a stream without its end). Left over: {left}.\n\n"
+        f"{len(done.faults)} wrong (a 5xx but the refusals below, an exception, a stream without its end). "
+        f"Left over: {left}.\n\n"
         f"{table(('status', 'answers'), rows)}\n\n"
         f"Refusals of requests that asked for a deadline, or of a full queue: {dict(done.refusals) or 'none'}. "
         f"Kinds of requests: {dict(done.kinds)}. Events in streams: {done.num_events:,}."

@@ -19,7 +19,7 @@ from tests.sim.test_fuzz import run_seed
 CHUNK = 50  # seeds that a process runs at a time
 SHOWN = (
     "steps", "generated_tokens", "preemptions", "forks", "aborts in flight", "failed_steps", "restarted_readers",
-    "zombie_results", "error step", "error seq", "error capacity", "error hopeless", "late total",
+    "zombie_results", "error step", "error capacity", "error hopeless", "late total",
     "late first_token", "policy changes", "cache resets in flight", "resumed", "evicted_blocks", "adapter waits",
     "beams", "drafts", "accepted drafts", "rejected drafts", "loads", "stores", "partial loads",
     "failed_transfers", "deaths", "transfers lost",

@@ -60,6 +60,10 @@ class Work:
     is_on_disk: bool  # a server that starts later goes on with it, too
 
 
+# uvloop, between a client's reset and the disconnect that the application sees: what is sent then is dropped.
+_CLOSED = "the handler is closed"
+
+
 class Edge:
     """ASGI middleware: names the request (``x-request-id``, the client's own if it sent one) and checks its key."""
 
@@ -89,7 +93,11 @@ class Edge:
             if message["type"] == "http.response.start":
                 name = (b"x-request-id", scope[_SCOPE_KEY].encode())
                 message["headers"] = [*message.get("headers", ()), name]
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:
+                if _CLOSED not in str(error):
+                    raise
 
         refusal = None if scope["path"] in OPEN_PATHS else self._key_problem(scope)
         if refusal is not None:
