@@ -26,7 +26,7 @@ BAD: list[tuple[str, dict[str, Any], str, list[str]]] = [
     ("chat", {"n": 10**30}, "n", ["1…128"]),
     ("chat", {"presence_penalty": 3}, "presence_penalty", ["3", "-2…2"]),
     ("chat", {"frequency_penalty": -3}, "frequency_penalty", ["-3"]),
-    ("chat", {"repetition_penalty": 0}, "repetition_penalty", ["> 0"]),
+    ("chat", {"repetition_penalty": 0}, "repetition_penalty", ["0.000001"]),
     ("chat", {"logit_bias": {"a": 1}}, "logit_bias", ["'a'", "token ids"]),
     ("chat", {"logit_bias": {"1": 101}}, "logit_bias", ["101"]),
     ("chat", {"logit_bias": {"1": "2"}}, "logit_bias", ["token ids to numbers"]),
