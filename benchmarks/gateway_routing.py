@@ -73,7 +73,7 @@ async def measure(policy: str, urls: list[str]) -> str:
         "backends": [{"name": f"r{i}", "url": url} for i, url in enumerate(urls)],
         "routing": {"policy": policy},
         "timeouts": {"first_token_s": 120.0},
-        "health": {"slow_factor": 1000.0},
+        "health": {"slow_factor": 1000.0, "timeout_s": 30.0},
         "gateway_key": KEY,
     }
     found: list[tuple[float, int, int]] = []

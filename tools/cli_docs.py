@@ -34,6 +34,9 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire autoscale                have as many replicas behind a gateway as its load will need (docs/autoscale.md)
     quire run [MODEL] "prompt"     continue one text and print it as it comes
     quire chat [MODEL]             talk in the terminal; /help lists its commands, Ctrl-C stops an answer
+    quire pull ORG/REPO            download what serving a model needs, into the cache of the hub
+    quire list                     the models on this machine: those that ship with Quire, those in the cache
+    quire rm ORG/REPO …            delete models from the cache
     quire bench serve              put load on any OpenAI-compatible server (docs/benchmarking.md)
     quire bench latency [MODEL]    batches of equal requests, without a server
     quire bench throughput [MODEL] all requests at once, without a server

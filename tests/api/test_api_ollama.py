@@ -277,11 +277,11 @@ def test_models_are_listed_with_their_tag() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("POST", "/api/pull", "quire serve"),
+        ("POST", "/api/pull", "quire pull"),
         ("POST", "/api/push", "publishes no models"),
         ("POST", "/api/create", "--chat-template"),
         ("POST", "/api/copy", "--served-model-name"),
-        ("DELETE", "/api/delete", "cache"),
+        ("DELETE", "/api/delete", "quire rm"),
         ("POST", "/api/blobs/sha256:0", "FILE.gguf"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from tests.api.asgi_client import Api, error_of
 
 from quire.http.keys import ApiKey, KeyFile, create_key
+from quire.metrics.engine_stats import EngineStats
 
 Call = Callable[..., httpx.Response]
 
@@ -100,3 +101,24 @@ def test_weights_of_the_key_file_reach_the_request(tmp_path: Path) -> None:
         assert api.call("POST", route, json=body, headers=headers).status_code == 200
     assert [each.kwargs["tenant"] for each in api.frontend.submitted] == ["lab", "lab"]
     assert [each.kwargs["tenant_weight"] for each in api.frontend.submitted] == [2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("order", "listed"),
+    [
+        ("fcfs", {"priority", "user"}),
+        ("priority", {"user"}),
+        ("fair", {"priority"}),
+        ("deadline", {"priority", "user"}),
+        ("", set()),
+    ],
+)
+def test_what_the_order_does_not_read_is_listed(order: str, listed: set[str], monkeypatch: Any) -> None:
+    api = Api()
+    monkeypatch.setattr(api.frontend, "stats", lambda: EngineStats(order=order))
+    response = api.chat(priority=3, user="anna")
+    assert set(filter(None, response.headers.get("x-quire-ignored-fields", "").split(", "))) == listed
+    assert "x-quire-ignored-fields" not in api.chat().headers
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], "metadata": {"user_id": "anna"}}
+    header = api.post("/v1/messages", body).headers.get("x-quire-ignored-fields")
+    assert header == ("metadata.user_id" if "user" in listed else None)

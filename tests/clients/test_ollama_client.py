@@ -68,7 +68,7 @@ def test_vectors_and_models_are_read(client: Any) -> None:
 
 
 def test_refusals_are_its_errors(client: Any) -> None:
-    with pytest.raises(ollama.ResponseError, match="quire serve"):
+    with pytest.raises(ollama.ResponseError, match="quire pull"):
         client.pull("llama3.2")
     with pytest.raises(ollama.ResponseError, match="not served here"):
         client.chat("llama3.2", messages=[{"role": "user", "content": "hi"}])

@@ -56,6 +56,35 @@ def test_dns_that_is_gone_leaves_the_backends(monkeypatch: pytest.MonkeyPatch) -
     run(main())
 
 
+def test_each_address_of_a_headless_service_is_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        one = Scripted(says("1"))
+        async with backends(one):
+            port = int(one.url.rpartition(":")[2])
+            addresses = ["127.0.0.1"]
+
+            async def resolves(host: str, wanted: int, **named: object) -> list[tuple[object, ...]]:
+                assert host == "quire.default.svc"
+                return [(0, 0, 0, "", (address, wanted)) for address in addresses]
+
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolves)
+            source = {"dns": f"quire.default.svc:{port}", "region": "eu", "models": ["m"]}
+            quick = {"interval_s": 0.05}
+            async with gateway(ready=False, backends=[source], health=quick) as live:
+                await live.until(lambda: [b.url for b in live.state.fleet] == [one.url])
+                addresses += ["127.0.0.2", "::1"]  # pods become ready …
+                await live.until(lambda: len(list(live.state.fleet)) == 3)
+                assert {b.url for b in live.state.fleet} == {
+                    one.url, f"http://127.0.0.2:{port}", f"http://[::1]:{port}",
+                }  # fmt: skip
+                assert {b.args.region for b in live.state.fleet} == {"eu"}
+                addresses.remove("127.0.0.1")  # … and go
+                await live.until(lambda: one.url not in {b.url for b in live.state.fleet})
+                monkeypatch.undo()
+
+    run(main())
+
+
 def test_a_replica_registers_and_is_forgotten_when_silent() -> None:
     async def main() -> None:
         one = Scripted(says("1"))

@@ -303,9 +303,23 @@ def test_a_hook_that_fails_refuses_or_passes() -> None:
                 assert (status, b"crash." in body) == ((503, False) if then == "refuse" else (200, True))
                 status, body = await live.post(ask("hi") | {"model": "fine"}, CHAT)
                 assert b"FINE." in body
+                assert live.state.filters is not None
+                assert live.state.filters.counts["hook", "after", "changed"] == 1
             async with gateway(fine, filters=[slow]) as live:
                 status, body = await live.post(ask("hi") | {"model": "fine"}, CHAT)
                 assert status == (503 if then == "refuse" else 200)
+
+    run(main())
+
+
+def test_a_hook_that_returns_its_text_changes_nothing() -> None:
+    async def main() -> None:
+        async with gateway(
+            Scripted(streams("LOUD.", " ENOUGH.")), filters=[{"hook": f"{__name__}:Slow"}]
+        ) as live:
+            _, body = await live.post(ask("hi", stream=True), CHAT)
+            assert chat_frame("LOUD.") in body
+            assert chat_frame(" ENOUGH.") in body
 
     run(main())
 

@@ -8,11 +8,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.e2e.live import LiveServer
 from tests.gateway.live import gateway_of
 from tests.gateway.test_tenants import make_keys
 
+from quire.errors import ModelLoadError
 from quire.http.keys import ApiKey, create_key, read_keys
+from quire.models.hub import quill_path
 from quire.plan.cost_model import CostModel
 
 KEY = "between-us"
@@ -22,6 +25,10 @@ TOKENS = 16
 
 def timed_replica(folder: Path, **settings: Any) -> LiveServer:
     """Start a server that is real but for its model: each step sleeps."""
+    try:
+        quill_path("quill")
+    except ModelLoadError as error:
+        pytest.skip(str(error))
     (folder / "cost.json").write_text(json.dumps(CostModel(fixed_s=STEP_S).to_json()))
     flags = [
         f"{name}={value}" for name, value in {"gateway_key": KEY, "max_model_len": 512, **settings}.items()

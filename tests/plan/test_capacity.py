@@ -54,6 +54,49 @@ def test_stages_only_where_no_domain_holds_it() -> None:
     assert answer("deepseek-v3", gpu="gb200", count=16, quantize="fp8").advice.chosen is not None
 
 
+def test_an_end_to_end_limit_counts() -> None:
+    held, missed = (answer("llama-3.1-8b", count=4, rate=2.0, slo=f"e2el={s}s") for s in (20, 1))
+    assert held.as_dict()["predicted"]["meets_slo"]
+    data = missed.as_dict()
+    assert data["predicted"]["e2el_ms"] > 1000
+    assert not data["predicted"]["meets_slo"]
+    assert missed.knee == 0.0
+    line, remarks = serve_command(held)
+    assert "--slo" not in line, "the server has no such limit"
+    assert any("e2el" in remark for remark in remarks)
+    both, _ = serve_command(answer("llama-3.1-8b", rate=2.0, slo="ttft=1s,e2el=20s"))
+    assert "--slo ttft=1000ms " in both + " "
+
+
+@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b", "qwen3-32b", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "load", [{"rate": 30.0}, {"rate": 400.0}, {"concurrency": 64}, {"concurrency": 2000}], ids=str
+)
+def test_no_more_run_than_may_and_no_split_serves_more(
+    model: str, count: int, load: dict[str, float]
+) -> None:
+    plan = answer(model, count=count, workload="6000/200", **load)
+    chosen, data = plan.advice.chosen, plan.as_dict()["predicted"]
+    assert chosen is not None
+    assert data["running"] / chosen.split.dp <= data["max_batch"] + 1e-6
+    assert f"--max-num-seqs {data['max_batch']} " in serve_command(plan)[0]
+    others = [o for o in plan.advice.options if o.split.pp == 1 and o.holds(None) >= chosen.holds(None)]
+    assert chosen.capacity >= 0.95 * max(o.capacity for o in others)
+    assert [reason[:2] for reason in plan.advice.reasons] == [
+        f"{i}." for i in range(1, len(plan.advice.reasons) + 1)
+    ]
+
+
+def test_more_devices_a_replica_are_chosen_where_they_serve_more() -> None:
+    plan = answer("llama-3.1-70b", count=4, concurrency=64, workload="6000/200")
+    chosen = plan.advice.chosen
+    assert chosen is not None
+    least = next(o for o in plan.advice.options if o.memory.fits)
+    assert chosen.split.tp > least.split.tp == 2
+    assert "times the requests of" in " ".join(plan.advice.reasons)
+
+
 def test_json_has_the_keys_of_the_issue() -> None:
     arguments = [
         "plan",

@@ -64,6 +64,8 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
         return MessageAnswer(head, plan, streamed=request.stream)
 
     tenant = TENANT.get() or metadata.user_id
+    if metadata.user_id and ignored is not None and not state.reads_tenants:
+        ignored.append("metadata.user_id")
     return await conversation_job(
         state, request, conversation, sampling, "msg_", answer, ignored, tenant=tenant
     )

@@ -121,9 +121,9 @@ class JsonEndpoint(PostEndpoint):
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         ignored = self._ignored()
-        answer = await self._compute(self._state, body, ignored)
+        answer = msgspec.json.encode(await self._compute(self._state, body, ignored))
         client.release()
-        await send_json(send, 200, msgspec.json.encode(answer), self._ignored_header(ignored))
+        await send_json(send, 200, answer, self._ignored_header(ignored))
 
 
 class GenerateEndpoint(PostEndpoint):
@@ -182,6 +182,7 @@ class GenerateEndpoint(PostEndpoint):
         if entry is not None:
             RELAYED.set(entry.relayed(state.unix_time()))
         job = await self._prepare(state, body, ignored)
+        ignored += state.unread(body)
         model = job.answer.head.model
         if job.relayed is not None:
             job.relayed.check(self._state.continuable_with(model), len(job.prompts) * job.sampling.n)

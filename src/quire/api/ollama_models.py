@@ -23,12 +23,12 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 # What would change the models on disk → what to do instead.
 _INSTEAD = {
-    "pull": "To serve another model, start `quire serve MODEL`: it downloads what is missing",
+    "pull": "Download with `quire pull ORG/REPO`, and serve it with `quire serve ORG/REPO`",
     "push": "Quire publishes no models",
     "create": "Start the server with --chat-template, --quantize or --lora, and name the result with "
     "--served-model-name",
     "copy": "Give the model several names with --served-model-name A,B",
-    "delete": "The models on disk are in the cache of the hub (~/.cache/huggingface/hub)",
+    "delete": "Delete models from the cache of the hub with `quire rm ORG/REPO`",
     "blobs": "Start the server with the file: `quire serve FILE.gguf`",
 }
 

@@ -115,6 +115,19 @@ class ApiState:
             )
         return name
 
+    def unread(self, body: Any) -> list[str]:
+        """Return the fields of a body that are for the scheduler, and that its order does not read."""
+        order = self.frontend.stats().order
+        if not order or not isinstance(body, dict):
+            return []
+        read = {"priority": order == "priority", "user": self.reads_tenants}
+        return [name for name, is_read in read.items() if body.get(name) and not is_read]
+
+    @property
+    def reads_tenants(self) -> bool:
+        """Whether the order reads the tenant that a request names; that of its key replaces it."""
+        return self.frontend.stats().order in ("", "fair") and not TENANT.get()
+
     def continuable_with(self, name: str) -> str:
         """Return a digest of all that the output of model ``name`` depends on, beside the request.
 

@@ -1,4 +1,4 @@
-"""`quire`: serve | gateway | run | chat | bench | profile | simulate | plan | doctor … Commands import late."""
+"""`quire`: serve | gateway | run | chat | pull | list | rm | bench | profile | simulate … Commands import late."""
 
 from __future__ import annotations
 
@@ -163,6 +163,37 @@ def plan(
     from quire.cli.plan import plan
 
     raise typer.Exit(plan(pick(PlanArgs, with_model(model, settings))))
+
+
+@app.command()
+def pull(
+    model: Annotated[
+        str, typer.Argument(help="org/repo of the hub, or org/repo:Q8_0 for one GGUF file of it.")
+    ],
+    revision: Annotated[
+        str | None, typer.Option("--revision", help="Branch, tag or commit.", show_default=False)
+    ] = None,
+) -> None:
+    """Download what serving a model needs into the cache of the hub, and print where it is."""
+    from quire.cli.models import pull
+
+    pull(model, revision)
+
+
+@app.command("list")
+def list_() -> None:
+    """List the models on this machine: those that ship with Quire, and those in the cache of the hub."""
+    from quire.cli.models import show_models
+
+    show_models()
+
+
+@app.command()
+def rm(models: Annotated[list[str], typer.Argument(help="Names that `quire list` shows.")]) -> None:
+    """Delete models from the cache of the hub."""
+    from quire.cli.models import remove_models
+
+    remove_models(models)
 
 
 @app.command()

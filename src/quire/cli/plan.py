@@ -7,7 +7,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from quire.plan.capacity import CapacityPlan, Question, plan_capacity
 from quire.plan.estimate import Load
 from quire.plan.explain import explain
 from quire.plan.hardware import GIB, Hardware, find_hardware, this_machine
+from quire.plan.presets import preset_of
 from quire.plan.roofline import efficiencies
 from quire.plan.split import PRECISIONS
 from quire.sim.search import SHARE, Found, Search
@@ -111,15 +112,16 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     known = {f.name for kind in (EngineArgs, ServerArgs) for f in fields(kind)}
     wanted: dict[str, Any] = {
         "max_model_len": q.context or q.load.isl + q.load.osl,
-        "max_num_seqs": min(q.max_num_seqs, max(1, plan.memory.max_requests)),
+        "max_num_seqs": q.max_running(chosen.split) if chosen else 1,
         "max_num_batched_tokens": q.max_num_batched_tokens,
     }
     if q.precision not in ("bf16", "fp32"):
         wanted["quantize"] = q.precision
     if q.kv_dtype != "bf16":
         wanted["kv_dtype"] = q.kv_dtype
-    if q.slo is not None:
-        wanted["slo"] = str(q.slo)
+    served = replace(q.slo, e2el_s=None) if q.slo is not None else Slo()
+    if str(served):
+        wanted["slo"] = str(served)
     if q.hardware.kind != "cpu":
         wanted["device"] = "cuda"
     ways = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "expert_parallel_size": "ep"}
@@ -129,8 +131,14 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     flags = [f"{flag_name(name)} {shlex.quote(str(v))}" for name, v in wanted.items() if name in known]
     missing = {name: value for name, value in wanted.items() if name not in known}
     lacking = [f"this version has no {flag_name(name)} yet (wanted: {v})" for name, v in missing.items()]
+    if q.slo is not None and q.slo.e2el_s is not None:
+        lacking.append("the server holds ttft and tpot; e2el is predicted here alone")
     if chosen and chosen.split.dp > 1:
-        lacking.append(f"run {chosen.split.dp} of them, behind a load balancer")
+        lacking.append(f"run {chosen.split.dp} of them, behind quire gateway")
+    if preset_of(q.model) == q.model and not Path(q.model).exists():
+        lacking.append(
+            f"{q.model} is a name of the planner: give the model's folder, .gguf file or hub id in its place"
+        )
     return " ".join(["quire serve", q.model, *flags]), lacking
 
 
@@ -207,6 +215,8 @@ def _speed_table(data: Mapping[str, Any]) -> Table:
     endless = "grows without bound: more requests arrive than can be served"
     table.add_row("TTFT (mean)", endless if p["ttft_ms"] is None else f"{p['ttft_ms']:.0f} ms")
     table.add_row("TPOT (mean)", f"{p['tpot_ms']:.1f} ms")
+    if p["e2el_ms"] is not None:
+        table.add_row("E2EL (mean)", f"{p['e2el_ms']:,.0f} ms")
     running = p["running"] / data["split"]["dp"]
     table.add_row("running, of at most", f"{running:.1f} of {p['max_batch']:,} in a replica")
     table.add_row(

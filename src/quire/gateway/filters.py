@@ -117,28 +117,32 @@ class Filters:
         changed = None
         for each, method in self._after:
             given = text if changed is None else changed
-            answer = await self._ask(each, "after", partial(method, about, given))
+            answer = await self._ask(each, "after", partial(method, about, given), text=given)
             if isinstance(answer, str):
                 changed = answer
             elif answer is not None:
                 self._failed(each, "after", "it returned no text")
         return changed
 
-    async def _ask(self, each: Bound, when: Literal["before", "after"], call: Callable[[], Any]) -> Any:
+    async def _ask(
+        self, each: Bound, when: Literal["before", "after"], call: Callable[[], Any], text: str | None = None
+    ) -> Any:
+        """Return a verdict; that of a hook which returns the ``text`` that it got is None, to pass."""
         name = each.args.name
         try:
             async with asyncio.timeout(each.args.timeout_s):
                 answer = await _called(each.method(when), call)
         except Refused as error:
             self.counts[name, when, "refused"] += 1
-            text = f"Refused by the filter {name!r}: {error}"
-            raise HttpError(Refusal(400, text, code=FILTERED)) from None
+            message = f"Refused by the filter {name!r}: {error}"
+            raise HttpError(Refusal(400, message, code=FILTERED)) from None
         except TimeoutError:
             self._failed(each, when, f"no answer within {each.args.timeout_s:g} s")
             return None
         except Exception as error:  # of the hook's own code
             self._failed(each, when, f"{type(error).__name__}: {error}")
             return None
+        answer = None if text is not None and answer == text else answer
         self.counts[name, when, "passed" if answer is None else "changed"] += 1
         return answer
 

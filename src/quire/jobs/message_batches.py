@@ -100,14 +100,16 @@ class MessageBatches:
         raw = await read_bytes(request.scope, request.receive, self._max_bytes, "--max-body-mib")
         lines = await asyncio.to_thread(_lines_of, raw, self._ignored())
         source = await asyncio.to_thread(runner.files.add, io.BytesIO(lines), "requests.jsonl", "batch")
-        _, errors = await asyncio.to_thread(check_lines, runner.files.path(source["id"]), MESSAGES)
+        num_lines, errors = await asyncio.to_thread(check_lines, runner.files.path(source["id"]), MESSAGES)
         if errors:
             runner.files.delete(source["id"])
             where = f"requests[{(errors[0].line or 1) - 1}]"
             text = errors[0].message.replace("body", "params").replace(f"Line {errors[0].line}", where, 1)
             raise RequestError(text, param=where)
         values = {"input_file_id": source["id"], "endpoint": MESSAGES, "completion_window": "24h"}
-        batch = runner.create({**values, "metadata": None, "output_expires_after_s": None}, _WINDOW_S)
+        batch = runner.create(
+            {**values, "metadata": None, "output_expires_after_s": None}, _WINDOW_S, num_lines
+        )
         return json_response(self._shown(batch, request))
 
     def _found(self, request: Request) -> dict[str, Any]:

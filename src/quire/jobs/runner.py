@@ -68,15 +68,18 @@ class BatchRunner:
                 log.info("batch_resumed", batch=batch["id"], status=batch["status"])
                 self._start(batch)
 
-    def create(self, values: dict[str, Any], window_s: int) -> dict[str, Any]:
-        """Begin a batch that has ``window_s`` seconds, and return its object. ``values``: what the client set."""
+    def create(self, values: dict[str, Any], window_s: int, num_lines: int = 0) -> dict[str, Any]:
+        """Begin a batch that has ``window_s`` seconds, and return its object. ``values``: what the client set.
+
+        ``num_lines``: those of its file, if they are checked; else they are counted before the first one is run.
+        """
         batch_id = f"batch_{self._new_id()}"
         batch = {"id": batch_id, "object": "batch", **values, "created_s": self._unix_time()}
         batch["tenant"] = TENANT.get()
         batch["created_at"] = int(batch["created_s"])
         batch["expires_at"] = batch["created_at"] + window_s
         batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
-        batch["request_counts"] = {"total": 0, "completed": 0, "failed": 0}
+        batch["request_counts"] = {"total": num_lines, "completed": 0, "failed": 0}
         self._disk.save(batch)
         self._batches[batch_id] = batch
         self._start(batch)

@@ -70,6 +70,7 @@ class TtftStats:
 class EngineStats:
     """A snapshot of scheduler and cache: the scheduler's counters, and gauges. It crosses the process boundary."""
 
+    order: str = ""  # in which sequences are admitted; "" until the first snapshot
     # Gauges
     num_running: int = 0
     num_waiting: int = 0

@@ -6,16 +6,23 @@ configuration and the tokenizer. Torch-free.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from quire.errors import ModelLoadError, nearest
 
 # The models that ship with Quire, ordinary checkpoints that no other code treats as special (docs/quill.md).
 QUILL_NAMES = ("quill", "quill-draft")
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "LICENSE*")
+ANSWER_S = 4.0  # in which the hub answers, or counts as unreachable
+T = TypeVar("T")
 INSTEAD = "Give a local folder of a model, or run the model that ships with Quire: quill"
 
 
@@ -81,9 +88,12 @@ def _from_hub(repo: str, quant: str, revision: str | None, token: str | None) ->
     """Download the files of a repository that serving needs, or find them in the cache."""
     import huggingface_hub  # imported late: its HTTP client takes 0.2 s, which a local model does not need
     from huggingface_hub import errors as hub_errors
+    from huggingface_hub.utils import logging as hub_log
 
+    hub_log.set_verbosity(logging.ERROR)  # a line for each repeated request otherwise
     try:
-        files = huggingface_hub.HfApi(token=token).list_repo_files(repo, revision=revision)
+        api = huggingface_hub.HfApi(token=token)
+        files = _in_time(lambda: api.list_repo_files(repo, revision=revision))
         patterns = _needed(repo, quant, files)
         folder = huggingface_hub.snapshot_download(
             repo, revision=revision, token=token, allow_patterns=patterns
@@ -102,6 +112,78 @@ def _from_hub(repo: str, quant: str, revision: str | None, token: str | None) ->
     except (hub_errors.OfflineModeIsEnabled, hub_errors.HfHubHTTPError, OSError) as error:
         return _from_cache(repo, quant, revision, error)
     return _inside(repo, quant, Path(folder))
+
+
+def _in_time(ask: Callable[[], T]) -> T:
+    """Return what the hub answers.
+
+    Raises:
+        TimeoutError: nothing in `ANSWER_S` seconds. The client's own limits hold for one attempt each, and looking a
+            name up has none.
+    """
+    answers: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((ask(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=ANSWER_S)
+    except Empty:
+        raise TimeoutError(f"no answer within {ANSWER_S:g} s") from None
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the cache of the hub."""
+
+    repo: str
+    num_bytes: int
+    changed_s: float  # seconds since 1970
+    revisions: tuple[str, ...]
+
+
+def cached_models() -> list[CachedModel]:
+    """Return the models in the cache of the hub, by name."""
+    import huggingface_hub
+    from huggingface_hub import errors as hub_errors
+
+    try:
+        found = huggingface_hub.scan_cache_dir().repos
+    except hub_errors.CacheNotFound:
+        return []
+    models = [
+        CachedModel(r.repo_id, r.size_on_disk, r.last_modified, tuple(v.commit_hash for v in r.revisions))
+        for r in found
+        if r.repo_type == "model"
+    ]
+    return sorted(models, key=lambda model: model.repo)
+
+
+def remove(names: Sequence[str]) -> list[int]:
+    """Delete models from the cache of the hub; return the bytes that each had.
+
+    Raises:
+        ModelLoadError: one is not there; nothing is deleted then.
+    """
+    import huggingface_hub
+
+    cached = {model.repo: model for model in cached_models()}
+    for name in names:
+        if name not in cached:
+            close = nearest(name, cached)
+            raise ModelLoadError(
+                f"{name!r} is not in the cache of the hub{close}. `quire list` names what is."
+            )
+    for name in names:
+        huggingface_hub.scan_cache_dir().delete_revisions(*cached[name].revisions).execute()
+    return [cached[name].num_bytes for name in names]
 
 
 def _from_cache(repo: str, quant: str, revision: str | None, cause: Exception) -> Path:
@@ -154,7 +236,7 @@ def config_of(repo: str, revision: str | None) -> Path:
     from huggingface_hub import errors as hub_errors
 
     try:
-        return Path(huggingface_hub.hf_hub_download(repo, "config.json", revision=revision))
+        return Path(_in_time(lambda: huggingface_hub.hf_hub_download(repo, "config.json", revision=revision)))
     except (hub_errors.HfHubHTTPError, hub_errors.LocalEntryNotFoundError, OSError) as error:
         raise ModelLoadError(
             f"config.json of {repo} cannot be had from the hub ({type(error).__name__}): give a local folder with it, "

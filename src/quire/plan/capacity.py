@@ -2,17 +2,19 @@
 
 `advise` chooses how to cut the model over devices, by a decision tree, with the reason for each decision:
 
-1  it fits on one device, and holds the SLO there     → replicas (dp), one device each
-2  else tensor parallelism, within one domain of links: the fewest ways that fit, then that hold the SLO
-3  it fits in no domain                               → pipeline stages over domains
-4  experts that are many and small                    → whole experts on each device (ep) instead of cut ones
-5  what is left over                                  → replicas (dp)
+- it fits on one device: replicas (dp) of one device, or more devices a replica where that serves more
+- else tensor parallelism within one domain of links
+- it fits in no domain: pipeline stages over domains
+- experts that are many and small: whole experts on each device (ep) instead of cut ones
+
+Of the splits that hold the load and the SLO it takes the one that serves the most requests per second with these
+devices, and of nearly equal ones that with the shortest mean latency.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +25,8 @@ from quire.plan.roofline import Efficiency, Roofline, work_of
 from quire.plan.split import MemoryPlan, Split, plan_memory
 from quire.workload.slo import Slo
 
+NEAR = 0.95  # of the most requests/s: splits from there on are compared by latency
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -31,6 +35,7 @@ class Option:
     split: Split
     memory: MemoryPlan
     estimate: Estimate | None
+    capacity: float = 0.0  # requests/s of all replicas that these devices can serve
 
     def holds(self, slo: Slo | None) -> bool:
         """Whether it fits, keeps up with the load, and meets ``slo``."""
@@ -82,48 +87,64 @@ def advise(
     options = tuple(look(split) for split in candidates(spec, hardware, count))
     one = options[0]
     reasons = [
-        f"1. One {hardware.title} has {one.memory.usable / GIB:.1f} GiB to use; the weights take "
+        f"One {hardware.title} has {one.memory.usable / GIB:.1f} GiB to use; the weights take "
         f"{one.memory.weights / GIB:.1f} GiB: " + ("they fit." if one.memory.fits else "they do not fit.")
     ]
     fitting = [o for o in options if o.memory.fits]
     if not fitting:
         most = max(options, key=lambda o: o.split.tp * o.split.pp)
-        reasons.append(
-            f"   Nor do they on {most.split.num_devices}: take more devices, larger ones, or --quantize."
+        reasons[0] += (
+            f" Nor do they on {most.split.num_devices}: take more devices, larger ones, or --quantize."
         )
-        return Advice(None, options, tuple(reasons))
+        return Advice(None, options, _numbered(reasons))
     within = [o for o in fitting if o.split.pp == 1]
     if within and within[0] is not one:
         reasons.append(
-            f"2. Tensor parallelism within a domain of {hardware.domain} ({hardware.link or 'no link known'}): "
+            f"Tensor parallelism within a domain of {hardware.domain} ({hardware.link or 'no link known'}): "
             f"TP{within[0].split.tp} is the least that fits."
         )
     if not within:
-        reasons.append("3. No tensor parallelism within one domain fits: pipeline stages over domains.")
+        reasons.append("No tensor parallelism within one domain fits: pipeline stages over domains.")
     pool = within or fitting
     holding = [o for o in pool if o.holds(slo)]
-    chosen = (
-        holding[0]
-        if holding
-        else max(pool, key=lambda o: o.estimate.rate * o.split.dp if o.estimate else 0.0)
-    )
+    chosen = _best(holding or pool)
     reasons += _turns(chosen, pool[0], bool(holding), slo)
-    return Advice(chosen, options, tuple(reasons))
+    return Advice(chosen, options, _numbered(reasons))
+
+
+def _best(options: Sequence[Option]) -> Option:
+    """Return the option that serves the most; of those within `NEAR` of it the one with the shortest latency."""
+    most = max(option.capacity for option in options)
+    near = [option for option in options if option.capacity >= most * NEAR]
+    return min(near, key=lambda o: o.estimate.e2el_s if o.estimate else math.inf)
+
+
+def _numbered(reasons: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
 
 
 def _turns(chosen: Option, first: Option, holds: bool, slo: Slo | None) -> list[str]:
     reasons = []
     wish = f"the SLO ({slo})" if slo is not None else "the load"
-    if chosen is not first and holds:
-        reasons.append(f"   {first.split} does not hold {wish}: TP{chosen.split.tp} is the least that does.")
-    elif not holds:
-        reasons.append(f"   No split of these devices holds {wish}; {chosen.split} comes closest.")
-    if chosen.split.ep > 1:
+    if not holds:
+        reasons.append(f"No split of these devices holds {wish}; {chosen.split} comes closest.")
+    elif chosen is not first and not first.holds(slo):
         reasons.append(
-            f"4. Experts lie whole, on {chosen.split.ep} devices: cut ones would be thin matrices."
+            f"{first.split} does not hold {wish}; of those that do {chosen.split} serves the most."
         )
+    elif chosen is not first:
+        assert chosen.estimate is not None
+        assert first.estimate is not None
+        more, quicker = chosen.capacity / first.capacity, first.estimate.e2el_s / chosen.estimate.e2el_s
+        reasons.append(
+            f"{chosen.split} serves {more:.2f} times the requests of {first.split} with the same devices, and "
+            f"answers {quicker:.1f} times as fast."
+        )
+    if chosen.split.ep > 1:
+        reasons.append(f"Experts lie whole, on {chosen.split.ep} devices: cut ones would be thin matrices.")
     if chosen.split.dp > 1:
-        reasons.append(f"5. {chosen.split.dp} replicas of {chosen.split.tp * chosen.split.pp} devices each.")
+        per_replica = chosen.split.tp * chosen.split.pp
+        reasons.append(f"{chosen.split.dp} replicas of {per_replica} device{'s' * (per_replica > 1)} each.")
     return reasons
 
 
@@ -147,8 +168,8 @@ class Question:
     def replica(self, split: Split, memory: MemoryPlan) -> Replica:
         """Return one replica of ``split``."""
         work = work_of(self.spec, self.precision, self.kv_dtype, split)
-        most = min(self.max_num_seqs, self._mean_requests(split))
-        return Replica(Roofline(work, self.hardware, self.efficiency), most, self.max_num_batched_tokens)
+        steps = Roofline(work, self.hardware, self.efficiency)
+        return Replica(steps, self.max_running(split), self.max_num_batched_tokens)
 
     def memory(self, split: Split, context: int | None = None) -> MemoryPlan:
         """Return the memory of one device of ``split``, with requests of ``context`` tokens."""
@@ -163,9 +184,12 @@ class Question:
             max_num_seqs=self.max_num_seqs,
         )
 
-    def _mean_requests(self, split: Split) -> int:
-        """Return the requests that fit halfway through their output: blocks are allocated as sequences grow."""
-        return self.memory(split, self.load.isl + self.load.osl // 2).max_requests
+    def max_running(self, split: Split) -> int:
+        """Return the requests that run at once: as many as fit halfway through their output, since blocks are
+        allocated as sequences grow, and at most ``max_num_seqs``.
+        """
+        fit = self.memory(split, self.load.isl + self.load.osl // 2).max_requests
+        return min(self.max_num_seqs, max(1, fit))
 
     def look(self, split: Split) -> Option:
         """Size one split and estimate its replica's share of the load."""
@@ -175,8 +199,11 @@ class Question:
         replica = self.replica(split, memory)
         if self.load.rate is None:
             share = replace(self.load, concurrency=max(1, math.ceil((self.load.concurrency or 1) / split.dp)))
-            return Option(split, memory, replica.closed(share))
-        return Option(split, memory, replica.open(replace(self.load, rate=self.load.rate / split.dp)))
+            estimate = replica.closed(share)
+        else:
+            share = replace(self.load, rate=self.load.rate / split.dp)
+            estimate = replica.open(share)
+        return Option(split, memory, estimate, replica.capacity(share, self.slo) * split.dp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +235,7 @@ class CapacityPlan:
             predicted = {
                 "ttft_ms": _number(estimate.ttft_s * 1e3),
                 "tpot_ms": _number(estimate.tpot_s * 1e3),
+                "e2el_ms": _number(estimate.e2el_s * 1e3),
                 "prefill_ms": estimate.prefill_s * 1e3,
                 "decode_step_ms": estimate.decode_s * 1e3,
                 "running": estimate.concurrency * dp,
@@ -219,7 +247,7 @@ class CapacityPlan:
                 "devices_needed": self.devices_needed,
                 "saturated": estimate.saturated,
                 "meets_slo": chosen.holds(q.slo),
-                "max_batch": min(q.max_num_seqs, chosen.memory.max_requests),
+                "max_batch": q.max_running(chosen.split),
             }
         split = chosen.split if chosen else None
         return {

@@ -38,6 +38,7 @@ class Estimate:
 
     ttft_s: float
     tpot_s: float
+    e2el_s: float
     concurrency: float  # requests running
     rate: float  # requests completed per second
     prefill_s: float  # tp
@@ -46,8 +47,7 @@ class Estimate:
 
     def meets(self, slo: Slo) -> bool:
         """Whether the means meet ``slo`` and the queue does not grow."""
-        limits = ((slo.ttft_s, self.ttft_s), (slo.tpot_s, self.tpot_s))
-        return not self.saturated and all(limit is None or value <= limit for limit, value in limits)
+        return not self.saturated and slo.met(self.ttft_s, self.tpot_s, self.e2el_s)
 
 
 class Replica:
@@ -89,7 +89,7 @@ class Replica:
         ttft = e.first_s + td + tp * e.wave * b**e.wave_growth
         tpot = max(td, (e2el - ttft) / max(1, load.osl - 1))
         ttft += (load.concurrency - b) / b * e2el
-        return Estimate(ttft, tpot, b, b / e2el, tp, td)
+        return Estimate(ttft, tpot, ttft + (load.osl - 1) * tpot, b, b / e2el, tp, td)
 
     def open(self, load: Load) -> Estimate:
         """Estimate ``load.rate`` requests/s at random times."""
@@ -98,7 +98,8 @@ class Replica:
         if self._rate_at(top, load) < load.rate:
             td, tp = self.decode_s(top, load), self.prefill_s(top, load)
             rate = self._rate_at(top, load)
-            return Estimate(math.inf, td / max(1e-9, 1 - rate * tp), top, rate, tp, td, saturated=True)
+            tpot = td / max(1e-9, 1 - rate * tp)
+            return Estimate(math.inf, tpot, math.inf, top, rate, tp, td, saturated=True)
         low, high = 0.0, float(top)  # number running at which completions match arrivals
         for _ in range(40):
             middle = (low + high) / 2
@@ -108,7 +109,14 @@ class Replica:
         busy = min(0.999, load.rate * tp)
         tpot = td / (1 - busy)
         wait = load.rate * tp * tp / (2 * (1 - busy)) + tpot / 2
-        return Estimate(self._efficiency.first_s + wait + tp + td, tpot, b, load.rate, tp, td)
+        ttft = self._efficiency.first_s + wait + tp + td
+        return Estimate(ttft, tpot, ttft + (load.osl - 1) * tpot, b, load.rate, tp, td)
+
+    def capacity(self, load: Load, slo: Slo | None) -> float:
+        """Return the most requests/s: of ``load.concurrency`` clients, or at random times within ``slo``."""
+        if load.rate is None:
+            return self.closed(load).rate
+        return self._rate_at(self.max_requests, load) if slo is None else self.knee(load, slo)
 
     def knee(self, load: Load, slo: Slo) -> float:
         """Return the highest rate, in requests/s, at which `open` meets ``slo``; 0 where none does."""

@@ -93,7 +93,7 @@ def _times(plan: CapacityPlan) -> list[Line]:
             Line("running", f"{s.concurrency:.1f}", f"{r:.3g}/s · {q.load.osl} · TPOT, in a replica"),
         ]
     if plan.knee is not None:
-        highest = f"highest rate whose mean TTFT and TPOT meet {q.slo}, all replicas"
+        highest = f"highest rate whose means meet {q.slo}, all replicas"
         lines.append(Line("knee", f"{plan.knee:.2f}/s", highest))
     lines.append(Line("constants", "", e.how))
     return lines

@@ -178,6 +178,7 @@ class Scheduler:
         state, prefix = self._state, self.cache.prefix
         return replace(
             state.counters,
+            order=state.config.order,
             num_running=len(state.running),
             num_waiting=len(state.waiting) + len(state.loading),
             num_in_flight=len(state.in_flight),
