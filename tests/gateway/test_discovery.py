@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.gateway.live import Received, Scripted, answer, backends, gateway, says
 from tests.gateway.test_proxy import ASK, HEAD, _raw, run
+from tests.gateway.test_tenants import make_keys
 
 from quire.http.heartbeat import Heartbeat
 
@@ -152,6 +153,28 @@ def test_a_stored_response_is_asked_of_its_owner() -> None:
                 assert await response.json() == {"held_by": "two"}
             async with live.session.get(live.url + "/v1/responses/resp_three") as response:
                 assert response.status == 404
+
+    run(main())
+
+
+def test_a_stored_response_is_asked_for_its_tenant(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path, alice={})
+
+    async def main() -> None:
+        replica = Scripted(says("hey"), card={"fingerprint": "f"})
+        settings = {"key_file": str(tmp_path / "keys"), "gateway_key": "between-us"}
+
+        async def shows(request: Received, writer: asyncio.StreamWriter) -> None:
+            await answer(writer, 200, b"{}")
+
+        replica.script = shows
+        async with gateway(replica, **settings) as live:
+            headers = {"authorization": keys["alice"]}
+            async with live.session.get(live.url + "/v1/responses/resp_1", headers=headers) as response:
+                assert response.status == 200
+            (got,) = [each.headers for each in replica.received if each.path == "/v1/responses/resp_1"]
+            assert got["x-quire-gateway-key"] == "between-us"
+            assert got["x-quire-account"].endswith(" 1 lab alice")
 
     run(main())
 

@@ -12,6 +12,7 @@ from quire.gateway.fleet import Backend
 from quire.gateway.headers import to_backend
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, Whole, closing, failures, read_whole
+from quire.http.account import Account
 from quire.http.body import send_json
 from quire.http.edge import key_of, request_id_of
 from quire.http.refusals import Refusal
@@ -67,6 +68,12 @@ class StoredProxy:
             pass_keys=not config.server.checks_keys,
             trace_id=self._state.new_id(),
         )
+        owner, gateway_key = key_of(scope), self._state.key_of(backend)
+        if (
+            gateway_key is not None and backend.fingerprints and owner is not None
+        ):  # replicas keep tenants apart
+            account = Account(self._state.new_id(), owner.tenant, owner.name, owner.weight)
+            headers += [("x-quire-gateway-key", gateway_key), account.header()]
         query = scope["query_string"].decode("latin-1")
         url = f"{backend.url}{scope['raw_path'].decode('latin-1')}{'?' + query if query else ''}"
         with failures():
