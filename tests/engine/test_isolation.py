@@ -114,12 +114,12 @@ class NotFinite:
     def __init__(self, llm: LLM, times: int) -> None:
         self._inner, self.left = worker(llm).runner._sampler, times  # type: ignore[attr-defined]
 
-    def sample(self, logits: torch.Tensor, columns: Any, edit: Any) -> Any:
+    def sample(self, logits: torch.Tensor, columns: Any, *more: Any) -> Any:
         for row in np.flatnonzero((columns["seed"] == 100 + BAD) & (columns["position"] % 8 == 0)).tolist():
             if self.left:
                 self.left -= 1
                 logits[row, 7] = torch.nan
-        return self._inner.sample(logits, columns, edit)
+        return self._inner.sample(logits, columns, *more)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

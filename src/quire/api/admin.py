@@ -230,7 +230,9 @@ def _drafts(spec_tokens: int | str | None) -> dict[str, Any]:
 def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings under the names of their flags."""
     values = {**settings, "dynamic_max_wait_ms": round(settings["dynamic_max_wait_s"] * 1e3, 6)}
-    values["spec_tokens"] = "auto" if settings["adaptive_drafts"] else settings["max_num_drafts"]
+    values["spec_tokens"] = (
+        "auto" if settings["adaptive_drafts"] and settings["max_num_drafts"] else settings["max_num_drafts"]
+    )
     return {name: values[name] for name in RUNTIME}
 
 
