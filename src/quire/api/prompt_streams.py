@@ -188,12 +188,16 @@ class PromptStreams:
         """Yield the chunks that the client has from another replica. They count for usage, not for metrics."""
         assert self._job.relayed is not None
         self.usage.cached_tokens = self._job.relayed.cached_tokens
-        for i, prompt in enumerate(self._prompts):
-            for chunk in prompt.stream.delivered:
-                self.usage.completion_tokens += len(chunk.token_ids)
-                if chunk.finish_reason is not None:
-                    prompt.metrics.finish(chunk.index, chunk.finish_reason.value, self._state.now())
-                yield i * self._job.sampling.n + chunk.index, chunk
+        n = self._job.sampling.n
+        left = [iter(prompt.stream.delivered) for prompt in self._prompts]
+        for each in self._job.relayed.delivered:  # in their order, which numbers the events of a journal
+            i = each.choice // n
+            if (chunk := next(left[i], None)) is None:
+                continue
+            self.usage.completion_tokens += len(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                self._prompts[i].metrics.finish(chunk.index, chunk.finish_reason.value, self._state.now())
+            yield i * n + chunk.index, chunk
 
     def _count(self, index: int, chunk: OutputChunk) -> None:
         prompt, num_tokens, now_s = self._prompts[index], len(chunk.token_ids), self._state.now()
