@@ -121,13 +121,13 @@ ALIASES = {
 # vLLM's keywords that have no effect here, and why.
 NO_EFFECT = {
     "trust_remote_code": "a model is data here; no code of a repository is ever run",
-    "enforce_eager": "there are no graphs to turn off",
+    "enforce_eager": "a CPU has no graphs; on a GPU they give the same tokens",
     "disable_log_stats": "an offline engine logs no statistics",
     "swap_space": "preempted sequences are computed again",
     "compilation_config": "nothing is compiled when a model is loaded",
     "enable_lora": "adapters are loaded where they are asked for",
     "disable_custom_all_reduce": "a model runs on one device",
-    "max_seq_len_to_capture": "graphs are captured for every batch that decodes",
+    "max_seq_len_to_capture": "captured steps are chosen by the number of sequences",
     "async_scheduling": "steps are planned ahead where the device allows it",
 }
 # Keywords that are accepted at these values, where they ask for nothing, and refused at others.

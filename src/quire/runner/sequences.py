@@ -42,9 +42,8 @@ class WorkerSeq:
     prompt: PromptState | None = None  # where something of its prompt's own tokens is wanted
     drafts: tuple[int, ...] = ()  # proposed for the next step
     draft_ids: tuple[int, ...] = ()  # being verified
-    draft_probs: list[Tensor] = field(
-        default_factory=list
-    )  # that ``drafts`` were sampled from; empty: not kept
+    # The distributions that ``drafts`` were sampled from; empty: not kept.
+    draft_probs: list[Tensor] = field(default_factory=list)
     draft_state: Any = None  # of the proposer; None: it has not seen the sequence
     pending: Callable[[], list[SeqSample]] | None = None  # on a GPU: has the id that the next mask depends on
 

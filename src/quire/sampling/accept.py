@@ -1,7 +1,7 @@
 """Acceptance of drafts that keeps the distribution of the tokens, and not the tokens themselves.
 
-With the default rule a draft is accepted while it equals the token that plain decoding samples. The rules here accept
-more drafts and cost the bits: which tokens come depends on the drafts, and their number on the load.
+With the default rule a draft is accepted while it equals the token that plain decoding samples. With the rules here the
+tokens depend on the drafts, and so on the load, which decides how many drafts there are.
 
 - *rejection* (Leviathan et al. 2023, Chen et al. 2023): with the target's distribution p and the proposer's q, draft d
   is accepted with probability min(1, p(d) / q(d)), else a token is sampled from max(0, p − q), normalized. Each token
