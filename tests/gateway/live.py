@@ -49,6 +49,7 @@ class Scripted:
     script: Script
     models: tuple[str, ...] = ("m",)
     ready: bool = True
+    is_silent: bool = False  # to polls
     received: list[Received] = field(default_factory=list)
     num_left: int = 0  # connections that the gateway closed during an answer
     url: str = ""
@@ -58,6 +59,8 @@ class Scripted:
         try:
             while (request := await _read(reader)) is not None:
                 if request.method == "GET" and request.path in ("/readyz", "/v1/models"):
+                    while self.is_silent:
+                        await asyncio.sleep(0.02)
                     cards = json.dumps({"data": [{"id": name} | self.card for name in self.models]}).encode()
                     await answer(writer, 200 if self.ready else 503, cards)
                     continue

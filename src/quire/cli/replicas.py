@@ -28,8 +28,8 @@ from quire.metrics.log import Log, configure
 
 # Settings that belong to one server. The gateway has its own, or would have to have them.
 REFUSED = (
-    "admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "gateway_key", "handover", "journal",
-    "step_log", "tls_cert", "tls_key", "record_requests", "compare_to",
+    "admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "gateway_key", "region", "handover",
+    "journal", "step_log", "tls_cert", "tls_key", "record_requests", "compare_to",
 )  # fmt: skip
 OWN = (
     "replicas",

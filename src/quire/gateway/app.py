@@ -118,7 +118,7 @@ class Probes:
         """200 if any backend takes requests, or would once its model is loaded; 503 otherwise, and while draining."""
         if self._state.is_draining:
             return json_response({"status": "draining"}, 503)
-        is_ready = self._state.pool is not None or any(b.is_ready for b in self._state.fleet)
+        is_ready = self._state.pool is not None or any(b.is_ready or b.is_silent for b in self._state.fleet)
         return json_response({"status": "ready" if is_ready else "starting"}, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:

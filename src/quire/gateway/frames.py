@@ -39,6 +39,11 @@ class Frames:
         return bytes(self._rest)
 
 
+def has_event(frames: bytes) -> bool:
+    """Whether whole frames hold an event, not only comments, which backends send to keep a connection open."""
+    return frames.startswith((b"data", b"event")) or b"data:" in frames
+
+
 def without_usage(frames: bytes) -> bytes:
     """Return whole frames without the one that only holds usage, for a client that did not ask for it."""
     if b'"choices":[]' not in frames and b'"choices": []' not in frames:

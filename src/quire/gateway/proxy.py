@@ -23,14 +23,14 @@ from quire.errors import QuireError
 from quire.gateway.asked import Asked, read_asked
 from quire.gateway.exchange import Exchange
 from quire.gateway.filters import FILTERED
-from quire.gateway.frames import Frames, error_frame, without_usage
+from quire.gateway.frames import Frames, error_frame, has_event, without_usage
 from quire.gateway.headers import to_client
 from quire.gateway.hedging import Opened
 from quire.gateway.migrate import TAGGED, Groups, StreamMoves
 from quire.gateway.placing import Placed
 from quire.gateway.sending import open_answer
 from quire.gateway.state import GatewayState
-from quire.gateway.upstream import BackendFailed, closing, failures, read_whole
+from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, closing, failures, read_whole
 from quire.http.body import Disconnected
 from quire.http.cache_messages import BLOCKS_HEADER
 from quire.http.edge import request_id_of
@@ -38,7 +38,6 @@ from quire.http.refusals import HttpError, Refusal, busy, refusal_of
 from quire.metrics.log import Log
 
 log = Log("gateway")
-RETRIED_STATUS = frozenset((429, 500, 502, 503))
 _LOOK_AGAIN_S = 0.05  # while a request waits for a replica
 RESPONSES = "/v1/responses"
 LEFT = 499  # nginx's number for a client that disconnected; it is only counted
@@ -214,8 +213,8 @@ class Proxy:
         try:
             async for piece in _pieces(opened):
                 whole = frames.feed(piece)
-                if not whole:
-                    continue
+                if not whole or (is_first and not has_event(whole)):
+                    continue  # a comment is no answer: the time to the first token goes on
                 exchange.usage.read_frames(whole)
                 if is_first:
                     is_first = False

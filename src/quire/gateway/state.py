@@ -205,7 +205,7 @@ def make_state(
         state.auto = AutoModel(
             config.auto, state.placing.num_tokens, lambda *key: state.tenants.limits.budget_left(*key)
         )
-    if config.hedging.after_s is not None:
+    if (config.hedging.after_s, config.hedging.whole_after_s) != (None, None):
         state.hedging = state.metrics.hedging = Hedging(config.hedging)
     state.metrics.filters, state.metrics.auto, state.metrics.regions = state.filters, state.auto, regions
     return state
