@@ -59,7 +59,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "runner": 90,
         "scheduler": 20,
         "sim": 60,
-    },  # fmt: skip
+    },
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 128},
     "names of other servers": {"": 1, "api": 330, "cli": 2, "http": 114, "jobs": 2},
     "Ollama's API": {"api": 770, "cli": 1, "http": 12},
