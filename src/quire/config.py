@@ -31,6 +31,7 @@ class DeviceInfo:
     isa: str = "scalar"  # cpu: scalar | avx2 | avx512 (with VNNI and BF16) | amx
     native: bool = False  # the native extension is importable
     capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability
+    num_nodes: int = 1  # memory nodes (NUMA) with cores that this process may use
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from quire.config import (
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
+from quire.parallel.topology import Topology
 from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
 from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.request import Adapter
@@ -67,6 +68,7 @@ def resolve(
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
+    topology = _topology(args, device)
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
@@ -100,21 +102,55 @@ def resolve(
             block_size=args.block_size,
             windows=tuple(group.window for group in layout.groups),
             enable_prefix_caching=args.enable_prefix_caching,
-            model_key=_model_key(args, path, spec, dtype, kv_dtype, plan),
+            model_key=_model_key(args, path, spec, dtype, kv_dtype, plan, topology),
         ),
         scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
-        runner=_runner(args, device),
+        runner=_runner(args, device, topology),
         device=device,
         lora=lora,
         speculate=speculate_config(args, device, drafts, max_model_len),
+        topology=topology,
     )
 
 
+def _topology(args: EngineArgs, device: DeviceInfo) -> Topology:
+    tp = device.num_nodes if args.tensor_parallel_size == "auto" else args.tensor_parallel_size
+    if not str(tp).isdecimal():
+        raise ConfigError(f"tensor_parallel_size = {tp!r} must be 'auto' or a number of at least 1")
+    topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size)
+    world = topology.world_size
+    if world == 1:
+        return topology
+    if args.executor == "local":
+        raise ConfigError(
+            f"executor = 'local' is one process, and {topology} makes {world} ranks: leave it out"
+        )
+    if device.kind != "cpu":
+        raise ConfigError(
+            f"{topology} needs {world} devices, and one rank runs on {device.name}: device = 'cpu' cuts the model over "
+            "processes of this machine"
+        )
+    if world > device.num_cores and args.threads is None:
+        raise ConfigError(
+            f"{topology} makes {world} ranks, and there are {device.num_cores} cores: give fewer, or threads = 1 to "
+            "let ranks share a core"
+        )
+    return topology
+
+
 def _model_key(
-    args: EngineArgs, path: str, spec: ModelSpec, dtype: str, kv_dtype: str, plan: WeightPlan
+    args: EngineArgs,
+    path: str,
+    spec: ModelSpec,
+    dtype: str,
+    kv_dtype: str,
+    plan: WeightPlan,
+    topology: Topology,
 ) -> str:
     formats = sorted(plan.formats.items(), key=itemgetter(0))
     scope = f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{formats!r}"
+    if topology.tp > 1 or topology.cp > 1:  # the sizes that bits depend on
+        scope += f"|tp{topology.tp}|cp{topology.cp}"
     return hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()
 
 
@@ -189,8 +225,8 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
 LEVELS = ("scalar", "avx2", "avx512", "amx")  # each includes the previous ones
 
 
-def _runner(args: EngineArgs, device: DeviceInfo) -> RunnerConfig:
-    threads, asked = args.threads or device.num_cores, args.cpu_isa
+def _runner(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
+    threads, asked = args.threads or max(1, device.num_cores // topology.world_size), args.cpu_isa
     if device.kind != "cpu":
         if asked != "auto":
             raise ConfigError(f"cpu_isa = {asked!r} is for a CPU, and the model runs on {device.name}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from quire.args import EngineArgs
+from quire.args import EngineArgs, executor_of
 from quire.cli.flags import ChatArgs, RunArgs, pick
 from quire.clock import WallClock
 from quire.device import detect_device, slow_kernels
@@ -45,15 +45,15 @@ def open_frontend(
     settings: dict[str, Any], chat_template: str | None
 ) -> Iterator[tuple[Frontend, asyncio.Runner]]:
     """Start an engine for ``settings``; yield its frontend, ready, and the event loop that it belongs to."""
-    process = EngineProcess()
+    args = pick(EngineArgs, settings)
+    process = EngineProcess(executor_of(args))
     try:
-        args = pick(EngineArgs, settings)
         if len(args.lora) > 1:
             raise ConfigError(
                 f"the terminal runs one adapter, and lora names {len(args.lora)}: give only one"
             )
         config, checkpoint = configure(args, detect_device(args.device))
-        client = ProcessClient(config, process=process)
+        client = ProcessClient(config, executor=executor_of(args), process=process)
         text = load_text(args, config, checkpoint, chat_template=chat_template)
         with asyncio.Runner() as runner:
             frontend = Frontend(
