@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from quire.engine.core import EngineCore
 from quire.executor.base import Executor, RankLoaded
 from quire.executor.logged import LoggedExecutor
 from quire.executor.recorder import Recorder, RecordingExecutor
+from quire.metrics.engine_stats import RankStats
 from quire.plan.cost_model import CostModel
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
@@ -53,6 +54,7 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     """
     chosen = make_executor(config, executor, clock)
     ranks: tuple[RankLoaded, ...] = tuple(getattr(chosen, "loaded", ()))
+    rank_stats: Callable[[], RankStats] | None = getattr(chosen, "rank_stats", None)
     recorder = None
     if config.recorder is not None:
         recorder = Recorder(config.recorder.num_steps)
@@ -63,14 +65,15 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     step_time = None if slo is None else CostModel.from_json(json.loads(slo.cost_model))
     events = EventBuffer(with_tokens=False) if config.cache.has_events else None
     scheduler = Scheduler(
-        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, step_time=step_time
-    )
+        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=config.topology.pp,
+        step_time=step_time,
+    )  # fmt: skip
     controller = None
     if slo is not None and slo.tpot_s is not None:
         controller = SloController(scheduler.predictor, config.scheduler, slo.tpot_s)
     core = EngineCore(scheduler, chosen, clock, controller)
     core.recorder = recorder
-    core.ranks = ranks
+    core.ranks, core.rank_stats = ranks, rank_stats
     return core
 
 

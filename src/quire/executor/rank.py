@@ -1,10 +1,11 @@
-"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE``, started by `quire.executor.rank_group`.
+"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE PAGE``, started by `quire.executor.rank_group`.
 
 It loads its part of the model and computes every plan that the executor sends. The answering rank samples and answers;
 the others are told with a later plan what it sampled. Whatever is no fault of the plan itself ends the process, and
 with it the group: other ranks may wait for this one in the middle of a step.
 
-CHANNEL and LIFE are descriptors of sockets. The process ends when its end of LIFE closes, whatever it computes.
+CHANNEL and LIFE are descriptors of sockets, PAGE is that of a `RankPage`. The process ends when its end of LIFE closes,
+whatever it computes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 import threading
 import traceback
 from collections import deque
+from dataclasses import replace
+from functools import partial
 
 from setproctitle import setproctitle
 
@@ -34,18 +37,22 @@ from quire.executor.rank_messages import (
     Told,
     encode,
 )
+from quire.executor.rank_page import RankCounts, RankPage
 from quire.kernels.registry import in_words
 from quire.kernels.threads import choose_threads
 from quire.metrics.log import configure
 from quire.models.loader import iter_weights
+from quire.parallel.shard import shard
 from quire.runner.memory import keep_freed_memory, torch_dtype
+from quire.runner.model_runner import ModelRunner
+from quire.runner.stage_links import StageLinks
 from quire.runner.worker import Launched, Worker
 from quire.step import SeqTold, StepPlan, StepResult
 
 
 def main(argv: list[str]) -> None:
     """Run until the executor goes away, or a step fails for another reason than its plan."""
-    rank, channel_fd, life_fd = map(int, argv[1:4])
+    rank, channel_fd, life_fd, page_fd = map(int, argv[1:5])
     setproctitle(f"quire: rank {rank}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # for the server to handle: it drains
@@ -61,8 +68,7 @@ def main(argv: list[str]) -> None:
     assert isinstance(boot, RankBoot)
     configure(boot.log_level, stream=stderr if boot.log_format == "json" else None, style=boot.log_format)
     try:
-        computing = RankLoop(boot, channel)
-        computing.run()
+        RankLoop(boot, channel, RankPage(boot.config.topology.world_size, page_fd)).run()
     except OSError as error:
         _fail(channel, error)  # of a socket, as a rule: another process has ended
     except Exception as error:
@@ -74,9 +80,10 @@ def main(argv: list[str]) -> None:
 class RankLoop:
     """The worker of a rank, and the steps that it has computed without knowing what was sampled."""
 
-    def __init__(self, boot: RankBoot, channel: Channel) -> None:
+    def __init__(self, boot: RankBoot, channel: Channel, page: RankPage) -> None:
         """Load the rank's part of the model, and say so."""
         config, clock = boot.config, WallClock()
+        self._rank, self._page, self._clock, self._busy_s, self._num_steps = boot.rank, page, clock, 0.0, 0
         start_s = clock.now()
         if boot.cores:
             os.sched_setaffinity(0, boot.cores)
@@ -85,10 +92,21 @@ class RankLoop:
         self._channel = channel
         self._answers = boot.rank == config.topology.answering_rank
         self._is_alone = config.topology.world_size == 1
-        weights = iter_weights(config.model, torch_dtype(config.model.dtype))
-        self.worker = Worker(config, weights, clock, answers=self._answers)
+        model, dtype = config.model, torch_dtype(config.model.dtype)
+        mine = shard(model.spec, config.topology, boot.rank, model.formats)
+        own = replace(
+            config,
+            model=replace(model, spec=mine.spec, formats=mine.formats(model.formats)),
+            kv_layout=mine.kv_layout(config.kv_layout),
+        )
+        before, after = (None if fd < 0 else socket.socket(fileno=fd) for fd in boot.links)
+        max_tokens = config.scheduler.max_num_batched_tokens
+        self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
+        runner = partial(ModelRunner, links=self._links, samples=self._answers)
+        weights = iter_weights(model, dtype, cuts=mine.cuts)
+        self.worker = Worker(own, weights, clock, runner, answers=self._answers)
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
-        weight_bytes = config.model.spec.weight_bytes(config.model.dtype, config.model.formats)
+        weight_bytes = mine.weight_bytes(model.dtype, model.formats)
         loaded = RankLoaded(
             boot.rank, os.getpid(), in_words(config.runner), weight_bytes, clock.now() - start_s
         )
@@ -98,12 +116,18 @@ class RankLoop:
         """Compute plans until the executor closes its end."""
         while (message := self._channel.receive()) is not None:
             assert isinstance(message, RankStep)
+            start_s, waited_s = self._clock.now(), self._links.waited_s
             if self._answers:
-                self._channel.send(encode(self._answer(message.plan)))
+                answer = self._answer(message.plan)
             else:
                 for told in message.told:
                     self._settle(told)
                 self._out.append(self._launch(message.plan))
+            self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
+            self._num_steps += 1
+            self._page.note(self._rank, RankCounts(self._busy_s, self._num_steps, self._links.num_bytes_sent))
+            if self._answers:
+                self._channel.send(encode(answer))
 
     def _answer(self, plan: StepPlan) -> Answer:
         try:

@@ -24,7 +24,9 @@ from quire.errors import ConfigError, EngineDeadError, ModelLoadError, QuireErro
 from quire.executor.base import RankLoaded
 from quire.executor.child_process import child_environment
 from quire.executor.rank_messages import Answer, Channel, RankBoot, RankFailure, encode
+from quire.executor.rank_page import RankCounts, RankPage
 from quire.metrics.log import configured
+from quire.parallel.topology import Topology
 
 _FATE_S = 0.5  # how long the group is looked at for the rank that ended first
 _GRACE_S = 2.0
@@ -38,6 +40,7 @@ class RankProcess:
     popen: subprocess.Popen[bytes]
     channel: Channel
     life: socket.socket  # closed to end the process
+    links: tuple[int, ...]  # its descriptors of the sockets to the stages before and after
 
     def fate(self) -> str:
         """Return how the process ended, in words."""
@@ -65,6 +68,7 @@ class RankGroup:
         self._answers: deque[Answer] = deque()
         self._poll = select.poll()
         self._is_closed = False
+        self._page = RankPage(config.topology.world_size)
         try:
             self._start(config)
             self.loaded = self._wait_loaded()
@@ -75,6 +79,10 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         return [rank.popen.pid for rank in self._ranks]
+
+    def counts(self) -> list[RankCounts]:
+        """Return what each rank has done."""
+        return self._page.read()
 
     def broadcast(self, frame: bytes) -> None:
         """Send a frame to every rank, and take in what the ranks send meanwhile, so that no side waits for the other.
@@ -114,6 +122,7 @@ class RankGroup:
         if self._is_closed:
             return
         self._is_closed = True
+        self._page.close()
         for rank in self._ranks:
             rank.life.close()
             rank.channel.sock.close()
@@ -128,14 +137,18 @@ class RankGroup:
     def _start(self, config: EngineConfig) -> None:
         world = config.topology.world_size
         cores, (level, style) = cores_of(world, config.runner.num_threads), configured()
+        links = _links(config.topology)
         for number in range(world):
             ours, theirs = socket.socketpair()
             life, their_life = socket.socketpair()
-            with theirs, their_life:
-                fds = (theirs.fileno(), their_life.fileno())
+            with theirs, their_life, contextlib.ExitStack() as mine:
+                for end in links[number]:
+                    mine.enter_context(end or contextlib.nullcontext())
+                fds = [theirs.fileno(), their_life.fileno(), self._page.fd]
+                fds += [end.fileno() for end in links[number] if end]
                 try:
                     popen = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "quire.executor.rank", str(number), *map(str, fds)],
+                        [sys.executable, "-P", "-m", "quire.executor.rank", str(number), *map(str, fds[:3])],
                         stdin=subprocess.DEVNULL,
                         stdout=2,  # a library's prints must not mix with this process's output
                         pass_fds=fds,
@@ -145,11 +158,14 @@ class RankGroup:
                     ours.close()
                     life.close()
                     raise EngineDeadError(f"Rank {number} cannot be started: {error}") from error
-            self._ranks.append(RankProcess(number, popen, Channel(ours), life))
+                linked = tuple(-1 if end is None else end.fileno() for end in links[number])
+            self._ranks.append(RankProcess(number, popen, Channel(ours), life, linked))
             self._poll.register(ours, select.POLLIN)
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # it is dead already, which is found when it is waited for
-                rank.channel.send(encode(RankBoot(config, rank.number, cores[rank.number], level, style)))
+                rank.channel.send(
+                    encode(RankBoot(config, rank.number, cores[rank.number], level, style, rank.links))
+                )
 
     def _wait_loaded(self) -> list[RankLoaded]:
         loaded: dict[int, RankLoaded] = {}
@@ -194,6 +210,16 @@ class RankGroup:
         text = f"Rank {rank.number} (process {rank.popen.pid}){reason}"
         self.close(grace_s=0.0)
         return EngineDeadError(text)
+
+
+def _links(topology: Topology) -> list[list[socket.socket | None]]:
+    """Return for each rank its ends of the connections to the stages before and after."""
+    links: list[list[socket.socket | None]] = [[None, None] for _ in range(topology.world_size)]
+    for rank in range(topology.world_size):
+        after = topology.stage_neighbour(rank, 1)
+        if after is not None:
+            links[rank][1], links[after][0] = socket.socketpair()
+    return links
 
 
 def cores_of(world: int, num_threads: int) -> list[tuple[int, ...]]:

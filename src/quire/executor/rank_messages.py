@@ -33,7 +33,7 @@ class RankBoot:
     cores: tuple[int, ...]  # that the rank is pinned to; none: it is not
     log_level: str
     log_format: LogStyle
-    links: tuple[int, int] = (-1, -1)  # descriptors of the sockets to the stages before and after; −1: none
+    links: tuple[int, ...] = (-1, -1)  # descriptors of the sockets to the stages before and after; −1: none
     memory: str = ""  # of the collectives: name of their shared memory; empty: none
 
 

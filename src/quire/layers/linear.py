@@ -14,7 +14,7 @@ from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty
 from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
 from quire.kernels.pointwise import scale_rows, take_rows
 from quire.kernels.workspace import empty
-from quire.layers.weights import Build, WeightLoader, copy_into, write_weight
+from quire.layers.weights import WHOLE, Build, Stage, WeightLoader, copy_into, write_weight
 from quire.weight_format import PLAIN, WeightFormat
 
 
@@ -109,33 +109,47 @@ class Embedding:
     Tied embeddings are one matrix in the layout of the linear kernel; a quantized table is in that layout too.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, build: Build, *, tied: bool, scale: float) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        build: Build,
+        *,
+        tied: bool,
+        scale: float,
+        stage: Stage = WHOLE,
+    ) -> None:
+        """``stage``: the first one has the table, the last one the output matrix."""
         self._take_rows, self._scale_rows = build.of(take_rows), build.of(scale_rows)
         self._scale = torch.tensor(scale, dtype=build.dtype).item()  # rounded first, as in training
         held = build.held("embed.weight")
         of_head = held if tied else build.held("lm_head.weight")
-        self._head = Linear(
-            {"head": vocab_size}, hidden_size, replace(build, formats={"head.weight": of_head})
-        )
+        self._head: Linear | None = None
+        if tied or stage.is_last:
+            self._head = Linear(
+                {"head": vocab_size}, hidden_size, replace(build, formats={"head.weight": of_head})
+            )
         self._table: Tensor | None = None
         # Holds the rows where there is no table.
-        self._packed: PackedLinear | None = self._head.packed if tied else None
-        if not tied and held.quantized:
+        self._packed: PackedLinear | None = self._head.packed if tied and self._head is not None else None
+        if not tied and stage.is_first and held.quantized:
             self._packed = pack_empty(
                 vocab_size, hidden_size, build.dtype, bias=False, backend=build.matrix_backend(held), format=held
             )  # fmt: skip
-        elif not tied:
+        elif not tied and stage.is_first:
             self._table = torch.empty(vocab_size, hidden_size, dtype=build.dtype)
         self._tied = tied
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        head = self._head.weight_loaders()["head.weight"]
-        if self._tied:
-            return {"embed.weight": head}
-        if self._packed is not None:
-            return {"embed.weight": partial(write_weight, self._packed, 0), "lm_head.weight": head}
-        assert self._table is not None
-        return {"embed.weight": copy_into(self._table), "lm_head.weight": head}
+        found: dict[str, WeightLoader] = {}
+        if not self._tied and self._packed is not None:
+            found["embed.weight"] = partial(write_weight, self._packed, 0)
+        if self._table is not None:
+            found["embed.weight"] = copy_into(self._table)
+        if self._head is not None:
+            name = "embed.weight" if self._tied else "lm_head.weight"
+            found[name] = self._head.weight_loaders()["head.weight"]
+        return found
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, scaled (Gemma, Granite)."""
@@ -148,4 +162,5 @@ class Embedding:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden [num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``."""
+        assert self._head is not None, "only the last stage gives logits"
         return self._head(hidden, out_dtype=torch.float32)

@@ -24,11 +24,15 @@ from quire.layers.linear import Embedding
 from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
-from quire.layers.weights import NO_FORMATS, Build, Formats, WeightLoader, prefixed
+from quire.layers.weights import NO_FORMATS, WHOLE, Build, Formats, Stage, WeightLoader, prefixed
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
 from quire.weight_plan import adaptable
+
+Hidden = tuple[
+    Tensor, Tensor
+]  # (delta, residual), each [num_tokens, hidden_size]; their sum is the residual stream
 
 
 class Decoder:
@@ -36,16 +40,26 @@ class Decoder:
 
     def __init__(
         self, spec: ModelSpec, kv_layout: KvLayout, max_model_len: int, dtype: torch.dtype, kernels: KernelChoice, *,
-        formats: Formats = NO_FORMATS, lora: LoraConfig | None = None,
+        formats: Formats = NO_FORMATS, lora: LoraConfig | None = None, stage: Stage = WHOLE,
     ) -> None:  # fmt: skip
-        """``formats``: canonical name → how a quantized weight is held (`weight_plan`)."""
+        """``formats``: canonical name → how a quantized weight is held (`weight_plan`).
+
+        ``stage``: where ``spec`` has the layers of one stage alone.
+        """
         self.spec = spec
         self.dtype = dtype
-        self._shapes = weight_shapes(spec)
+        self.stage = stage
+        self._shapes = {
+            name: shape
+            for name, shape in weight_shapes(spec).items()
+            if stage.has(name, spec.tie_word_embeddings)
+        }
         self._missing = set(self._shapes)
         build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats)
         tied, scale = spec.tie_word_embeddings, spec.embedding_scale
-        self._embedding = Embedding(spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale)
+        self._embedding = Embedding(
+            spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale, stage=stage
+        )
         self._layers = [
             DecoderLayer(layer, spec, build.under(f"layers.{index}."), lora)
             for index, layer in enumerate(spec.layers)
@@ -61,7 +75,9 @@ class Decoder:
         self._loaders = self._collect_loaders()
 
     def _collect_loaders(self) -> dict[str, WeightLoader]:
-        loaders = {**self._embedding.weight_loaders(), **prefixed("norm.", self._norm.weight_loaders())}
+        loaders = self._embedding.weight_loaders()
+        if self.stage.is_last:
+            loaders.update(prefixed("norm.", self._norm.weight_loaders()))
         for index, layer in enumerate(self._layers):
             loaders.update(prefixed(f"layers.{index}.", layer.weight_loaders()))
         assert set(loaders) == set(self._shapes), set(loaders) ^ set(self._shapes)
@@ -96,18 +112,24 @@ class Decoder:
             some = ", ".join(sorted(self._missing)[:3])
             raise ModelLoadError(f"{len(self._missing)} weights are missing from the checkpoint: {some}, …")
 
-    def forward(self, batch: StepBatch, kv: Sequence[KvView]) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Sequence[KvView], entering: Hidden | None = None) -> Tensor:
         """Compute all tokens of the step, storing their K and V; ``kv`` has one view per layer.
 
-        Returns the hidden states that give logits, after the last norm: ``[num_logits, hidden_size]``.
+        ``entering``: what the stage before returned. Returns the hidden states that give logits, after the last norm:
+        ``[num_logits, hidden_size]``.
         """
+        delta, residual = self.layers(batch, kv, entering)
+        return self._norm.add(delta, residual)[0]
+
+    def layers(self, batch: StepBatch, kv: Sequence[KvView], entering: Hidden | None = None) -> Hidden:
+        """As `forward`, up to the last layer of this stage; all tokens, unless it is the last one."""
         cos_sin = {
             rope: (self._take_rows(table.cos, batch.positions), self._take_rows(table.sin, batch.positions))
             for rope, table in self._ropes.items()
         }
-        residual = self._embedding(batch.input_ids)
-        delta: Tensor | None = None
-        last = len(self._layers) - 1
+        delta: Tensor | None
+        delta, residual = entering or (None, self._embedding(batch.input_ids))
+        last = len(self._layers) - 1 if self.stage.is_last else -1
         for index, layer in enumerate(self._layers):
             rope = layer.spec.attention.rope
             angles = None if rope is None else cos_sin[rope]
@@ -115,7 +137,7 @@ class Decoder:
             rows = batch.logits_indices if index == last else None
             delta, residual = layer(delta, residual, angles, group, kv[index], rows, batch.adapters)
         assert delta is not None
-        return self._norm.add(delta, residual)[0]
+        return delta, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``, scaled and capped as the model defines."""

@@ -207,7 +207,8 @@ class Worker:
         if spans:
             tokens = np.concatenate([span.tokens for span in spans])
             pending, hidden = self.runner.run_with_hidden(prepared, tokens)
-            launched.prompts.update(self.scorer.outputs(spans, hidden))
+            if hidden is not None:
+                launched.prompts.update(self.scorer.outputs(spans, hidden))
         else:
             pending = self.runner.launch(prepared)
         self.seqs.expect(prepared.rows)

@@ -41,6 +41,8 @@ class Planner:
         decodes, prefills, crossing = self._sort_running()
         decodes = self._choose_decodes(decodes, crossing)
         self._budget.left -= len(decodes)
+        if state.num_stages > 1:
+            self._budget.share_out(state.num_stages)
         drafts: dict[Sequence, int] = {}
         control = state.draft_control
         if control is not None and control.any_held and self._starved is None:
@@ -104,15 +106,20 @@ class Planner:
 
     def _choose_decodes(self, decodes: list[Sequence], crossing: list[Sequence]) -> list[Sequence]:
         """Return the decodes of this step, with a block for each: as many as the budget allows."""
-        if len(decodes) > self._budget.left:
-            return self._choose_in_turn(decodes)
+        limit = self._budget.left
+        if (
+            self._state.num_stages > 1
+        ):  # the other stages get as many: else one step has them all, and the others none
+            limit = min(limit, -(-len(self._state.running) // self._state.num_stages))
+        if len(decodes) > limit:
+            return self._choose_in_turn(decodes, limit)
         if not crossing:
             return decodes
         crossing.sort(key=lambda seq: seq.key)
         without = [seq for seq in crossing if not self._find_room(seq, seq.num_planned + 1)]
         return [seq for seq in decodes if seq not in without] if without else decodes
 
-    def _choose_in_turn(self, decodes: list[Sequence]) -> list[Sequence]:
+    def _choose_in_turn(self, decodes: list[Sequence], limit: int) -> list[Sequence]:
         """Round robin: the sequence that waited longest for a turn comes first."""
         chosen: list[Sequence] = []
         for seq in sorted(decodes, key=lambda seq: seq.turn):
@@ -121,7 +128,7 @@ class Planner:
                 chosen.append(seq)
                 seq.turn = self._state.next_turn
                 self._state.next_turn += 1
-                if len(chosen) == self._budget.left:
+                if len(chosen) == limit:
                     break
         return chosen
 
@@ -336,6 +343,11 @@ class Budget:
         self._limit = config.max_num_batched_tokens
         self._whole_prompts = not config.enable_chunked_prefill
         self.left = self._limit
+
+    def share_out(self, num_stages: int) -> None:
+        """Leave the steps of the other stages their share of the prompt tokens."""
+        if not self._whole_prompts:
+            self.left = -(-self.left // num_stages)
 
     def must_be_whole(self, num_tokens: int) -> bool:
         """Tell whether a chunk of ``num_tokens`` may not be cut.
