@@ -1,11 +1,11 @@
-"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE PAGE``, started by `quire.executor.rank_group`.
+"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE BEFORE AFTER``.
 
 It loads its part of the model and computes every plan that the executor sends. The answering rank samples and answers;
 the others are told with a later plan what it sampled. Whatever is no fault of the plan itself ends the process, and
 with it the group: other ranks may wait for this one in the middle of a step.
 
-CHANNEL and LIFE are descriptors of sockets, PAGE is that of a `RankPage`. The process ends when its end of LIFE closes,
-whatever it computes.
+Its arguments are descriptors of sockets; BEFORE and AFTER lead to the stages beside it, −1: there is none. The process
+ends when its end of LIFE closes, whatever it computes.
 """
 
 from __future__ import annotations
@@ -19,28 +19,32 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from setproctitle import setproctitle
 
 from quire.clock import WallClock
-from quire.errors import QuireError, StepError
+from quire.errors import ModelLoadError, QuireError, StepError
 from quire.executor.base import RankLoaded, failed
 from quire.executor.child_process import PrefixedStream, wake_at_parents_end
 from quire.executor.rank_messages import (
     Answer,
     Channel,
     RankBoot,
+    RankCounts,
     RankFailure,
     RankStep,
     Told,
     encode,
 )
-from quire.executor.rank_page import RankCounts, RankPage
 from quire.kernels.registry import in_words
 from quire.kernels.threads import choose_threads
 from quire.metrics.log import configure
+from quire.models.checkpoint import describe
+from quire.models.fingerprint import fingerprint
 from quire.models.loader import iter_weights
 from quire.parallel.shard import shard
 from quire.runner.memory import keep_freed_memory, torch_dtype
@@ -52,7 +56,7 @@ from quire.step import SeqTold, StepPlan, StepResult
 
 def main(argv: list[str]) -> None:
     """Run until the executor goes away, or a step fails for another reason than its plan."""
-    rank, channel_fd, life_fd, page_fd = map(int, argv[1:5])
+    rank, channel_fd, life_fd, *links = map(int, argv[1:6])
     setproctitle(f"quire: rank {rank}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # for the server to handle: it drains
@@ -68,7 +72,7 @@ def main(argv: list[str]) -> None:
     assert isinstance(boot, RankBoot)
     configure(boot.log_level, stream=stderr if boot.log_format == "json" else None, style=boot.log_format)
     try:
-        RankLoop(boot, channel, RankPage(boot.config.topology.world_size, page_fd)).run()
+        RankLoop(boot, channel, [None if fd < 0 else socket.socket(fileno=fd) for fd in links]).run()
     except OSError as error:
         _fail(channel, error)  # of a socket, as a rule: another process has ended
     except Exception as error:
@@ -80,10 +84,10 @@ def main(argv: list[str]) -> None:
 class RankLoop:
     """The worker of a rank, and the steps that it has computed without knowing what was sampled."""
 
-    def __init__(self, boot: RankBoot, channel: Channel, page: RankPage) -> None:
+    def __init__(self, boot: RankBoot, channel: Channel, links: Sequence[socket.socket | None]) -> None:
         """Load the rank's part of the model, and say so."""
         config, clock = boot.config, WallClock()
-        self._rank, self._page, self._clock, self._busy_s, self._num_steps = boot.rank, page, clock, 0.0, 0
+        self._clock, self._busy_s, self._num_steps = clock, 0.0, 0
         start_s = clock.now()
         if boot.cores:
             os.sched_setaffinity(0, boot.cores)
@@ -93,14 +97,16 @@ class RankLoop:
         self._answers = boot.rank == config.topology.answering_rank
         self._is_alone = config.topology.world_size == 1
         model, dtype = config.model, torch_dtype(config.model.dtype)
+        if boot.fingerprint:
+            _check_checkpoint(Path(model.path), boot.fingerprint)
         mine = shard(model.spec, config.topology, boot.rank, model.formats)
         own = replace(
             config,
             model=replace(model, spec=mine.spec, formats=mine.formats(model.formats)),
             kv_layout=mine.kv_layout(config.kv_layout),
         )
-        before, after = (None if fd < 0 else socket.socket(fileno=fd) for fd in boot.links)
         max_tokens = config.scheduler.max_num_batched_tokens
+        before, after = links
         self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
         runner = partial(ModelRunner, links=self._links, samples=self._answers)
         weights = iter_weights(model, dtype, cuts=mine.cuts)
@@ -125,7 +131,8 @@ class RankLoop:
                 self._out.append(self._launch(message.plan))
             self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
             self._num_steps += 1
-            self._page.note(self._rank, RankCounts(self._busy_s, self._num_steps, self._links.num_bytes_sent))
+            counts = RankCounts(self._busy_s, self._num_steps, self._links.num_bytes_sent)
+            self._channel.send(encode(counts))
             if self._answers:
                 self._channel.send(encode(answer))
 
@@ -164,6 +171,15 @@ class RankLoop:
         else:
             assert launched.plan.step == told.step
             self.worker.settle(launched, {each.seq_id: each for each in told.seqs})
+
+
+def _check_checkpoint(path: Path, expected: str) -> None:
+    found = fingerprint(describe(path))
+    if found != expected:
+        raise ModelLoadError(
+            f"the checkpoint {path} on {socket.gethostname()} has the fingerprint {found}, and the engine's has "
+            f"{expected}: copy the same files to every node"
+        )
 
 
 def _fail(channel: Channel, error: Exception) -> None:

@@ -6,10 +6,13 @@ collect()      the answering rank's result: the first rank of the last stage sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.executor.rank_group import RankGroup
 from quire.executor.rank_messages import RankStep, Told, encode
+from quire.executor.rank_processes import start_here
 from quire.metrics.engine_stats import RankStats
 from quire.metrics.log import Log
 from quire.step import StepPlan, StepResult
@@ -24,12 +27,18 @@ class RanksExecutor:
     once a rank has died, and every process of the group has ended then.
     """
 
-    def __init__(self, config: EngineConfig, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Clock | None = None,
+        start: Callable[[EngineConfig], RankGroup] = start_here,
+    ) -> None:
+        """``start`` starts the ranks: here, or on other machines."""
         stages = config.topology.pp
         self.max_in_flight = stages
         self.chains_steps = stages == 1
         self._told: list[Told] = []
-        self._group = RankGroup(config)
+        self._group = start(config)
         self.loaded = self._group.loaded
         self._clock = clock or WallClock()
         self._num_out, self._out_since_s, self._out_s = 0, 0.0, 0.0
@@ -37,7 +46,7 @@ class RanksExecutor:
     @property
     def pids(self) -> list[int]:
         """The processes, by rank."""
-        return self._group.pids
+        return [each.pid for each in self.loaded]
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to every rank; fewer than ``max_in_flight`` are out."""
@@ -59,12 +68,12 @@ class RanksExecutor:
 
     def rank_stats(self) -> RankStats:
         """Return how long steps were out, and what each rank did meanwhile."""
-        counts = self._group.counts()
+        counts = self._group.counts
         now_s = self._clock.now() - self._out_since_s if self._num_out else 0.0
         return RankStats(
             self._out_s + now_s,
             tuple(each.busy_s for each in counts),
-            tuple(int(each.bytes_sent) for each in counts),
+            tuple(each.bytes_sent for each in counts),
         )
 
     def close(self) -> None:
