@@ -62,7 +62,9 @@ class EngineArgs:
     batch_invariant: bool = False
     tensor_parallel_size: str | int = 1
     pipeline_parallel_size: int = 1
-    executor: Literal["auto", "local", "ranks"] = "auto"
+    executor: Literal["auto", "local", "ranks", "ray"] = "auto"
+    nodes: int | None = None
+    ray_address: str | None = None
     threads: int | None = None
     cpu_isa: Literal["auto", "reference", "scalar", "avx2", "avx512", "amx"] = "auto"
     step_log: str | None = None

@@ -147,6 +147,14 @@ class RecorderConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RayConfig:
+    """Where Ray places the ranks."""
+
+    address: str | None  # of the cluster; None: that of this machine, or a new one
+    nodes: int | None  # that the stages are spread over; None: Ray chooses
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The whole configuration of an engine."""
 
@@ -160,6 +168,7 @@ class EngineConfig:
     lora: LoraConfig | None = None  # None: only the base model
     speculate: SpeculateConfig | None = None  # None: one token per sequence and step
     recorder: RecorderConfig | None = None  # None: steps are not recorded
+    ray: RayConfig | None = None  # None: the ranks run on this machine
     topology: Topology = field(default_factory=Topology)  # how the model is cut over ranks
 
     @property

@@ -15,6 +15,7 @@ from quire.config import (
     EngineConfig,
     LoraConfig,
     ModelConfig,
+    RayConfig,
     RunnerConfig,
     SchedulerConfig,
 )
@@ -69,6 +70,8 @@ def resolve(
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
     topology = _topology(args, device)
+    if args.nodes is not None:  # taken to be alike
+        device = replace(device, memory_available_bytes=device.memory_available_bytes * args.nodes)
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
@@ -110,6 +113,7 @@ def resolve(
         lora=lora,
         speculate=speculate_config(args, device, drafts, max_model_len),
         topology=topology,
+        ray=RayConfig(args.ray_address, args.nodes) if args.executor == "ray" else None,
     )
 
 
@@ -119,6 +123,8 @@ def _topology(args: EngineArgs, device: DeviceInfo) -> Topology:
         raise ConfigError(f"tensor_parallel_size = {tp!r} must be 'auto' or a number of at least 1")
     topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size)
     world = topology.world_size
+    if args.executor != "ray" and (args.nodes is not None or args.ray_address is not None):
+        raise ConfigError("nodes and ray_address need executor = 'ray'")
     if world == 1:
         return topology
     if args.executor == "local":
@@ -130,7 +136,7 @@ def _topology(args: EngineArgs, device: DeviceInfo) -> Topology:
             f"{topology} needs {world} devices, and one rank runs on {device.name}: device = 'cpu' cuts the model over "
             "processes of this machine"
         )
-    if world > device.num_cores and args.threads is None:
+    if world > device.num_cores * (args.nodes or 1) and args.threads is None:
         raise ConfigError(
             f"{topology} makes {world} ranks, and there are {device.num_cores} cores: give fewer, or threads = 1 to "
             "let ranks share a core"
@@ -226,7 +232,8 @@ LEVELS = ("scalar", "avx2", "avx512", "amx")  # each includes the previous ones
 
 
 def _runner(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
-    threads, asked = args.threads or max(1, device.num_cores // topology.world_size), args.cpu_isa
+    cores = device.num_cores * (args.nodes or 1)
+    threads, asked = args.threads or max(1, cores // topology.world_size), args.cpu_isa
     if device.kind != "cpu":
         if asked != "auto":
             raise ConfigError(f"cpu_isa = {asked!r} is for a CPU, and the model runs on {device.name}")

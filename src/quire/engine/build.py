@@ -2,6 +2,7 @@
 
 "local"    the model, in this process, on the device of the configuration
 "ranks"    the model cut over processes of this machine, as the configuration's topology says
+"ray"      the same, over the machines of a Ray cluster
 "timed"    no model, no KV cache: steps sleep as long as a cost model says ("timed@FILE", from `CostModel.to_json`)
 "M:F"      the result of the function F of the module M for (config, argument), "M:F@argument"
 """
@@ -120,6 +121,11 @@ def make_executor(config: EngineConfig, executor: str, clock: Clock) -> Executor
         from quire.executor.ranks import RanksExecutor
 
         return RanksExecutor(config, clock)
+    if kind == "ray":
+        from quire.executor.ranks import RanksExecutor
+        from quire.executor.ray import start_on_ray
+
+        return RanksExecutor(config, clock, start_on_ray)
     if kind == "timed":
         from quire.executor.timed import TimedExecutor
 
