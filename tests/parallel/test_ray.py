@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.engine.test_process import gone, wait_for
-from tests.parallel.serving import CASE, FCFS, config_of, serve
 from tests.gateway.services import free_port
+from tests.parallel.serving import CASE, FCFS, config_of, serve
 
 from quire.config import RayConfig
 from quire.errors import ConfigError, EngineDeadError
@@ -26,14 +27,23 @@ from quire.parallel.topology import Topology
 from quire.step import StepPlan
 
 TWO = Topology(pp=2)
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra Ray is not installed")
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="the extra Ray is not installed"
+)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """Start a head and a second node, of one core each; end them by their process ids."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HOME": folder}.items():
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "HOME": folder,
+        }.items():
             patch.setenv(name, value)
         port = free_port()
         common = ["--num-cpus", "1", "--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
@@ -47,9 +57,20 @@ def cluster() -> Iterator[str]:
         try:
             yield address
         finally:
-            for node in nodes[::-1]:
-                os.killpg(node.pid, signal.SIGTERM)
+            import ray
+
+            ray.shutdown()
+            for pid in [pid for node in nodes for pid in (node.pid, *_descendants(node.pid))]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for node in nodes:
                 node.wait(30)
+
+
+def _descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(each) for each in children.read_text().split()] if children.exists() else []
+    return found + [deeper for each in found for deeper in _descendants(each)]
 
 
 def _wait_for_nodes(address: str, count: int) -> None:
@@ -86,6 +107,7 @@ def test_a_killed_rank_ends_the_group_on_every_node(cluster: str) -> None:
     executor = RanksExecutor(config, start=start_on_ray)
     pids = executor.pids
     os.kill(pids[0], signal.SIGKILL)
+    wait_for(lambda: gone(pids[0]))
     with pytest.raises(EngineDeadError, match=r"Rank 0 \(process \d+ on .*\) was killed by signal 9"):
         _steps(executor)
     wait_for(lambda: all(map(gone, pids)))
