@@ -28,7 +28,8 @@ from quire.metrics.log import Log
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.request import Adapter
-from quire.text.output.formats import FORMATS, OutputFormat, detect_format
+from quire.text.output.formats import FORMATS, OutputFormat
+from quire.text.output.generic import format_of
 from quire.workload.slo import Slo
 
 LATEST = ":latest"  # Ollama's tag of a name without one
@@ -89,7 +90,7 @@ class ApiState:
         template = self.frontend.chat_template
         if not template.names:
             return FORMATS["plain"]
-        return detect_format(template.source(has_tools))
+        return format_of(template.source(has_tools))
 
     @property
     def model(self) -> ModelInfo:
