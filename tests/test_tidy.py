@@ -50,7 +50,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "tensor, pipeline, expert and context parallelism": {"parallel": 190},
     "fair order": {"": 1, "api": 8, "cli": 5, "engine": 5, "http": 25, "scheduler": 128},
     "names of other servers": {"": 1, "api": 330, "cli": 2, "http": 114, "jobs": 2},
-    "Ollama's API": {"api": 770, "cli": 1, "http": 12},
+    "Ollama's API": {"api": 770, "cli": 1, "gateway": 161, "http": 15},
     "command lines and keywords of vLLM and llama.cpp": {"": 3, "cli": 162, "engine": 188},
     "batches of messages": {"jobs": 230},
     "custom tools": {"api": 190},

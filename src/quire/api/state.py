@@ -22,6 +22,7 @@ from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, NotFoundError, clip
 from quire.http.edge import TENANT
 from quire.http.keys import KeyFile
+from quire.http.refusals import LATEST
 from quire.jobs.disk import write_json
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
@@ -31,7 +32,6 @@ from quire.request import Adapter
 from quire.text.output.formats import FORMATS, OutputFormat, detect_format
 from quire.workload.slo import Slo
 
-LATEST = ":latest"  # Ollama's tag of a name without one
 _STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too
 log = Log("api")
 
