@@ -22,6 +22,7 @@ from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, NotFoundError, clip
 from quire.http.edge import TENANT
 from quire.http.keys import KeyFile
+from quire.http.refusals import LATEST
 from quire.jobs.disk import write_json
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
@@ -32,7 +33,6 @@ from quire.text.output.formats import FORMATS, OutputFormat
 from quire.text.output.generic import format_of
 from quire.workload.slo import Slo
 
-LATEST = ":latest"  # Ollama's tag of a name without one
 _STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too
 log = Log("api")
 

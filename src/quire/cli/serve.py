@@ -243,6 +243,7 @@ def heartbeat_of(args: ServerArgs, api: Any, frontend: Any, url: str) -> Any:
             "url": url,
             "models": [*frontend.model.names, *adapters],
             "api_key": args.api_key,
+            "region": args.region or os.environ.get("QUIRE_REGION") or None,
             "about": {
                 "pid": os.getpid(),
                 "version": __version__,
