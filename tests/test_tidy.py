@@ -69,7 +69,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "models on disk": {"cli": 72, "models": 80},
     "fields that the order does not read": {"api": 22, "metrics": 1, "scheduler": 1},
     "page of the API": {"api": 18, "http": 6},
-    "tool formats of newer families": {"text": 640, "cli": 11, "api": 2},
+    "tool formats of newer families": {"text": 640, "cli": 11, "api": 4},
     "filling in the middle": {"api": 38, "text": 78},
     "the plan's choice of a split": {"plan": 36, "cli": 10},
     "gateway": {"": 6, "cli": 275, "gateway": 2_805, "http": 115, "sim": 10},
