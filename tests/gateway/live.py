@@ -93,9 +93,13 @@ async def answer(
     await writer.drain()
 
 
-async def begin_stream(writer: asyncio.StreamWriter, headers: Mapping[str, str] | None = None) -> None:
+async def begin_stream(
+    writer: asyncio.StreamWriter,
+    headers: Mapping[str, str] | None = None,
+    media_type: str = "text/event-stream",
+) -> None:
     lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items()).encode()
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + lines)
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n%b" % (media_type.encode(), lines))
     writer.write(b"transfer-encoding: chunked\r\n\r\n")
     await writer.drain()
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from aiohttp import ClientResponse
 
 from quire.gateway.config import HedgeArgs
+from quire.gateway.frames import has_event, is_stream
 from quire.gateway.placing import Placed
 from quire.gateway.retries import RetryBudget
 from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, failures
@@ -121,12 +122,10 @@ async def _open(send: Send, placed: Placed) -> Opened:
     """Send a request and wait for the first bytes of its stream. Another answer is left unread."""
     response = await send(placed)
     try:
-        if response.status == 200 and response.headers.get("content-type", "").startswith(
-            "text/event-stream"
-        ):
+        if response.status == 200 and is_stream(response.headers.get("content-type", "")):
             first = b""
             with failures():
-                while b"data:" not in first and (piece := await response.content.readany()):
+                while not has_event(first) and (piece := await response.content.readany()):
                     first += piece  # comments are no token
             return Opened(placed, response, first)
         return Opened(placed, response)

@@ -23,7 +23,7 @@ from quire.errors import QuireError
 from quire.gateway.asked import Asked, read_asked
 from quire.gateway.exchange import Exchange
 from quire.gateway.filters import FILTERED
-from quire.gateway.frames import Frames, error_frame, has_event, without_usage
+from quire.gateway.frames import LINES, Frames, error_frame, has_event, is_stream, without_usage
 from quire.gateway.headers import to_client
 from quire.gateway.hedging import Opened
 from quire.gateway.migrate import TAGGED, Groups, StreamMoves
@@ -180,7 +180,7 @@ class Proxy:
         placed, response = opened.placed, opened.response
         kind = response.headers.get("content-type", "")
         self._state.placing.learn_blocks(exchange, response.headers.get(BLOCKS_HEADER))
-        if response.status == 200 and kind.startswith("text/event-stream"):
+        if response.status == 200 and is_stream(kind):
             await self._relay_stream(exchange, opened, deadline)
             return
         whole = await read_whole(response, self._state.config.server.max_answer_mib << 20)
@@ -202,6 +202,10 @@ class Proxy:
     async def _relay_stream(self, exchange: Exchange, opened: Opened, deadline: asyncio.Timeout) -> None:
         """Relay server-sent events from the first whole frame on."""
         placed, response = opened.placed, opened.response
+        is_lines = response.headers["content-type"].startswith(LINES)
+        read, end = exchange.usage.read_frames, b"\n\n"
+        if is_lines:
+            read, end = exchange.usage.read_lines, b"\n"
         now, timeouts, frames = self._state.now, self._timeouts, _frames_of(exchange, response)
         loop_s = asyncio.get_running_loop().time() - now()  # the loop's clock may have another origin
         total_s = timeouts.stream_total_s
@@ -215,7 +219,7 @@ class Proxy:
                 whole = frames.feed(piece)
                 if not whole or (is_first and not has_event(whole)):
                     continue  # a comment is no answer: the time to the first token goes on
-                exchange.usage.read_frames(whole)
+                read(whole)
                 if is_first:
                     is_first = False
                     self._own(exchange, placed)
@@ -224,7 +228,7 @@ class Proxy:
                         self._state.metrics.migrations[(placed.backend.name,)] += 1
                 if exchange.first_s is None:
                     exchange.first_s = now()
-                exchange.num_frames += whole.count(b"\n\n")
+                exchange.num_frames += whole.count(end)
                 self._state.tenants.relayed(exchange)
                 if hides_usage:
                     whole = without_usage(whole)
@@ -294,7 +298,7 @@ def _frames_of(exchange: Exchange, response: ClientResponse) -> Frames | Groups:
     if continuation is None or fingerprint is None:
         if exchange.has_begun:
             raise BackendFailed("garbage", "The backend does not continue the stream.")
-        return Frames()
+        return Frames(response.headers["content-type"])
     continuation.fingerprint = fingerprint
     return Groups(continuation)
 

@@ -27,6 +27,8 @@ JOURNAL_SUFFIX = ".journal"
 # Paths that generate no tokens: only the prompt is reserved.
 _NO_OUTPUT = (
     "/embeddings",
+    "/api/embed",
+    "/api/show",
     "/score",
     "/rerank",
     "tokenize",
