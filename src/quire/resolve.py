@@ -15,7 +15,6 @@ from quire.config import (
     EngineConfig,
     LoraConfig,
     ModelConfig,
-    RayConfig,
     RunnerConfig,
     SchedulerConfig,
 )
@@ -23,6 +22,7 @@ from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
 from quire.parallel.topology import Topology
+from quire.plan.ranks import ray_config, topology_of
 from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
 from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.request import Adapter
@@ -69,9 +69,7 @@ def resolve(
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
-    topology = _topology(args, device)
-    if args.nodes is not None:  # taken to be alike
-        device = replace(device, memory_available_bytes=device.memory_available_bytes * args.nodes)
+    topology = topology_of(args, device)
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
@@ -98,7 +96,7 @@ def resolve(
             tokenizer=tokenizer,
             formats=plan.formats,
             remarks=plan.remarks,
-        ),
+        ),  # fmt: skip
         kv_layout=layout,
         cache=CacheConfig(
             num_blocks=num_blocks,
@@ -113,35 +111,8 @@ def resolve(
         lora=lora,
         speculate=speculate_config(args, device, drafts, max_model_len),
         topology=topology,
-        ray=RayConfig(args.ray_address, args.nodes) if args.executor == "ray" else None,
+        ray=ray_config(args),
     )
-
-
-def _topology(args: EngineArgs, device: DeviceInfo) -> Topology:
-    tp = device.num_nodes if args.tensor_parallel_size == "auto" else args.tensor_parallel_size
-    if not str(tp).isdecimal():
-        raise ConfigError(f"tensor_parallel_size = {tp!r} must be 'auto' or a number of at least 1")
-    topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size)
-    world = topology.world_size
-    if args.executor != "ray" and (args.nodes is not None or args.ray_address is not None):
-        raise ConfigError("nodes and ray_address need executor = 'ray'")
-    if world == 1:
-        return topology
-    if args.executor == "local":
-        raise ConfigError(
-            f"executor = 'local' is one process, and {topology} makes {world} ranks: leave it out"
-        )
-    if device.kind != "cpu":
-        raise ConfigError(
-            f"{topology} needs {world} devices, and one rank runs on {device.name}: device = 'cpu' cuts the model over "
-            "processes of this machine"
-        )
-    if world > device.num_cores * (args.nodes or 1) and args.threads is None:
-        raise ConfigError(
-            f"{topology} makes {world} ranks, and there are {device.num_cores} cores: give fewer, or threads = 1 to "
-            "let ranks share a core"
-        )
-    return topology
 
 
 def _model_key(
@@ -338,7 +309,8 @@ def _blocks_in_memory(
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
     else:
-        available = device.memory_available_bytes - step_bytes(args, spec)
+        nodes = args.nodes or 1  # taken to be alike
+        available = nodes * device.memory_available_bytes - step_bytes(args, spec)
     page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
     if drafts is not None:
         page += drafts.spec.draft_layout().block_bytes(args.block_size, drafts.kv_dtype)

@@ -23,7 +23,7 @@ class Planner:
         self._state = state
         self._now = now
         self._step = state.next_step
-        self._budget = Budget(state.config)
+        self._budget = Budget(state.config, state.num_stages)
         self._new_seqs: list[NewSeq] = []
         self._seqs: list[SeqPlan] = []
         self._sequences: list[Sequence] = []  # parallel to `_seqs`
@@ -40,9 +40,7 @@ class Planner:
             fork_beams(state)
         decodes, prefills, crossing = self._sort_running()
         decodes = self._choose_decodes(decodes, crossing)
-        self._budget.left -= len(decodes)
-        if state.num_stages > 1:
-            self._budget.share_out(state.num_stages)
+        self._budget.take_decodes(len(decodes))
         drafts: dict[Sequence, int] = {}
         control = state.draft_control
         if control is not None and control.any_held and self._starved is None:
@@ -106,12 +104,7 @@ class Planner:
 
     def _choose_decodes(self, decodes: list[Sequence], crossing: list[Sequence]) -> list[Sequence]:
         """Return the decodes of this step, with a block for each: as many as the budget allows."""
-        limit = self._budget.left
-        if (
-            self._state.num_stages > 1
-        ):  # the other stages get as many: else one step has them all, and the others none
-            limit = min(limit, -(-len(self._state.running) // self._state.num_stages))
-        if len(decodes) > limit:
+        if len(decodes) > (limit := self._budget.decode_limit(len(self._state.running))):
             return self._choose_in_turn(decodes, limit)
         if not crossing:
             return decodes
@@ -337,17 +330,24 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
 class Budget:
     """Tokens left in the step being planned."""
 
-    __slots__ = ("_limit", "_whole_prompts", "left")
+    __slots__ = ("_limit", "_num_stages", "_whole_prompts", "left")
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, num_stages: int = 1) -> None:
+        """``num_stages``: of a pipeline, whose steps share decodes and prompt tokens evenly, so that none is idle."""
+        self._num_stages = num_stages
         self._limit = config.max_num_batched_tokens
         self._whole_prompts = not config.enable_chunked_prefill
         self.left = self._limit
 
-    def share_out(self, num_stages: int) -> None:
-        """Leave the steps of the other stages their share of the prompt tokens."""
+    def decode_limit(self, num_running: int) -> int:
+        """Return how many decodes the step may have."""
+        return self.left if self._num_stages == 1 else min(self.left, -(-num_running // self._num_stages))
+
+    def take_decodes(self, num_decodes: int) -> None:
+        """Leave what prompts may have beside the decodes."""
+        self.left -= num_decodes
         if not self._whole_prompts:
-            self.left = -(-self.left // num_stages)
+            self.left = -(-self.left // self._num_stages)
 
     def must_be_whole(self, num_tokens: int) -> bool:
         """Tell whether a chunk of ``num_tokens`` may not be cut.
