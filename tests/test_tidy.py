@@ -127,6 +127,15 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 8,
         "text": 75,
     },
+    "heads that draft": {
+        "engine": 6,
+        "families": 263,
+        "layers": 3,
+        "models": 330,
+        "plan": 33,
+        "runner": 236,
+        "speculate": 34,
+    },
     "speculation": {
         "": 82,
         "api": 13,

@@ -69,8 +69,8 @@ class Worker:
             num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
             release=self.runner.release,
         )  # fmt: skip
-        self.draft_model = make_draft_model(config, self.seqs)
-        self.proposer = make_proposer(config, self.draft_model)
+        self.draft_model = make_draft_model(config, self.seqs, self.runner.decoder)
+        self.proposer = make_proposer(config, self.draft_model, self.seqs, self.runner)
         self._inputs = InputBatch(
             self.seqs,
             block_size,
