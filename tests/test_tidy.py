@@ -66,6 +66,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "command lines and keywords of vLLM and llama.cpp": {"": 3, "cli": 162, "engine": 188},
     "batches of messages": {"jobs": 230},
     "custom tools": {"api": 190},
+    "real clients": {"api": 50, "http": 4},
+    "comfort of the terminal": {"cli": 150},
     "models on disk": {"cli": 72, "models": 80},
     "fields that the order does not read": {"api": 22, "metrics": 1, "scheduler": 1},
     "page of the API": {"api": 18, "http": 6},
