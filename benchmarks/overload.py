@@ -226,17 +226,30 @@ def live(seconds: float, seed: int, rounds: int) -> None:
                 pooled[load] += late
             ratios.append(found[LOADS[-1]][0] / found[LOADS[0]][0])
             goods.append(found[LOADS[-1]][1] / max(good for _, good in found.values()))
-        rows, again = asyncio.run(Live(port, seed + rounds).open(LOADS[-1] * rate, seconds, retry=True))
+        changed = asyncio.run(Live(port, seed + rounds).open(LOADS[-1] * rate, seconds, retry=True))
+    with server(*flags, "--max-ttft-ms", str(limit_ms)) as (port, _):
+        asyncio.run(Live(port, seed).open(LOADS[0] * rate, seconds, retry=True))
+        always = asyncio.run(Live(port, seed + rounds).open(LOADS[-1] * rate, seconds, retry=True))
     print(f"\nAll rounds together\n\n{HEAD}")
     together = {load: show(load, rows, seconds * rounds) for load, rows in pooled.items()}
     print(f"\n{verdict(together)}")
     print(
         f"Medians of the rounds: p99 TTFT {np.median(ratios):.2f} ×, goodput {np.median(goods):.0%} of its peak"
     )
-    told = [row.retry_after_s for row in rows if row.retry_after_s] or [0.0]
+    told("Clients that always come back", *always)
+    told("The same where none had come back before", *changed)
+    print(f"{time.monotonic() - began_s:.0f} s in all; {busy}")
+
+
+def told(title: str, rows: Sequence[Row], again: Sequence[Row]) -> None:
+    """Print how many of the clients that came back after the time told were served."""
+    times_s = [row.retry_after_s for row in rows if row.retry_after_s] or [0.0]
     served = sum(row.status == 200 for row in again)
-    print(f"{len(again)} clients came back after {min(told):.0f} to {max(told):.0f} s: ", end="")
-    print(f"{served / max(1, len(again)):.0%} served. {time.monotonic() - began_s:.0f} s in all; {busy}")
+    ttft_s = [row.first_s - row.sent_s for row in (*rows, *again) if row.status == 200]
+    print(
+        f"{title}: {len(again)} after {min(times_s):.0f} to {max(times_s):.0f} s, {served / max(1, len(again)):.0%} "
+        f"served; p99 TTFT {np.percentile(ttft_s, 99):.2f} s"
+    )
 
 
 def main() -> None:
