@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from quire.config import OrderKind
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.overload import TTFT_RESERVE, TTFT_SLACK, place_s, seats_of
+from quire.scheduler.overload import RESERVED_S, TTFT_RESERVE, TTFT_SLACK, place_s, seats_of
 from quire.scheduler.predictor import Backlog
 from quire.scheduler.queue import aged_s, due_s, sort_key
 from quire.scheduler.sequence import RequestState, Sequence, SequenceState
@@ -76,7 +76,7 @@ def too_late(
     An idle engine, and one that has not measured a step, tries everything. ``kept``: the request comes when it was told
     to, so no place is held against it.
     """
-    limits = [*_limits(state, request, kept)]
+    limits = [*_limits(state, request, now, kept)]
     if not limits or not state.predictor.step_s or not (state.running or state.waiting):
         return None
     elapsed_s, num_own = now - request.arrival_s, _num_uncached(state, request)
@@ -103,7 +103,7 @@ def too_late_behind_all(state: SchedulerState, num_prompt: int, now: float) -> t
     line = Line(len(state.waiting), state.waiting.num_tokens)
     if not state.predictor.step_s or not (state.running or line.num_seqs or state.promises.num_called):
         return None
-    limit_s = most_ttft_s(state, kept=False)
+    limit_s = most_ttft_s(state, now, kept=False)
     num_own = round(num_prompt * _uncached_share(state))
     expected_s = _first_s(state, line, num_own, now)
     if expected_s <= limit_s:
@@ -166,7 +166,7 @@ def _missed(seq: Sequence, now: float) -> str | None:
     return None
 
 
-def _limits(state: SchedulerState, request: Request, kept: bool) -> Iterator[tuple[str, str, float]]:
+def _limits(state: SchedulerState, request: Request, now: float, kept: bool) -> Iterator[tuple[str, str, float]]:
     """Yield (name, error kind, seconds from arrival) of each limit."""
     if request.deadline is not None:
         for name, limit_s in (
@@ -176,15 +176,19 @@ def _limits(state: SchedulerState, request: Request, kept: bool) -> Iterator[tup
             if limit_s is not None:
                 yield f"deadline_ms.{name}", "hopeless", limit_s
     if state.config.max_ttft_s is not None:
-        yield "max_ttft_ms", "capacity", most_ttft_s(state, kept=kept)
+        yield "max_ttft_ms", "capacity", most_ttft_s(state, now, kept=kept)
 
 
-def most_ttft_s(state: SchedulerState, *, kept: bool) -> float:
+def most_ttft_s(state: SchedulerState, now: float, *, kept: bool) -> float:
     """Return the limit of a predicted TTFT: higher for requests that come when they were told to than for others."""
     limit_s = state.config.max_ttft_s or math.inf
     if kept:
         return limit_s * (1.0 + TTFT_SLACK)
-    return limit_s * (1.0 - TTFT_RESERVE) if len(state.promises) else limit_s
+    if not len(state.promises):
+        return limit_s
+    num_soon, _ = state.promises.expected(now + limit_s + RESERVED_S)
+    seats, typical_s, _ = seats_of(state)
+    return limit_s - min(limit_s * TTFT_RESERVE, num_soon * typical_s / len(seats))
 
 
 def _missed_text(state: SchedulerState, name: str, limit_s: float, expected_s: float) -> str:

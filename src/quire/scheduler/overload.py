@@ -20,7 +20,8 @@ QUEUE_SLACK = (
     1.0  # share of the queue's limits by which requests that come when they were told to may exceed them
 )
 TTFT_SLACK = 1 / 8  # the same, of max_ttft_s
-TTFT_RESERVE = 1 / 4  # share of max_ttft_s that others leave to them while there are promises
+TTFT_RESERVE = 1 / 4  # share of max_ttft_s that others leave at most to those that come soon
+RESERVED_S = 1.0  # beyond max_ttft_s
 LEAST_S = 0.75  # told beside the margin
 ASSUMED_STEP_S = 0.05  # until a step was measured
 
