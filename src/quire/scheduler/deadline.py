@@ -166,7 +166,9 @@ def _missed(seq: Sequence, now: float) -> str | None:
     return None
 
 
-def _limits(state: SchedulerState, request: Request, now: float, kept: bool) -> Iterator[tuple[str, str, float]]:
+def _limits(
+    state: SchedulerState, request: Request, now: float, kept: bool
+) -> Iterator[tuple[str, str, float]]:
     """Yield (name, error kind, seconds from arrival) of each limit."""
     if request.deadline is not None:
         for name, limit_s in (
