@@ -128,6 +128,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "text": 8,
     },
     "overload": {"": 6, "api": 4, "bench": 1, "engine": 17, "http": 150, "scheduler": 263, "sim": 16},
+    "places asked for before a request is parsed": {"": 2, "api": 80, "engine": 20, "scheduler": 95},
     "journal of streams": {"": 4, "api": 655, "cli": 3},
     "hand-over": {"": 3, "api": 155, "cli": 90, "http": 525, "jobs": 145},
     "moved streams": {"api": 210, "engine": 60, "gateway": 175},
