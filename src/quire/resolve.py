@@ -20,10 +20,18 @@ from quire.config import (
 )
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
-from quire.modelspec import ModelSpec
+from quire.modelspec import KvLayout, ModelSpec
 from quire.parallel.topology import Topology
 from quire.plan.ranks import ray_config, topology_of
-from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
+from quire.plan.speculation import (
+    DraftCheckpoint,
+    Drafting,
+    HeadCheckpoint,
+    draft_bytes,
+    draft_config,
+    spec_tokens,
+    speculate_config,
+)
 from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
@@ -59,17 +67,17 @@ def resolve(
     tokenizer: str = "",
     stored: Mapping[str, WeightFormat] | None = None,
     adapters: Sequence[Adapter] = (),
-    draft: DraftCheckpoint | None = None,
+    draft: DraftCheckpoint | HeadCheckpoint | None = None,
 ) -> EngineConfig:
     """Choose every setting that ``args`` leave open. ``path`` and ``tokenizer``: where the two were found.
 
     ``stored``: the formats for the matrices that the checkpoint has quantized (`Checkpoint.formats`).
-    ``adapters``: those loaded from the start (`EngineArgs.lora`). ``draft``: the draft model.
+    ``adapters``: those loaded from the start (`EngineArgs.lora`). ``draft``: the draft model or heads.
 
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
-    topology = topology_of(args, device)
+    topology = topology_of(args, device, has_heads=isinstance(draft, HeadCheckpoint))
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
@@ -78,8 +86,7 @@ def resolve(
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
     drafts = draft_config(args, spec, draft, dtype)
-    if drafts is not None:
-        weights += drafts.spec.weight_bytes(dtype, drafts.formats)
+    weights += draft_bytes(drafts, args.block_size)[0]
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights, drafts)
     layout = spec.kv_layout(max_model_len)
     return EngineConfig(
@@ -96,14 +103,10 @@ def resolve(
             tokenizer=tokenizer,
             formats=plan.formats,
             remarks=plan.remarks,
-        ),  # fmt: skip
+        ),
         kv_layout=layout,
-        cache=CacheConfig(
-            num_blocks=num_blocks,
-            block_size=args.block_size,
-            windows=tuple(group.window for group in layout.groups),
-            enable_prefix_caching=args.enable_prefix_caching,
-            model_key=_model_key(args, path, spec, dtype, kv_dtype, plan, topology),
+        cache=_cache_config(
+            args, num_blocks, layout, _model_key(args, path, spec, dtype, kv_dtype, plan, topology)
         ),
         scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
         runner=_runner(args, device, topology),
@@ -112,6 +115,16 @@ def resolve(
         speculate=speculate_config(args, device, drafts, max_model_len),
         topology=topology,
         ray=ray_config(args),
+    )
+
+
+def _cache_config(args: EngineArgs, num_blocks: int, layout: KvLayout, model_key: str) -> CacheConfig:
+    return CacheConfig(
+        num_blocks=num_blocks,
+        block_size=args.block_size,
+        windows=tuple(group.window for group in layout.groups),
+        enable_prefix_caching=args.enable_prefix_caching,
+        model_key=model_key,
     )
 
 
@@ -261,7 +274,7 @@ def _lengths(
     device: DeviceInfo,
     kv_dtype: str,
     weights: int,
-    drafts: ModelConfig | None,
+    drafts: Drafting | None,
 ) -> tuple[int, int]:
     """Return (max_model_len, num_blocks) so that at least one sequence of max_model_len fits."""
     asked_len = args.max_model_len
@@ -304,7 +317,7 @@ def _blocks_in_memory(
     kv_dtype: str,
     max_len: int,
     weights: int,
-    drafts: ModelConfig | None,
+    drafts: Drafting | None,
 ) -> int:
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
@@ -312,8 +325,7 @@ def _blocks_in_memory(
         nodes = args.nodes or 1  # taken to be alike
         available = nodes * device.memory_available_bytes - step_bytes(args, spec)
     page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
-    if drafts is not None:
-        page += drafts.spec.draft_layout().block_bytes(args.block_size, drafts.kv_dtype)
+    page += draft_bytes(drafts, args.block_size)[1]
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
         if weights + budget > available:

@@ -20,7 +20,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -40,15 +39,18 @@ from quire.executor.rank_messages import (
     Told,
     encode,
 )
+from quire.kernels.collective.native import attach
 from quire.kernels.registry import in_words
 from quire.kernels.threads import choose_threads
+from quire.layers.weights import TensorParallel
 from quire.metrics.log import configure
 from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
 from quire.models.loader import iter_weights
+from quire.parallel.segment import Segment
 from quire.parallel.shard import shard
 from quire.runner.memory import keep_freed_memory, torch_dtype
-from quire.runner.model_runner import ModelRunner
+from quire.runner.model_runner import ModelRunner, rank_config
 from quire.runner.stage_links import StageLinks
 from quire.runner.worker import Launched, Worker
 from quire.step import SeqTold, StepPlan, StepResult
@@ -100,17 +102,16 @@ class RankLoop:
         if boot.fingerprint:
             _check_checkpoint(Path(model.path), boot.fingerprint)
         mine = shard(model.spec, config.topology, boot.rank, model.formats)
-        own = replace(
-            config,
-            model=replace(model, spec=mine.spec, formats=mine.formats(model.formats)),
-            kv_layout=mine.kv_layout(config.kv_layout),
-        )
         max_tokens = config.scheduler.max_num_batched_tokens
         before, after = links
         self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
-        runner = partial(ModelRunner, links=self._links, samples=self._answers)
+        tp = None
+        if boot.memory:
+            group = attach(Segment.attach(boot.memory, config.topology), boot.rank).group("tp")
+            tp = None if group is None else TensorParallel(group, mine)
+        runner = partial(ModelRunner, tp=tp, links=self._links, samples=self._answers)
         weights = iter_weights(model, dtype, cuts=mine.cuts)
-        self.worker = Worker(own, weights, clock, runner, answers=self._answers)
+        self.worker = Worker(rank_config(config, mine), weights, clock, runner, answers=self._answers)
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
         weight_bytes = mine.weight_bytes(model.dtype, model.formats)
         loaded = RankLoaded(

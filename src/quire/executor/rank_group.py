@@ -31,6 +31,7 @@ class RankHandle(Protocol):
     channel: Channel
     life: socket.socket  # the rank ends when it closes
     cores: tuple[int, ...]  # that it is to be pinned to; none: it is not
+    memory: str  # name of the shared memory of its stage; empty: none
 
     @property
     def name(self) -> str:
@@ -55,10 +56,9 @@ class RankGroup:
     """Owns its ranks: `close` ends them in every case. ``clean_up`` is called once, after their end."""
 
     def __init__(
-        self, config: EngineConfig, ranks: Sequence[RankHandle], clean_up: Callable[[], None], *,
-        memory: str = "", fingerprint: str = "",
+        self, config: EngineConfig, ranks: Sequence[RankHandle], clean_up: Callable[[], None], *, fingerprint: str = ""
     ) -> None:  # fmt: skip
-        """Wait until each rank has loaded its part. ``memory``, ``fingerprint``: as of `RankBoot`.
+        """Wait until each rank has loaded its part. ``fingerprint``: as of `RankBoot`.
 
         Raises:
             ModelLoadError, ConfigError: of a rank, with its number.
@@ -74,7 +74,7 @@ class RankGroup:
         try:
             for rank in ranks:
                 self._poll.register(rank.channel.sock, select.POLLIN)
-                boot = RankBoot(config, rank.number, rank.cores, level, style, memory, fingerprint)
+                boot = RankBoot(config, rank.number, rank.cores, level, style, rank.memory, fingerprint)
                 with contextlib.suppress(OSError):  # it is dead already, which is found when it is waited for
                     rank.channel.send(encode(boot))
             self.loaded = self._wait_loaded()

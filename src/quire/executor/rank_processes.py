@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from quire.errors import EngineDeadError
 from quire.executor.child_process import child_environment
 from quire.executor.rank_group import RankGroup, RankHandle
 from quire.executor.rank_messages import Channel
+from quire.parallel.segment import Segment, remove
 from quire.parallel.topology import Topology
 
 
@@ -29,6 +31,7 @@ class LocalRank:
     channel: Channel
     life: socket.socket
     cores: tuple[int, ...]
+    memory: str
     popen: subprocess.Popen[bytes]
 
     @property
@@ -59,23 +62,42 @@ class LocalRank:
 def start_here(config: EngineConfig) -> RankGroup:
     """Start the ranks of ``config`` on this machine. Raises as `RankGroup`."""
     ranks: list[RankHandle] = []
-    links = _links(config.topology)
     cores = cores_of(config.topology.world_size, config.runner.num_threads)
+    memory = make_memory(config.topology)
+    links = _links(config.topology)
     try:
         for number, ends in enumerate(links):
-            ranks.append(_start(number, ends, cores[number]))
+            ranks.append(_start(number, ends, cores[number], memory))
     except OSError as error:
         for rank in ranks:
             rank.life.close()
             rank.wait(0.0)
+        remove(memory)
         raise EngineDeadError(f"Rank {len(ranks)} cannot be started: {error}") from error
     finally:
         for end in [end for ends in links for end in ends if end is not None]:
             end.close()
-    return RankGroup(config, ranks, lambda: None)
+    group = RankGroup(config, ranks, lambda: remove(memory))
+    remove(memory)  # every rank has mapped it: whatever dies now, nothing is left
+    return group
 
 
-def _start(number: int, links: Sequence[socket.socket | None], cores: tuple[int, ...]) -> LocalRank:
+def make_memory(topology: Topology) -> str:
+    """Make the shared memory of the ranks of one machine; return its name, empty where they need none.
+
+    Raises:
+        ConfigError: /dev/shm has too little room.
+    """
+    if topology.tp == 1:
+        return ""
+    name = f"quire-{os.getpid()}-{secrets.token_hex(4)}"
+    Segment.create(name, topology)
+    return name
+
+
+def _start(
+    number: int, links: Sequence[socket.socket | None], cores: tuple[int, ...], memory: str
+) -> LocalRank:
     channel, theirs = socket.socketpair()
     life, their_life = socket.socketpair()
     with theirs, their_life:
@@ -85,7 +107,7 @@ def _start(number: int, links: Sequence[socket.socket | None], cores: tuple[int,
             channel.close()
             life.close()
             raise
-    return LocalRank(number, Channel(channel), life, cores, popen)
+    return LocalRank(number, Channel(channel), life, cores, memory, popen)
 
 
 def start_process(number: int, sockets: Sequence[socket.socket | None]) -> subprocess.Popen[bytes]:

@@ -7,6 +7,7 @@ go through Ray, and a rank is the same as on one machine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -23,14 +24,16 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor.rank_group import RankGroup, RankHandle
 from quire.executor.rank_messages import Channel
-from quire.executor.rank_processes import start_process
+from quire.executor.rank_processes import make_memory, start_process
 from quire.metrics.log import Log
 from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
+from quire.parallel.segment import remove
 from quire.parallel.topology import Topology
 
 _PLACING_S = 60.0  # for the cluster to find room
 _STARTING_S = 60.0  # for every rank to connect
+_REMOVING_S = 2.0
 _TOKEN_BYTES = 16
 log = Log("ray")
 
@@ -54,7 +57,7 @@ class RayRank:
     """A Ray actor that starts one rank's process on its node, and ends with it."""
 
     def __init__(self, number: int, token: bytes) -> None:
-        self._number, self._token = number, token
+        self._number, self._token, self._memory = number, token, ""
         self._listener = socket.create_server(("", 0))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -63,6 +66,15 @@ class RayRank:
 
         address = Address(get_node_ip_address(), self._listener.getsockname()[1])
         return NodeInfo(address, __version__, socket.gethostname())
+
+    def make_memory(self, topology: Topology) -> str:
+        """Make the shared memory of the stage; see `quire.executor.rank_processes.make_memory`."""
+        self._memory = make_memory(topology)
+        return self._memory
+
+    def remove_memory(self) -> None:
+        """Remove its name: every rank of the stage has mapped it, or never will."""
+        remove(self._memory)
 
     def start(self, engine: Address, after: Address | None, has_before: bool) -> int:
         """Connect to the engine and to the next stage, wait for the stage before; return the process's id."""
@@ -135,6 +147,7 @@ class RemoteRank:
     life: socket.socket
     where: str
     ended: Callable[[], int | None]
+    memory: str
     cores: tuple[int, ...] = ()  # Ray shares cores out
 
     @property
@@ -173,6 +186,8 @@ def start_on_ray(config: EngineConfig) -> RankGroup:
     actors: list[Any] = []
 
     def clean_up() -> None:
+        with contextlib.suppress(Exception):  # of an actor that has died, with its node as a rule
+            ray.get([actor.remove_memory.remote() for actor in actors], timeout=_REMOVING_S)
         for actor in actors:
             ray.kill(actor)
         ray.util.remove_placement_group(group)
@@ -192,7 +207,9 @@ def start_on_ray(config: EngineConfig) -> RankGroup:
         raise
     path = Path(config.model.path)
     digest = "" if config.model.load_format == "random" else fingerprint(describe(path))
-    return RankGroup(config, ranks, clean_up, fingerprint=digest)
+    started = RankGroup(config, ranks, clean_up, fingerprint=digest)
+    ray.get([actor.remove_memory.remote() for actor in actors])
+    return started
 
 
 def _connected(address: str | None) -> Any:
@@ -245,6 +262,8 @@ def _placed(ray: Any, config: EngineConfig) -> Any:
 
 def _started(ray: Any, actors: list[Any], topology: Topology, token: bytes) -> list[RankHandle]:
     infos = _infos(ray, actors)
+    per_stage = topology.world_size // topology.pp
+    memories = ray.get([actor.make_memory.remote(topology) for actor in actors[::per_stage]])
     host = ray.util.get_node_ip_address()
     with socket.create_server(("", 0)) as listener:
         engine = Address(host, listener.getsockname()[1])
@@ -259,6 +278,7 @@ def _started(ray: Any, actors: list[Any], topology: Topology, token: bytes) -> l
         RemoteRank(
             number, Channel(ends["channel", number]), ends["life", number],
             f"process {pids[number]} on {infos[number].hostname}", _follow(ray, actor.wait.remote()),
+            memories[number // per_stage],
         )
         for number, actor in enumerate(actors)
     ]  # fmt: skip

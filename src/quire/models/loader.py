@@ -14,17 +14,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.config import ModelConfig
+from quire.config import HeadsConfig, ModelConfig
 from quire.errors import ModelLoadError
 from quire.families import Take
 from quire.models.checkpoint import stored_sources
+from quire.models.head_checkpoint import open_heads
 from quire.models.safetensors_file import StoredTensor
 from quire.models.stored_weights import open_quantized, unpermute, view
 from quire.models.weight_sources import Source
 from quire.modelspec import ModelSpec, weight_shapes
-from quire.parallel.shard import Cut
+from quire.parallel.shard import Cut, uncut
 from quire.quant.stored import Weight
-from quire.weight_format import PLAIN
+from quire.weight_format import PLAIN, WeightFormat
 
 _CPU = torch.device("cpu")
 Cuts = Mapping[str, Cut]
@@ -44,28 +45,53 @@ def iter_weights(
     Tensors may be views of the mapped checkpoint: replace them, do not write into them.
     Raises `ModelLoadError` for a file, name or shape that is wrong, saying which.
     """
-    if cuts is None:
-        cuts = {name: Cut(name) for name in weight_shapes(model.spec)}
     if model.load_format == "random":
         return random_weights(model.spec, model.seed, dtype, device, cuts)
-    return _iter_mapped(model, *stored_sources(Path(model.path), model.spec), dtype, cuts)
+    stored, sources = stored_sources(Path(model.path), model.spec)
+    return iter_mapped(model.path, weight_shapes(model.spec), model.formats, stored, sources, dtype, cuts)
 
 
-def _iter_mapped(
-    model: ModelConfig,
-    stored: Mapping[str, StoredTensor],
-    sources: Mapping[str, Source],
-    dtype: torch.dtype,
-    cuts: Cuts,
-) -> Iterator[tuple[str, Weight]]:
-    shapes = weight_shapes(model.spec)
-    for local, cut in cuts.items():
+def iter_heads(heads: HeadsConfig, target: ModelSpec, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield (canonical name, tensor) of heads, in the order of `HeadSpec.shapes`. Raises as `iter_weights`."""
+    shapes = heads.spec.shapes()
+    if heads.load_format == "random":
+        yield from random_tensors(shapes, heads.seed, dtype)
+        return
+    _, stored, sources = open_heads(Path(heads.path), target, mtp=heads.spec.method == "mtp")
+    for name, weight in iter_mapped(heads.path, shapes, {}, stored, sources, dtype):
+        assert isinstance(weight, Tensor)
+        yield name, weight
+
+
+def read_d2t(heads: HeadsConfig, target: ModelSpec) -> Tensor:
+    """Return the ids that EAGLE-3 heads know, ``[draft_vocab_size]``: those of the model, in the order of its rows."""
+    rows = torch.arange(heads.spec.draft_vocab_size)
+    if heads.spec.draft_vocab_size == heads.spec.vocab_size or heads.load_format == "random":
+        return rows
+    _, stored, _ = open_heads(Path(heads.path), target)
+    ids = rows + view(stored["d2t"]).to(torch.int64)
+    wrong = torch.nonzero((ids < 0) | (ids >= target.vocab_size)).flatten()
+    if wrong.numel() or len(set(ids.tolist())) < len(ids):
+        row = int(wrong[0]) if wrong.numel() else -1
+        raise ModelLoadError(
+            f"{heads.path}: d2t must name every id once, in 0…{target.vocab_size - 1}"
+            + (f"; row {row} gives {int(ids[row])}." if wrong.numel() else "; an id is there twice.")
+        )
+    return ids
+
+
+def iter_mapped(
+    path: str, shapes: Mapping[str, tuple[int, ...]], formats: Mapping[str, WeightFormat],
+    stored: Mapping[str, StoredTensor], sources: Mapping[str, Source], dtype: torch.dtype, cuts: Cuts | None = None,
+) -> Iterator[tuple[str, Weight]]:  # fmt: skip
+    """Yield the weights of ``shapes``, or what ``cuts`` takes of them, from the mapped files, as `iter_weights`."""
+    for local, cut in (cuts or uncut(shapes)).items():
         canonical, shape = cut.name, cut.shape(shapes[cut.name])
         source = sources[canonical]
-        weight = _weight(model, cut, source, stored, stored_dtype(canonical, dtype))
+        weight = _weight(formats, cut, source, stored, stored_dtype(canonical, dtype))
         if tuple(weight.shape) != shape:
             raise ModelLoadError(
-                f"{model.path}: {source.take.names[0]} gives {canonical} the shape {list(weight.shape)}, and the "
+                f"{path}: {source.take.names[0]} gives {canonical} the shape {list(weight.shape)}, and the "
                 f"configuration asks for {list(shape)}; config.json and weights do not belong together."
             )
         yield local, weight
@@ -76,13 +102,17 @@ def _iter_mapped(
 
 
 def _weight(
-    model: ModelConfig, cut: Cut, source: Source, stored: Mapping[str, StoredTensor], dtype: torch.dtype
+    formats: Mapping[str, WeightFormat],
+    cut: Cut,
+    source: Source,
+    stored: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
 ) -> Weight:
-    """Return a weight as ``model.formats`` says; one that will be quantized on load comes plain."""
+    """Return a weight as ``formats`` says; one that will be quantized on load comes plain."""
     if not source.held.quantized:
         return _assemble(source.take, stored, dtype, cut)
     matrix = open_quantized(source, stored, cut)
-    wanted = model.formats.get(cut.name, PLAIN)
+    wanted = formats.get(cut.name, PLAIN)
     if wanted == source.held:
         return matrix
     assert not wanted.quantized or source.held.kind == "fp8", (cut.name, wanted, source.held)
@@ -152,15 +182,27 @@ def random_weights(
     spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device = _CPU, cuts: Cuts | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (canonical name, tensor) in the order of `weight_shapes`: the same numbers on every device and rank."""
+    norm = 0.0 if spec.norm_plus_one else 1.0
+    return random_tensors(weight_shapes(spec), seed, dtype, device, norm, cuts)
+
+
+def random_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+    norm: float = 1.0,
+    cuts: Cuts | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of ``shapes``, or what ``cuts`` takes of them; norms are ``norm``."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.empty(POOL, device="cpu").normal_(0.0, STD, generator=generator).to(device)
     pools = {torch.float32: pool, dtype: pool.to(dtype)}
-    shapes = weight_shapes(spec)
-    for local, cut in (cuts or {name: Cut(name) for name in shapes}).items():
+    for local, cut in (cuts or uncut(shapes)).items():
         name, shape = cut.name, shapes[cut.name]
         kind = stored_dtype(name, dtype)
         if _is_norm(name):
-            whole = torch.full(shape, 0.0 if spec.norm_plus_one else 1.0, dtype=kind, device=device)
+            whole = torch.full(shape, norm, dtype=kind, device=device)
         else:
             whole = _cut(pools[kind], name, seed, shape)
         yield local, whole[_index(cut.ranges(whole.dim()))].contiguous()

@@ -11,7 +11,7 @@ Columns are cut at multiples of a quantization group, so that no group lies on t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 from types import MappingProxyType
@@ -56,6 +56,11 @@ class Cut:
         """Return the shape of the part, for a weight of shape ``whole``."""
         parts = self.ranges(len(whole))
         return tuple(size if part is None else len(part) for size, part in zip(whole, parts, strict=True))
+
+
+def uncut(names: Iterable[str]) -> dict[str, Cut]:
+    """Return the cuts of one rank that has everything."""
+    return {name: Cut(name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from quire.errors import ConfigError
 from quire.parallel.topology import Topology
 
 
-def topology_of(args: EngineArgs, device: DeviceInfo) -> Topology:
-    """Return how the model is cut over ranks.
+def topology_of(args: EngineArgs, device: DeviceInfo, *, has_heads: bool = False) -> Topology:
+    """Return how the model is cut over ranks. ``has_heads``: drafts come from heads on the model.
 
     Raises:
         ConfigError: this machine or the executor cannot run so many.
@@ -23,9 +23,9 @@ def topology_of(args: EngineArgs, device: DeviceInfo) -> Topology:
         raise ConfigError("nodes and ray_address need executor = 'ray'")
     if world == 1:
         return topology
-    if topology.tp > 1:
+    if has_heads:
         raise ConfigError(
-            f"tensor_parallel_size = {topology.tp} is not supported yet: give pipeline_parallel_size"
+            f"{topology}: heads that draft (Medusa, EAGLE) run on one rank only: leave them out"
         )
     if args.lora or args.max_loras:
         raise ConfigError(

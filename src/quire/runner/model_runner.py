@@ -20,8 +20,9 @@ from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.attention import StepBatch
-from quire.layers.weights import WHOLE, Stage
+from quire.layers.weights import WHOLE, Stage, TensorParallel
 from quire.models.decoder import Decoder, Hidden
+from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
 from quire.runner.input_batch import PreparedStep, StepBuffers
@@ -36,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 PendingResult = Callable[[], list[SeqSample]]  # waits for what a step sampled, and returns it
 ObserveLogits = Callable[[int, int, Tensor], None]
+# Of a step: rows of logits per sequence, what they gave, and the hidden states [num_logits, hidden_size].
+WatchSampled = Callable[[PreparedStep, Sequence[int], Sequence[SeqSample], Tensor], None]
 Ints = npt.NDArray[np.int64]
 
 
@@ -95,17 +98,20 @@ class ModelRunner:
         config: EngineConfig,
         weights: Iterable[tuple[str, Weight]],
         *,
+        tp: TensorParallel | None = None,
         links: StageLinks | None = None,
         samples: bool = True,
     ) -> None:
-        """``links``: to the other pipeline stages. ``samples``: else another rank does, and `launch` gives nothing."""
+        """``tp``: the ranks that share the layers; ``links``: to the other pipeline stages; ``config`` is then this
+        rank's (`rank_config`). ``samples``: else another rank does, and `launch` gives nothing.
+        """
         model = config.model
         self._links, self._samples = links, samples
         stage = WHOLE if links is None else Stage(links.entering is None, links.is_last)
         kernels = registry.choose(config.runner)
         self.decoder = Decoder(
             model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
-            formats=model.formats, lora=config.lora, stage=stage,
+            formats=model.formats, lora=config.lora, tp=tp, stage=stage,
         )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
@@ -118,6 +124,9 @@ class ModelRunner:
         self._token_logprobs = kernels.of(token_logprobs)
         self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
         self.observe_logits: ObserveLogits | None = None
+        self.watch_sampled: WatchSampled | None = None
+        # Hidden states that gave the logits, of the last step and of every recorded one, where they are watched.
+        self._hidden = self._taped_hidden = torch.empty(0)
         self.tape: StepTape | None = None
         self._taped: StepBuffers | None = None  # whose steps `tape` computes
         self._leaving: Hidden | None = None  # of the tape, on a stage that is not the last
@@ -139,7 +148,7 @@ class ModelRunner:
         except NotRecordable as reason:
             _log.info("steps run call by call: %s", reason)
         else:
-            self._taped = buffers
+            self._taped, self._taped_hidden = buffers, self._hidden
             _log.info("a step is %d recorded calls", len(self.tape))
 
     def release(self, seq: WorkerSeq) -> None:
@@ -177,6 +186,7 @@ class ModelRunner:
         entering = None if links is None else links.receive(step.num_tokens)
         if self.tape is not None and step.buffers is self._taped:
             step.buffers.set_num_seqs(step.num_seqs)
+            self._hidden = self._taped_hidden
             logits = self.tape.run(step.num_tokens, step.num_logits)
         elif self.decoder.stage.is_last:
             logits = self._logits(step.batch, entering)
@@ -201,6 +211,7 @@ class ModelRunner:
         hidden = self.decoder.forward(with_hidden_of(step.batch, step, tokens), self.kv.views, entering)
         sampling, others = hidden[: step.num_logits], hidden[step.num_logits :]
         logits = self.decoder.logits(sampling) if step.sampling else None
+        self._hidden = sampling
         samples = [] if logits is None or not self._samples else self._sample(step, logits)
         return lambda: samples, others
 
@@ -214,11 +225,25 @@ class ModelRunner:
     def _sample(self, step: PreparedStep, logits: Tensor) -> list[SeqSample]:
         if self.observe_logits is not None:
             observe(self.observe_logits, step, logits)
-        return verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
+        if self.watch_sampled is None or not step.sampling:
+            return verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
+        counts = [1 + len(seq.draft_ids) for seq in step.sampling]
+        samples = verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
+        self.watch_sampled(step, counts, samples, self._hidden[: step.num_logits])
+        return samples
 
     def _logits(self, batch: StepBatch, entering: Hidden | None) -> Tensor:
         """``[num_logits, vocab_size]`` fp32."""
-        return self.decoder.logits(self.decoder.forward(batch, self.kv.views, entering))
+        hidden = self.decoder.forward(batch, self.kv.views, entering)
+        if self.watch_sampled is not None:
+            self._hidden = hidden
+        return self.decoder.logits(hidden)
+
+
+def rank_config(config: EngineConfig, shard: Shard) -> EngineConfig:
+    """Return ``config`` with the layers, formats and cache layout that a rank has."""
+    model = replace(config.model, spec=shard.spec, formats=shard.formats(config.model.formats))
+    return replace(config, model=model, kv_layout=shard.kv_layout(config.kv_layout))
 
 
 def with_hidden_of(batch: StepBatch, step: PreparedStep, tokens: Ints) -> StepBatch:
