@@ -129,7 +129,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "speculation": {
         "": 82,
-        "api": 13,
+        "api": 14,
         "engine": 63,
         "metrics": 20,
         "plan": 86,
@@ -138,6 +138,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 285,
         "speculate": 300,
     },
+    "trees of drafts": {"": 18, "plan": 21, "runner": 255, "sampling": 145, "scheduler": 5, "speculate": 65},
 }
 
 # Kernels and tables may be listed; each entry says why.

@@ -21,7 +21,14 @@ from quire.config import (
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
-from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
+from quire.plan.speculation import (
+    DraftCheckpoint,
+    branch_blocks,
+    draft_config,
+    probability_bytes,
+    spec_tokens,
+    speculate_config,
+)
 from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
@@ -106,7 +113,7 @@ def resolve(
         runner=_runner(args, device),
         device=device,
         lora=lora,
-        speculate=speculate_config(args, device, drafts, max_model_len),
+        speculate=speculate_config(args, device, drafts, max_model_len, len(layout.groups)),
     )
 
 
@@ -238,6 +245,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         max_loras=max_loras,
         max_num_drafts=spec_tokens(args),
         adaptive_drafts=args.spec_tokens == "auto",
+        max_draft_paths=args.spec_tree,
     )
 
 
@@ -296,7 +304,9 @@ def _blocks_in_memory(
         available = _gpu_memory_left(args, spec, device)
     else:
         available = device.memory_available_bytes - step_bytes(args, spec)
-    page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
+    layout = spec.kv_layout(max_len)
+    page = layout.block_bytes(args.block_size, kv_dtype)
+    available -= page * branch_blocks(args, len(layout.groups))
     if drafts is not None:
         page += drafts.spec.draft_layout().block_bytes(args.block_size, drafts.kv_dtype)
     if args.kv_memory is not None:
@@ -345,7 +355,10 @@ def _gpu_memory_left(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> i
 def step_bytes(args: EngineArgs, spec: ModelSpec) -> int:
     """Return the bytes of the largest step: activations, logits, and a copy of logits that processors change.
 
-    On a CPU the first two are in a tape's arena, whose gaps (a fifth, measured) are smaller than the copy.
+    On a CPU the first two are in a tape's arena, whose gaps (a fifth, measured) are smaller than the copy. Drafts have
+    a row of logits each, and with `rejection` the distribution that they were sampled from.
     """
     logits = args.max_num_seqs * spec.vocab_size * 4
-    return args.max_num_batched_tokens * row_bytes(spec, Split()) + 2 * logits
+    rows = min(args.max_num_batched_tokens, args.max_num_seqs * (1 + spec_tokens(args)))
+    drafts = max(0, rows - args.max_num_seqs) * spec.vocab_size * 4 + probability_bytes(args, spec.vocab_size)
+    return args.max_num_batched_tokens * row_bytes(spec, Split()) + 2 * logits + drafts

@@ -34,7 +34,7 @@ from quire.weight_format import WeightFormat
 @dataclass(frozen=True, slots=True)
 class Policy:
     """gate × order × budget, and who drafts: no proposer, prompt lookup, the model itself in its own type, in another
-    type, or a proposer that knows the output and errs at times.
+    type, or a proposer that knows the output and errs at times. Drafts are trees, but for those of the model itself.
     """
 
     gate: GateKind
@@ -130,6 +130,9 @@ def engine_config(
         speculate = SpeculateConfig("draft", replace(model, dtype=own, kv_dtype=own))
     elif policy.drafts != "none":
         speculate = SpeculateConfig("ngram")
+    paths = 1 if policy.drafts in ("none", "self") else 3
+    if speculate is not None:
+        speculate = replace(speculate, num_branch_blocks=8 * (paths - 1) * len(windows))
     return EngineConfig(
         model=model,
         kv_layout=layout,
@@ -142,6 +145,7 @@ def engine_config(
             max_model_len=max_model_len,
             dynamic_max_wait_s=3 * STEP_S,
             max_num_drafts=0 if policy.drafts == "none" else 4,
+            max_draft_paths=paths,
         ),
         runner=runner_config(cpu_isa, num_threads),
         device=DeviceInfo("cpu", "test", 1, 2**30, 2**30),

@@ -97,11 +97,10 @@ class ModelRunner:
         )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
-        cache = config.cache
-        self.kv = KvCache(
-            model.spec, config.kv_layout, cache.num_blocks, cache.block_size, model.kv_dtype, kernels
-        )
-        accept = "exact" if config.speculate is None else config.speculate.accept
+        cache, speculate = config.cache, config.speculate
+        num_blocks = cache.num_blocks + (0 if speculate is None else speculate.num_branch_blocks)
+        self.kv = KvCache(model.spec, config.kv_layout, num_blocks, cache.block_size, model.kv_dtype, kernels)
+        accept = "exact" if speculate is None else speculate.accept
         self._sampler = Sampler(model.spec.vocab_size, kernels, accept)
         self._token_logprobs = kernels.of(token_logprobs)
         self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
@@ -167,7 +166,11 @@ class ModelRunner:
     def _sample(self, step: PreparedStep, logits: Tensor) -> list[SeqSample]:
         if self.observe_logits is not None:
             observe(self.observe_logits, step, logits)
-        return verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
+        found = verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
+        if step.seqs.moves:
+            self.kv.copy(step.seqs.moves)
+            step.seqs.moves.clear()
+        return found
 
     def _logits(self, batch: StepBatch) -> Tensor:
         """``[num_logits, vocab_size]`` fp32."""
@@ -187,7 +190,7 @@ def with_hidden_of(batch: StepBatch, step: PreparedStep, tokens: Ints) -> StepBa
 
 def observe(observer: ObserveLogits, step: PreparedStep, logits: Tensor) -> None:
     """Show ``observer`` each row of ``logits: [num_logits, vocab_size]``, on the host, with its position."""
-    owners = [seq for seq in step.sampling for _ in range(1 + len(seq.draft_ids))]
+    owners = [seq for seq in step.sampling for _ in range(1 + len(seq.verifying))]
     positions = step.buffers.positions[step.buffers.logits_indices[: step.num_logits]].tolist()
     for seq, position, row in zip(owners, positions, logits, strict=True):
         observer(seq.seq_id, position, row)
