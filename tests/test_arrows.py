@@ -24,6 +24,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (0, ("modelspec",)),
     (0, ("weight_plan",)),
     (0, ("families",)),
+    (0, ("parallel",)),
     (0, ("config",)),
     (0, ("args",)),
     (1, ("device",)),
@@ -37,7 +38,6 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (2, ("scheduler",)),
     (3, ("kernels",)),
     (3, ("quant",)),
-    (3, ("parallel",)),
     (
         4,
         (

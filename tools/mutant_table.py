@@ -570,6 +570,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/gateway/test_booking.py",),
     ),
     Mutant(
+        "reservation-charged-too",
+        "a recovered request is charged beside what it had reserved, not in its place",
+        "src/quire/gateway/redis_store.py",
+        "amount = amount - tonumber(held)",
+        "amount = amount - 0",
+        ("tests/gateway/test_limits.py",),
+    ),
+    Mutant(
         "event-sent-twice",
         "a client that comes back gets the last event that it has once more",
         "src/quire/api/journal.py",

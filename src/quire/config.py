@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from quire.modelspec import KvLayout, ModelSpec
+from quire.parallel.topology import Topology
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
 
@@ -163,6 +164,7 @@ class EngineConfig:
     lora: LoraConfig | None = None  # None: only the base model
     speculate: SpeculateConfig | None = None  # None: one token per sequence and step
     recorder: RecorderConfig | None = None  # None: steps are not recorded
+    topology: Topology = field(default_factory=Topology)  # how the model is cut over ranks
 
     @property
     def determinism(self) -> Determinism:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,26 @@ def num_physical_cores() -> int:
     if quota.isdigit() and period.strip().isdigit():
         limit = min(limit, max(1, int(quota) // int(period)))
     return max(1, limit)
+
+
+def core_groups(cores: Sequence[int], num: int) -> list[set[int]]:
+    """Share ``cores`` out in ``num`` groups of neighbours; with fewer cores than groups, some share one."""
+    if len(cores) < num:
+        return [{cores[index % len(cores)]} for index in range(num)]
+    ends = [len(cores) * index // num for index in range(num + 1)]
+    return [set(cores[start:end]) for start, end in pairwise(ends)]
+
+
+def numa_nodes() -> list[set[int]]:
+    """Return the cores that this process may use of each memory node that has any; one set where nothing is known."""
+    allowed, nodes = os.sched_getaffinity(0), []
+    for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
+        cores: set[int] = set()
+        for part in filter(None, _read(str(folder / "cpulist")).strip().split(",")):
+            first, _, last = part.partition("-")
+            cores |= set(range(int(first), int(last or first) + 1))
+        nodes += [cores & allowed] if cores & allowed else []
+    return nodes or [set(allowed)]
 
 
 def memory_bytes() -> tuple[int, int]:

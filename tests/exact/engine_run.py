@@ -160,7 +160,7 @@ class WatchedExecutor:
     """An executor, with a look at the plans that pass; every ``fail_every``-th of them fails (one in flight only)."""
 
     def __init__(self, executor: Executor, tally: Tally, fail_every: int | None) -> None:
-        self.max_in_flight = executor.max_in_flight
+        self.max_in_flight, self.chains_steps = executor.max_in_flight, executor.chains_steps
         self._fail_every = fail_every
         assert fail_every is None or executor.max_in_flight == 1
         self._pending: StepPlan | None = None
@@ -225,7 +225,7 @@ class EngineRun:
         self.tally = Tally(policies={policy})
         self.ended: dict[tuple[str, int], Ended] = {}
         self._clock = VirtualClock()
-        self._scheduler = Scheduler(config.scheduler, config.cache)
+        self._scheduler = Scheduler(config.scheduler, config.cache, chains_steps=executor.chains_steps)
         self._core = EngineCore(
             self._scheduler, WatchedExecutor(executor, self.tally, fail_every), self._clock
         )

@@ -23,6 +23,7 @@ from quire.request import SamplingParams, ThinkingBudget
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
 from quire.text.output.formats import OutputFormat, prompt_opening
+from quire.text.output.generic import asked
 from quire.text.output.parser import OutputParser
 
 # Arguments of the template that a client may not replace through chat_template_kwargs.
@@ -61,6 +62,8 @@ class Conversation:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         # With tool_choice "none" the model is not shown the tools, so that it does not call them.
         tools = list(self.tools.tools) if self.tools.choice != "none" else None
+        if template.names and state.output_format(bool(tools)).asked:
+            messages, tools = asked(messages, tools or [], template.source()), None
         return await state.frontend.prompts.chat(
             messages,
             tools or None,
@@ -73,21 +76,21 @@ class Conversation:
         """Return how the answer to ``prompt`` (text) is taken apart; None if it is plain text.
 
         Raises:
-            RequestError: there are tools, and the model's template shows no format of calls.
+            RequestError: there are tools, and the chosen format has no calls.
         """
         use = self.tools
         format = state.output_format(bool(use.tools))
-        if use.schemas and format.calls is None and not format.harmony:
+        if use.schemas and not format.calls_tools:
             raise RequestError(
-                "tools are not supported by this model: its chat template shows no format of calls. Start the server "
-                "with --chat-template or --tool-format, or send tool_choice = 'none'.",
+                f"tools are not supported with --tool-format {format.name}, which has no calls. Start the server with "
+                "another one, or send tool_choice = 'none'.",
                 param="tools",
             )
         if not use.schemas and format.calls is not None:  # only reasoning is separated
             format = replace(format, opens=(), closes=(), calls=None, bare="")
         if not self.separate_reasoning:
             format = replace(format, reasoning=None)
-        if format.calls is None and format.reasoning is None and not format.harmony:
+        if not format.calls_tools and not format.reasons:
             return None
         hidden = state.frontend.tokenizer.special_texts if hide_special else ()
         opening, max_calls = prompt_opening(format, prompt), None if use.parallel else 1
@@ -260,7 +263,7 @@ def thinking_budget(
     """
     format = state.output_format(has_tools)
     num_tokens, param = asked.num_tokens, asked.tokens_param
-    reasons = format.reasoning is not None or format.harmony
+    reasons = format.reasons
     if num_tokens is None and asked.effort is not None and not _reads_effort(state, has_tools):
         param = asked.effort_param
         if not reasons and asked.effort != "none" and ignored is not None:

@@ -13,14 +13,14 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from quire.args import ServerArgs, flag_name
 from quire.cli.gateway import batches
-from quire.engine.spawn import child_environment
+from quire.device import core_groups
 from quire.errors import ConfigError
+from quire.executor.child_process import child_environment
 from quire.gateway.config import GatewayArgs, GatewayConfig
 from quire.gateway.server import run_gateway
 from quire.gateway.state import GatewayState
@@ -28,8 +28,8 @@ from quire.metrics.log import Log, configure
 
 # Settings that belong to one server. The gateway has its own, or would have to have them.
 REFUSED = (
-    "admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "gateway_key", "handover", "journal",
-    "step_log", "tls_cert", "tls_key", "record_requests", "compare_to",
+    "admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "gateway_key", "region", "handover",
+    "journal", "step_log", "tls_cert", "tls_key", "record_requests", "compare_to",
 )  # fmt: skip
 OWN = (
     "replicas",
@@ -88,14 +88,6 @@ def gateway_args(args: ServerArgs, admin_key: str) -> GatewayArgs:
         max_file_mib=args.max_file_mib,
         drain_timeout_s=args.drain_timeout_s,
     )
-
-
-def core_groups(cores: Sequence[int], num: int) -> list[set[int]]:
-    """Share ``cores`` out in ``num`` groups of neighbours; with fewer cores than groups, some share one."""
-    if len(cores) < num:
-        return [{cores[index % len(cores)]} for index in range(num)]
-    ends = [len(cores) * index // num for index in range(num + 1)]
-    return [set(cores[start:end]) for start, end in pairwise(ends)]
 
 
 class Replicas:

@@ -16,8 +16,8 @@ from typing import Any
 
 from quire.cache.events import EventsLost, pack
 from quire.clock import Clock
-from quire.errors import ConfigError
-from quire.executor.base import Executor
+from quire.errors import ConfigError, EngineDeadError
+from quire.executor.base import Executor, RankLoaded
 from quire.executor.recorder import Recorder
 from quire.metrics.engine_stats import EngineStats
 from quire.request import Request, TokenEvent
@@ -45,6 +45,7 @@ class EngineCore:
         # Called with the steps out before the loop may block; see `engine.heartbeat`.
         self.on_tick: Callable[[Sequence[StepPlan | StepResult]], None] | None = None
         self.recorder: Recorder | None = None
+        self.ranks: tuple[RankLoaded, ...] = ()  # where the executor has several processes
         # Saves what the recorder has, with a reason and a text; may raise OSError. None: there is no recorder.
         self.save: Callable[[str, str], dict[str, Any]] | None = None
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
@@ -195,6 +196,8 @@ class EngineCore:
                 self.on_tick(self.out)
             try:
                 self.executor.submit(plan)
+            except EngineDeadError:
+                raise
             except Exception as error:  # whatever it is, the step failed and the engine goes on
                 self.out[-1] = StepResult(plan.step, error=_text(error))
                 return
@@ -204,6 +207,8 @@ class EngineCore:
             return out
         try:
             return self.executor.collect()
+        except EngineDeadError:  # of a rank: there is nothing left that could compute a step
+            raise
         except Exception as error:
             return StepResult(out.step, error=_text(error))
 

@@ -34,6 +34,7 @@ from quire.gateway.routing import Router
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
 from quire.http.edge import id_source, key_of
+from quire.http.refusals import OLLAMA_ROOT
 from quire.metrics.log import Log
 
 log = Log("gateway")
@@ -136,6 +137,8 @@ class GatewayState:
         """Return the models to try for a request. Raises what `Catalog.targets` does."""
         assert exchange.asked is not None
         name = exchange.asked.model or self.config.server.default_model
+        if exchange.path.startswith(OLLAMA_ROOT):
+            name = self.catalog.tagged(name)
         if self.auto is not None and name == self.auto.name:
             name = await self.auto.choose(exchange.asked, key_of(exchange.scope))
             exchange.extra_headers.append((b"x-quire-model", name.encode()))
@@ -205,7 +208,7 @@ def make_state(
         state.auto = AutoModel(
             config.auto, state.placing.num_tokens, lambda *key: state.tenants.limits.budget_left(*key)
         )
-    if config.hedging.after_s is not None:
+    if (config.hedging.after_s, config.hedging.whole_after_s) != (None, None):
         state.hedging = state.metrics.hedging = Hedging(config.hedging)
     state.metrics.filters, state.metrics.auto, state.metrics.regions = state.filters, state.auto, regions
     return state

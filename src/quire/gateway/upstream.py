@@ -16,6 +16,7 @@ from quire.gateway.headers import Pairs, to_client
 # connect: no connection; broken: it ended early; timeout: too late; status: an answer that says so; garbage: no valid
 # answer. The breaker counts all of them, except a status that tells of load (429, 503).
 FailureKind = Literal["connect", "broken", "timeout", "status", "garbage"]
+RETRIED_STATUS = frozenset((429, 500, 502, 503))  # of an answer that another backend may give better
 KEEP_ALIVE_S = (
     60.0  # less than the server's, so that a connection is not closed while a request is on its way
 )

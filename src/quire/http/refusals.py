@@ -19,6 +19,9 @@ _TYPES = {
 }
 ANTHROPIC_ROOT = "/v1/messages"
 OLLAMA_ROOT = "/api/"
+LATEST = ":latest"  # Ollama's tag of a name without one
+# Ollama's clients ask for a least version before they use tools, thinking or logprobs. It is that of the API here.
+OLLAMA_VERSION = "0.12.11"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -158,7 +158,7 @@ class InputBatch:
         branches = [(seq, branch) for seq in samplers for branch in seq.branches]
         if branches:
             more = np.array([(seq.row, branch.start, branch.num_rows) for seq, branch in branches])
-            rows, computed, lengths = np.append((rows, computed, lengths), more.T, axis=1)
+            rows, computed, lengths = np.concatenate((np.array((rows, computed, lengths)), more.T), axis=1)
         num_seqs, num_tokens = len(rows), int(lengths.sum())
         to = self.buffers
         if num_tokens > to.max_tokens or max(num_seqs, total) > to.max_seqs:

@@ -57,8 +57,8 @@ class Runner(Protocol):
         """Begin to compute the step, if not do it; the result is in the order of ``step.sampling``."""
         ...
 
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], Tensor]:
-        """Compute the step; also return the hidden states of ``tokens`` of it: ``[len(tokens), hidden_size]``.
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[PendingResult, Tensor]:
+        """As `launch`; also return the hidden states of ``tokens`` of it: ``[len(tokens), hidden_size]``.
 
         They are those after the last norm.
         """
@@ -147,14 +147,15 @@ class ModelRunner:
         return self._logits(step.batch)
 
     @torch.inference_mode()
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], Tensor]:
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[PendingResult, Tensor]:
         """As `Runner.run_with_hidden`.
 
         Call by call, since a recorded step has no more than the rows that sample after its last layer.
         """
         hidden = self.decoder.forward(with_hidden_of(step.batch, step, tokens), self.kv.views)
         sampling, others = hidden[: step.num_logits], hidden[step.num_logits :]
-        return (self._sample(step, self.decoder.logits(sampling)) if step.sampling else []), others
+        samples = self._sample(step, self.decoder.logits(sampling)) if step.sampling else []
+        return lambda: samples, others
 
     @torch.inference_mode()
     def logits_of(self, hidden: Tensor) -> Tensor:

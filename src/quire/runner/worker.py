@@ -7,7 +7,7 @@ step's error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,10 +24,10 @@ from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner, PendingResult, Runner
 from quire.runner.prompt_outputs import PROMPT_NOT_FINITE, PromptOutput, PromptScorer, spans_of
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
-from quire.sampling.draft_tree import NO_DRAFTS
+from quire.sampling.draft_tree import NO_DRAFTS, Drafts
 from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, SeqSample
 from quire.speculate.proposer import Proposer, Wanted
-from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, StepPlan, StepResult
+from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, SeqTold, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,10 @@ class Worker:
         weights: Iterable[tuple[str, Weight]],
         clock: Clock,
         runner: Callable[[EngineConfig, Iterable[tuple[str, Weight]]], Runner] = ModelRunner,
+        *,
+        answers: bool = True,
     ) -> None:
+        """``answers``: whether this rank samples. One that does not is told with `settle`, in place of `finish`."""
         self._clock = clock
         self.runner = runner(config, weights)
         self._lora: LoraSlots | None = None
@@ -69,10 +72,10 @@ class Worker:
         self.seqs = WorkerSeqs(
             vocab_size, scheduler.max_num_seqs, max_blocks * block_size, max_blocks=max_blocks,
             num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
-            release=self.runner.release,
+            release=self.runner.release, samples=answers,
         )  # fmt: skip
-        self.draft_model = make_draft_model(config, self.seqs)
-        self.proposer = make_proposer(config, self.draft_model)
+        self.draft_model = make_draft_model(config, self.seqs) if answers else None
+        self.proposer = make_proposer(config, self.draft_model) if answers else None
         speculate = config.speculate
         num_branch_blocks = 0 if speculate is None else speculate.num_branch_blocks
         self._branch_blocks = BranchBlocks(config.cache.num_blocks, num_branch_blocks, block_size)
@@ -116,8 +119,9 @@ class Worker:
                 seq.refusal = f"a step before failed: {error}"
             raise
         for _, named_seq in named:
-            if named_seq is not None and named_seq.refusal is not None:
-                launched.refused[named_seq.seq_id] = named_seq.refusal
+            reason = None if named_seq is None else named_seq.refusal or named_seq.failure
+            if named_seq is not None and reason is not None:
+                launched.refused[named_seq.seq_id] = reason
         return launched
 
     def finish(self, launched: Launched) -> StepResult:
@@ -135,6 +139,22 @@ class Worker:
             results = self._propose(self.proposer, plan, results, samples)
             draft_s = self._clock.now() - before_s
         return StepResult(plan.step, results, draft_s=draft_s, max_tokens=launched.max_tokens)
+
+    def settle(self, launched: Launched, told: Mapping[int, SeqTold]) -> None:
+        """Take in what another rank sampled in the oldest step launched; ``told`` is by ``seq_id``."""
+        for seqs, _ in launched.launches:
+            samples = []
+            for seq in seqs:
+                of_seq = told[seq.seq_id]
+                ids, failed = of_seq.token_ids, of_seq.failed
+                if seq.verifying and not failed and seq.row >= 0:
+                    self.seqs.accept(seq, seq.verifying.along(ids[:-1]))
+                seq.verifying, seq.branches, seq.num_beside = NO_DRAFTS, (), 0
+                seq.drafts = Drafts(of_seq.drafts, of_seq.draft_parents)
+                samples.append(SeqSample(ids, error="sampling failed" if failed else None))
+            self.runner.kv.copy(self.seqs.moves)
+            self.seqs.moves.clear()
+            self.seqs.settle(seqs, samples)
 
     def _compute(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched) -> None:
         """Launch the tokens of ``plans``, whose sequences are ``seqs``."""
@@ -196,9 +216,8 @@ class Worker:
         spans = spans_of(plans, [seq.prompt for seq in seqs]) if any(seq.prompt for seq in seqs) else []
         if spans:
             tokens = np.concatenate([span.tokens for span in spans])
-            samples, hidden = self.runner.run_with_hidden(prepared, tokens)
+            pending, hidden = self.runner.run_with_hidden(prepared, tokens)
             launched.prompts.update(self.scorer.outputs(spans, hidden))
-            pending: PendingResult = lambda: samples  # noqa: E731
         else:
             pending = self.runner.launch(prepared)
         self.seqs.expect(prepared.rows)

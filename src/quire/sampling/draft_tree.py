@@ -65,8 +65,20 @@ class Drafts:
         paths = self.paths()
         return chain([self.token_ids[node] for node in paths[0]] if paths else ())
 
-    def children(self, node: int) -> list[int]:
-        return [child for child, parent in enumerate(self.parents) if parent == node]
+    def along(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the drafts from the root whose tokens are ``token_ids``."""
+        path: list[int] = []
+        node = ROOT
+        for draft, parent in enumerate(self.parents):
+            if (
+                len(path) < len(token_ids)
+                and parent == node
+                and self.token_ids[draft] == token_ids[len(path)]
+            ):
+                node = draft
+                path.append(draft)
+        assert len(path) == len(token_ids)
+        return path
 
 
 NO_DRAFTS = Drafts()

@@ -1,0 +1,1 @@
+"""Which rank of a group holds and computes what: pure maths, torch-free."""
