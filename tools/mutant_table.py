@@ -277,7 +277,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "branch-not-moved",
         "K and V of an accepted branch stay in the branch's blocks",
         "src/quire/runner/sequences.py",
-        "                self.moves += branch.moves(len(path))\n",
+        "                self._moves += branch.moves(len(path))\n",
         "                pass\n",
         ROLLBACK,
     ),

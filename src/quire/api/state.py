@@ -33,6 +33,7 @@ from quire.text.output.formats import FORMATS, OutputFormat
 from quire.text.output.generic import format_of
 from quire.workload.slo import Slo
 
+PLACEHOLDERS = ("tgi", "dummy")  # sent by huggingface_hub for whatever model is at an address
 _STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too
 log = Log("api")
 
@@ -103,7 +104,7 @@ class ApiState:
             NotFoundError: ``name`` is not served; lists the names that are.
         """
         names = self.model.names
-        if name is None:
+        if name is None or (name in PLACEHOLDERS and name not in (*names, *self.adapter_names)):
             return names[0]
         if name.endswith(LATEST) and name not in names:
             name = name.removesuffix(LATEST)

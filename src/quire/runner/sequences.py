@@ -82,7 +82,7 @@ class WorkerSeqs:
         self.adapter_slots = np.zeros(max_num_seqs, np.int64)  # 0: the base model
         self.block_tables = [np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)]
         self.columns = new_columns(max_num_seqs)  # of the sampler
-        self.moves: list[Move] = []  # blocks to copy, once a step is verified
+        self._moves: list[Move] = []
         self._seqs: dict[int, WorkerSeq] = {}
         self._free = list(range(max_num_seqs))[::-1]
 
@@ -173,8 +173,13 @@ class WorkerSeqs:
             seq.grammar.accept(path)
         for branch in seq.branches:
             if path and path[-1] in branch.nodes:
-                self.moves += branch.moves(len(path))
+                self._moves += branch.moves(len(path))
         seq.accepted, seq.verifying, seq.branches, seq.num_beside = tuple(path), NO_DRAFTS, (), 0
+
+    def take_moves(self) -> list[Move]:
+        """Return the blocks to copy for the branches accepted since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
 
     def expect(self, rows: Ints) -> None:
         """Count one more token of the sequences in ``rows``, which a step in flight samples; a GPU knows its id."""

@@ -18,7 +18,7 @@ from quire.config import EngineConfig
 from quire.errors import StepError
 from quire.lora.slots import LoraSlots
 from quire.quant.stored import Weight
-from quire.runner.branches import BranchBlocks
+from quire.runner.branches import BranchBlocks, Move
 from quire.runner.draft_model import make_draft_model, make_proposer
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner, PendingResult, Runner
@@ -74,8 +74,8 @@ class Worker:
             num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
             release=self.runner.release, samples=answers,
         )  # fmt: skip
-        self.draft_model = make_draft_model(config, self.seqs) if answers else None
-        self.proposer = make_proposer(config, self.draft_model) if answers else None
+        self.draft_model = make_draft_model(config, self.seqs, self.runner.decoder) if answers else None
+        self.proposer = make_proposer(config, self.draft_model, self.seqs, self.runner) if answers else None
         speculate = config.speculate
         num_branch_blocks = 0 if speculate is None else speculate.num_branch_blocks
         self._branch_blocks = BranchBlocks(config.cache.num_blocks, num_branch_blocks, block_size)
@@ -129,6 +129,7 @@ class Worker:
         samples: dict[int, tuple[WorkerSeq, SeqSample]] = {}
         for seqs, pending in launched.launches:
             found = pending()
+            self._copy_branches(self.seqs.take_moves())
             self.seqs.settle(seqs, found)
             samples.update((seq.seq_id, (seq, sample)) for seq, sample in zip(seqs, found, strict=True))
         plan = launched.plan
@@ -152,9 +153,15 @@ class Worker:
                 seq.verifying, seq.branches, seq.num_beside = NO_DRAFTS, (), 0
                 seq.drafts = Drafts(of_seq.drafts, of_seq.draft_parents)
                 samples.append(SeqSample(ids, error="sampling failed" if failed else None))
-            self.runner.kv.copy(self.seqs.moves)
-            self.seqs.moves.clear()
+            self._copy_branches(self.seqs.take_moves())
             self.seqs.settle(seqs, samples)
+
+    def _copy_branches(self, moves: Sequence[Move]) -> None:
+        """Copy blocks into branches, or out of accepted ones."""
+        if moves:
+            self.runner.kv.copy(moves)
+            if self.draft_model is not None:
+                self.draft_model.copy_hidden(moves)
 
     def _compute(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched) -> None:
         """Launch the tokens of ``plans``, whose sequences are ``seqs``."""
@@ -175,7 +182,7 @@ class Worker:
             copies = self.seqs.place_branches(seqs, self._branch_blocks)
             if self.runner.kv.needs_clear:
                 self.runner.kv.clear(self._branch_blocks.used)
-            self.runner.kv.copy(copies)
+            self._copy_branches(copies)
         self._compute_in_memory(plans, seqs, launched)
 
     def _compute_in_memory(
@@ -266,7 +273,7 @@ class Worker:
             seq = samples[plan.seq_id][0]
             seq.drafts = NO_DRAFTS
             seq.draft_probs.clear()
-            sampled, seq.sampled = seq.sampled, ()
+            sampled, seq.sampled, seq.accepted = seq.sampled, (), ()
             if seq.row < 0 or result.error is not None or not plan.max_next_drafts:
                 continue
             ids = self.seqs.known_ids(seq)
