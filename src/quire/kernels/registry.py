@@ -30,11 +30,6 @@ __all__ = [
 Backend = Literal["reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx", "triton", "invariant"]
 NATIVE_LEVELS: tuple[Backend, ...] = ("amx", "avx512", "avx512_vnni", "avx2", "scalar")
 VECTOR_LEVELS: tuple[Backend, ...] = ("avx512", "avx512_vnni", "avx2", "scalar")  # without tiles
-    "avx512",
-    "avx512_vnni",
-    "avx2",
-    "scalar",
-)  # of an op without a version for tiles
 GPU_KERNELS: tuple[Backend, ...] = ("triton", "invariant")  # registered by `kernels.triton_ops` alone
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
