@@ -67,7 +67,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "batches of messages": {"jobs": 230},
     "custom tools": {"api": 190},
     "real clients": {"api": 50, "http": 4},
-    "comfort of the terminal": {"cli": 150},
+    "comfort of the terminal": {"": 90, "cli": 180, "executor": 2},
     "models on disk": {"cli": 72, "models": 80},
     "fields that the order does not read": {"api": 22, "metrics": 1, "scheduler": 1},
     "page of the API": {"api": 18, "http": 6},
