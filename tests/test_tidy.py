@@ -48,12 +48,12 @@ MAX_LINES: dict[str, int] = {
 # the same commit. A number only shrinks once the feature is complete.
 FEATURE_LINES: dict[str, dict[str, int]] = {
     "what a rank computes": {
-        "kernels": 290,
-        "layers": 55,
-        "models": 70,
-        "parallel": 575,
+        "kernels": 300,
+        "layers": 60,
+        "models": 90,
+        "parallel": 600,
         "quant": 25,
-        "runner": 20,
+        "runner": 30,
     },
     "processes of ranks": {
         "": 25,
