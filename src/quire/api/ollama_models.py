@@ -104,8 +104,8 @@ class OllamaModels:
         found = {
             "completion": True,
             "insert": infill_of(self._state.frontend.tokenizer) is not None,
-            "tools": with_tools.calls is not None or with_tools.harmony,
-            "thinking": plain.reasoning is not None or plain.harmony,
+            "tools": with_tools.calls_tools,
+            "thinking": plain.reasons,
         }
         return [name for name, has in found.items() if has]
 

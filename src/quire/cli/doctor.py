@@ -14,7 +14,7 @@ from quire.device import FP8_CAPABILITY, cpu_features, detect_device, find_gpu, 
 NEEDED = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2", "tqdm")
 SERVING = (
     "msgspec", "pyzmq", "starlette", "pydantic", "python-multipart", "uvicorn", "uvloop", "httptools", "websockets",
-    "prometheus-client", "setproctitle", "typer", "rich",
+    "prometheus-client", "setproctitle", "typer", "rich", "prompt_toolkit",
 )  # fmt: skip
 OPTIONAL = {"llguidance": "structured outputs", "aiohttp": "quire bench serve, quire profile"}
 

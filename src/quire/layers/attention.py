@@ -36,11 +36,14 @@ CosSin = tuple[Tensor, Tensor]
 class Attention:
     """MHA, GQA and MQA with every option of `AttentionSpec` but MLA (`LatentAttention`)."""
 
-    def __init__(self, spec: AttentionSpec, hidden_size: int, build: Build) -> None:
+    def __init__(
+        self, spec: AttentionSpec, hidden_size: int, build: Build, in_size: int | None = None
+    ) -> None:
+        """``in_size``: of its input, where that is not ``hidden_size``."""
         self._spec = spec
         q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         widths = {"q": q, "k": k, "v": spec.num_kv_heads * spec.v_head_dim}
-        self._qkv = Linear(widths, hidden_size, build, bias=spec.qkv_bias)
+        self._qkv = Linear(widths, in_size or hidden_size, build, bias=spec.qkv_bias)
         out = spec.num_heads * spec.v_head_dim
         self._o = Linear({"o": hidden_size}, out, build, bias=spec.o_bias)
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)

@@ -14,16 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.config import ModelConfig
+from quire.config import HeadsConfig, ModelConfig
 from quire.errors import ModelLoadError
 from quire.families import Take
 from quire.models.checkpoint import stored_sources
+from quire.models.head_checkpoint import open_heads
 from quire.models.safetensors_file import StoredTensor
 from quire.models.stored_weights import open_quantized, unpermute, view
 from quire.models.weight_sources import Source
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.quant.stored import Weight
-from quire.weight_format import PLAIN
+from quire.weight_format import PLAIN, WeightFormat
 
 _CPU = torch.device("cpu")
 
@@ -43,18 +44,50 @@ def iter_weights(
     """
     if model.load_format == "random":
         return random_weights(model.spec, model.seed, dtype, device)
-    return _iter_mapped(model, *stored_sources(Path(model.path), model.spec), dtype)
+    stored, sources = stored_sources(Path(model.path), model.spec)
+    return iter_mapped(model.path, weight_shapes(model.spec), model.formats, stored, sources, dtype)
 
 
-def _iter_mapped(
-    model: ModelConfig, stored: Mapping[str, StoredTensor], sources: Mapping[str, Source], dtype: torch.dtype
-) -> Iterator[tuple[str, Weight]]:
-    for canonical, shape in weight_shapes(model.spec).items():
+def iter_heads(heads: HeadsConfig, target: ModelSpec, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield (canonical name, tensor) of heads, in the order of `HeadSpec.shapes`. Raises as `iter_weights`."""
+    shapes = heads.spec.shapes()
+    if heads.load_format == "random":
+        yield from random_tensors(shapes, heads.seed, dtype)
+        return
+    _, stored, sources = open_heads(Path(heads.path), target, mtp=heads.spec.method == "mtp")
+    for name, weight in iter_mapped(heads.path, shapes, {}, stored, sources, dtype):
+        assert isinstance(weight, Tensor)
+        yield name, weight
+
+
+def read_d2t(heads: HeadsConfig, target: ModelSpec) -> Tensor:
+    """Return the ids that EAGLE-3 heads know, ``[draft_vocab_size]``: those of the model, in the order of its rows."""
+    rows = torch.arange(heads.spec.draft_vocab_size)
+    if heads.spec.draft_vocab_size == heads.spec.vocab_size or heads.load_format == "random":
+        return rows
+    _, stored, _ = open_heads(Path(heads.path), target)
+    ids = rows + view(stored["d2t"]).to(torch.int64)
+    wrong = torch.nonzero((ids < 0) | (ids >= target.vocab_size)).flatten()
+    if wrong.numel() or len(set(ids.tolist())) < len(ids):
+        row = int(wrong[0]) if wrong.numel() else -1
+        raise ModelLoadError(
+            f"{heads.path}: d2t must name every id once, in 0…{target.vocab_size - 1}"
+            + (f"; row {row} gives {int(ids[row])}." if wrong.numel() else "; an id is there twice.")
+        )
+    return ids
+
+
+def iter_mapped(
+    path: str, shapes: Mapping[str, tuple[int, ...]], formats: Mapping[str, WeightFormat],
+    stored: Mapping[str, StoredTensor], sources: Mapping[str, Source], dtype: torch.dtype,
+) -> Iterator[tuple[str, Weight]]:  # fmt: skip
+    """Yield the weights of ``shapes`` from the mapped files, as `iter_weights`."""
+    for canonical, shape in shapes.items():
         source = sources[canonical]
-        weight = _weight(model, canonical, source, stored, stored_dtype(canonical, dtype))
+        weight = _weight(formats, canonical, source, stored, stored_dtype(canonical, dtype))
         if tuple(weight.shape) != shape:
             raise ModelLoadError(
-                f"{model.path}: {source.take.names[0]} gives {canonical} the shape {list(weight.shape)}, and the "
+                f"{path}: {source.take.names[0]} gives {canonical} the shape {list(weight.shape)}, and the "
                 f"configuration asks for {list(shape)}; config.json and weights do not belong together."
             )
         yield canonical, weight
@@ -65,13 +98,14 @@ def _iter_mapped(
 
 
 def _weight(
-    model: ModelConfig, canonical: str, source: Source, stored: Mapping[str, StoredTensor], dtype: torch.dtype
-) -> Weight:
-    """Return a weight as ``model.formats`` says; one that will be quantized on load comes plain."""
+    formats: Mapping[str, WeightFormat], canonical: str, source: Source, stored: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+) -> Weight:  # fmt: skip
+    """Return a weight as ``formats`` says; one that will be quantized on load comes plain."""
     if not source.held.quantized:
         return _assemble(source.take, stored, dtype)
     matrix = open_quantized(source, stored)
-    wanted = model.formats.get(canonical, PLAIN)
+    wanted = formats.get(canonical, PLAIN)
     if wanted == source.held:
         return matrix
     assert not wanted.quantized or source.held.kind == "fp8", (canonical, wanted, source.held)
@@ -126,13 +160,24 @@ def random_weights(
     spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device = _CPU
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (canonical name, tensor) in the order of `weight_shapes`: the same numbers on every device."""
+    return random_tensors(weight_shapes(spec), seed, dtype, device, norm=0.0 if spec.norm_plus_one else 1.0)
+
+
+def random_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+    norm: float = 1.0,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of ``shapes``; norms are ``norm``."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.empty(POOL, device="cpu").normal_(0.0, STD, generator=generator).to(device)
     pools = {torch.float32: pool, dtype: pool.to(dtype)}
-    for name, shape in weight_shapes(spec).items():
+    for name, shape in shapes.items():
         kind = stored_dtype(name, dtype)
         if _is_norm(name):
-            yield name, torch.full(shape, 0.0 if spec.norm_plus_one else 1.0, dtype=kind, device=device)
+            yield name, torch.full(shape, norm, dtype=kind, device=device)
         else:
             yield name, _cut(pools[kind], name, seed, shape)
 
