@@ -23,6 +23,7 @@ from quire.executor.base import Executor, RankLoaded
 from quire.executor.logged import LoggedExecutor
 from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.plan.cost_model import CostModel
+from quire.plan.speculation import draft_bytes
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
 
@@ -81,10 +82,11 @@ def describe(
     blocks = config.cache.num_blocks
     block_bytes = config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype)
     weight_bytes = config.model.spec.weight_bytes(config.model.dtype, config.model.formats)
-    draft = None if config.speculate is None else config.speculate.draft
-    if draft is not None:
-        block_bytes += draft.spec.draft_layout().block_bytes(config.cache.block_size, draft.kv_dtype)
-        weight_bytes += draft.spec.weight_bytes(draft.dtype, draft.formats)
+    if config.speculate is not None:
+        drafts, of_block = draft_bytes(
+            config.speculate.draft or config.speculate.heads, config.cache.block_size
+        )
+        weight_bytes, block_bytes = weight_bytes + drafts, block_bytes + of_block
     full = sum(window is None for window in config.cache.windows) or len(config.cache.windows)
     return EngineInfo(
         num_kv_tokens=blocks * config.cache.block_size // full,

@@ -72,8 +72,8 @@ class Worker:
             num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
             release=self.runner.release, samples=answers,
         )  # fmt: skip
-        self.draft_model = make_draft_model(config, self.seqs) if answers else None
-        self.proposer = make_proposer(config, self.draft_model) if answers else None
+        self.draft_model = make_draft_model(config, self.seqs, self.runner.decoder) if answers else None
+        self.proposer = make_proposer(config, self.draft_model, self.seqs, self.runner) if answers else None
         self._inputs = InputBatch(
             self.seqs,
             block_size,
