@@ -43,4 +43,5 @@ NB_MODULE(_native, m) {
   bind_tape(m);
   bind_lora(m);
   bind_probe(m);
+  bind_collective(m);
 }

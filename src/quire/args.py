@@ -114,6 +114,7 @@ class ServerArgs:
     load_timeout_s: float = 120.0
     gateway: str | None = None
     gateway_key: str | None = None
+    region: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     otlp_traces_endpoint: str | None = None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from quire.families.heads import HeadSpec
 from quire.modelspec import KvLayout, ModelSpec
+from quire.parallel.topology import Topology
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
 
@@ -125,12 +127,25 @@ Determinism = Literal["exact", "batch-dependent", "distribution", "approximate"]
 
 
 @dataclass(frozen=True, slots=True)
+class HeadsConfig:
+    """Heads that draft from the model's hidden states: Medusa, EAGLE, or the checkpoint's own MTP layer."""
+
+    path: str  # of their folder, or of the model's
+    name: str  # as the user gave it
+    spec: HeadSpec
+    dtype: str  # the model's
+    load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
+    seed: int = 0  # for load_format="random"
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculateConfig:
     """How drafts are proposed (docs/speculation.md)."""
 
-    method: Literal["ngram", "draft"]
+    method: Literal["ngram", "draft", "medusa", "eagle", "mtp"]
     draft: ModelConfig | None = None  # of "draft"
     accept: Literal["exact", "rejection", "typical"] = "exact"  # `quire.sampling.accept`
+    heads: HeadsConfig | None = None  # of "medusa", "eagle" and "mtp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +173,7 @@ class EngineConfig:
     lora: LoraConfig | None = None  # None: only the base model
     speculate: SpeculateConfig | None = None  # None: one token per sequence and step
     recorder: RecorderConfig | None = None  # None: steps are not recorded
+    topology: Topology = field(default_factory=Topology)  # how the model is cut over ranks
 
     @property
     def determinism(self) -> Determinism:

@@ -21,7 +21,15 @@ from quire.config import (
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
-from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
+from quire.plan.speculation import (
+    DraftCheckpoint,
+    Drafting,
+    HeadCheckpoint,
+    draft_bytes,
+    draft_config,
+    spec_tokens,
+    speculate_config,
+)
 from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
@@ -57,12 +65,12 @@ def resolve(
     tokenizer: str = "",
     stored: Mapping[str, WeightFormat] | None = None,
     adapters: Sequence[Adapter] = (),
-    draft: DraftCheckpoint | None = None,
+    draft: DraftCheckpoint | HeadCheckpoint | None = None,
 ) -> EngineConfig:
     """Choose every setting that ``args`` leave open. ``path`` and ``tokenizer``: where the two were found.
 
     ``stored``: the formats for the matrices that the checkpoint has quantized (`Checkpoint.formats`).
-    ``adapters``: those loaded from the start (`EngineArgs.lora`). ``draft``: the draft model.
+    ``adapters``: those loaded from the start (`EngineArgs.lora`). ``draft``: the draft model or heads.
 
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
@@ -75,8 +83,7 @@ def resolve(
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
     drafts = draft_config(args, spec, draft, dtype)
-    if drafts is not None:
-        weights += drafts.spec.weight_bytes(dtype, drafts.formats)
+    weights += draft_bytes(drafts, args.block_size)[0]
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights, drafts)
     layout = spec.kv_layout(max_model_len)
     return EngineConfig(
@@ -247,7 +254,7 @@ def _lengths(
     device: DeviceInfo,
     kv_dtype: str,
     weights: int,
-    drafts: ModelConfig | None,
+    drafts: Drafting | None,
 ) -> tuple[int, int]:
     """Return (max_model_len, num_blocks) so that at least one sequence of max_model_len fits."""
     asked_len = args.max_model_len
@@ -290,15 +297,14 @@ def _blocks_in_memory(
     kv_dtype: str,
     max_len: int,
     weights: int,
-    drafts: ModelConfig | None,
+    drafts: Drafting | None,
 ) -> int:
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
     else:
         available = device.memory_available_bytes - step_bytes(args, spec)
     page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
-    if drafts is not None:
-        page += drafts.spec.draft_layout().block_bytes(args.block_size, drafts.kv_dtype)
+    page += draft_bytes(drafts, args.block_size)[1]
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
         if weights + budget > available:

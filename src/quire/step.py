@@ -165,3 +165,13 @@ class StepResult:
     max_tokens: int | None = None  # found out in this step: one of more tokens runs out of memory
     error: str | None = None
     transfers_done: tuple[TransferDone, ...] = ()
+
+
+class SeqTold(NamedTuple):
+    """What a sequence got out of a step, for the ranks that did not sample it."""
+
+    seq_id: int
+    epoch: int
+    token_ids: tuple[int, ...]
+    drafts: tuple[int, ...] = ()  # for the next step
+    failed: bool = False

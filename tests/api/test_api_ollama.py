@@ -250,7 +250,7 @@ def test_embeddings_in_both_forms() -> None:
     short = server.post("/api/embed", {"input": "a", "dimensions": 2}).json()["embeddings"]
     assert len(short[0]) == 2
     old = server.post("/api/embeddings", {"prompt": "a"}).json()
-    assert set(old) == {"embedding"}
+    assert set(old) == {"embedding", "prompt_eval_count"}
     assert max(old["embedding"]) > 1.0  # not scaled
     assert server.post("/api/embed", {"input": []}).json() == {"model": "tiny", "embeddings": []}
     long = "x" * 300

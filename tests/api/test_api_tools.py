@@ -122,10 +122,10 @@ def test_special_tokens_are_read_and_hidden() -> None:
 
 def test_the_template_sees_the_tools() -> None:
     frontend = FakeFrontend()
-    Api(frontend).chat(tools=TOOLS, reasoning_effort="low")
+    Api(frontend, tool_format="hermes").chat(tools=TOOLS, reasoning_effort="low")
     assert frontend.rendered_tools[-1] == TOOLS
     assert frontend.rendered[-1][1] == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
-    Api(frontend).chat(tools=TOOLS, tool_choice="none")
+    Api(frontend, tool_format="hermes").chat(tools=TOOLS, tool_choice="none")
     assert frontend.rendered_tools[-1] is None
 
 
@@ -172,7 +172,29 @@ def test_a_required_call_wins_over_another_form() -> None:
     assert forms[0] == forms[1]
 
 
-def test_tools_that_the_model_cannot_call_are_refused() -> None:
-    plain = Api(FakeFrontend())
+def test_tools_with_a_format_without_calls_are_refused() -> None:
+    plain = Api(FakeFrontend(), tool_format="plain")
     assert error_of(plain.chat(tools=TOOLS), 400)["param"] == "tools"
     assert plain.chat(tools=TOOLS, tool_choice="none").status_code == 200
+
+
+def test_model_whose_template_has_no_tools_is_asked_for_calls() -> None:
+    script = say(CALLS.partition("</think>")[2])
+    server = Api(FakeFrontend(lambda prompt, index, seed: script, max_model_len=2048))
+    history = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "now"}}]},
+        {"role": "tool", "tool_call_id": "a", "content": "noon"},
+        {"role": "tool", "tool_call_id": "b", "content": "one"},
+    ]
+    answer = server.chat(messages=history, tools=TOOLS).json()
+    calls = answer["choices"][0]["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["get", "now"]
+    prompt = "".join(message["content"] for message in server.frontend.rendered[-1][0])
+    assert '{"name": "get", "description": "d"' in prompt
+    assert '<tool_call>\n{"name": "now"' in prompt
+    assert "<tool_response>\nnoon\n</tool_response>\n<tool_response>\none" in prompt
+    assert server.chat(messages=history, tools=TOOLS, tool_choice="required").status_code == 200
+    assert server.frontend.submitted[-1].sampling.structured_outputs is not None
+    merged, finish = streamed(server, messages=history, tools=TOOLS)
+    assert (len(merged["tool_calls"]), finish) == (2, "tool_calls")

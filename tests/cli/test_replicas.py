@@ -13,7 +13,8 @@ import pytest
 from tests.e2e.live import LiveServer
 
 from quire.args import ServerArgs
-from quire.cli.replicas import core_groups, serve_replicas
+from quire.cli.replicas import serve_replicas
+from quire.device import core_groups
 from quire.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tests.exact.models import MAX_MODEL_LEN
+from tests.exact.models import MAX_MODEL_LEN, head_spec
 from tests.exact.traffic import STEP_S, Job
 from tests.fakes.integrity import check_integrity
 from tests.kernels.checks import runner_config
@@ -17,6 +17,7 @@ from quire.config import (
     DeviceInfo,
     EngineConfig,
     GateKind,
+    HeadsConfig,
     ModelConfig,
     OrderKind,
     SchedulerConfig,
@@ -30,17 +31,19 @@ from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan, StepResult
 from quire.weight_format import WeightFormat
 
+Drafts = Literal["none", "ngram", "self", "other", "oracle", "medusa", "eagle", "eagle3", "mtp"]
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """gate × order × budget, and who drafts: no proposer, prompt lookup, the model itself in its own type, in another
-    type, or a proposer that knows the output and errs at times.
+    type, a proposer that knows the output and errs at times, or random heads.
     """
 
     gate: GateKind
     order: OrderKind
     budget: int
-    drafts: Literal["none", "ngram", "self", "other", "oracle"] = "none"
+    drafts: Drafts = "none"
 
 
 @dataclass(slots=True)
@@ -128,6 +131,10 @@ def engine_config(
         other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
         own = other if policy.drafts == "other" else dtype
         speculate = SpeculateConfig("draft", replace(model, dtype=own, kv_dtype=own))
+    elif policy.drafts in ("medusa", "eagle", "eagle3", "mtp"):
+        heads = HeadsConfig("", "tiny", head_spec(spec, policy.drafts), dtype, "random", seed=2)
+        method = policy.drafts.removesuffix("3")
+        speculate = SpeculateConfig(method, heads=heads)  # type: ignore[arg-type]
     elif policy.drafts != "none":
         speculate = SpeculateConfig("ngram")
     return EngineConfig(
@@ -156,7 +163,7 @@ class WatchedExecutor:
     """An executor, with a look at the plans that pass; every ``fail_every``-th of them fails (one in flight only)."""
 
     def __init__(self, executor: Executor, tally: Tally, fail_every: int | None) -> None:
-        self.max_in_flight = executor.max_in_flight
+        self.max_in_flight, self.chains_steps = executor.max_in_flight, executor.chains_steps
         self._fail_every = fail_every
         assert fail_every is None or executor.max_in_flight == 1
         self._pending: StepPlan | None = None
@@ -221,7 +228,7 @@ class EngineRun:
         self.tally = Tally(policies={policy})
         self.ended: dict[tuple[str, int], Ended] = {}
         self._clock = VirtualClock()
-        self._scheduler = Scheduler(config.scheduler, config.cache)
+        self._scheduler = Scheduler(config.scheduler, config.cache, chains_steps=executor.chains_steps)
         self._core = EngineCore(
             self._scheduler, WatchedExecutor(executor, self.tally, fail_every), self._clock
         )

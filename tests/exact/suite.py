@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from tests.exact.alone import AloneDriver
-from tests.exact.engine_run import INJECTED, Ended, EngineRun, Policy, engine_config
+from tests.exact.engine_run import INJECTED, Drafts, Ended, EngineRun, Policy, engine_config
 from tests.exact.models import MAX_MODEL_LEN, MODELS
 from tests.exact.recorder import Draw, Key, recording
 from tests.exact.traffic import Job, make_jobs
@@ -28,15 +27,9 @@ from quire.weight_format import WeightFormat, parse_format
 from quire.weight_plan import role_of
 
 BUDGETS = (16, 48, 256, 2048)
-DRAFTS: tuple[Literal["none", "ngram", "self", "other", "oracle"], ...] = (
-    "none",
-    "ngram",
-    "self",
-    "other",
-    "oracle",
-)
+DRAFTS: tuple[Drafts, ...] = ("none", "ngram", "self", "other", "oracle", "medusa", "eagle", "eagle3")
 POLICIES = [
-    Policy(*triple, DRAFTS[index // 6 % 5])
+    Policy(*triple, DRAFTS[index // 6 % len(DRAFTS)])
     for index, triple in enumerate(itertools.product(GATES, ORDERS, BUDGETS))
 ]
 NUM_TOKENS = {

@@ -48,8 +48,14 @@ def asks(num_tokens: int) -> list[tuple[str, dict[str, Any]]]:
                    "tool_choice": {"type": "any"}, "temperature": 1.0}),
     ]  # fmt: skip
     limit = {response: "max_output_tokens"}
-    return [(path, {"model": "quill", "stream": True, limit.get(path, "max_tokens"): num_tokens, **body})
+    all_ = [(path, {"model": "quill", "stream": True, limit.get(path, "max_tokens"): num_tokens, **body})
             for path, body in found]  # fmt: skip
+    options = {"num_predict": num_tokens, "temperature": 1.0, "seed": 5}
+    lines: list[tuple[str, dict[str, Any]]] = [
+        ("/api/chat", {"messages": said, "tools": [tool], "logprobs": True}),
+        ("/api/generate", {"prompt": STORY, "format": SCHEMA}),
+    ]
+    return all_ + [(path, {"model": "quill:latest", "options": options, **body}) for path, body in lines]
 
 
 _IDS = re.compile(rb"\b(cmpl-|chatcmpl-|resp_|msg_|fc_|rs_|call_|toolu_)([0-9a-f]{24,32})")
@@ -61,9 +67,18 @@ _CACHED = re.compile(
 )
 
 
+# What lines of Ollama's API have of one server and time: they have no id by which an answer could be compared.
+_OF_LINES = re.compile(
+    rb'"(created_at|total_duration|prompt_eval_cached_count|prompt_eval_duration|eval_duration)":("[^"]*"|\d+)'
+    rb'|"call_[0-9a-f]{8}"'
+)
+
+
 def by_choice(stream: bytes) -> dict[int, list[bytes]]:
     """Return the frames of each choice in order, whose choices may interleave; -1: frames of no choice."""
     frames: dict[int, list[bytes]] = {}
+    if stream.startswith(b"{"):
+        return {0: _OF_LINES.sub(b"", stream).splitlines()}
     for frame in stream.split(b"\n\n"):
         data = frame[frame.find(b"data: ") + 6 :]
         value = json.loads(data) if data[:1] == b"{" else {}

@@ -49,6 +49,7 @@ class Scripted:
     script: Script
     models: tuple[str, ...] = ("m",)
     ready: bool = True
+    is_silent: bool = False  # to polls
     received: list[Received] = field(default_factory=list)
     num_left: int = 0  # connections that the gateway closed during an answer
     url: str = ""
@@ -58,6 +59,8 @@ class Scripted:
         try:
             while (request := await _read(reader)) is not None:
                 if request.method == "GET" and request.path in ("/readyz", "/v1/models"):
+                    while self.is_silent:
+                        await asyncio.sleep(0.02)
                     cards = json.dumps({"data": [{"id": name} | self.card for name in self.models]}).encode()
                     await answer(writer, 200 if self.ready else 503, cards)
                     continue
@@ -90,9 +93,13 @@ async def answer(
     await writer.drain()
 
 
-async def begin_stream(writer: asyncio.StreamWriter, headers: Mapping[str, str] | None = None) -> None:
+async def begin_stream(
+    writer: asyncio.StreamWriter,
+    headers: Mapping[str, str] | None = None,
+    media_type: str = "text/event-stream",
+) -> None:
     lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items()).encode()
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + lines)
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n%b" % (media_type.encode(), lines))
     writer.write(b"transfer-encoding: chunked\r\n\r\n")
     await writer.drain()
 

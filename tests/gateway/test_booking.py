@@ -47,14 +47,14 @@ def test_a_journal_outlives_a_kill(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("written\n", -9), done.stderr
     journal = Journal(path)
-    found = {each.request_id: each for _, each in journal.found}
+    found = {each.request_id: each for _, each, _ in journal.found}
     assert sorted(int(name[1:]) for name in found) == list(range(500, 1500))
     assert [found[f"r{500 + i}"].output_tokens for i in range(500)] == list(range(500))
     assert found["r1499"] == row(1499, outcome="ok")
     other = Journal(path)  # of another gateway in the same folder
     assert other.path.name == "journal.1"
     assert journal.put(None, row(1, model="m" * 500)) is None
-    for slot, _ in journal.found:
+    for slot, _, _ in journal.found:
         journal.free(slot)
     other.close()
     journal.close()
@@ -109,9 +109,13 @@ def test_a_killed_gateways_requests_are_booked(tmp_path: Path, monkeypatch: pyte
         quire = Scripted(replica, card={"fingerprint": "f"})
         settings = {"ledger": str(tmp_path / "ledger.sqlite"), "gateway_key": KEY}
         settings["prices"] = {"m": {"output": 1.0}}
+        settings["limits"] = {"tenants": {"lab": {"tokens_per_day": 10_000}}}
         async with gateway(quire, Scripted(says("x")), **settings) as live:
             await live.until(lambda: len(asked) >= 3)
             await asyncio.sleep(0.3)
+            (budget,) = await live.state.tenants.limits.left([("alice", "lab")], ["m"])
+            r3 = row(0).prompt_tokens + 7
+            assert budget.remaining == 10_000 - (9 + 20) - r3
 
     asyncio.run(asyncio.wait_for(main(), 60))
     found = rows(tmp_path)

@@ -96,6 +96,35 @@ def test_most_breakers_open_means_that_all_are_used() -> None:
     assert fleet.candidates("m", 0.0) == backends[1:]
 
 
+def test_silence_of_most_backends_means_that_all_are_used() -> None:
+    fleet, backends = fleet_of(4)
+    fleet.set_ready(backends[0], False, "too late", 0.0, is_silent=True)
+    assert fleet.candidates("m", 0.0) == backends[1:]
+    for backend in backends[1:3]:
+        fleet.set_ready(backend, False, "too late", 0.0, is_silent=True)
+    assert fleet.candidates("m", 0.0) == backends
+    for _ in range(3):
+        backends[1].breaker.failed(0.0)
+    assert fleet.candidates("m", 0.0) == [backends[0], *backends[2:]]
+    fleet.set_ready(backends[0], False, "refused", 0.0)  # an attempt, or a poll, that says more
+    fleet.set_ready(backends[0], False, "too late", 0.0, is_silent=True)
+    assert fleet.candidates("m", 0.0) == backends[2:]
+
+
+def test_silent_polls_everywhere_refuse_no_request() -> None:
+    async def main() -> None:
+        backends = [Scripted(says("x")), Scripted(says("x"))]
+        async with gateway(*backends, health={"timeout_s": 0.1}) as live:
+            for backend in backends:
+                backend.is_silent = True
+            await live.until(lambda: not any(b.is_ready for b in live.state.fleet))
+            assert (await live.post(ASK))[0] == 200
+            async with live.session.get(live.url + "/readyz") as response:
+                assert response.status == 200
+
+    run(main())
+
+
 def test_a_recovered_backend_starts_slowly() -> None:
     fleet, (a, b) = fleet_of(2)
     fleet.set_ready(a, False, "down", 100.0)

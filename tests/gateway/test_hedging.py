@@ -132,6 +132,40 @@ def test_attempts_that_fail_leave_the_other_running() -> None:
     run(main())
 
 
+def test_whole_answers_are_hedged_after_a_time_of_their_own() -> None:
+    async def main() -> None:
+        whole = {"model": "m", "prompt": "hi"}
+        slow, quick = Scripted(waits(asyncio.Event())), Scripted(says("hey"))
+        settings = SETTINGS | {"hedging": {"whole_after_s": 0.1, "budget": 1.0}}
+        async with gateway(slow, quick, **settings) as live:
+            status, body = await live.post(whole, x_quire_explain="1")
+            assert (status, b"hey" in body, live.headers["x-quire-backend"]) == (200, True, "b1")
+            assert live.state.hedging is not None
+            assert live.state.hedging.counts == {("b0", "lost"): 1, ("b1", "won"): 1}
+        async with gateway(slow, quick, **(SETTINGS | {"timeouts": {"total_s": 0.4}})) as live:
+            await live.post(whole)  # `after_s` is of streams
+            assert live.state.hedging is not None
+            assert not live.state.hedging.counts
+
+    run(main())
+
+
+def test_a_refusal_does_not_beat_an_attempt_that_runs() -> None:
+    async def main() -> None:
+        begins = asyncio.Event()
+
+        async def is_full(request: Received, writer: asyncio.StreamWriter) -> None:
+            await answer(writer, 503, b"{}")
+            begins.set()
+
+        async with gateway(Scripted(waits(begins)), Scripted(is_full), **SETTINGS) as live:
+            status, body = await live.post(STREAM)
+            assert (status, body) == (200, b'data: {"text": "late"}\n\n')
+            assert live.state.fleet.named("b1").breaker.state(live.state.now()) == "closed"
+
+    run(main())
+
+
 def test_a_client_that_leaves_ends_both_attempts() -> None:
     async def main() -> None:
         one, two = Scripted(waits()), Scripted(waits())

@@ -12,18 +12,9 @@ import pytest
 from tests.gateway.services import Redis, redis_server
 
 from quire.clock import VirtualClock, WallClock
-from quire.gateway.limits import (
-    LEASE_S,
-    Charge,
-    Limit,
-    Limits,
-    LimitTable,
-    MemoryStore,
-    Quota,
-    Unit,
-    Usage,
-    limit_headers,
-)
+from quire.gateway import redis_store
+from quire.gateway.limits import LEASE_S, Charge, Limits, LimitTable, MemoryStore, limit_headers
+from quire.gateway.quotas import Limit, Quota, Unit, Usage
 from quire.gateway.redis_store import RedisStore
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC).timestamp()
@@ -188,9 +179,10 @@ def test_redis_and_memory_decide_alike(redis: Redis) -> None:
         for step in range(300):
             if open_ and rng.random() < 0.4:
                 name = rng.choice(list(open_))
-                changes = [Charge(c.quota, c.key, rng.randrange(-c.amount, 5)) for c in open_.pop(name)]
-                await own.change(name, changes)
-                await shared.change(name, changes)
+                charges = open_.pop(name)
+                used = [rng.randrange(c.amount + 5) for c in charges]
+                await own.settle(name, charges, used)
+                await shared.settle(name, charges, used)
                 continue
             some = rng.sample(QUOTAS, rng.randint(1, 4))
             charges = [
@@ -240,11 +232,75 @@ async def _without_redis(redis: Redis) -> None:
     assert (await store.take("b", [charge])).denied is None, "this gateway alone has granted nothing yet"
     assert store.is_degraded
     assert (await store.take("c", [charge])).denied is quota
-    await store.change("b", [Charge(quota, charge.key, -10)])
+    await store.settle("b", [charge], [50])
     redis.start()  # empty: what it held is lost, as with a Redis that keeps nothing
     clock.advance(5.0)
     decision = await store.take("d", [Charge(quota, charge.key, 50)])
     assert not store.is_degraded
     assert decision.denied is None
     assert decision.left[0].remaining == 0, "the 50 tokens of request b were brought to Redis"
+    await store.close()
+
+
+DAY = Quota("k/tokens_per_day", Unit.TOKENS, "day", 1_000)
+
+
+def test_a_killed_gateways_reservations_are_given_back(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "LEASE_S", 1.0)
+    lives, dies, books = Charge(DAY, DAY.key(NOON), 300), Charge(DAY, DAY.key(NOON), 700), DAY.key(NOON)
+
+    async def left(store: RedisStore) -> int:
+        return (await store.take("", [Charge(DAY, books, 0)])).left[0].remaining
+
+    async def run() -> None:
+        killed, other = (RedisStore(redis.url, WallClock(), prefix="killed") for _ in range(2))
+        assert (await killed.take("dies", [dies])).denied is None
+        assert (await other.take("lives", [lives])).denied is None
+        assert await left(other) == 0
+        async with asyncio.timeout(20):
+            while await left(other) != 700:
+                await other.renew([("lives", lives)])
+                await asyncio.sleep(0.1)
+        await other.settle("lives", [lives], [100])
+        assert await left(other) == 900
+        await other.recover("dies", [Charge(DAY, books, 0)], [50], if_held=False)  # it has started again
+        await other.recover("dies", [Charge(DAY, books, 0)], [50], if_held=True)
+        assert await left(other) == 850
+        await killed.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_a_recovered_request_is_charged_once(redis: Redis) -> None:
+    async def run() -> None:
+        store, charge = RedisStore(redis.url, WallClock(), prefix="once"), Charge(DAY, DAY.key(NOON), 600)
+        none = Charge(DAY, charge.key, 0)
+        assert (await store.take("a", [charge])).denied is None
+        await store.recover("a", [none], [40], if_held=True)  # the lease has not ended
+        assert (await store.take("", [none])).left[0].remaining == 960
+        assert (await store.take("b", [charge])).denied is None
+        await store.settle("b", [charge], [60])
+        await store.recover("b", [none], [60], if_held=True)  # it was settled before the kill
+        assert (await store.take("", [none])).left[0].remaining == 900
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_settlements_wait_for_redis() -> None:
+    with redis_server() as redis:
+        asyncio.run(_settled_late(redis))
+
+
+async def _settled_late(redis: Redis) -> None:
+    clock = VirtualClock()
+    store, charge = RedisStore(redis.url, clock), Charge(DAY, DAY.key(NOON), 600)
+    assert (await store.take("a", [charge])).denied is None
+    redis.kill()
+    await store.settle("a", [charge], [150])
+    assert store.is_degraded
+    redis.start()
+    clock.advance(5.0)
+    assert (await store.take("", [Charge(DAY, charge.key, 0)])).left[0].remaining == 850
     await store.close()

@@ -147,6 +147,30 @@ def test_a_bad_backend_is_retried_at_a_good_one(bad: Script, streams: bool) -> N
     run(main())
 
 
+def test_comments_are_no_first_token() -> None:
+    async def keeps_alive(request: Received, writer: asyncio.StreamWriter) -> None:
+        await begin_stream(writer)
+        while True:
+            await chunk(writer, b": ping\n\n")
+            await asyncio.sleep(0.05)
+
+    async def begins_late(request: Received, writer: asyncio.StreamWriter) -> None:
+        await begin_stream(writer)
+        await chunk(writer, b": ping\n\n")
+        await chunk(writer, b": ping\n\n" + frame({"text": "a"}) + b": ping\n\ndata: [DONE]\n\n")
+        await chunk(writer, b"")
+
+    async def main() -> None:
+        async with gateway(Scripted(keeps_alive), Scripted(begins_late), timeouts=SHORT,
+                           routing={"policy": "round-robin"}) as live:  # fmt: skip
+            for _ in range(2):
+                status, body = await live.post(STREAM)
+                assert (status, body.count(b"data:")) == (200, 2)
+            assert live.state.metrics.failures["b0", "timeout"] >= 1
+
+    run(main())
+
+
 @pytest.mark.parametrize("bad", BAD, ids=lambda script: script.__name__)
 def test_a_bad_backend_alone_is_an_error_that_says_so(bad: Script) -> None:
     async def main() -> None:

@@ -64,6 +64,8 @@ def test_the_goldens_of_llama_cpp(folder: Path) -> None:
             )
             assert text == case["expected"], where
             continue
+        if "attribute 'append' of 'list'" in case["error"]:
+            continue  # transformers' sandbox refuses lists that the template made itself, too
         with pytest.raises(RequestError) as caught:
             templates[case["template"]].render(
                 messages, tools=tools, add_generation_prompt=prompt, variables=scenario
@@ -72,7 +74,7 @@ def test_the_goldens_of_llama_cpp(folder: Path) -> None:
         assert message in str(caught.value), where
         assert ("refuses the messages" if kind == "TemplateError" else kind) in str(caught.value), where
         num_errors += 1
-    assert num_errors == 30
+    assert num_errors == 28
 
 
 def test_the_unit_cases_of_huggingface_js(folder: Path) -> None:
@@ -133,6 +135,8 @@ def test_equal_to_transformers(folder: Path) -> None:
             except Exception as error:
                 if isinstance(error, TypeError) and "NoneType" in str(error):
                     continue  # with absent tools, ours renders again with them undefined
+                if "append" in str(error):
+                    continue  # a template may append to its own lists here
                 with pytest.raises(RequestError):
                     ours.render(messages, **named, variables={**tokens, **options})
                 num_refused += 1
@@ -237,6 +241,24 @@ def test_variables_win_over_special_tokens() -> None:
     assert (
         template(source, special).render(HELLO, variables={"bos_token": "B", "thinking": True}) == "B<x>True"
     )
+
+
+def test_template_may_append_to_its_own_list_only() -> None:
+    loop = "{% for m in messages %}{% set _ = q.ids.append(m.role) %}{% endfor %}{{ q.ids }}"
+    own = "{% set q = namespace(ids=[]) %}" + loop
+    assert template(own).render(HELLO) == "['user']"
+    copied = "{% set x = messages[0:] %}{% set _ = x.append(1) %}{{ x | length }}{{ messages | length }}"
+    assert template(copied).render(HELLO) == "21"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    for source in (
+        "messages.append(1)",
+        "messages['append'](1)",
+        "messages[0].content | attr('append')(1)",
+        "v.append(1)",
+    ):
+        with pytest.raises(RequestError, match="append"):
+            template("{% set _ = " + source + " %}").render(parts, variables={"v": [1]})
+    assert parts == [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
 
 
 def test_absent_tools_are_none_or_undefined() -> None:

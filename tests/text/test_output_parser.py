@@ -10,13 +10,13 @@ import pytest
 from tests.text.test_output_round_trip import merged
 
 from quire.args import ServerArgs, settings_of
+from quire.text.output.detect import detect_format
 from quire.text.output.formats import (
     FORMATS,
     CallDelta,
     ContentDelta,
     Delta,
     ReasoningDelta,
-    detect_format,
     prompt_opening,
 )
 from quire.text.output.parser import OutputParser

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from tests.text.bfcl import Call, Case, cases, contradicts_itself, rendered, template
 
-from quire.text.output.formats import CallDelta, Delta, OutputFormat, detect_format, prompt_opening
+from quire.text.output.detect import detect_format
+from quire.text.output.formats import CallDelta, Delta, OutputFormat, prompt_opening
 from quire.text.output.parser import OutputParser
 
 SEED = 20261121
 # Templates that do not show the model's own calls, or only some of them, and why.
 NO_CALLS = {
     "HuggingFaceTB-SmolLM3-3B.jinja": "leaves the calls of earlier turns out",
-    "Kimi-K2-Instruct.jinja": "needs a mutable sandbox, which transformers refuses too",
     "LFM2-8B-A1B.jinja": "leaves the calls of earlier turns out",
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja": "renders calls only where content is None, and then the last one",
     "fireworks-ai-llama-3-firefunction-v2.jinja": "asks for variables of Fireworks' own server",

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.api.answer_form import ToolUse
+from quire.api.answer_form import ToolUse, may_be_closed
 from quire.api.job import Answer, Head, Job, common_fields, new_head
 from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
@@ -21,8 +21,10 @@ from quire.engine.prompts import RenderedChat
 from quire.errors import RequestError, clip
 from quire.request import SamplingParams, ThinkingBudget
 from quire.structured_outputs import StructuredOutputsParams
+from quire.text.json_schema import closed
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
 from quire.text.output.formats import OutputFormat, prompt_opening
+from quire.text.output.generic import asked
 from quire.text.output.parser import OutputParser
 
 # Arguments of the template that a client may not replace through chat_template_kwargs.
@@ -61,6 +63,8 @@ class Conversation:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         # With tool_choice "none" the model is not shown the tools, so that it does not call them.
         tools = list(self.tools.tools) if self.tools.choice != "none" else None
+        if template.names and state.output_format(bool(tools)).asked:
+            messages, tools = asked(messages, tools or [], template.source()), None
         return await state.frontend.prompts.chat(
             messages,
             tools or None,
@@ -73,21 +77,21 @@ class Conversation:
         """Return how the answer to ``prompt`` (text) is taken apart; None if it is plain text.
 
         Raises:
-            RequestError: there are tools, and the model's template shows no format of calls.
+            RequestError: there are tools, and the chosen format has no calls.
         """
         use = self.tools
         format = state.output_format(bool(use.tools))
-        if use.schemas and format.calls is None and not format.harmony:
+        if use.schemas and not format.calls_tools:
             raise RequestError(
-                "tools are not supported by this model: its chat template shows no format of calls. Start the server "
-                "with --chat-template or --tool-format, or send tool_choice = 'none'.",
+                f"tools are not supported with --tool-format {format.name}, which has no calls. Start the server with "
+                "another one, or send tool_choice = 'none'.",
                 param="tools",
             )
         if not use.schemas and format.calls is not None:  # only reasoning is separated
             format = replace(format, opens=(), closes=(), calls=None, bare="")
         if not self.separate_reasoning:
             format = replace(format, reasoning=None)
-        if format.calls is None and format.reasoning is None and not format.harmony:
+        if not format.calls_tools and not format.reasons:
             return None
         hidden = state.frontend.tokenizer.special_texts if hide_special else ()
         opening, max_calls = prompt_opening(format, prompt), None if use.parallel else 1
@@ -212,7 +216,11 @@ class OutputPlan:
         if use.required:
             # The form is that of an answer without calls, in a later turn.
             param = "tool_choice"
-            part = required_calls(self.format, self.schemas, use.required, parallel=use.parallel)
+            tools = {
+                name: closed(schema) if may_be_closed(schema) else schema
+                for name, schema in self.schemas.items()
+            }
+            part = required_calls(self.format, tools, use.required, parallel=use.parallel)
             if part is None:
                 raise RequestError(
                     f"tool_choice = {clip(use.choice)} is not supported with the tool format {self.format.name!r} of "
@@ -260,7 +268,7 @@ def thinking_budget(
     """
     format = state.output_format(has_tools)
     num_tokens, param = asked.num_tokens, asked.tokens_param
-    reasons = format.reasoning is not None or format.harmony
+    reasons = format.reasons
     if num_tokens is None and asked.effort is not None and not _reads_effort(state, has_tools):
         param = asked.effort_param
         if not reasons and asked.effort != "none" and ignored is not None:

@@ -26,6 +26,7 @@ from quire.api.ollama_request import (
 )
 from quire.api.parts import Assembler, Event, Kind, TokenNames, chat_logprobs
 from quire.api.protocol import RequestFields, deadline_of
+from quire.api.relayed import resumes
 from quire.api.state import ApiState
 from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
@@ -103,8 +104,8 @@ def _behind(state: ApiState, context: Sequence[int], prompt: str | Sequence[int]
 
 
 def _fields(request: OllamaFields, ignored: list[str] | None) -> dict[str, Any]:
-    """The durations of the answer are those of its timing. A gateway cannot resume these streams."""
-    return {"deadline": deadline_of(request.deadline_ms, ignored), "timing": True, "relayed": None}
+    """The durations of the answer are those of its timing."""
+    return {"deadline": deadline_of(request.deadline_ms, ignored), "timing": True}
 
 
 def _answer(
@@ -221,6 +222,7 @@ class OllamaAnswer(Answer):
             "total_duration": _ns(total_ms),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_cached_count": usage.cached_tokens,
             "prompt_eval_duration": _ns(usage.timing["prefill_ms"] or 0.0),
             "eval_count": usage.completion_tokens,
             "eval_duration": _ns(total_ms - first_ms),
@@ -279,7 +281,8 @@ class EmbedAnswer(Answer):
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         request = self._request
         if isinstance(request, EmbeddingsRequest):
-            return _encode({"embedding": _vector(chunks[0], None, normalize=False)})
+            vector = _vector(chunks[0], None, normalize=False)
+            return _encode({"embedding": vector, "prompt_eval_count": usage.prompt_tokens})
         timings = usage.timing if isinstance(usage.timing, list) else [usage.timing]
         return _encode(
             {
@@ -302,7 +305,8 @@ class OllamaEndpoint(GenerateEndpoint):
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         model, prompt, empty = _LOADS[self._path]
-        if isinstance(body, dict) and (body.get(prompt) or body.get("suffix")):
+        goes_on = resumes(scope, self._state.settings.gateway_key)
+        if goes_on or (isinstance(body, dict) and (body.get(prompt) or body.get("suffix"))):
             await super()._run(body, arrival_s, scope, client, send)
             return
         ignored, state = self._ignored(), self._state

@@ -10,14 +10,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.state import LATEST, ApiState
+from quire.api.state import ApiState
 from quire.http.body import json_response, read_json
-from quire.http.refusals import HttpError, Refusal
+from quire.http.refusals import LATEST, OLLAMA_VERSION, HttpError, Refusal
 from quire.http.wire import Text, Wire, parse
 from quire.text.infill import infill_of
 
-# Clients ask for a least version before they use tools, thinking or logprobs. It is the one of the API as it is here.
-API_VERSION = "0.12.11"
 _NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
@@ -57,7 +55,7 @@ class OllamaModels:
 
     async def version(self, request: Request) -> Response:
         """The version of Ollama's API that this one follows, and Quire's."""
-        return json_response({"version": API_VERSION, "quire": self._state.settings.version})
+        return json_response({"version": OLLAMA_VERSION, "quire": self._state.settings.version})
 
     async def manage(self, request: Request) -> Response:
         """Refuse what changes the models on disk; a pull of a model that is served has nothing to do."""
@@ -106,8 +104,8 @@ class OllamaModels:
         found = {
             "completion": True,
             "insert": infill_of(self._state.frontend.tokenizer) is not None,
-            "tools": with_tools.calls is not None or with_tools.harmony,
-            "thinking": plain.reasoning is not None or plain.harmony,
+            "tools": with_tools.calls_tools,
+            "thinking": plain.reasons,
         }
         return [name for name, has in found.items() if has]
 

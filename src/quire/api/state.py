@@ -22,16 +22,18 @@ from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, NotFoundError, clip
 from quire.http.edge import TENANT
 from quire.http.keys import KeyFile
+from quire.http.refusals import LATEST
 from quire.jobs.disk import write_json
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.request import Adapter
-from quire.text.output.formats import FORMATS, OutputFormat, detect_format
+from quire.text.output.formats import FORMATS, OutputFormat
+from quire.text.output.generic import format_of
 from quire.workload.slo import Slo
 
-LATEST = ":latest"  # Ollama's tag of a name without one
+PLACEHOLDERS = ("tgi", "dummy")  # sent by huggingface_hub for whatever model is at an address
 _STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too
 log = Log("api")
 
@@ -89,7 +91,7 @@ class ApiState:
         template = self.frontend.chat_template
         if not template.names:
             return FORMATS["plain"]
-        return detect_format(template.source(has_tools))
+        return format_of(template.source(has_tools))
 
     @property
     def model(self) -> ModelInfo:
@@ -102,7 +104,7 @@ class ApiState:
             NotFoundError: ``name`` is not served; lists the names that are.
         """
         names = self.model.names
-        if name is None:
+        if name is None or (name in PLACEHOLDERS and name not in (*names, *self.adapter_names)):
             return names[0]
         if name.endswith(LATEST) and name not in names:
             name = name.removesuffix(LATEST)

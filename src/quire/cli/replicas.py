@@ -13,14 +13,14 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from quire.args import ServerArgs, flag_name
 from quire.cli.gateway import batches
-from quire.engine.spawn import child_environment
+from quire.device import core_groups, usable_cpus
 from quire.errors import ConfigError
+from quire.executor.child_process import child_environment
 from quire.gateway.config import GatewayArgs, GatewayConfig
 from quire.gateway.server import run_gateway
 from quire.gateway.state import GatewayState
@@ -28,8 +28,8 @@ from quire.metrics.log import Log, configure
 
 # Settings that belong to one server. The gateway has its own, or would have to have them.
 REFUSED = (
-    "admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "gateway_key", "handover", "journal",
-    "step_log", "tls_cert", "tls_key", "record_requests", "compare_to",
+    "admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "gateway_key", "region", "handover",
+    "journal", "step_log", "tls_cert", "tls_key", "record_requests", "compare_to",
 )  # fmt: skip
 OWN = (
     "replicas",
@@ -68,7 +68,7 @@ def serve_replicas(settings: dict[str, Any], args: ServerArgs, num: int) -> int:
     if not any(name in shared for name in MEMORY):
         shared["gpu_memory_utilization"] = round(_MEMORY_SHARE / num, 4)
     shared |= {"host": "127.0.0.1", "port": 0, "api_key": key, "gateway_key": key}
-    replicas = Replicas(shared, core_groups(sorted(os.sched_getaffinity(0)), num), args.max_restarts)
+    replicas = Replicas(shared, core_groups(sorted(usable_cpus()), num), args.max_restarts)
     status = run_gateway(
         GatewayConfig(server=gateway_args(args, key)), beside=replicas.running, extend=batches
     )
@@ -88,14 +88,6 @@ def gateway_args(args: ServerArgs, admin_key: str) -> GatewayArgs:
         max_file_mib=args.max_file_mib,
         drain_timeout_s=args.drain_timeout_s,
     )
-
-
-def core_groups(cores: Sequence[int], num: int) -> list[set[int]]:
-    """Share ``cores`` out in ``num`` groups of neighbours; with fewer cores than groups, some share one."""
-    if len(cores) < num:
-        return [{cores[index % len(cores)]} for index in range(num)]
-    ends = [len(cores) * index // num for index in range(num + 1)]
-    return [set(cores[start:end]) for start, end in pairwise(ends)]
 
 
 class Replicas:
@@ -160,7 +152,8 @@ async def start_server(config: Path, cores: set[int]) -> asyncio.subprocess.Proc
     """Start ``quire serve --config``, bound to its cores. It ends with this process, however that ends."""
 
     def in_child() -> None:
-        os.sched_setaffinity(0, cores)
+        if hasattr(os, "sched_setaffinity"):  # Linux
+            os.sched_setaffinity(0, cores)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     return await asyncio.create_subprocess_exec(

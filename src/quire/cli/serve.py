@@ -169,12 +169,21 @@ class Announcement:
     def ready(self, url: str, info: Any) -> None:
         """The server answers at ``url``."""
         name, seconds = self._frontend.model.names[0], time.monotonic() - self._begin_s
-        report = start_up_report(url, info, name, seconds, self.note, self._weights)
+        report = start_up_report(url, info, name, seconds, self.note, self._weights + self._tools())
         print(report, file=sys.stderr, flush=True)
         self._heartbeat = None
         if self._args.gateway is not None:
             self._heartbeat = heartbeat_of(self._args, self._api, self._frontend, url)
             self._heartbeat.start()
+
+    def _tools(self) -> str:
+        """Return the line on the format of tool calls, "" for a model without a chat template."""
+        from quire.text.output.generic import describe
+
+        template, format = self._frontend.chat_template, self._args.tool_format
+        if not template.names:
+            return ""
+        return f"tools    {describe(template.source(True)) if format == 'auto' else format}\n"
 
     def leave(self) -> None:
         """Another server answers there from now on, and tells the gateway."""
@@ -234,6 +243,7 @@ def heartbeat_of(args: ServerArgs, api: Any, frontend: Any, url: str) -> Any:
             "url": url,
             "models": [*frontend.model.names, *adapters],
             "api_key": args.api_key,
+            "region": args.region or os.environ.get("QUIRE_REGION") or None,
             "about": {
                 "pid": os.getpid(),
                 "version": __version__,

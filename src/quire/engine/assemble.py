@@ -19,9 +19,10 @@ from quire.engine.adapters import AdapterRegistry, read_adapters
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
+from quire.models.head_checkpoint import holds_heads, mtp_spec, open_heads
 from quire.models.hub import locate
 from quire.models.safetensors_file import reading
-from quire.plan.speculation import DraftCheckpoint
+from quire.plan.speculation import DraftCheckpoint, HeadCheckpoint
 from quire.resolve import resolve
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -208,20 +209,23 @@ def _other(key: str, given: Mapping[str, Any]) -> str:
 SELF = "self:"  # the model's own weights in another format
 
 
-def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | None:
-    """Return the draft model of ``args`` for the model in ``checkpoint``; None: there is none.
+def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | HeadCheckpoint | None:
+    """Return the draft model or the heads of ``args`` for the model in ``checkpoint``; None: there are none.
 
     Raises:
         ConfigError: its vocabulary differs, or the settings contradict each other.
         ModelLoadError, UnsupportedModelError: it cannot be found, read or run.
     """
-    if args.speculate == "ngram" and args.draft_model is not None:
+    method, name = args.speculate, args.draft_model
+    if method in ("ngram", "mtp") and name is not None:
         raise ConfigError(
-            f"draft_model = {args.draft_model!r} has no use with speculate = 'ngram': leave one of them out"
+            f"draft_model = {name!r} has no use with speculate = {method!r}: leave one of them out"
         )
-    if args.speculate != "draft" and args.draft_model is None:
+    if method in ("medusa", "eagle", "mtp"):
+        return _find_heads(args, checkpoint, method)
+    if method != "draft" and name is None:
         return None
-    name = args.draft_model or ("quill-draft" if args.model == "quill" else "self:int4")
+    name = name or ("quill-draft" if args.model == "quill" else "self:int4")
     if name.startswith(SELF):
         return DraftCheckpoint(
             name,
@@ -231,10 +235,37 @@ def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | No
             args.load_format,
             quantize=name.removeprefix(SELF),
         )
-    found = describe(locate(name), args.load_format)
+    path = locate(name)
+    if method is None and holds_heads(path):
+        return HeadCheckpoint(name, str(path), open_heads(path, checkpoint.spec)[0])
+    found = describe(path, args.load_format)
     if found.kind != "random":
         check_vocabulary(name, read_tokenizer(found.tokenizer), read_tokenizer(checkpoint.tokenizer))
     return DraftCheckpoint(name, str(found.path), found.spec, found.formats, args.load_format)
+
+
+def _find_heads(args: EngineArgs, checkpoint: Checkpoint, method: str) -> HeadCheckpoint:
+    """Return the heads at ``draft_model``, else those beside the checkpoint; those of "mtp" are in it."""
+    spec = checkpoint.spec
+    if method == "mtp":
+        if checkpoint.kind == "gguf":
+            raise ConfigError(
+                "speculate = 'mtp' reads the layer from safetensors, and the model is a GGUF file"
+            )
+        random = checkpoint.kind == "random"
+        heads = mtp_spec(checkpoint.path, spec) if random else open_heads(checkpoint.path, spec, mtp=True)[0]
+        return HeadCheckpoint(args.model, str(checkpoint.path), heads, args.load_format)
+    path = checkpoint.path / method if args.draft_model is None else locate(args.draft_model)
+    if args.draft_model is None and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"speculate = {method!r} needs draft_model, the folder of its heads: there is none at {path}"
+        )
+    heads = open_heads(path, spec)[0]
+    if heads.method.removesuffix("3") != method:
+        raise ConfigError(
+            f"draft_model = {args.draft_model!r} has {heads.method} heads, and speculate = {method!r}"
+        )
+    return HeadCheckpoint(args.draft_model or f"{args.model}/{method}", str(path), heads)
 
 
 def check_vocabulary(name: str, draft: Tokenizer, target: Tokenizer) -> None:
@@ -252,6 +283,18 @@ def _said(token: str | None) -> str:
     return "no token" if token is None else repr(token)
 
 
+# vLLM's method → ours. Without one, the model says what it is.
+METHODS = {
+    "ngram": "ngram",
+    "draft_model": "draft",
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "eagle3": "eagle",
+    "mtp": "mtp",
+    "deepseek_mtp": "mtp",
+}
+
+
 def speculation_of(config: Any) -> dict[str, Any]:
     """Return our keywords for vLLM's ``speculative_config``.
 
@@ -263,12 +306,12 @@ def speculation_of(config: Any) -> dict[str, Any]:
     known = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
     if not isinstance(config, Mapping) or not set(config) <= set(known):
         raise ConfigError(f"LLM: speculative_config = {config!r} must be a dict with {', '.join(known)}")
-    method = config.get("method") or ("draft_model" if "model" in config else None)
-    if method not in ("ngram", "draft_model"):
-        raise ConfigError(f"LLM: speculative_config: method = {method!r} must be 'ngram' or 'draft_model'")
-    found: dict[str, Any] = {"speculate": "ngram" if method == "ngram" else "draft"}
-    if method == "draft_model" and "model" in config:
-        found["draft_model"] = config["model"]
+    method, model = config.get("method"), config.get("model")
+    if (method is not None and method not in METHODS) or (method is None and model is None):
+        raise ConfigError(f"LLM: speculative_config: method = {method!r} must be one of {', '.join(METHODS)}")
+    found: dict[str, Any] = {} if method is None else {"speculate": METHODS[method]}
+    if model is not None and found.get("speculate") not in ("ngram", "mtp"):
+        found["draft_model"] = model
     if "num_speculative_tokens" in config:
         found["spec_tokens"] = config["num_speculative_tokens"]
     return found

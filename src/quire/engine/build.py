@@ -1,6 +1,7 @@
 """Chooses an executor and builds the core around it; torch is imported here and not earlier. Executors:
 
 "local"    the model, in this process, on the device of the configuration
+"ranks"    the model cut over processes of this machine, as the configuration's topology says
 "timed"    no model, no KV cache: steps sleep as long as a cost model says ("timed@FILE", from `CostModel.to_json`)
 "M:F"      the result of the function F of the module M for (config, argument), "M:F@argument"
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +19,11 @@ from quire.cache.events import EventBuffer
 from quire.clock import Clock
 from quire.config import Determinism, EngineConfig
 from quire.engine.core import EngineCore
-from quire.executor.base import Executor
+from quire.executor.base import Executor, RankLoaded
 from quire.executor.logged import LoggedExecutor
 from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.plan.cost_model import CostModel
+from quire.plan.speculation import draft_bytes
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
 
@@ -50,6 +53,7 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         ModelLoadError, ConfigError: the checkpoint or the settings are wrong; one line.
     """
     chosen = make_executor(config, executor, clock)
+    ranks: tuple[RankLoaded, ...] = tuple(getattr(chosen, "loaded", ()))
     recorder = None
     if config.recorder is not None:
         recorder = Recorder(config.recorder.num_steps)
@@ -67,24 +71,28 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         controller = SloController(scheduler.predictor, config.scheduler, slo.tpot_s)
     core = EngineCore(scheduler, chosen, clock, controller)
     core.recorder = recorder
+    core.ranks = ranks
     return core
 
 
-def describe(config: EngineConfig, executor: str, load_s: float) -> EngineInfo:
+def describe(
+    config: EngineConfig, executor: str, load_s: float, ranks: Sequence[RankLoaded] = ()
+) -> EngineInfo:
     """Return what an engine of ``config`` reports. Call it after `build_core`, which registers the kernels."""
     blocks = config.cache.num_blocks
     block_bytes = config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype)
     weight_bytes = config.model.spec.weight_bytes(config.model.dtype, config.model.formats)
-    draft = None if config.speculate is None else config.speculate.draft
-    if draft is not None:
-        block_bytes += draft.spec.draft_layout().block_bytes(config.cache.block_size, draft.kv_dtype)
-        weight_bytes += draft.spec.weight_bytes(draft.dtype, draft.formats)
+    if config.speculate is not None:
+        drafts, of_block = draft_bytes(
+            config.speculate.draft or config.speculate.heads, config.cache.block_size
+        )
+        weight_bytes, block_bytes = weight_bytes + drafts, block_bytes + of_block
     full = sum(window is None for window in config.cache.windows) or len(config.cache.windows)
     return EngineInfo(
         num_kv_tokens=blocks * config.cache.block_size // full,
         kv_bytes=blocks * block_bytes,
         weight_bytes=weight_bytes,
-        kernels=_kernels(config, executor),
+        kernels=_kernels(config, executor, ranks),
         determinism=config.determinism,
         load_s=load_s,
         pid=os.getpid(),
@@ -107,6 +115,10 @@ def make_executor(config: EngineConfig, executor: str, clock: Clock) -> Executor
         from quire.executor.local import LocalExecutor
 
         return LocalExecutor(config, clock=clock)
+    if kind == "ranks":
+        from quire.executor.ranks import RanksExecutor
+
+        return RanksExecutor(config, clock)
     if kind == "timed":
         from quire.executor.timed import TimedExecutor
 
@@ -117,17 +129,11 @@ def make_executor(config: EngineConfig, executor: str, clock: Clock) -> Executor
     return made
 
 
-def _kernels(config: EngineConfig, executor: str) -> str:
-    """Return in words which kernels run: "amx linear; avx512 attention; reference (torch) for the rest"."""
+def _kernels(config: EngineConfig, executor: str, ranks: Sequence[RankLoaded]) -> str:
+    if ranks:
+        return f"{len(ranks)} ranks: {ranks[0].kernels}" if len(ranks) > 1 else f"1 rank: {ranks[0].kernels}"
     if not executor.startswith("local"):
         return executor
-    from quire.kernels import registry
+    from quire.kernels.registry import in_words
 
-    chosen = registry.choose(config.runner).describe()
-    parts = []
-    for level in registry.NATIVE_LEVELS:
-        ops = sorted({op.split(".")[0] for op, backend in chosen.items() if backend == level})
-        parts += [f"{level} {', '.join(ops)}"] if ops else []
-    torch = sorted({backend for backend in chosen.values() if backend not in registry.NATIVE_LEVELS})
-    parts += [f"{' and '.join(torch)} (torch)" + (" for the rest" if parts else "")] if torch else []
-    return "; ".join([*parts, f"{config.runner.num_threads} threads"])
+    return in_words(config.runner)

@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import zmq
 from setproctitle import setproctitle
@@ -30,8 +30,9 @@ from quire.engine.core import EngineCore
 from quire.engine.heartbeat import IDLE_TICK_S, Heartbeat, Ticker
 from quire.engine.process import Boot, Events, Failure, decode, encode
 from quire.engine.recording_file import saver
-from quire.engine.spawn import HEARTBEAT, PLANS, STACKS, wake_at_parents_end
+from quire.engine.spawn import HEARTBEAT, PLANS, STACKS
 from quire.errors import QuireError
+from quire.executor.child_process import PrefixedStream, wake_at_parents_end
 from quire.metrics.log import Log, configure
 from quire.scheduler.scheduler import Sleep, audit
 from quire.scheduler.scheduler import describe as describe_plan
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> None:
     dump, heartbeat = _Dump(directory), Heartbeat(Path(directory, HEARTBEAT))
     threading.Thread(target=_follow_parent, args=(life_fd, directory, dump), daemon=True).start()
     stderr = sys.stderr
-    sys.stderr = sys.stdout = _Prefixed(stderr)
+    sys.stderr = sys.stdout = PrefixedStream(stderr, "engine")
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for end in (inbox, outbox):
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> None:
             )
         core.on_tick = ticker = Ticker(heartbeat, core.scheduler, clock)
         ticker.idle(clock.now())
-        outbox.send_multipart(encode(describe(boot.config, executor, clock.now() - start_s)))
+        outbox.send_multipart(encode(describe(boot.config, executor, clock.now() - start_s, core.ranks)))
         serve(core, inbox, outbox, clock, ticker)
     except Exception as error:
         if log.debugging or not isinstance(error, QuireError):
@@ -194,26 +195,6 @@ def _follow_parent(life_fd: int, directory: str, dump: _Dump) -> None:
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, QuireError) else f"{type(error).__name__}: {text}"
-
-
-class _Prefixed:
-    """stderr with ``[engine]`` before each line, so that two processes can share a terminal."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-        self._at_start = True
-
-    def write(self, text: str) -> int:
-        lines = "".join(
-            ["[engine] " + line if line.strip("\r\n") else line for line in text.splitlines(keepends=True)]
-        )
-        if not self._at_start:
-            lines = lines.removeprefix("[engine] ")
-        self._at_start = text.endswith(("\n", "\r")) if text else self._at_start
-        return self._stream.write(lines)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class InProcessClient:
             for message in self._early:
                 core.put(message)
             self._core = core
-        return describe(self._config, self._executor, self._clock.now() - start_s)
+        return describe(self._config, self._executor, self._clock.now() - start_s, core.ranks)
 
     def send(self, message: Message) -> None:
         with self._lock:

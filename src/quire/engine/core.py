@@ -16,8 +16,8 @@ from typing import Any
 
 from quire.cache.events import EventsLost, pack
 from quire.clock import Clock
-from quire.errors import ConfigError
-from quire.executor.base import Executor
+from quire.errors import ConfigError, EngineDeadError
+from quire.executor.base import Executor, RankLoaded
 from quire.executor.recorder import Recorder
 from quire.metrics.engine_stats import EngineStats
 from quire.request import Request, TokenEvent
@@ -45,6 +45,7 @@ class EngineCore:
         # Called with the steps out before the loop may block; see `engine.heartbeat`.
         self.on_tick: Callable[[Sequence[StepPlan | StepResult]], None] | None = None
         self.recorder: Recorder | None = None
+        self.ranks: tuple[RankLoaded, ...] = ()  # where the executor has several processes
         # Saves what the recorder has, with a reason and a text; may raise OSError. None: there is no recorder.
         self.save: Callable[[str, str], dict[str, Any]] | None = None
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
@@ -155,6 +156,13 @@ class EngineCore:
                 self.replies.append(self._change_policy(message))
             case TakeCacheEvents(call_id, snapshot):
                 self.replies.append(Reply(call_id, _cache_events(self.scheduler, snapshot=snapshot)))
+            case AskPlaces(call_id, asked):
+                waits_s, why = (
+                    ([0.0] * len(asked), "")
+                    if self._draining
+                    else self.scheduler.give_places(asked, self.clock.now())
+                )
+                self.replies.append(Reply(call_id, {"waits_s": waits_s, "why": why}))
             case SaveRecording(call_id):
                 self.replies.append(_saved(call_id, self.save))
             case ResetPrefixCache(call_id):
@@ -195,6 +203,8 @@ class EngineCore:
                 self.on_tick(self.out)
             try:
                 self.executor.submit(plan)
+            except EngineDeadError:
+                raise
             except Exception as error:  # whatever it is, the step failed and the engine goes on
                 self.out[-1] = StepResult(plan.step, error=_text(error))
                 return
@@ -204,6 +214,8 @@ class EngineCore:
             return out
         try:
             return self.executor.collect()
+        except EngineDeadError:  # of a rank: there is nothing left that could compute a step
+            raise
         except Exception as error:
             return StepResult(out.step, error=_text(error))
 
@@ -275,6 +287,17 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class AskPlaces:
+    """May these requests come now? Answered with a `Reply`: ``waits_s``, 0 for yes, and ``why`` the last may not.
+
+    A place is held for each, for when it is to come, under its key.
+    """
+
+    call_id: str
+    asked: tuple[tuple[int, int], ...]  # (`Request.place`, about how many prompt tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class SaveRecording:
     """Save what the flight recorder has; answered with a `Reply`: path and number of steps."""
 
@@ -340,7 +363,7 @@ class TakeCacheEvents:
     snapshot: bool = False
 
 
-Call = ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents
+Call = AskPlaces | ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents
 Message = (
     Request  # to be queued
     | AbortRequest

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
-from quire.engine.spawn import child_environment
 from quire.errors import CapacityError, RequestError
+from quire.executor.child_process import child_environment
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar import grammar_source
 from quire.text.grammar_matcher import TokenTable, token_table

@@ -8,8 +8,6 @@ orphan, and no stream waits for a dead child.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import shutil
 import signal
 import socket
@@ -19,11 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import quire
+from quire.executor.child_process import child_environment
 
 # Files of the private directory, see `quire.engine.heartbeat` and `quire.engine.child`.
 HEARTBEAT, STACKS, PLANS = "heartbeat", "stacks", "plans"
-_PR_SET_PDEATHSIG = 1
 # The path of a Unix socket is limited to 107 bytes on Linux, so a long TMPDIR cannot be used.
 _MAX_DIR_BYTES = 80
 
@@ -99,18 +96,3 @@ class EngineProcess:
             self._popen.kill()
             self._popen.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def wake_at_parents_end() -> None:
-    """Have the kernel continue this process when its parent ends, if it is stopped then: so it sees the end of file.
-
-    Only Linux can do that. The signal also comes when the thread that started this process ends, and does no harm then.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-
-
-def child_environment() -> dict[str, str]:
-    """Return this process's environment, in which a child runs this very package, installed or not."""
-    here = str(Path(quire.__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}

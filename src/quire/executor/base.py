@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.step import StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
+
+
+class RankLoaded(NamedTuple):
+    """The rank has loaded its part of the model."""
+
+    rank: int
+    pid: int
+    kernels: str  # in words
+    weight_bytes: int
+    load_s: float
 
 
 class Executor(Protocol):

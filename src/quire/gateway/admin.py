@@ -38,6 +38,7 @@ class Heartbeat(Wire):
     ttl_s: Number = 10.0
     api_key: Text | None = None
     max_requests: Integer | None = None
+    region: Text | None = None
     about: AnyObject | None = None
 
 
@@ -106,8 +107,9 @@ class Admin:
         if (host := urlsplit(url).hostname) and is_loopback(host) and not is_loopback(caller):
             url = url.replace(host, f"[{caller}]" if ":" in caller else caller, 1)
         registration = Registration(
-            said.name, url, tuple(said.models), said.ttl_s, said.api_key, said.max_requests, said.about or {}
-        )
+            said.name, url, tuple(said.models), said.ttl_s, said.api_key, said.max_requests, said.region,
+            said.about or {},
+        )  # fmt: skip
         return json_response(self._card(self._state.discovery.register(registration)))
 
     async def deregister(self, request: Request) -> Response:

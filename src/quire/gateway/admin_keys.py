@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
-from quire.gateway.limits import NANO, Left, Limit, Unit
+from quire.gateway.limits import Left
+from quire.gateway.quotas import NANO, Limit, Unit
 from quire.gateway.state import GatewayState
 from quire.http.body import json_response, read_json
 from quire.http.keys import (

@@ -69,6 +69,8 @@ def _pieces(value: dict[str, Any]) -> Iterator[Piece]:
     if isinstance(value.get("choices"), list):
         for choice in value["choices"]:
             yield from _of_choice(choice)
+    elif "done" in value and kind is None:
+        yield from _of_line(value)
     elif kind in ("content_block_delta", "content_block_start"):
         yield from _of_block(value.get("delta") or value.get("content_block"), _int(value.get("index")))
     elif kind == "message":
@@ -97,6 +99,17 @@ def _of_choice(choice: dict[str, Any]) -> Iterator[Piece]:
             function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 yield Piece((index, "arguments", _int(call.get("index", at))), function, "arguments", choice)
+
+
+def _of_line(value: dict[str, Any]) -> Iterator[Piece]:
+    """Of Ollama's API, whole or a line of a stream."""
+    said = value.get("message", value)
+    for key in ("content", "response", "thinking"):
+        if isinstance(said.get(key), str):
+            yield Piece((0, key, 0), said, key, value)
+    for at, call in enumerate(said.get("tool_calls") or ()):
+        if isinstance(function := call.get("function"), dict) and function.get("arguments"):
+            yield Piece((0, "arguments", _int(function.get("index", at))), function, "arguments", value)
 
 
 def _of_block(block: Any, index: int) -> Iterator[Piece]:

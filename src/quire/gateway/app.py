@@ -17,6 +17,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from quire.gateway.admin import admin_app
 from quire.gateway.model_routes import MODEL_PATHS, model_app
+from quire.gateway.ollama_lists import OllamaLists
 from quire.gateway.proxy import Proxy
 from quire.gateway.state import GatewayState
 from quire.gateway.stored import StoredProxy
@@ -30,7 +31,7 @@ POST_PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score",
     "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/v1/chat/completions/render",
     "/v1/messages/count_tokens", "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/pooling",
-    "/classify",
+    "/classify", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show",
 )  # fmt: skip
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -66,6 +67,7 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
                 Route(f"/v1/responses/{{response_id}}{end}", stored, methods=methods)
                 for end, methods in of_response.items()
             ),
+            *OllamaLists(state).routes(),
             *extension.routes,
         ],
         middleware=[
@@ -118,7 +120,7 @@ class Probes:
         """200 if any backend takes requests, or would once its model is loaded; 503 otherwise, and while draining."""
         if self._state.is_draining:
             return json_response({"status": "draining"}, 503)
-        is_ready = self._state.pool is not None or any(b.is_ready for b in self._state.fleet)
+        is_ready = self._state.pool is not None or any(b.is_ready or b.is_silent for b in self._state.fleet)
         return json_response({"status": "ready" if is_ready else "starting"}, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:

@@ -13,9 +13,11 @@ from quire.errors import RequestError, clip
 from quire.gateway.digest import text_of
 from quire.http.body import decode, header, read_bytes
 from quire.http.client import PRIORITY_KEY
+from quire.http.refusals import LATEST, OLLAMA_ROOT
 from quire.http.wire import not_allowed
 
 DEFAULT_OUTPUT_TOKENS = 256  # counted for a request that names no limit
+_STREAMS = ("/api/chat", "/api/generate")  # of Ollama's: unless the body says otherwise
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SESSION_HEADERS = (b"x-session-id", b"x-session-affinity")
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
@@ -64,7 +66,10 @@ class Asked:
 
         Every other field keeps its bytes.
         """
-        if model == self.model and not adds_usage and self.priority is None:
+        is_named = model == self.model or (
+            self.path.startswith(OLLAMA_ROOT) and f"{model}{LATEST}" == self.model
+        )
+        if is_named and not adds_usage and self.priority is None:
             return self.raw
         fields = _fields(self.raw)
         fields["model"] = msgspec.Raw(msgspec.json.encode(model))
@@ -101,7 +106,7 @@ async def read_asked(scope: Scope, receive: Receive, max_bytes: int) -> Asked:
         raw=raw,
         body=body,
         model=model,
-        streams=bool(stream),
+        streams=bool(stream) if stream is not None else scope["path"] in _STREAMS,
         text=text_of(body),
         num_output_tokens=_num_output_tokens(body),
         session=_session(scope, body),
@@ -118,6 +123,9 @@ def _num_output_tokens(body: Mapping[str, Any]) -> int:
                 raise not_allowed(name, value, "an integer of 0 or more", "invalid_type")
             limit = min(value, 1 << 31)
             break
+    options = body.get("options")  # Ollama's
+    if isinstance(options, dict) and type(num := options.get("num_predict")) is int and num > 0:
+        limit = min(num, 1 << 31)
     num = body.get("n")
     return limit * (min(num, 1024) if isinstance(num, int) and num > 1 else 1)
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Backend, Fleet
+from quire.gateway.ledger import Row
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
 from quire.gateway.usage import Usage
@@ -87,12 +88,13 @@ class Booking:
         """Read each replica's records `PASSES_S` after it was first seen ready, each time from where it ended."""
         loop = asyncio.get_running_loop()
         begin_s, readings = loop.time(), dict[str, _Reading]()  # by URL
+        await self._tenants.book_found()
         while True:
             for backend in self._fleet:
                 if not backend.is_ready:
                     continue
                 if not backend.fingerprints or self._key_of(backend) is None:
-                    self._conclude(backend.name, math.inf)
+                    await self._conclude(backend.name, math.inf)
                     continue
                 reading = readings.setdefault(backend.url, _Reading(loop.time()))
                 if reading.num_passes == len(PASSES_S):
@@ -106,9 +108,9 @@ class Booking:
                     continue
                 reading.num_passes += 1
                 if reading.num_passes == len(PASSES_S):
-                    self._conclude(backend.name, reading.since)
+                    await self._conclude(backend.name, reading.since)
             if loop.time() > begin_s + PATIENCE_S:
-                self._conclude(None, math.inf)
+                await self._conclude(None, math.inf)
             await asyncio.sleep(_LOOK_S)
 
     async def _read(self, backend: Backend, reading: _Reading) -> None:
@@ -118,24 +120,37 @@ class Booking:
             page = await self._get(backend, f"after={reading.last}")
             for used in page.data:
                 self._tenants.book(used, backend)
-                slot, _ = self._running.pop(used.request_id, (None, None))
-                self._tenants.forget(slot)
+                if found := self._running.pop(used.request_id, None):
+                    slot, row, limited = found
+                    tokens = used.prompt_tokens, used.cached_tokens, used.output_tokens
+                    await self._charge(row, limited, tokens)
+                    self._tenants.forget(slot)
                 reading.last = used.number
             count, has_more, reading.since = count + len(page.data), page.has_more, page.since
         if count:
             log.info("usage_read", backend=backend.name, requests=count)
 
-    def _conclude(self, name: str | None, since: float) -> None:
+    async def _conclude(self, name: str | None, since: float) -> None:
         """Book the requests at backend ``name`` (None: at any) of which there is no record.
 
         A replica has a record of all that reached it after ``since``.
         """
-        for slot, row in [each for each in self._running.values() if name in (None, each[1].backend)]:
+        for slot, row, limited in [
+            each for each in self._running.values() if name in (None, each[1].backend)
+        ]:
             del self._running[row.request_id]
             if row.finished_at > since:
+                await self._charge(row, limited, (0, 0, 0))
                 self._tenants.forget(slot)
             else:
+                await self._tenants.charge(row, limited)
                 self._tenants.book_row(row, slot)
+
+    async def _charge(self, row: Row, limited: str, tokens: tuple[int, int, int]) -> None:
+        """Charge the budgets for a request with its prompt, cached and output tokens as the replica knows them."""
+        prompt, cached, output = tokens
+        used = replace(row, prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)
+        await self._tenants.charge(used, limited)
 
     async def _get(self, backend: Backend, query: str) -> UsedPage:
         assert self._upstream is not None

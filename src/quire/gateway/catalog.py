@@ -8,6 +8,7 @@ from random import Random
 
 from quire.errors import NotFoundError, RequestError, clip, nearest
 from quire.gateway.config import ModelConfig
+from quire.http.refusals import LATEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,19 @@ class Catalog:
     def names(self) -> list[str]:
         """Return the names that ``/v1/models`` lists."""
         return list(dict.fromkeys((*self._auto, *self._models, *self._served())))
+
+    def tagged(self, name: str | None) -> str | None:
+        """Return the name behind one of Ollama's, whose tag may be left out or added."""
+        known = self.names()
+        if name is None or name in known:
+            return name
+        other = name.removesuffix(LATEST) if name.endswith(LATEST) else name + LATEST
+        return other if other in known else name
+
+    def served_as(self, name: str) -> str:
+        """Return the name by which backends serve most of a listed model."""
+        model = self._models.get(name)
+        return name if model is None else max(model.split, key=lambda each: model.split[each])
 
     def targets(self, name: str | None) -> list[Target]:
         """Return what to try for a request that names the model ``name``, in order.

@@ -28,7 +28,7 @@ from quire.errors import ConfigError, nearest
 from quire.gateway.auto_model import AutoConfig, auto_of
 from quire.gateway.filters import FilterArgs, FilterConfig
 from quire.gateway.ledger import Price
-from quire.gateway.limits import Limit
+from quire.gateway.quotas import Limit
 from quire.gateway.region_config import RegionConfig, regions_of
 from quire.gateway.routing import Policy
 
@@ -112,6 +112,7 @@ class HedgeArgs:
     """``[hedging]``"""
 
     after_s: float | None = None
+    whole_after_s: float | None = None
     max_prompt_tokens: int = 1000
     budget: float = 0.05
 

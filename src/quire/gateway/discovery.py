@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
@@ -28,6 +28,7 @@ class Registration:
     ttl_s: float  # without another heartbeat the replica is gone
     api_key: str | None = None
     max_requests: int | None = None
+    region: str | None = None
     about: Mapping[str, object] = field(default_factory=dict)  # role, fingerprint, version …
 
 
@@ -72,9 +73,11 @@ class Discovery:
             backend = None
         if backend is None:
             args = BackendArgs(said.name, said.url, models=said.models, api_key=said.api_key,
-                               max_requests=said.max_requests)  # fmt: skip
+                               max_requests=said.max_requests, region=said.region)  # fmt: skip
             backend = self._fleet.add(said.name, said.url, args, "registered")
             self._poller.sync()
+        if backend.args.region != said.region:
+            backend.args = replace(backend.args, region=said.region)
         self._fleet.serves(backend, said.models)
         backend.about = dict(said.about)
         self._until_s[said.name] = self._now() + said.ttl_s

@@ -14,8 +14,8 @@ from quire.gateway.filtering import Filtering
 from quire.gateway.fleet import Backend
 from quire.gateway.headers import Pairs
 from quire.gateway.limits import Reservation
-from quire.gateway.limits import Usage as Reserved
 from quire.gateway.migrate import Continuation
+from quire.gateway.quotas import Usage as Reserved
 from quire.gateway.upstream import BackendFailed
 from quire.gateway.usage import Usage
 from quire.http.account import Account

@@ -19,10 +19,11 @@ import msgspec
 
 from quire.gateway.answer_texts import Channel, Piece, kind_of, pieces_of
 from quire.gateway.filters import About, Filters
-from quire.http.refusals import HttpError, Refusal
+from quire.http.refusals import OLLAMA_ROOT, HttpError, Refusal
 
 PRECEDING_CHARS = 200  # of the text before, that a hook is shown
 _FRAME = re.compile(rb".*?(?:\r?\n\r?\n|\Z)", re.DOTALL)
+_LINE = re.compile(rb".*?(?:\n|\Z)", re.DOTALL)  # of Ollama's API
 _ENDS = re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]|\n")
 
 
@@ -74,6 +75,7 @@ class _Held:
     value: dict[str, Any] | None
     texts: list[tuple[Piece, int, int]]
     choice: int | None
+    is_changed: bool = False
 
 
 class Filtering:
@@ -82,6 +84,7 @@ class Filtering:
     def __init__(self, filters: Filters, about: About) -> None:
         self._filters = filters
         self._about = about
+        self._is_lines = about.path.startswith(OLLAMA_ROOT)
         self.reset()
 
     def reset(self) -> None:
@@ -97,7 +100,7 @@ class Filtering:
             HttpError: a filter refuses it.
         """
         value = msgspec.json.decode(body)
-        is_changed = False
+        is_changed = _without_ids(value) if isinstance(value, dict) else False
         for piece in pieces_of(value) if isinstance(value, dict) else ():
             changed = await self._filters.after(self._told(piece.channel), piece.text)
             if changed is not None:
@@ -108,7 +111,7 @@ class Filtering:
     async def feed(self, frames: bytes) -> bytes:
         """Take whole events, and return those that may go to the client; `check` follows."""
         try:
-            for match in _FRAME.finditer(frames):
+            for match in (_LINE if self._is_lines else _FRAME).finditer(frames):
                 if match[0]:
                     await self._take(match[0])
         except HttpError as error:
@@ -131,7 +134,7 @@ class Filtering:
             raise self._refusal
 
     async def _take(self, raw: bytes) -> None:
-        value = _value_of(raw)
+        value = _value_of(raw, is_line=self._is_lines)
         if value is None:
             if b"data:" in raw:  # [DONE]
                 await self._flush(list(self._texts))
@@ -145,7 +148,7 @@ class Filtering:
                 text.pending += piece.text
                 text.num_chars += len(piece.text)
             texts.append((piece, start, text.num_chars))
-        self._held.append(_Held(raw, value, texts, _choice_of(value)))
+        self._held.append(_Held(raw, value, texts, _choice_of(value), _without_ids(value)))
         ended = _ended(value, list(self._texts))
         repeated = [piece.channel for piece, _, _ in texts if piece.repeats]
         await self._flush([*ended, *repeated])
@@ -193,7 +196,7 @@ class Filtering:
         self._held = kept
 
     def _written(self, held: _Held) -> bytes:
-        is_changed = False
+        is_changed = held.is_changed
         for piece, start, end in held.texts:
             text = self._texts[piece.channel]
             if piece.repeats:
@@ -205,6 +208,8 @@ class Filtering:
                 is_changed = True
         if not is_changed:
             return held.raw
+        if self._is_lines:
+            return msgspec.json.encode(held.value) + b"\n"
         named = b"".join(
             line + b"\n" for line in held.raw.splitlines() if line and not line.startswith(b"data:")
         )
@@ -219,9 +224,15 @@ def _replace(piece: Piece, text: str) -> None:
         raise HttpError(Refusal(503, message, code="filter_failed")) from None
 
 
-def _value_of(raw: bytes) -> dict[str, Any] | None:
+def _without_ids(value: dict[str, Any]) -> bool:
+    """Remove the ids of the text before the filters, which Ollama's answers end with; return whether there were any."""
+    return "done" in value and value.pop("context", None) is not None
+
+
+def _value_of(raw: bytes, *, is_line: bool) -> dict[str, Any] | None:
     """Return the JSON of an event. Raises `ValueError` for data that is none: it cannot be filtered."""
-    data = b"\n".join(line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:"))
+    lines = [line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:")]
+    data = raw.strip() if is_line else b"\n".join(lines)
     if not data or data == b"[DONE]":
         return None
     value = msgspec.json.decode(data)
@@ -244,6 +255,8 @@ def _ended(value: dict[str, Any], channels: list[Channel]) -> list[Channel]:
     kind = value.get("type")
     if kind == "content_block_stop":
         return [each for each in channels if each[0] == value.get("index")]
+    if kind is None and "done" in value:
+        return channels if value["done"] else []
     goes_on = isinstance(kind, str) and (
         kind in ("ping", "message_start", "content_block_start", "content_block_delta")
         or kind.startswith("response.")

@@ -32,6 +32,7 @@ class Backend:
     fingerprints: dict[str, str] = field(default_factory=dict)
     is_ready: bool = False  # by the last polls
     was_ready: bool = False  # at any time before
+    is_silent: bool = False  # was ready until its polls timed out: it may be the network, or this process
     is_draining: bool = False  # by an operator
     failure: str = "not polled yet"  # of the last poll or request
     about: dict[str, object] = field(default_factory=dict)  # what it said of itself when it registered
@@ -115,9 +116,15 @@ class Fleet:
             if others:
                 log.warning("fingerprints_differ", model=model, backend=backend.name, others=",".join(others))
 
-    def set_ready(self, backend: Backend, ready: bool, why: str, now: float) -> None:
-        """A poll, or a refused connection, says whether the backend takes requests."""
+    def set_ready(
+        self, backend: Backend, ready: bool, why: str, now: float, *, is_silent: bool = False
+    ) -> None:
+        """A poll, or a refused connection, says whether the backend takes requests.
+
+        ``is_silent``: the polls of a backend that was ready got no answer in time, which does not tell why.
+        """
         backend.failure = "" if ready else why
+        backend.is_silent = is_silent and not ready and (backend.is_ready or backend.is_silent)
         if backend.is_ready == ready:
             return
         backend.is_ready = ready
@@ -136,13 +143,14 @@ class Fleet:
     def candidates(self, model: str, now: float, without: Collection[str] = ()) -> list[Backend]:
         """Return the backends that may get a request for ``model`` now, in order of their numbers.
 
-        Backends whose breaker is open are left out, unless most are: then the breakers tell more of the load than of
-        the backends, and all that are ready are used. A recovered backend is left out at random as its share says.
+        Backends whose breaker is open, and those that answer no polls, are left out, unless most are: then that tells
+        more of the load or the network than of the backends, and all are used; but those whose breaker is open, too,
+        only where nothing else is left. A recovered backend is left out at random as its share says.
         """
-        ready = [b for b in self.serving(model) if b.is_ready and not b.is_draining]
-        allowed = [b for b in ready if b.breaker.allows(now)]
-        if len(allowed) < self.health.panic_share * len(ready):
-            allowed = ready
+        known = [b for b in self.serving(model) if (b.is_ready or b.is_silent) and not b.is_draining]
+        allowed = [b for b in known if b.is_ready and b.breaker.allows(now)]
+        if len(allowed) < self.health.panic_share * len(known):
+            allowed = [b for b in known if b.is_ready or b.breaker.allows(now)] or known
         loads = self.router.loads
         free = [
             b

@@ -1,4 +1,5 @@
-"""`Frames`: a stream of server-sent events in whole frames, and the frame that ends a broken one.
+"""`Frames`: a stream of server-sent events, or of lines of JSON (Ollama's), in whole frames, and the frame that ends a
+broken one.
 
 Only whole frames go to the client: a stream that breaks can then be continued, or ended with an error event.
 """
@@ -8,26 +9,34 @@ from __future__ import annotations
 import msgspec
 
 from quire.http.body import named_event
-from quire.http.refusals import ANTHROPIC_ROOT, Refusal
+from quire.http.refusals import ANTHROPIC_ROOT, OLLAMA_ROOT, Refusal
 
 MAX_FRAME_BYTES = 8 << 20
+LINES = "application/x-ndjson"
+_EVENTS = "text/event-stream"
 _ENDS = (b"\n\n", b"\r\n\r\n")
+
+
+def is_stream(content_type: str) -> bool:
+    """Whether an answer of this type comes in frames."""
+    return content_type.startswith((_EVENTS, LINES))
 
 
 class Frames:
     """Cuts bytes at the ends of frames (an empty line). A frame beyond `MAX_FRAME_BYTES` raises `ValueError`."""
 
-    def __init__(self) -> None:
+    def __init__(self, content_type: str = _EVENTS) -> None:
+        self._ends = (b"\n",) if content_type.startswith(LINES) else _ENDS
         self._rest = bytearray()  # of a frame whose end has not come
 
     def feed(self, data: bytes) -> bytes:
         """Return the whole frames among the bytes so far that have not been returned."""
         rest = self._rest
-        if not rest and data.endswith(b"\n\n"):
+        if not rest and data.endswith(self._ends[0]):
             return data
         start = max(len(rest) - 3, 0)  # an empty line may begin in the bytes before
         rest += data
-        end = max((at + len(line) for line in _ENDS if (at := rest.rfind(line, start)) >= 0), default=0)
+        end = max((at + len(line) for line in self._ends if (at := rest.rfind(line, start)) >= 0), default=0)
         if len(rest) - end > MAX_FRAME_BYTES:
             raise ValueError(f"a frame has more than {MAX_FRAME_BYTES} bytes")
         whole = bytes(rest[:end])
@@ -37,6 +46,11 @@ class Frames:
     def end(self) -> bytes:
         """Return what is left at the end of the stream."""
         return bytes(self._rest)
+
+
+def has_event(frames: bytes) -> bool:
+    """Whether frames hold an event or a line, not only comments, which backends send to keep a connection open."""
+    return frames.startswith((b"data", b"event", b"{")) or b"data:" in frames or b"\n{" in frames
 
 
 def without_usage(frames: bytes) -> bytes:
@@ -57,6 +71,8 @@ def _only_usage(frame: bytes) -> bool:
 
 def error_frame(path: str, refusal: Refusal) -> bytes:
     """Return the event that ends a stream of ``path`` that broke, as the client's library expects it."""
+    if path.startswith(OLLAMA_ROOT):
+        return refusal.body(path) + b"\n"
     if path == ANTHROPIC_ROOT:
         return b"event: error\ndata: %b\n\n" % refusal.body(path)
     if path == "/v1/responses":

@@ -66,15 +66,18 @@ class Poller:
         misses = polls = 0
         interval_s = self._fleet.health.interval_s
         while True:
-            why = await self.poll(backend, lists=not backend.is_ready or polls % _LIST_EVERY == 0)
+            why, is_silent = await self.poll(backend, lists=not backend.is_ready or polls % _LIST_EVERY == 0)
             misses = misses + 1 if why else 0
             if not why or misses >= _MISSES or not backend.is_ready:
-                self._fleet.set_ready(backend, not why, why, self._now())
+                self._fleet.set_ready(backend, not why, why, self._now(), is_silent=is_silent)
             polls += 1
             await asyncio.sleep(interval_s * self._random.uniform(1 - _JITTER, 1 + _JITTER))
 
-    async def poll(self, backend: Backend, *, lists: bool) -> str:
-        """Return why the backend takes no requests; an empty text: it does. ``lists``: ask for its models, too."""
+    async def poll(self, backend: Backend, *, lists: bool) -> tuple[str, bool]:
+        """Return why the backend takes no requests (an empty text: it does), and whether it gave no answer in time.
+
+        ``lists``: ask for its models, too.
+        """
         try:
             path = await self._probe(backend)
             if lists and (not backend.args.models or backend.source == "registered"):
@@ -86,10 +89,10 @@ class Poller:
                     {card.id: card.fingerprint for card in cards if isinstance(card.fingerprint, str)},
                 )
             if not backend.models:
-                return "it serves no model"
+                return "it serves no model", False
         except BackendFailed as error:
-            return str(error)
-        return "" if path else "none of its probes answers 200"
+            return str(error), error.timed_out
+        return "" if path else "none of its probes answers 200", False
 
     async def _probe(self, backend: Backend) -> str:
         """Return the path that answered 200, or an empty text. A path that a backend lacks is not asked again."""

@@ -1,7 +1,9 @@
-"""`Hedging`: a stream whose first token is late is asked of a second backend too; the first token wins.
+"""`Hedging`: a request whose answer is late is asked of a second backend too; the first answer wins.
 
-The other attempt is cancelled, which ends its work. Both have the same id and seed, so that replicas of Quire answer
-alike. The ledger has one row, of the attempt that won; what the other one used is counted as waste.
+That is the first token of a stream, and the head of any other answer, which backends send once the answer is whole. An
+attempt that is refused, or fails, does not win while the other one is running. The one that lost is cancelled, which
+ends its work. Both have the same id and seed, so that replicas of Quire answer alike. The ledger has one row, of the
+attempt that won; what the other one used is counted as waste.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from dataclasses import dataclass
 from aiohttp import ClientResponse
 
 from quire.gateway.config import HedgeArgs
+from quire.gateway.frames import has_event, is_stream
 from quire.gateway.placing import Placed
 from quire.gateway.retries import RetryBudget
-from quire.gateway.upstream import BackendFailed, failures
+from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, failures
 
 _RESERVE = 10  # hedges that may be made in a burst
 
@@ -49,12 +52,12 @@ class Hedging:
             Counter()
         )  # (backend,): prompt tokens of attempts that lost, as estimated
 
-    def wants(self, streams: bool, num_prompt_tokens: int) -> bool:
-        """Whether a request may have a second attempt."""
+    def after_s(self, streams: bool, num_prompt_tokens: int) -> float | None:
+        """Return the seconds after which a request may have a second attempt; None: never."""
         self._budget.earn()
-        return (
-            streams and self._args.after_s is not None and num_prompt_tokens <= self._args.max_prompt_tokens
-        )
+        if num_prompt_tokens > self._args.max_prompt_tokens:
+            return None
+        return self._args.after_s if streams else self._args.whole_after_s
 
     async def open(
         self,
@@ -63,8 +66,9 @@ class Hedging:
         another: Callable[[], Placed | None],
         over: Over,
         num_prompt_tokens: int,
+        after_s: float,
     ) -> Opened:
-        """Send a request, and send it again to ``another`` backend if no token comes within ``after_s``.
+        """Send a request, and send it again to ``another`` backend if no answer comes within ``after_s``.
 
         Raises:
             BackendFailed: no attempt succeeded; the error is that of the first one, for which ``over`` is not called.
@@ -73,7 +77,7 @@ class Hedging:
         num_sent, errors = 1, dict[Placed, BackendFailed]()
         won: Opened | None = None
         try:
-            await asyncio.wait(tasks, timeout=self._args.after_s)
+            await asyncio.wait(tasks, timeout=after_s)
             if not next(iter(tasks)).done() and self._budget.take() and (second := another()) is not None:
                 tasks[asyncio.create_task(_open(send, second))] = second
                 num_sent = 2
@@ -82,8 +86,11 @@ class Hedging:
                 for task in done if won is None else ():
                     placed = tasks.pop(task)
                     try:
-                        won = task.result()
-                        break
+                        opened = task.result()
+                        if opened.response.status not in RETRIED_STATUS or not tasks:
+                            won = opened
+                            break
+                        errors[placed] = _refused(opened)
                     except BackendFailed as error:
                         errors[placed] = error
         finally:
@@ -104,16 +111,21 @@ class Hedging:
         return won
 
 
+def _refused(opened: Opened) -> BackendFailed:
+    """Close the answer of an attempt that another one may still better."""
+    opened.response.close()
+    status = opened.response.status
+    return BackendFailed("status", f"The backend answered {status}.", Whole(status, [], b""))
+
+
 async def _open(send: Send, placed: Placed) -> Opened:
     """Send a request and wait for the first bytes of its stream. Another answer is left unread."""
     response = await send(placed)
     try:
-        if response.status == 200 and response.headers.get("content-type", "").startswith(
-            "text/event-stream"
-        ):
+        if response.status == 200 and is_stream(response.headers.get("content-type", "")):
             first = b""
             with failures():
-                while b"data:" not in first and (piece := await response.content.readany()):
+                while not has_event(first) and (piece := await response.content.readany()):
                     first += piece  # comments are no token
             return Opened(placed, response, first)
         return Opened(placed, response)

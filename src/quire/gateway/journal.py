@@ -5,7 +5,7 @@ before a kill -9 stays. It does not survive a power failure. Each slot of `SLOT_
 
     0   length of the row, 0 where the slot is free
     4   events of its stream that came
-    8   the row of the ledger as msgpack
+    8   the row of the ledger as msgpack, with the model whose limits hold for the request (it may use another one)
 
 The next gateway that starts with this file books what it finds: rows that were whole as they are, and requests that
 were running by what their replica says (`quire.gateway.booking`). Where it says nothing, they are booked by the
@@ -45,18 +45,21 @@ class Journal:
         size = max(os.fstat(self._file).st_size, FIRST_SLOTS * SLOT_BYTES) // SLOT_BYTES * SLOT_BYTES
         os.ftruncate(self._file, size)
         self._map = mmap.mmap(self._file, size)
-        self.found: list[tuple[int, Row]] = []
+        self.found: list[tuple[int, Row, str]] = []
         self._free: deque[int] = deque()
         for slot in range(size // SLOT_BYTES):
-            row = self._read(slot)
-            if row is None:
+            found = self._read(slot)
+            if found is None:
                 self.free(slot)
             else:
-                self.found.append((slot, row))
+                self.found.append((slot, *found))
 
-    def put(self, slot: int | None, row: Row) -> int | None:
-        """Write a row into its slot, or a free one; return the slot. None: a row that is too large is not kept."""
-        data = _encode(astuple(row))
+    def put(self, slot: int | None, row: Row, limited: str = "") -> int | None:
+        """Write a row into its slot, or a free one; return the slot. None: a row that is too large is not kept.
+
+        ``limited``: the model whose limits hold for the request.
+        """
+        data = _encode((*astuple(row), limited))
         if len(data) > SLOT_BYTES - _HEAD.size:
             return slot
         if slot is None:
@@ -93,16 +96,17 @@ class Journal:
         self._free.extend(range(first, 2 * first))
         return True
 
-    def _read(self, slot: int) -> Row | None:
+    def _read(self, slot: int) -> tuple[Row, str] | None:
         start = slot * SLOT_BYTES
         length, num_events = _HEAD.unpack_from(self._map, start)
         if not 0 < length <= SLOT_BYTES - _HEAD.size:
             return None
         try:
-            row = Row(*msgspec.msgpack.decode(self._map[start + _HEAD.size : start + _HEAD.size + length]))
-        except (msgspec.DecodeError, TypeError):
+            values = msgspec.msgpack.decode(self._map[start + _HEAD.size : start + _HEAD.size + length])
+            row, limited = Row(*values[:-1]), values[-1]
+        except (msgspec.DecodeError, TypeError, IndexError):
             return None
-        return replace(row, output_tokens=num_events) if row.outcome == UNSETTLED else row
+        return replace(row, output_tokens=num_events) if row.outcome == UNSETTLED else row, limited
 
 
 def _first_unlocked(path: Path) -> tuple[Path, int]:

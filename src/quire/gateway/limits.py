@@ -5,7 +5,11 @@ and is settled with what it used. Three kinds of quota:
 
     rate        a token bucket: `capacity` may be used at once, and comes back within a minute, evenly
     budget      `capacity` per calendar day or month (UTC)
-    concurrent  `capacity` requests at once; a request that its gateway no longer renews stops counting after `LEASE_S`
+    concurrent  `capacity` requests at once
+
+What a request holds of a budget or of the requests at once is a lease: `LEASE_S` after its gateway last renewed it, the
+request stops counting. A killed gateway thus gives back what its requests had reserved. When it starts again, it
+charges the budgets with what they used (`quire.gateway.booking`).
 
 The books are kept in this process (`MemoryStore`) or, for several gateways, in Redis (`quire.gateway.redis_store`).
 """
@@ -16,112 +20,15 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime, timedelta
-from enum import StrEnum
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Protocol
 
 from quire.clock import Clock
+from quire.gateway.quotas import Limit, Quota, Unit, Usage
 
 MINUTE_S = 60.0
 LEASE_S = 60.0
-NANO = 1_000_000_000  # of the currency: money is counted in whole billionths
-
-
-class Unit(StrEnum):
-    """What a quota counts."""
-
-    REQUESTS = "requests"
-    INPUT = "input_tokens"
-    OUTPUT = "output_tokens"
-    TOKENS = "tokens"
-    MONEY = "money"
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one request may use, or has used. Input tokens include the cached ones."""
-
-    input_tokens: int = 0
-    output_tokens: int = 0
-    money_nano: int = 0
-
-    def of(self, unit: Unit) -> int:
-        match unit:
-            case Unit.REQUESTS:
-                return 1
-            case Unit.INPUT:
-                return self.input_tokens
-            case Unit.OUTPUT:
-                return self.output_tokens
-            case Unit.TOKENS:
-                return self.input_tokens + self.output_tokens
-            case Unit.MONEY:
-                return self.money_nano
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The limits of one key, tenant or model, as the configuration has them; None is no limit. Money is in units."""
-
-    requests_per_minute: int | None = None
-    input_tokens_per_minute: int | None = None
-    output_tokens_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrent_requests: int | None = None
-    tokens_per_day: int | None = None
-    tokens_per_month: int | None = None
-    money_per_day: float | None = None
-    money_per_month: float | None = None
-
-    def quotas(self, owner: str) -> list[Quota]:
-        """Return the quotas that ``owner`` ("tenant/research") has by this limit."""
-        found = []
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None:
-                unit, period = _MEANING[each.name]
-                capacity = round(value * NANO) if unit is Unit.MONEY else value
-                found.append(Quota(f"{owner}/{each.name}", unit, period, capacity))
-        return found
-
-
-_MEANING: dict[str, tuple[Unit, str]] = {
-    "requests_per_minute": (Unit.REQUESTS, "minute"),
-    "input_tokens_per_minute": (Unit.INPUT, "minute"),
-    "output_tokens_per_minute": (Unit.OUTPUT, "minute"),
-    "tokens_per_minute": (Unit.TOKENS, "minute"),
-    "concurrent_requests": (Unit.REQUESTS, "concurrent"),
-    "tokens_per_day": (Unit.TOKENS, "day"),
-    "tokens_per_month": (Unit.TOKENS, "month"),
-    "money_per_day": (Unit.MONEY, "day"),
-    "money_per_month": (Unit.MONEY, "month"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """One limit of one owner."""
-
-    name: str  # "tenant/research/tokens_per_minute"
-    unit: Unit
-    period: str  # minute | day | month | concurrent
-    capacity: int
-
-    def key(self, wall_s: float) -> str:
-        """Return the name of its books, which for a budget are those of the day or month of ``wall_s`` (Unix time)."""
-        if self.period not in ("day", "month"):
-            return self.name
-        day = datetime.fromtimestamp(wall_s, UTC)
-        return f"{self.name}:{day:%Y-%m-%d}" if self.period == "day" else f"{self.name}:{day:%Y-%m}"
-
-    def reset_s(self, wall_s: float) -> float:
-        """Return the seconds until a budget starts again."""
-        now = datetime.fromtimestamp(wall_s, UTC)
-        midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
-        if self.period == "day":
-            return (midnight + timedelta(days=1) - now).total_seconds()
-        return ((midnight.replace(day=1) + timedelta(days=32)).replace(day=1) - now).total_seconds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +75,21 @@ class Store(Protocol):
         """Add all charges to the books, or none where one of them does not fit."""
         ...
 
-    async def change(self, request_id: str, changes: Sequence[Charge]) -> None:
-        """Add ``changes`` (which may be negative) whatever the capacity, and end the request's concurrent leases."""
+    async def settle(self, request_id: str, charges: Sequence[Charge], used: Sequence[int]) -> None:
+        """Replace what a request has taken by ``used``, whatever the capacity, and end its leases."""
         ...
 
-    async def renew(self, request_ids: Sequence[str], keys: Sequence[str]) -> None:
-        """Keep the leases of requests that still run; ``keys[i]`` is of ``request_ids[i]``."""
+    async def recover(
+        self, request_id: str, charges: Sequence[Charge], used: Sequence[int], *, if_held: bool
+    ) -> None:
+        """The same for the budgets of a request whose gateway was killed; its charges may have been given back.
+
+        ``if_held``: only if they have not: the gateway may have settled the request before it was killed.
+        """
+        ...
+
+    async def renew(self, leases: Sequence[tuple[str, Charge]]) -> None:
+        """Keep what requests (by id) that still run have taken of quotas with leases."""
         ...
 
 
@@ -199,18 +115,27 @@ class MemoryStore:
             self._forget(wall)
         return decision
 
-    async def change(self, request_id: str, changes: Sequence[Charge]) -> None:
+    async def settle(self, request_id: str, charges: Sequence[Charge], used: Sequence[int]) -> None:
         now = self._clock.now()
-        for charge in changes:
+        for charge, amount in zip(charges, used, strict=True):
             if charge.quota.period == "concurrent":
                 self._leases[charge.key].pop(request_id, None)
-            else:
-                self._put(request_id, charge, max(0.0, self._level(charge, now) + charge.amount), now)
+            elif amount != charge.amount:
+                level = self._level(charge, now) + amount - charge.amount
+                self._put(request_id, charge, max(0.0, level), now)
 
-    async def renew(self, request_ids: Sequence[str], keys: Sequence[str]) -> None:
+    async def recover(
+        self, request_id: str, charges: Sequence[Charge], used: Sequence[int], *, if_held: bool
+    ) -> None:
+        """The books of a process that was killed are gone, and with them what its requests held."""
+        if not if_held:
+            await self.settle(request_id, charges, used)
+
+    async def renew(self, leases: Sequence[tuple[str, Charge]]) -> None:
         end = self._clock.now() + LEASE_S
-        for request_id, key in zip(request_ids, keys, strict=True):
-            self._leases[key][request_id] = end
+        for request_id, charge in leases:
+            if charge.quota.period == "concurrent":
+                self._leases[charge.key][request_id] = end
 
     def _level(self, charge: Charge, now: float) -> float:
         quota = charge.quota
@@ -328,13 +253,22 @@ class Limits:
     async def settle(self, reservation: Reservation, used: Usage | None) -> None:
         """Replace what was reserved by what was ``used``; None: the model was not touched, and nothing counts."""
         self._open.pop(reservation.request_id, None)
-        changes = []
-        for charge in reservation.charges:
-            actual = 0 if used is None else used.of(charge.quota.unit)
-            if actual != charge.amount or charge.quota.period == "concurrent":
-                changes.append(Charge(charge.quota, charge.key, actual - charge.amount))
-        if changes:
-            await self._store.change(reservation.request_id, changes)
+        if charges := reservation.charges:
+            amounts = [0 if used is None else used.of(charge.quota.unit) for charge in charges]
+            await self._store.settle(reservation.request_id, charges, amounts)
+
+    async def recover(
+        self, request_id: str, owner: tuple[str, str, str], wall_s: float, used: Usage, *, if_held: bool
+    ) -> None:
+        """Charge the budgets for a request of a gateway that was killed, in place of what it had reserved.
+
+        ``owner``: its key, tenant and model; ``wall_s``: when it reserved; ``if_held``: see `Store.recover`.
+        """
+        quotas = [quota for quota in self._table.quotas(*owner) if quota.is_budget]
+        if quotas:
+            charges = [Charge(quota, quota.key(wall_s), 0) for quota in quotas]
+            amounts = [used.of(quota.unit) for quota in quotas]
+            await self._store.recover(request_id, charges, amounts, if_held=if_held)
 
     @property
     def is_degraded(self) -> bool:
@@ -359,19 +293,19 @@ class Limits:
     async def budget_left(self, key: str, tenant: str) -> float:
         """Return the smallest share (0…1) that a key and its tenant have left of their budgets; 1 without any."""
         left = await self.left([(key, tenant)], [])
-        budgets = [each for each in left if each.quota.period in ("day", "month")]
+        budgets = [each for each in left if each.quota.is_budget]
         return min((each.remaining / max(each.quota.capacity, 1) for each in budgets), default=1.0)
 
     async def renew(self) -> None:
         """Renew the leases of the open requests: to be called at least every `LEASE_S` / 3."""
         leases = [
-            (request_id, charge.key)
+            (request_id, charge)
             for request_id, reservation in self._open.items()
             for charge in reservation.charges
-            if charge.quota.period == "concurrent"
+            if charge.quota.period != "minute"
         ]
         if leases:
-            await self._store.renew([each[0] for each in leases], [each[1] for each in leases])
+            await self._store.renew(leases)
 
 
 def limit_headers(left: Iterable[Left]) -> list[tuple[bytes, bytes]]:

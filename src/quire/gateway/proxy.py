@@ -23,14 +23,14 @@ from quire.errors import QuireError
 from quire.gateway.asked import Asked, read_asked
 from quire.gateway.exchange import Exchange
 from quire.gateway.filters import FILTERED
-from quire.gateway.frames import Frames, error_frame, without_usage
+from quire.gateway.frames import LINES, Frames, error_frame, has_event, is_stream, without_usage
 from quire.gateway.headers import to_client
 from quire.gateway.hedging import Opened
 from quire.gateway.migrate import TAGGED, Groups, StreamMoves
 from quire.gateway.placing import Placed
 from quire.gateway.sending import open_answer
 from quire.gateway.state import GatewayState
-from quire.gateway.upstream import BackendFailed, closing, failures, read_whole
+from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, closing, failures, read_whole
 from quire.http.body import Disconnected
 from quire.http.cache_messages import BLOCKS_HEADER
 from quire.http.edge import request_id_of
@@ -38,7 +38,6 @@ from quire.http.refusals import HttpError, Refusal, busy, refusal_of
 from quire.metrics.log import Log
 
 log = Log("gateway")
-RETRIED_STATUS = frozenset((429, 500, 502, 503))
 _LOOK_AGAIN_S = 0.05  # while a request waits for a replica
 RESPONSES = "/v1/responses"
 LEFT = 499  # nginx's number for a client that disconnected; it is only counted
@@ -181,7 +180,7 @@ class Proxy:
         placed, response = opened.placed, opened.response
         kind = response.headers.get("content-type", "")
         self._state.placing.learn_blocks(exchange, response.headers.get(BLOCKS_HEADER))
-        if response.status == 200 and kind.startswith("text/event-stream"):
+        if response.status == 200 and is_stream(kind):
             await self._relay_stream(exchange, opened, deadline)
             return
         whole = await read_whole(response, self._state.config.server.max_answer_mib << 20)
@@ -203,6 +202,10 @@ class Proxy:
     async def _relay_stream(self, exchange: Exchange, opened: Opened, deadline: asyncio.Timeout) -> None:
         """Relay server-sent events from the first whole frame on."""
         placed, response = opened.placed, opened.response
+        is_lines = response.headers["content-type"].startswith(LINES)
+        read, end = exchange.usage.read_frames, b"\n\n"
+        if is_lines:
+            read, end = exchange.usage.read_lines, b"\n"
         now, timeouts, frames = self._state.now, self._timeouts, _frames_of(exchange, response)
         loop_s = asyncio.get_running_loop().time() - now()  # the loop's clock may have another origin
         total_s = timeouts.stream_total_s
@@ -214,9 +217,9 @@ class Proxy:
         try:
             async for piece in _pieces(opened):
                 whole = frames.feed(piece)
-                if not whole:
-                    continue
-                exchange.usage.read_frames(whole)
+                if not whole or (is_first and not has_event(whole)):
+                    continue  # a comment is no answer: the time to the first token goes on
+                read(whole)
                 if is_first:
                     is_first = False
                     self._own(exchange, placed)
@@ -225,7 +228,7 @@ class Proxy:
                         self._state.metrics.migrations[(placed.backend.name,)] += 1
                 if exchange.first_s is None:
                     exchange.first_s = now()
-                exchange.num_frames += whole.count(b"\n\n")
+                exchange.num_frames += whole.count(end)
                 self._state.tenants.relayed(exchange)
                 if hides_usage:
                     whole = without_usage(whole)
@@ -295,7 +298,7 @@ def _frames_of(exchange: Exchange, response: ClientResponse) -> Frames | Groups:
     if continuation is None or fingerprint is None:
         if exchange.has_begun:
             raise BackendFailed("garbage", "The backend does not continue the stream.")
-        return Frames()
+        return Frames(response.headers["content-type"])
     continuation.fingerprint = fingerprint
     return Groups(continuation)
 

@@ -29,7 +29,10 @@ async def open_answer(state: GatewayState, exchange: Exchange, placed: Placed, *
 
     num_tokens = state.placing.num_tokens(asked, placed.target.model)
     hedging = state.hedging
-    if hedging is None or exchange.has_begun or not hedging.wants(asked.streams, num_tokens):
+    after_s = None
+    if hedging is not None and not exchange.has_begun:
+        after_s = hedging.after_s(asked.streams, num_tokens)
+    if hedging is None or after_s is None:
         return Opened(placed, await send(placed))
 
     headers, targets = exchange.route_headers, exchange.targets
@@ -48,7 +51,7 @@ async def open_answer(state: GatewayState, exchange: Exchange, placed: Placed, *
             exchange.tried.add(attempt.backend.name)
             state.count_failure(attempt, error)
 
-    opened = await hedging.open(placed, send, another, over, num_tokens)
+    opened = await hedging.open(placed, send, another, over, num_tokens, after_s)
     if opened.placed is placed:
         exchange.route_headers = headers
     else:

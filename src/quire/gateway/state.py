@@ -34,6 +34,7 @@ from quire.gateway.routing import Router
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
 from quire.http.edge import id_source, key_of
+from quire.http.refusals import OLLAMA_ROOT
 from quire.metrics.log import Log
 
 log = Log("gateway")
@@ -113,11 +114,14 @@ class GatewayState:
             self.router.prefixes.tick()
 
     def count_failure(self, placed: Placed, error: BackendFailed) -> None:
-        """One attempt failed. A refused connection says more than a poll: the backend is down until one succeeds."""
+        """One attempt failed. Without a connection the backend gets no requests until a poll succeeds.
+
+        If the connection timed out, it is not known whether the backend is down: it is silent.
+        """
         backend = placed.backend
         self.metrics.failures[backend.name, error.kind] += 1
         if error.kind == "connect":
-            self.fleet.set_ready(backend, False, str(error), self.now())
+            self.fleet.set_ready(backend, False, str(error), self.now(), is_silent=error.timed_out)
         log.debug("attempt_failed", backend=backend.name, kind=error.kind, error=str(error))
 
     def key_of(self, backend: Backend) -> str | None:
@@ -136,6 +140,8 @@ class GatewayState:
         """Return the models to try for a request. Raises what `Catalog.targets` does."""
         assert exchange.asked is not None
         name = exchange.asked.model or self.config.server.default_model
+        if exchange.path.startswith(OLLAMA_ROOT):
+            name = self.catalog.tagged(name)
         if self.auto is not None and name == self.auto.name:
             name = await self.auto.choose(exchange.asked, key_of(exchange.scope))
             exchange.extra_headers.append((b"x-quire-model", name.encode()))
@@ -205,7 +211,7 @@ def make_state(
         state.auto = AutoModel(
             config.auto, state.placing.num_tokens, lambda *key: state.tenants.limits.budget_left(*key)
         )
-    if config.hedging.after_s is not None:
+    if (config.hedging.after_s, config.hedging.whole_after_s) != (None, None):
         state.hedging = state.metrics.hedging = Hedging(config.hedging)
     state.metrics.filters, state.metrics.auto, state.metrics.regions = state.filters, state.auto, regions
     return state

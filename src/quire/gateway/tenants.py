@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,28 +13,22 @@ from quire.gateway.config import GatewayConfig
 from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Backend
 from quire.gateway.journal import Journal
-from quire.gateway.ledger import RECOVERED, UNSETTLED, Ledger, Price, Row, open_database
-from quire.gateway.limits import (
-    LEASE_S,
-    Decision,
-    Limits,
-    LimitTable,
-    MemoryStore,
-    Unit,
-    Usage,
-    limit_headers,
-)
+from quire.gateway.ledger import UNSETTLED, Ledger, Row, open_database
+from quire.gateway.limits import LEASE_S, Decision, Limits, LimitTable, MemoryStore, limit_headers
+from quire.gateway.quotas import Unit, Usage
 from quire.gateway.redis_store import RedisStore
+from quire.gateway.rows import price_of, row_of, row_of_record, used_of
 from quire.http.account import Used
 from quire.http.edge import key_of
 from quire.http.refusals import HttpError, Refusal
 
 SPOOL_SUFFIX = ".spool"
 JOURNAL_SUFFIX = ".journal"
-_FREE = Price()
 # Paths that generate no tokens: only the prompt is reserved.
 _NO_OUTPUT = (
     "/embeddings",
+    "/api/embed",
+    "/api/show",
     "/score",
     "/rerank",
     "tokenize",
@@ -92,7 +85,9 @@ class Tenants:
                 )
             exchange.targets = [each for each in exchange.targets if key.allows_model(each.model)]
         output = 0 if exchange.path.endswith(_NO_OUTPUT) else asked.num_output_tokens
-        exchange.reserved = Usage(prompt_tokens, output, self._price(model).nano(prompt_tokens, 0, output))
+        exchange.reserved = Usage(
+            prompt_tokens, output, price_of(self._config.prices, model).nano(prompt_tokens, 0, output)
+        )
         reservation, decision = await self.limits.reserve(
             exchange.ledger_id, exchange.key, exchange.tenant, model, exchange.reserved
         )
@@ -102,55 +97,55 @@ class Tenants:
         exchange.extra_headers += limit_headers(decision.left)
 
     async def settle(self, exchange: Exchange, now: float) -> None:
-        """Replace what the request reserved by what it used, and write its row."""
-        used = self._used(exchange)
+        """Replace what the request reserved by what it used, and write its row.
+
+        The row is first: a request that the journal still has as running has not been settled, so the next process can.
+        """
+        used = used_of(exchange, self._config.prices)
+        if self._ledger is not None and exchange.asked is not None:
+            row = row_of(exchange, now, exchange.outcome, used or Usage())
+            self._ledger.record(row, self._put(exchange, row))
         if exchange.reservation is not None:
             await self.limits.settle(exchange.reservation, used)
-        if self._ledger is not None and exchange.asked is not None:
-            row = self._row(exchange, now, exchange.outcome, used or Usage())
-            self._ledger.record(row, self._journal.put(exchange.journal_slot, row) if self._journal else None)
 
     def begun(self, exchange: Exchange, now: float) -> None:
         """A backend gets the request: from now on it is booked even if this process is killed."""
         if self._journal is not None:
             used = Usage(exchange.reserved.input_tokens)
-            row = self._row(exchange, now, UNSETTLED, used)
-            exchange.journal_slot = self._journal.put(exchange.journal_slot, row)
+            exchange.journal_slot = self._put(exchange, row_of(exchange, now, UNSETTLED, used))
+
+    def _put(self, exchange: Exchange, row: Row) -> int | None:
+        limited = exchange.targets[0].model if exchange.targets else ""
+        return self._journal.put(exchange.journal_slot, row, limited) if self._journal is not None else None
 
     def relayed(self, exchange: Exchange) -> None:
         """More of the answer has come."""
         if exchange.journal_slot is not None and self._journal is not None:
             self._journal.count(exchange.journal_slot, exchange.num_frames)
 
-    def _row(self, exchange: Exchange, now: float, outcome: str, used: Usage) -> Row:
-        target, asked, backend = exchange.target, exchange.asked, exchange.backend
-        begin_s, first_s = exchange.arrival_s, exchange.first_s
-        return Row(
-            request_id=exchange.ledger_id,
-            finished_at=time.time(),
-            tenant=exchange.tenant,
-            key=exchange.key,
-            model=target.model if target is not None else (asked and asked.model) or "",
-            backend=backend.name if backend is not None else "",
-            endpoint=exchange.path,
-            outcome=outcome,
-            prompt_tokens=used.input_tokens,
-            cached_tokens=min(exchange.usage.cached_tokens or 0, used.input_tokens),
-            output_tokens=used.output_tokens,
-            ttft_ms=1e3 * (first_s - begin_s) if first_s is not None else 0.0,
-            e2el_ms=1e3 * (now - begin_s),
-            price_nano=used.money_nano,
-        )
+    def found(self) -> dict[str, tuple[int, Row, str]]:
+        """Return the requests that ran when an earlier process was killed: slot, row, and model of the limits."""
+        found = self._journal.found if self._journal is not None else ()
+        return {
+            row.request_id: (slot, row, limited) for slot, row, limited in found if row.outcome == UNSETTLED
+        }
 
-    def found(self) -> dict[str, tuple[int, Row]]:
-        """Book the rows that an earlier process has not written; return the requests that ran when it was killed."""
-        running = {}
-        for slot, row in self._journal.found if self._journal is not None else ():
-            if row.outcome == UNSETTLED:
-                running[row.request_id] = slot, row
-            else:
+    async def book_found(self) -> None:
+        """Book the rows that an earlier process has not written."""
+        for slot, row, limited in self._journal.found if self._journal is not None else ():
+            if row.outcome != UNSETTLED:
                 self.book_row(row, slot)
-        return running
+                await self.charge(row, limited, if_held=True)
+
+    async def charge(self, row: Row, limited: str, *, if_held: bool = False) -> None:
+        """Charge the budgets for a request of an earlier process (see `Limits.recover`)."""
+        price = price_of(self._config.prices, row.model).nano(
+            row.prompt_tokens, row.cached_tokens, row.output_tokens
+        )
+        used, owner = Usage(row.prompt_tokens, row.output_tokens, price), (row.key, row.tenant, limited)
+        await self.limits.recover(
+            row.request_id, owner, row.finished_at - row.e2el_ms / 1e3, used, if_held=if_held
+        )
 
     def forget(self, slot: int | None) -> None:
         """A request of an earlier process needs no row of its own."""
@@ -160,51 +155,14 @@ class Tenants:
     def book_row(self, row: Row, slot: int | None = None) -> None:
         """Write a row at its model's price."""
         if self._ledger is not None:
-            price = self._price(row.model).nano(row.prompt_tokens, row.cached_tokens, row.output_tokens)
+            price = price_of(self._config.prices, row.model).nano(
+                row.prompt_tokens, row.cached_tokens, row.output_tokens
+            )
             self._ledger.record(replace(row, price_nano=price), slot)
 
     def book(self, used: Used, backend: Backend) -> None:
         """Book what a replica knows of a request; a row of its own gateway wins."""
-        row = Row(
-            request_id=used.request_id,
-            finished_at=used.finished_at,
-            tenant=used.tenant,
-            key=used.key,
-            model=used.model,
-            backend=backend.name,
-            endpoint=used.endpoint,
-            outcome=RECOVERED,
-            prompt_tokens=used.prompt_tokens,
-            cached_tokens=used.cached_tokens,
-            output_tokens=used.output_tokens,
-            ttft_ms=0.0,
-            e2el_ms=used.e2el_ms,
-            price_nano=0,
-        )
-        self.book_row(row)
-
-    def _used(self, exchange: Exchange) -> Usage | None:
-        """Return what a request used; None if no model was touched.
-
-        An answer that ended without its usage, since the stream broke or the client left, is counted by what was
-        reserved for its prompt and by the events that came: one token each, as servers stream them.
-        """
-        usage, reserved = exchange.usage, exchange.reserved
-        if usage.prompt_tokens is None and exchange.outcome in ("refused", "failed"):
-            return None
-        if exchange.backend is None:
-            return None
-        prompt = reserved.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        output = usage.output_tokens
-        is_broken = exchange.outcome in ("broken", "left") and not exchange.is_settled
-        if output is None or (is_broken and output < exchange.num_frames):
-            output = min(exchange.num_frames, reserved.output_tokens)
-        assert exchange.target is not None
-        price = self._price(exchange.target.model)
-        return Usage(prompt, output, price.nano(prompt, min(usage.cached_tokens or 0, prompt), output))
-
-    def _price(self, model: str) -> Price:
-        return self._config.prices.get(model, _FREE)
+        self.book_row(row_of_record(used, backend))
 
     async def _renew(self) -> None:
         while True:

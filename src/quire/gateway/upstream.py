@@ -16,6 +16,7 @@ from quire.gateway.headers import Pairs, to_client
 # connect: no connection; broken: it ended early; timeout: too late; status: an answer that says so; garbage: no valid
 # answer. The breaker counts all of them, except a status that tells of load (429, 503).
 FailureKind = Literal["connect", "broken", "timeout", "status", "garbage"]
+RETRIED_STATUS = frozenset((429, 500, 502, 503))  # of an answer that another backend may give better
 KEEP_ALIVE_S = (
     60.0  # less than the server's, so that a connection is not closed while a request is on its way
 )
@@ -41,6 +42,11 @@ class BackendFailed(QuireError):
         super().__init__(message)
         self.kind = kind
         self.answer = answer
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether nothing came in time, be it a connection or an answer."""
+        return isinstance(self.__cause__, TimeoutError)
 
     @property
     def tells_of_load(self) -> bool:

@@ -31,6 +31,9 @@ class _Envelope(msgspec.Struct):
     model: str | None = None
     system_fingerprint: str | None = None
     usage: _Counts | None = None
+    prompt_eval_count: int | None = None  # Ollama's, at the end
+    prompt_eval_cached_count: int | None = None  # of replicas of Quire
+    eval_count: int | None = None
     message: _Envelope | None = None  # Anthropic's message_start
     response: _Envelope | None = None  # events of Responses
 
@@ -68,10 +71,18 @@ class Usage:
             if line.startswith(b"data:") and (self.answer_id is None or b'"usage"' in line):
                 self.read(line[5:])
 
+    def read_lines(self, frames: bytes) -> None:
+        """Take what whole lines of Ollama's API say: only the last one of an answer has counts."""
+        if b'"prompt_eval_count"' in frames:
+            self.read(frames.splitlines()[-1])
+
     def _take(self, envelope: _Envelope) -> None:
         self.answer_id = self.answer_id or envelope.id
         counts = envelope.usage
         if counts is None:
+            self.prompt_tokens = _first(envelope.prompt_eval_count, self.prompt_tokens)
+            self.output_tokens = _first(envelope.eval_count, self.output_tokens)
+            self.cached_tokens = _first(envelope.prompt_eval_cached_count, self.cached_tokens)
             return
         details = counts.prompt_tokens_details or counts.input_tokens_details
         self.prompt_tokens = _first(counts.prompt_tokens, counts.input_tokens, self.prompt_tokens)

@@ -25,7 +25,7 @@ except ImportError:  # no compiler at install
 
 __all__ = [
     "GPU_KERNELS", "NATIVE_LEVELS", "VECTOR_LEVELS", "Backend", "KernelChoice", "Op", "backends", "choose", "find",
-    "native", "op", "register", "register_native",
+    "in_words", "native", "op", "register", "register_native",
 ]  # fmt: skip
 Backend = Literal["reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx", "triton", "invariant"]
 NATIVE_LEVELS: tuple[Backend, ...] = ("amx", "avx512", "avx512_vnni", "avx2", "scalar")
@@ -142,3 +142,15 @@ def choose(runner: RunnerConfig | None = None) -> KernelChoice:
     levels = tuple(level for level in NATIVE_LEVELS if level == runner.isa)
     assert levels, runner
     return KernelChoice((*levels, *(("avx512",) if runner.isa == "amx" else ()), "reference"))
+
+
+def in_words(config: RunnerConfig) -> str:
+    """Return which kernels run: "amx linear; avx512 attention; reference (torch) for the rest; 2 threads"."""
+    chosen = choose(config).describe()
+    parts = []
+    for level in NATIVE_LEVELS:
+        ops = sorted({op.split(".")[0] for op, backend in chosen.items() if backend == level})
+        parts += [f"{level} {', '.join(ops)}"] if ops else []
+    torch = sorted({backend for backend in chosen.values() if backend not in NATIVE_LEVELS})
+    parts += [f"{' and '.join(torch)} (torch)" + (" for the rest" if parts else "")] if torch else []
+    return "; ".join([*parts, f"{config.num_threads} threads"])

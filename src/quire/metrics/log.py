@@ -64,6 +64,13 @@ def configure(level: str = "info", *, stream: IO[str] | None = None, style: LogS
     logger.propagate = False
 
 
+def configured() -> tuple[str, LogStyle]:
+    """Return the level and the style of Quire's logs, for a child process that is to log alike."""
+    logger = logging.getLogger(_ROOT)
+    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logger.handlers)
+    return logging.getLevelName(logger.getEffectiveLevel()).lower(), "json" if is_json else "human"
+
+
 class HumanFormatter(logging.Formatter):
     """``HH:MM:SS LEVEL name event key=value …``; values with spaces are quoted."""
 

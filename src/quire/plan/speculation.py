@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.args import EngineArgs
-from quire.config import AUTO_DRAFTS, MAX_DRAFTS, DeviceInfo, ModelConfig, SpeculateConfig
+from quire.config import AUTO_DRAFTS, MAX_DRAFTS, DeviceInfo, HeadsConfig, ModelConfig, SpeculateConfig
 from quire.errors import ConfigError
+from quire.families.heads import HeadSpec
 from quire.modelspec import ModelSpec
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
@@ -26,16 +27,33 @@ class DraftCheckpoint:
     quantize: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HeadCheckpoint:
+    """Heads on disk: in a folder of their own, or (MTP) in the model's."""
+
+    name: str  # as the user gave it
+    path: str
+    spec: HeadSpec
+    load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
+
+
+Drafting = ModelConfig | HeadsConfig  # what drafts, as it is held
+
+
 def draft_config(
-    args: EngineArgs, spec: ModelSpec, draft: DraftCheckpoint | None, dtype: str
-) -> ModelConfig | None:
-    """Return the draft model as it is held."""
+    args: EngineArgs, spec: ModelSpec, draft: DraftCheckpoint | HeadCheckpoint | None, dtype: str
+) -> Drafting | None:
+    """Return the draft model or the heads as they are held."""
     if draft is None:
         return None
+    if isinstance(draft, HeadCheckpoint) and draft.spec.model is None:  # reads no cache
+        return HeadsConfig(draft.path, draft.name, draft.spec, dtype, draft.load_format, args.seed)
     if all(group.window is not None for group in spec.kv_layout(spec.max_position_embeddings).groups):
         raise ConfigError(
             f"draft_model = {draft.name!r} needs a layer with full attention in the model, whose blocks keep all tokens"
         )
+    if isinstance(draft, HeadCheckpoint):
+        return HeadsConfig(draft.path, draft.name, draft.spec, dtype, draft.load_format, args.seed)
     plan = plan_weights(draft.spec, draft.formats, draft.quantize, None)
     return ModelConfig(
         draft.path,
@@ -51,8 +69,18 @@ def draft_config(
     )
 
 
+def draft_bytes(draft: Drafting | None, block_size: int) -> tuple[int, int]:
+    """Return the bytes of the weights that draft, and of what drafts keep beside each block of the model's cache."""
+    if draft is None:
+        return 0, 0
+    if isinstance(draft, HeadsConfig):
+        return draft.spec.weight_bytes(draft.dtype), draft.spec.block_bytes(block_size, draft.dtype)
+    weights = draft.spec.weight_bytes(draft.dtype, draft.formats)
+    return weights, draft.spec.draft_layout().block_bytes(block_size, draft.kv_dtype)
+
+
 def speculate_config(
-    args: EngineArgs, device: DeviceInfo, draft: ModelConfig | None, max_model_len: int
+    args: EngineArgs, device: DeviceInfo, draft: Drafting | None, max_model_len: int
 ) -> SpeculateConfig | None:
     """Return how drafts are proposed for sequences of up to ``max_model_len`` tokens."""
     if args.speculate is None and draft is None:
@@ -65,6 +93,11 @@ def speculate_config(
         )
     if draft is None:
         return SpeculateConfig("ngram", accept=args.spec_accept)
+    if isinstance(draft, HeadsConfig):
+        method = draft.spec.method
+        return SpeculateConfig(
+            "eagle" if method == "eagle3" else method, accept=args.spec_accept, heads=draft
+        )
     limited = replace(draft, max_model_len=min(max_model_len, draft.max_model_len))
     return SpeculateConfig("draft", limited, args.spec_accept)
 

@@ -92,7 +92,7 @@ class DeviceRunner:
         return self._sample(step, logits, rows) if step.sampling else list
 
     @torch.inference_mode()
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], Tensor]:
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[PendingResult, Tensor]:
         """As `Runner.run_with_hidden`; the hidden states come to the host."""
         _no_drafts(step)
         made = self._batches.put(step)
@@ -100,7 +100,7 @@ class DeviceRunner:
         samples: list[SeqSample] = []
         if step.sampling:
             samples = self._sample(step, self.decoder.logits(hidden[: step.num_logits]), made.rows)()
-        return samples, hidden[step.num_logits :].cpu()
+        return lambda: samples, hidden[step.num_logits :].cpu()
 
     @torch.inference_mode()
     def logits_of(self, hidden: Tensor) -> Tensor:

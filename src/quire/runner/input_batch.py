@@ -112,10 +112,13 @@ class InputBatch:
 
     def __init__(
         self, seqs: WorkerSeqs, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_loras: int = 0,
-        only_group: int | None = None,
+        only_group: int | None = None, lag: int = 0,
     ) -> None:  # fmt: skip
-        """``only_group``: the one cache group whose blocks a draft model's layers use."""
+        """``only_group``: the one cache group whose blocks a draft model's layers use. ``lag``: how many slots, and
+        rotary positions, a token's row lies before the token (`quire.runner.heads`).
+        """
         self._seqs = seqs
+        self._lag = lag
         self._block_size = block_size
         # A step's tokens and its logits rows must differ in number where it is recorded (`kernels.tape`).
         max_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -160,17 +163,18 @@ class InputBatch:
             to = StepBuffers(num_tokens, max(num_seqs, total), *self._shape)
         cu_seqlens_q, seq_lens = to.cu_seqlens_q[: num_seqs + 1], to.seq_lens[:num_seqs]
         np.cumsum(lengths, out=cu_seqlens_q[1:])
-        np.add(computed, lengths, out=seq_lens)
+        np.add(computed - self._lag, lengths, out=seq_lens)
         if num_tokens == num_seqs:  # one token each
             positions, token_rows = computed, rows
         else:
             owner = np.repeat(np.arange(num_seqs), lengths)  # [num_tokens]
             positions = np.arange(num_tokens) + (computed - cu_seqlens_q[:-1])[owner]
             token_rows = rows[owner]
-        to.positions[:num_tokens] = positions
         to.input_ids[:num_tokens] = table.token_ids[token_rows, positions]
-        in_table = positions // self._block_size
-        np.subtract(positions, in_table * self._block_size, out=to.slot_offsets[:num_tokens])
+        places = positions - self._lag if self._lag else positions
+        to.positions[:num_tokens] = places
+        in_table = places // self._block_size
+        np.subtract(places, in_table * self._block_size, out=to.slot_offsets[:num_tokens])
         longest = int(seq_lens.max(initial=1))
         width = -(-longest // self._block_size)
         for blocks, slot_blocks, block_table in zip(

@@ -20,7 +20,9 @@ from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.attention import StepBatch
+from quire.layers.weights import TensorParallel
 from quire.models.decoder import Decoder
+from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
 from quire.runner.input_batch import PreparedStep, StepBuffers
@@ -34,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 PendingResult = Callable[[], list[SeqSample]]  # waits for what a step sampled, and returns it
 ObserveLogits = Callable[[int, int, Tensor], None]
+# Of a step: rows of logits per sequence, what they gave, and the hidden states [num_logits, hidden_size].
+WatchSampled = Callable[[PreparedStep, Sequence[int], Sequence[SeqSample], Tensor], None]
 Ints = npt.NDArray[np.int64]
 
 
@@ -57,8 +61,8 @@ class Runner(Protocol):
         """Begin to compute the step, if not do it; the result is in the order of ``step.sampling``."""
         ...
 
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], Tensor]:
-        """Compute the step; also return the hidden states of ``tokens`` of it: ``[len(tokens), hidden_size]``.
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[PendingResult, Tensor]:
+        """As `launch`; also return the hidden states of ``tokens`` of it: ``[len(tokens), hidden_size]``.
 
         They are those after the last norm.
         """
@@ -88,12 +92,19 @@ class ModelRunner:
     is the next step's.
     """
 
-    def __init__(self, config: EngineConfig, weights: Iterable[tuple[str, Weight]]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        weights: Iterable[tuple[str, Weight]],
+        *,
+        tp: TensorParallel | None = None,
+    ) -> None:
+        """``tp``: the ranks that share the layers; ``config`` is then this rank's (`rank_config`)."""
         model = config.model
         kernels = registry.choose(config.runner)
         self.decoder = Decoder(
             model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
-            formats=model.formats, lora=config.lora,
+            formats=model.formats, lora=config.lora, tp=tp,
         )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
@@ -106,6 +117,9 @@ class ModelRunner:
         self._token_logprobs = kernels.of(token_logprobs)
         self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
         self.observe_logits: ObserveLogits | None = None
+        self.watch_sampled: WatchSampled | None = None
+        # Hidden states that gave the logits, of the last step and of every recorded one, where they are watched.
+        self._hidden = self._taped_hidden = torch.empty(0)
         self.tape: StepTape | None = None
         self._taped: StepBuffers | None = None  # whose steps `tape` computes
 
@@ -118,7 +132,7 @@ class ModelRunner:
         except NotRecordable as reason:
             _log.info("steps run call by call: %s", reason)
         else:
-            self._taped = buffers
+            self._taped, self._taped_hidden = buffers, self._hidden
             _log.info("a step is %d recorded calls", len(self.tape))
 
     def release(self, seq: WorkerSeq) -> None:
@@ -144,18 +158,21 @@ class ModelRunner:
         """Compute the step; return its logits: fp32 ``[num_logits, vocab_size]``."""
         if self.tape is not None and step.buffers is self._taped:
             step.buffers.set_num_seqs(step.num_seqs)
+            self._hidden = self._taped_hidden
             return self.tape.run(step.num_tokens, step.num_logits)
         return self._logits(step.batch)
 
     @torch.inference_mode()
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[list[SeqSample], Tensor]:
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[PendingResult, Tensor]:
         """As `Runner.run_with_hidden`.
 
         Call by call, since a recorded step has no more than the rows that sample after its last layer.
         """
         hidden = self.decoder.forward(with_hidden_of(step.batch, step, tokens), self.kv.views)
         sampling, others = hidden[: step.num_logits], hidden[step.num_logits :]
-        return (self._sample(step, self.decoder.logits(sampling)) if step.sampling else []), others
+        self._hidden = sampling
+        samples = self._sample(step, self.decoder.logits(sampling)) if step.sampling else []
+        return lambda: samples, others
 
     @torch.inference_mode()
     def logits_of(self, hidden: Tensor) -> Tensor:
@@ -167,11 +184,25 @@ class ModelRunner:
     def _sample(self, step: PreparedStep, logits: Tensor) -> list[SeqSample]:
         if self.observe_logits is not None:
             observe(self.observe_logits, step, logits)
-        return verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
+        if self.watch_sampled is None or not step.sampling:
+            return verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
+        counts = [1 + len(seq.draft_ids) for seq in step.sampling]
+        samples = verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
+        self.watch_sampled(step, counts, samples, self._hidden[: step.num_logits])
+        return samples
 
     def _logits(self, batch: StepBatch) -> Tensor:
         """``[num_logits, vocab_size]`` fp32."""
-        return self.decoder.logits(self.decoder.forward(batch, self.kv.views))
+        hidden = self.decoder.forward(batch, self.kv.views)
+        if self.watch_sampled is not None:
+            self._hidden = hidden
+        return self.decoder.logits(hidden)
+
+
+def rank_config(config: EngineConfig, shard: Shard) -> EngineConfig:
+    """Return ``config`` with the layers, formats and cache layout that a rank has."""
+    model = replace(config.model, spec=shard.spec, formats=shard.formats(config.model.formats))
+    return replace(config, model=model, kv_layout=shard.kv_layout(config.kv_layout))
 
 
 def with_hidden_of(batch: StepBatch, step: PreparedStep, tokens: Ints) -> StepBatch:

@@ -36,7 +36,8 @@ class WorkerSeq:
     seq_id: int
     epoch: int
     row: int  # of the arrays of `WorkerSeqs`
-    refusal: str | None = None  # why it cannot run or go on
+    refusal: str | None = None  # why it cannot run or go on; every rank finds the same
+    failure: str | None = None  # why it cannot be sampled: it is computed nevertheless, as on the other ranks
     processors: LogitsProcessors | None = None  # None: its logits are sampled as they are
     grammar: GrammarState | None = None
     prompt: PromptState | None = None  # where something of its prompt's own tokens is wanted
@@ -54,8 +55,13 @@ class WorkerSeqs:
     def __init__(
         self, vocab_size: int, max_num_seqs: int, max_tokens: int, *, max_blocks: int, num_groups: int,
         grammars: Grammars, lora: LoraSlots | None = None, release: Callable[[WorkerSeq], None] = lambda seq: None,
+        samples: bool = True,
     ) -> None:  # fmt: skip
-        """``max_tokens``: of one sequence. ``release`` frees what a runner keeps elsewhere of one that goes."""
+        """``max_tokens``: of one sequence. ``release`` frees what a runner keeps elsewhere of one that goes.
+
+        ``samples``: whether this rank samples; else it is told the tokens.
+        """
+        self._samples = samples
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._lora = lora
@@ -87,14 +93,8 @@ class WorkerSeqs:
         seq.refusal = self._why_not(new)
         if seq.refusal is not None:
             return seq
-        try:
-            processors = LogitsProcessors(new, self._vocab_size)
-            seq.processors = processors if processors else None
-            if new.grammar is not None:
-                seq.grammar = self._grammars.begin(new)
-        except Exception as error:  # whatever it is, the other sequences of the step go on
-            seq.refusal = f"its sampling cannot be set up: {type(error).__name__}: {error}"
-            return seq
+        if self._samples:
+            self._set_up_sampling(seq, new)
         if new.pooling is not None or new.prompt_logprobs is not None:
             seq.prompt = PromptState(new.prompt_token_ids, new.prompt_logprobs, new.pooling)
         row, ids = seq.row, (*new.prompt_token_ids, *new.output_token_ids)
@@ -106,6 +106,15 @@ class WorkerSeqs:
         for table in self.block_tables:
             table[row] = 0
         return seq
+
+    def _set_up_sampling(self, seq: WorkerSeq, new: NewSeq) -> None:
+        try:
+            processors = LogitsProcessors(new, self._vocab_size)
+            seq.processors = processors if processors else None
+            if new.grammar is not None:
+                seq.grammar = self._grammars.begin(new)
+        except Exception as error:  # whatever it is, the other sequences of the step go on
+            seq.failure = f"its sampling cannot be set up: {type(error).__name__}: {error}"
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence; one that is not here (gone before its first step) is no error."""

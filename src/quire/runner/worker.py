@@ -7,7 +7,7 @@ step's error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +25,7 @@ from quire.runner.prompt_outputs import PROMPT_NOT_FINITE, PromptOutput, PromptS
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, SeqSample
 from quire.speculate.proposer import Proposer, Wanted
-from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, StepPlan, StepResult
+from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, SeqTold, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,10 @@ class Worker:
         weights: Iterable[tuple[str, Weight]],
         clock: Clock,
         runner: Callable[[EngineConfig, Iterable[tuple[str, Weight]]], Runner] = ModelRunner,
+        *,
+        answers: bool = True,
     ) -> None:
+        """``answers``: whether this rank samples. One that does not is told with `settle`, in place of `finish`."""
         self._clock = clock
         self.runner = runner(config, weights)
         self._lora: LoraSlots | None = None
@@ -67,10 +70,10 @@ class Worker:
         self.seqs = WorkerSeqs(
             vocab_size, scheduler.max_num_seqs, max_blocks * block_size, max_blocks=max_blocks,
             num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
-            release=self.runner.release,
+            release=self.runner.release, samples=answers,
         )  # fmt: skip
-        self.draft_model = make_draft_model(config, self.seqs)
-        self.proposer = make_proposer(config, self.draft_model)
+        self.draft_model = make_draft_model(config, self.seqs, self.runner.decoder) if answers else None
+        self.proposer = make_proposer(config, self.draft_model, self.seqs, self.runner) if answers else None
         self._inputs = InputBatch(
             self.seqs,
             block_size,
@@ -114,8 +117,9 @@ class Worker:
                 seq.refusal = f"a step before failed: {error}"
             raise
         for _, named_seq in named:
-            if named_seq is not None and named_seq.refusal is not None:
-                launched.refused[named_seq.seq_id] = named_seq.refusal
+            reason = None if named_seq is None else named_seq.refusal or named_seq.failure
+            if named_seq is not None and reason is not None:
+                launched.refused[named_seq.seq_id] = reason
         return launched
 
     def finish(self, launched: Launched) -> StepResult:
@@ -133,6 +137,19 @@ class Worker:
             results = self._propose(self.proposer, plan.seqs, results, samples)
             draft_s = self._clock.now() - before_s
         return StepResult(plan.step, results, draft_s=draft_s, max_tokens=launched.max_tokens)
+
+    def settle(self, launched: Launched, told: Mapping[int, SeqTold]) -> None:
+        """Take in what another rank sampled in the oldest step launched; ``told`` is by ``seq_id``."""
+        for seqs, _ in launched.launches:
+            samples = []
+            for seq in seqs:
+                ids, failed = told[seq.seq_id].token_ids, told[seq.seq_id].failed
+                if seq.draft_ids and not failed and seq.row >= 0:
+                    self.seqs.rollback(seq, len(seq.draft_ids) + 1 - len(ids))
+                seq.draft_ids = ()
+                seq.drafts = told[seq.seq_id].drafts
+                samples.append(SeqSample(ids, error="sampling failed" if failed else None))
+            self.seqs.settle(seqs, samples)
 
     def _compute(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched) -> None:
         """Launch the tokens of ``plans``, whose sequences are ``seqs``."""
@@ -189,9 +206,8 @@ class Worker:
         spans = spans_of(plans, [seq.prompt for seq in seqs]) if any(seq.prompt for seq in seqs) else []
         if spans:
             tokens = np.concatenate([span.tokens for span in spans])
-            samples, hidden = self.runner.run_with_hidden(prepared, tokens)
+            pending, hidden = self.runner.run_with_hidden(prepared, tokens)
             launched.prompts.update(self.scorer.outputs(spans, hidden))
-            pending: PendingResult = lambda: samples  # noqa: E731
         else:
             pending = self.runner.launch(prepared)
         self.seqs.expect(prepared.rows)

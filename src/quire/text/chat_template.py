@@ -128,7 +128,8 @@ class ChatTemplate:
         given: dict[str, Any] = {"messages": chat, "tools": tools, "documents": documents}
         if add_generation_prompt is not None:
             given["add_generation_prompt"] = add_generation_prompt
-        text = self._render(self.compile()[chosen], {**self._variables, **given, **(variables or {})})
+        given = _given({**self._variables, **given, **(variables or {})})
+        text = self._render(self.compile()[chosen], given)
         return _cut(text, final_text) if continue_final_message else text
 
     def _choose(self, has_tools: bool, name: str | None) -> str:
@@ -173,7 +174,10 @@ class ChatTemplate:
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of chat templates, with the settings and additions of Hugging Face transformers."""
+    """The environment of chat templates, with the settings and additions of Hugging Face transformers.
+
+    Beyond those, a template may change a list that it made itself, as some do to match results with calls.
+    """
 
     # Evaluated when a template is rendered, under limits, but not when it is compiled.
     intercepted_binops = frozenset({"*", "**", "%"})
@@ -184,6 +188,21 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: clock().strftime(form)
         self.filters["tojson"] = _tojson
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return whether a template may read ``obj.attr``; what it was given stays immutable."""
+        own = type(obj) is list and attr in ("append", "extend", "insert", "pop")
+        return own or super().is_safe_attribute(obj, attr, value)
+
+
+class _Given(list[Any]):
+    """A list that the template did not make itself."""
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _given(item) for key, item in value.items()}
+    return _Given(map(_given, value)) if isinstance(value, list | tuple) else value
 
 
 class GenerationTag(Extension):

@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from quire.text.output.formats import JsonCalls, NamedCalls, OutputFormat, TaggedCalls, Tools
-from quire.text.output.typed import is_text
+from quire.text.output.formats import (
+    GemmaCalls,
+    JsonCalls,
+    NamedCalls,
+    NestedCalls,
+    OutputFormat,
+    PythonCalls,
+    TaggedCalls,
+    Tools,
+)
+from quire.text.output.value_types import is_text, types_of
 
 Form = dict[str, Any]
 
@@ -22,29 +32,41 @@ def required_calls(
 
     None: calls cannot be required in this format.
     """
-    calls = format.calls
-    if format.harmony:
-        open_mark = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-        return _either([_tag(open_mark.format(name=name), _schema(tools[name]), "") for name in names])
-    if isinstance(calls, NamedCalls):
-        many = parallel and "{index}" not in calls.written
-        each = [
-            _tag(
-                calls.open + calls.written.format(name=name, index=0) + calls.args,
-                _schema(tools[name]),
-                calls.close,
-            )
-            for name in names
-        ]
-        return _in_section(format, each, many=many, separator="")
-    if isinstance(calls, JsonCalls):
-        return _in_section(
-            format, [_object(calls, name, tools[name]) for name in names], many=parallel, separator=""
+    calls, messages = format.calls, format.messages
+    if messages is not None and calls is None:
+        return _either([_tag(messages.written.format(name=name), _schema(tools[name]), "") for name in names])
+    if calls is None:
+        return None
+    if messages is not None:  # a message calls one tool
+        section = replace(format, messages=None)
+        return _either(
+            [
+                _tag(messages.written.format(name=name), _calls(section, tools, [name], many=False), "")
+                for name in names
+            ]
         )
-    if isinstance(calls, TaggedCalls):
+    many = parallel and "{index}" not in getattr(calls, "written", "")
+    return _calls(format, tools, names, many=many)
+
+
+def _calls(format: OutputFormat, tools: Tools, names: Sequence[str], *, many: bool) -> Form:
+    calls, separator = format.calls, ""
+    if isinstance(calls, NamedCalls):
+        each = [_named(calls, name, tools[name]) for name in names]
+    elif isinstance(calls, JsonCalls):
+        each = [_object(calls, name, tools[name]) for name in names]
+    elif isinstance(calls, TaggedCalls):
         each = [_tagged(calls, name, tools[name]) for name in names]
-        return _in_section(format, each, many=parallel, separator="\n" if calls.open else "")
-    return None
+        separator = "\n" if calls.open else ""
+    elif isinstance(calls, NestedCalls):
+        each = [_nested(calls, name, tools[name]) for name in names]
+        separator = "\n"
+    elif isinstance(calls, PythonCalls):
+        each = [_tag(f"{name}(", _keywords(tools[name]), ")") for name in names]
+    else:
+        assert isinstance(calls, GemmaCalls)
+        each = [_tag(f"call:{name}{{", _bare_keys(calls, tools[name]), "}") for name in names]
+    return _in_section(format, each, many=many, separator=separator)
 
 
 def after_reasoning(format: OutputFormat, form: Form) -> Form:
@@ -73,16 +95,17 @@ def _in_section(format: OutputFormat, each: Sequence[Form], *, many: bool, separ
     if format.listed:
         inner = {"type": "tags_with_separator", "tags": list(each), "separator": ", ", "at_least_one": True}
         return _tag(opening + "[", inner if many else one, "]" + close)
-    if many and isinstance(format.calls, JsonCalls | TaggedCalls) and close:
-        wrapped = [
-            _tag(opening + "\n" if format.spaced else opening, form, _closing(format, close)) for form in each
-        ]
+    each_in_section = isinstance(format.calls, JsonCalls | TaggedCalls | NestedCalls | GemmaCalls) and opening
+    if many and each_in_section:
+        spaced = "\n" if format.spaced else ""
+        wrapped = [_tag(opening + spaced, form, _closing(format, close)) for form in each]
         return {"type": "tags_with_separator", "tags": wrapped, "separator": "\n", "at_least_one": True}
-    if many and isinstance(format.calls, NamedCalls):
+    if many and isinstance(format.calls, NamedCalls | PythonCalls | TaggedCalls):
+        between = "\n" if isinstance(format.calls, PythonCalls) else separator
         inner = {
             "type": "tags_with_separator",
             "tags": list(each),
-            "separator": separator,
+            "separator": between,
             "at_least_one": True,
         }
         return _tag(opening, inner, close)
@@ -94,27 +117,123 @@ def _closing(format: OutputFormat, close: str) -> str:
     return "\n" + close if close and format.spaced else close
 
 
+def _named(calls: NamedCalls, name: str, schema: Mapping[str, Any]) -> Form:
+    begin, end = calls.open + calls.written.format(name=name, index=0) + calls.args, calls.close
+    if calls.inside:
+        begin, end = f'{begin}{{"name": {json.dumps(name)}, "{calls.inside}": ', "}" + end
+    return _tag(begin, _schema(schema), end)
+
+
 def _object(calls: JsonCalls, name: str, schema: Mapping[str, Any]) -> Form:
     if calls.name_is_key:
         return _tag("{" + json.dumps(name) + ": ", _schema(schema), "}")
-    return _tag(f'{{"name": {json.dumps(name)}, "{calls.argument_keys[0]}": ', _schema(schema), "}")
+    begin = f'{{"{calls.name_keys[0]}": {json.dumps(name)}, "{calls.argument_keys[0]}": '
+    return _tag(begin, _schema(schema), "}")
 
 
 def _tagged(calls: TaggedCalls, name: str, schema: Mapping[str, Any]) -> Form:
     required = set(schema.get("required") or ())
     parts = []
     for key, kind in (schema.get("properties") or {}).items():
-        begin = f"{calls.key}{key}{calls.key_end}{calls.value}"
-        if is_text(kind) and "enum" not in kind:
-            value = _tag(begin, {"type": "any_text"}, calls.value_end)
-        elif is_text(kind):
-            value = _tag(begin, _either([_text(str(item)) for item in kind["enum"]]), calls.value_end)
-        else:
-            value = _tag(begin, _schema(kind), calls.value_end)
-        line = _sequence([value, _text("\n")])
+        text = is_text(kind, schema)
+        type_name = next(iter(sorted(types_of(kind, schema))), "object")
+        attributes = calls.text if text else calls.json.format(type=type_name)
+        begin = f"{calls.key}{key}{calls.key_end}{attributes}{calls.value}"
+        line = _sequence([_tag(begin, _text_or_json(kind, schema), calls.value_end), _text("\n")])
         parts.append(line if key in required else _optional(line))
-    head = _text(f"{calls.open}{name}{calls.name_end}\n")
-    return _tag("", _sequence([head, *parts]), calls.close)
+    before, numbered, after = calls.attributes.partition("{index}")
+    head = [_text(f"{calls.open}{name}{calls.name_end}{before}")]
+    if numbered:
+        head.append({"type": "regex", "pattern": "[1-9][0-9]?"})
+    head.append(_text(after + "\n"))
+    return _tag("", _sequence([*head, *parts]), calls.close)
+
+
+def _text_or_json(kind: Any, root: Mapping[str, Any]) -> Form:
+    """Return the form of a value in tags: text without quotes, or JSON."""
+    if not is_text(kind, root):
+        return _rooted(kind, root)
+    if "enum" in kind:
+        return _either([_text(str(item)) for item in kind["enum"]])
+    return _text(str(kind["const"])) if "const" in kind else {"type": "any_text"}
+
+
+def _nested(calls: NestedCalls, name: str, schema: Mapping[str, Any]) -> Form:
+    required = set(schema.get("required") or ())
+    parts = []
+    for key, kind in (schema.get("properties") or {}).items():
+        line = _sequence([_element(calls, key, kind, schema), _text("\n")])
+        parts.append(line if key in required else _optional(line))
+    return _tag("", _sequence([_text(f"{calls.open}{name}{calls.name_end}\n"), *parts]), calls.close)
+
+
+# Keywords of schemas whose values are written as elements; JSON in the element obeys all others.
+_PLAIN = {
+    "type",
+    "description",
+    "title",
+    "default",
+    "properties",
+    "required",
+    "additionalProperties",
+    "items",
+}
+
+
+def _element(calls: NestedCalls, key: str, kind: Any, root: Mapping[str, Any]) -> Form:
+    begin, end = f"{calls.prefix}<{key}>", f"{calls.prefix}</{key}>"
+    plain = isinstance(kind, Mapping) and _PLAIN.issuperset(kind)
+    if plain and kind.get("type") == "object" and kind.get("properties"):
+        required = set(kind.get("required") or ())
+        inside = [(name, _element(calls, name, inner, root)) for name, inner in kind["properties"].items()]
+        return _tag(begin, _sequence([form if n in required else _optional(form) for n, form in inside]), end)
+    if plain and kind.get("type") == "array" and isinstance(kind.get("items"), Mapping):
+        item = _tag("", _element(calls, "item", kind["items"], root), "")
+        return _tag(begin, {"type": "tags_with_separator", "tags": [item], "separator": ""}, end)
+    return _tag(begin, _text_or_json(kind, root), end)
+
+
+def _keywords(schema: Mapping[str, Any]) -> Form:
+    """Return the form of a Python call's arguments: JSON values, which the parser reads in Python as well."""
+    given = {key: _tag(f"{key}=", _rooted(kind, schema), "") for key, kind in _properties(schema)}
+    return _listed(given, schema, ", ")
+
+
+def _bare_keys(calls: GemmaCalls, schema: Mapping[str, Any]) -> Form:
+    given = {}
+    for key, kind in _properties(schema):
+        form = _text_or_json(kind, schema)
+        quote = calls.quote if is_text(kind, schema) else ""
+        given[key] = _tag(f"{key}:{quote}", form, quote)
+    return _listed(given, schema, ",")
+
+
+def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return list((schema.get("properties") or {}).items())
+
+
+def _listed(given: Mapping[str, Form], schema: Mapping[str, Any], separator: str) -> Form:
+    """Return the form of ``given`` with separators between them: the required ones, then any of the others."""
+    names = set(schema.get("required") or ())
+    required = [form for key, form in given.items() if key in names]
+    others = [form for key, form in given.items() if key not in names]
+
+    def more(forms: Sequence[Form]) -> list[Form]:
+        return [_optional(_sequence([_text(separator), form])) for form in forms]
+
+    if required:
+        joined = [part for form in required for part in (_text(separator), form)][1:]
+        return _sequence([*joined, *more(others)])
+    first = [_sequence([form, *more(others[i + 1 :])]) for i, form in enumerate(others)]
+    return _either([*first, _text("")])
+
+
+def _rooted(kind: Any, root: Mapping[str, Any]) -> Form:
+    """Return the form of JSON by the schema of a part of ``root``, with the definitions that it may refer to."""
+    if not isinstance(kind, Mapping):
+        return {"type": "json_schema", "json_schema": {}}
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {"type": "json_schema", "json_schema": {**definitions, **kind}}
 
 
 def _schema(schema: Any) -> Form:

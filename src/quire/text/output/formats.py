@@ -1,14 +1,10 @@
-"""Output formats: how each family of models writes reasoning and calls (``formats.toml``), and what a parser returns.
-
-The chat template tells which format a model writes: it shows the model how its earlier calls looked.
-"""
+"""Output formats: how each family writes reasoning and calls (``formats.toml``), and what a parser returns."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
@@ -61,11 +57,16 @@ class NamedCalls:
     close: str  # empty: the call ends with its JSON
     header: str = r"\s*(?P<name>[^\s]+?)\s*"
     written: str = "{name}"
+    inside: str = ""  # the arguments are the value of this key of the JSON object
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls:
-    """Parameters one by one: ``open NAME name_end (key KEY key_end value VALUE value_end)* close``."""
+    """Parameters one by one: ``open NAME name_end (key KEY key_end value VALUE value_end)* close``.
+
+    Between ``key_end`` and ``value`` there may be attributes. Where they contain ``text``, the value is text whatever
+    the tool's schema says; other attributes make it JSON if ``text`` is set.
+    """
 
     open: str  # empty: the section's opening begins the call
     name_end: str  # empty: the name ends at the next tag
@@ -74,16 +75,47 @@ class TaggedCalls:
     value_end: str
     close: str  # empty: the call ends with its section
     value: str = ""  # mark between a key and its value
+    text: str = ""
+    json: str = ""  # the attributes of JSON that a required call has, with {type}
+    attributes: str = ""  # what a required call has after its name
+    cdata: bool = False  # a value may stand in <![CDATA[…]]>
+
+
+@dataclass(frozen=True, slots=True)
+class NestedCalls:
+    """Parameters as elements: ``open NAME name_end (prefix<KEY>VALUE prefix</KEY>)* close``.
+
+    A value that is an object has elements inside, one that is an array ``item`` elements (MiniMax M3).
+    """
+
+    open: str
+    name_end: str
+    prefix: str
+    close: str
 
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """A list of Python calls with keyword arguments: ``[f(a=1, b="x"), g()]``."""
+    """Python calls with keyword arguments, in a list ``[f(a=1, b="x"), g()]`` or one a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmaCalls:
-    """``call:NAME{key:<|"|>text<|"|>,key:3}``: objects with bare keys and special quotes (Gemma 4)."""
+    """``call:NAME{key:<|"|>text<|"|>,key:3}``: objects with bare keys and special quotes (Gemma)."""
+
+    quote: str = '<|"|>'
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """An answer that consists of messages: ``header mark body end``. Both regular expressions search a header."""
+
+    beginnings: tuple[str, ...]  # of a header; an answer without one is plain text
+    mark: str
+    ends: tuple[str, ...]
+    reasoning: str  # matches the header of reasoning
+    recipient: str  # group 1: the tool that the message calls
+    written: str  # the header of a required call, with {name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +123,12 @@ class OutputFormat:
     """How a family of models writes reasoning and tool calls."""
 
     name: str
-    # A chat template has this format if it contains all strings of one of these tuples.
+    # A chat template has this format if it contains all strings of one of these tuples; empty: all marks of the format.
     signs: tuple[tuple[str, ...], ...] = ()
     # Each begins a section of calls. The earliest in the text counts; of several there, the longest.
     opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()  # end of a section; empty: it ends with the calls
-    calls: JsonCalls | NamedCalls | TaggedCalls | PythonCalls | GemmaCalls | None = None
+    calls: CallForm | None = None
     # Calls may also begin the answer with this character, without a section's opening.
     bare: Literal["", "{", "["] = ""
     listed: bool = False  # required calls are written as one list
@@ -104,22 +136,38 @@ class OutputFormat:
     reasoning: tuple[str, str] | None = None  # begin and end mark
     keeps_reasoning: bool = False  # even if the template shows other marks
     drops: tuple[str, ...] = ()  # marks that are dropped
-    harmony: bool = False  # gpt-oss: messages whose header says what they are
+    messages: MessageForm | None = None
+    # The template does not show the tools: a system message of ours asks for the calls (`quire.text.output.generic`).
+    asked: bool = False
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the format has calls."""
+        return self.calls is not None or self.messages is not None
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the format has reasoning."""
+        return self.reasoning is not None or self.messages is not None
 
 
+CallForm = JsonCalls | NamedCalls | TaggedCalls | NestedCalls | PythonCalls | GemmaCalls
 _KINDS = {
     "json": JsonCalls,
     "named": NamedCalls,
     "tagged": TaggedCalls,
+    "nested": NestedCalls,
     "python": PythonCalls,
     "gemma": GemmaCalls,
 }
 
 
 def _format(name: str, entry: Mapping[str, Any]) -> OutputFormat:
-    values = {key: _frozen(value) for key, value in entry.items() if key != "calls"}
+    values = {key: _frozen(value) for key, value in entry.items() if key not in ("calls", "messages")}
     for kind, given in entry.get("calls", {}).items():
-        values["calls"] = _KINDS[kind](**given)
+        values["calls"] = _KINDS[kind](**{key: _frozen(value) for key, value in given.items()})
+    if "messages" in entry:
+        values["messages"] = MessageForm(**{key: _frozen(value) for key, value in entry["messages"].items()})
     return OutputFormat(name, **values)
 
 
@@ -131,31 +179,6 @@ FORMATS: dict[str, OutputFormat] = {
     name: _format(name, entry)
     for name, entry in tomllib.loads((files("quire.text.output") / "formats.toml").read_text()).items()
 }
-
-
-THINK = ("<think>", "</think>")
-_REASONING = (THINK, ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-
-
-@lru_cache(maxsize=64)
-def detect_format(template: str | None) -> OutputFormat:
-    """Return the format that fits the template; `plain` if it shows neither calls nor reasoning."""
-    if not template:
-        return FORMATS["plain"]
-    for format in FORMATS.values():
-        if any(all(sign in template for sign in signs) for signs in format.signs):
-            return _with_reasoning(format, template)
-    return FORMATS["reasoning"] if THINK[1] in template else FORMATS["plain"]
-
-
-def _with_reasoning(format: OutputFormat, template: str) -> OutputFormat:
-    """Return the format with the reasoning marks of its template; without any, <think> in an answer is text."""
-    if format.harmony or format.keeps_reasoning:
-        return format
-    for begin, end in _REASONING:
-        if end in template:
-            return replace(format, reasoning=(begin, end))
-    return replace(format, reasoning=None)
 
 
 def prompt_opening(format: OutputFormat, prompt: str) -> str:

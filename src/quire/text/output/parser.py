@@ -6,7 +6,6 @@ answer is parsed as one piece.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 from quire.text.output.formats import (
@@ -16,15 +15,18 @@ from quire.text.output.formats import (
     GemmaCalls,
     JsonCalls,
     NamedCalls,
+    NestedCalls,
     OutputFormat,
     PythonCalls,
     ReasoningDelta,
     TaggedCalls,
     Tools,
 )
-from quire.text.output.reader import Emit, Reader, Trimmed, Wait
-from quire.text.output.sections import Arguments, Begin, Calls, NotCalls, json_calls, named_calls
-from quire.text.output.typed import gemma_calls, python_calls, tagged_calls
+from quire.text.output.literals import gemma_calls, python_calls
+from quire.text.output.messages import read_messages
+from quire.text.output.reader import Reader, Trimmed, Wait
+from quire.text.output.sections import Calls, NotCalls, json_calls, named_calls
+from quire.text.output.tagged import nested_calls, tagged_calls
 
 
 class OutputParser:
@@ -51,8 +53,14 @@ class OutputParser:
         self._text = Trimmed(self._content)
         calls = format.calls
         # If a section has no opening, the opening of its first call begins it.
-        self._opens = format.opens or ((calls.open,) if isinstance(calls, NamedCalls) else ())
-        self._main = self._harmony() if format.harmony else self._run()
+        first = (calls.open,) if isinstance(calls, NamedCalls | TaggedCalls) else ()
+        self._opens = format.opens or first
+        if format.messages is None:
+            self._main = self._run()
+        else:
+            begin, body = self._begin if self._tools else None, self._body if calls is not None else None
+            emit = self._text, self._reasoning, begin, self._arguments
+            self._main = read_messages(self._reader, format.messages, *emit, body)
         self._ended = False
         self._reader.add(opening)
 
@@ -68,11 +76,15 @@ class OutputParser:
         assert self._ended, "the parser waits for text after the end"
         return deltas
 
-    def _harmony(self) -> Wait[None]:
-        known = bool(self._tools)
-        return harmony(
-            self._reader, self._text, self._reasoning, self._begin if known else None, self._arguments
-        )
+    def _body(self) -> Wait[None]:
+        """Read the calls of a message to a tool, up to the end of their section."""
+        before = self.num_calls
+        opening = yield from self._reader.starts(self._opens)
+        if opening is not None:
+            self._reader.take(len(opening))
+            yield from self._section(opening)
+        if self.num_calls > before:
+            self._text.after_section()
 
     def _advance(self) -> list[Delta]:
         if not self._ended and next(self._main, "ended") == "ended":
@@ -138,7 +150,9 @@ class OutputParser:
 
     def _calls(self, opening: str, known: frozenset[str] | None) -> Wait[None]:
         """Read a section. If it does not begin with a call, its opening is content and the rest is read again."""
-        calls = Calls(self._reader, self._begin, self._arguments, self._format.closes, known)
+        calls = Calls(
+            self._reader, self._begin, self._arguments, self._format.closes, known, self._format.drops
+        )
         before = self.num_calls
         try:
             yield from self._read(calls)
@@ -146,7 +160,8 @@ class OutputParser:
         except NotCalls:
             self._reader.back()
             if self.num_calls == before:
-                self._text.add(self._reader.take(len(opening)))
+                mark = self._reader.take(len(opening))
+                self._text.add("" if mark in self._drops else mark)
                 return
         self._text.after_section()
 
@@ -158,45 +173,9 @@ class OutputParser:
             yield from named_calls(calls, form)
         elif isinstance(form, TaggedCalls):
             yield from tagged_calls(calls, form, self._tools)
+        elif isinstance(form, NestedCalls):
+            yield from nested_calls(calls, form, self._tools)
         elif isinstance(form, PythonCalls):
             yield from python_calls(calls, self._tools)
         elif isinstance(form, GemmaCalls):
-            yield from gemma_calls(calls)
-
-
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
-_BEGINNINGS = ("<|channel|>", "to=", "<|start|>", "<|message|>")
-_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
-
-
-def harmony(
-    reader: Reader, content: Trimmed, reasoning: Emit, begin: Begin | None, arguments: Arguments
-) -> Wait[None]:
-    """Read a whole answer of gpt-oss: messages ``header <|message|> body <|end|>`` whose header names a channel.
-
-    ``begin`` None: there are no tools, and a message to one is content.
-    """
-    content.add((yield from reader.space()))
-    if (yield from reader.starts(_BEGINNINGS)) is None:
-        yield from reader.until((), content.add)  # no header: an answer in plain text
-        content.end()
-        return
-    stop: str | None = ""
-    while stop is not None:
-        header: list[str] = []
-        if (yield from reader.until(("<|message|>",), header.append)) is None:
-            break  # a header without a message says nothing
-        head = "".join(header)
-        channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
-        if recipient is not None and begin is not None:
-            begin(recipient.group(1), None)
-            stop = yield from reader.until(_ENDS, arguments)
-        elif channel is not None and channel.group(1) == "analysis":
-            text = Trimmed(reasoning)
-            text.after_section()
-            stop = yield from reader.until(_ENDS, text.add)
-        else:
-            content.after_section()
-            stop = yield from reader.until(_ENDS, content.add)
-    content.end()
+            yield from gemma_calls(calls, form)

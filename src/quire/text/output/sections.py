@@ -1,4 +1,4 @@
-"""Calls written as JSON: one generator over a `Reader` per way of writing them (others are in `typed`).
+"""Calls written as JSON: one generator over a `Reader` per way of writing them (others: `tagged`, `literals`).
 
 A generator is called at the beginning of a section of calls and returns at its end. For text that is not a call it
 raises `NotCalls` without having emitted any of it; the text is content then. Once the name of a call is emitted, the
@@ -34,6 +34,7 @@ class Calls:
     arguments: Arguments
     closes: tuple[str, ...]
     known: Collection[str] | None = None
+    drops: tuple[str, ...] = ()  # marks that cannot stand in the header of a call
 
     def begin(self, name: str, call_id: str | None = None) -> None:
         """Emit the name of a call, which is never taken back."""
@@ -114,7 +115,7 @@ def _object(calls: Calls, form: JsonCalls) -> Wait[None]:
         else:
             parts: list[str] = []
             yield from reader.json(parts.append)
-            if key in ("id", "tool_call_id") and name is None:
+            if key == "id" and name is None:
                 call_id = _text("".join(parts))
     if name is None:
         raise NotCalls
@@ -162,7 +163,7 @@ def named_calls(calls: Calls, form: NamedCalls) -> Wait[None]:
             reader.mark()
         reader.take(len(form.open))
         parts: list[str] = []
-        stops = (form.args, *calls.closes, *((form.close,) if form.close else ()))
+        stops = (form.args, *calls.closes, *calls.drops, *((form.close,) if form.close else ()))
         stop = yield from reader.until(stops, parts.append)
         found = header.fullmatch("".join(parts))
         if stop != form.args or found is None:
@@ -171,7 +172,9 @@ def named_calls(calls: Calls, form: NamedCalls) -> Wait[None]:
         calls.begin(groups["name"], groups.get("id") or None)
         count += 1
         yield from reader.space()
-        if (yield from reader.peek()) in ("{", "["):
+        if form.inside:
+            yield from _inside(calls, form.inside)
+        elif (yield from reader.peek()) in ("{", "["):
             yield from reader.json(calls.arguments)
         elif form.close:  # arguments that are not JSON are emitted unchanged
             yield from reader.until((form.close,), calls.arguments)
@@ -179,6 +182,25 @@ def named_calls(calls: Calls, form: NamedCalls) -> Wait[None]:
         if form.close:
             # Text between the JSON and the end of the call is dropped.
             yield from reader.until((form.close, *calls.closes), lambda text: None)
+
+
+def _inside(calls: Calls, key: str) -> Wait[None]:
+    """Read an object of which the value of ``key`` is the arguments."""
+    reader = calls.reader
+    if (yield from reader.peek()) == "{":
+        reader.take(1)
+    while True:
+        yield from reader.space()
+        char = yield from reader.peek()
+        if char == ",":
+            reader.take(1)
+            continue
+        found = (yield from _key(calls, given=True)) if char == '"' else None
+        if found is None:
+            if char == "}":
+                reader.take(1)
+            return
+        yield from reader.json(calls.arguments if found == key else lambda text: None)
 
 
 def _text(raw: str | None) -> str:

@@ -1,0 +1,159 @@
+"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE``, started by `quire.executor.rank_group`.
+
+It loads its part of the model and computes every plan that the executor sends. The answering rank samples and answers;
+the others are told with a later plan what it sampled. Whatever is no fault of the plan itself ends the process, and
+with it the group: other ranks may wait for this one in the middle of a step.
+
+CHANNEL and LIFE are descriptors of sockets. The process ends when its end of LIFE closes, whatever it computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import deque
+
+from setproctitle import setproctitle
+
+from quire.clock import WallClock
+from quire.errors import QuireError, StepError
+from quire.executor.base import RankLoaded, failed
+from quire.executor.child_process import PrefixedStream, wake_at_parents_end
+from quire.executor.rank_messages import (
+    Answer,
+    Channel,
+    RankBoot,
+    RankFailure,
+    RankStep,
+    Told,
+    encode,
+)
+from quire.kernels.registry import in_words
+from quire.kernels.threads import choose_threads
+from quire.metrics.log import configure
+from quire.models.loader import iter_weights
+from quire.runner.memory import keep_freed_memory, torch_dtype
+from quire.runner.worker import Launched, Worker
+from quire.step import SeqTold, StepPlan, StepResult
+
+
+def main(argv: list[str]) -> None:
+    """Run until the executor goes away, or a step fails for another reason than its plan."""
+    rank, channel_fd, life_fd = map(int, argv[1:4])
+    setproctitle(f"quire: rank {rank}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # for the server to handle: it drains
+    wake_at_parents_end()
+    threading.Thread(target=_end_with_parent, args=(life_fd,), daemon=True).start()
+    stderr = sys.stderr
+    faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True)
+    sys.stderr = sys.stdout = PrefixedStream(stderr, f"rank {rank}")
+    channel = Channel(socket.socket(fileno=channel_fd))
+    boot = channel.receive()
+    if boot is None:
+        return
+    assert isinstance(boot, RankBoot)
+    configure(boot.log_level, stream=stderr if boot.log_format == "json" else None, style=boot.log_format)
+    try:
+        computing = RankLoop(boot, channel)
+        computing.run()
+    except OSError as error:
+        _fail(channel, error)  # of a socket, as a rule: another process has ended
+    except Exception as error:
+        if not isinstance(error, QuireError):
+            traceback.print_exc()
+        _fail(channel, error)
+
+
+class RankLoop:
+    """The worker of a rank, and the steps that it has computed without knowing what was sampled."""
+
+    def __init__(self, boot: RankBoot, channel: Channel) -> None:
+        """Load the rank's part of the model, and say so."""
+        config, clock = boot.config, WallClock()
+        start_s = clock.now()
+        if boot.cores and hasattr(os, "sched_setaffinity"):  # Linux
+            os.sched_setaffinity(0, boot.cores)
+        choose_threads(config.runner.num_threads, torch_is_heavy=config.runner.backend == "reference")
+        keep_freed_memory()
+        self._channel = channel
+        self._answers = boot.rank == config.topology.answering_rank
+        self._is_alone = config.topology.world_size == 1
+        weights = iter_weights(config.model, torch_dtype(config.model.dtype))
+        self.worker = Worker(config, weights, clock, answers=self._answers)
+        self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
+        weight_bytes = config.model.spec.weight_bytes(config.model.dtype, config.model.formats)
+        loaded = RankLoaded(
+            boot.rank, os.getpid(), in_words(config.runner), weight_bytes, clock.now() - start_s
+        )
+        channel.send(encode(loaded))
+
+    def run(self) -> None:
+        """Compute plans until the executor closes its end."""
+        while (message := self._channel.receive()) is not None:
+            assert isinstance(message, RankStep)
+            if self._answers:
+                self._channel.send(encode(self._answer(message.plan)))
+            else:
+                for told in message.told:
+                    self._settle(told)
+                self._out.append(self._launch(message.plan))
+
+    def _answer(self, plan: StepPlan) -> Answer:
+        try:
+            result = self.worker.execute(plan)
+        except Exception as error:
+            if not self._is_alone and not isinstance(error, StepError):
+                raise
+            return Answer(failed(plan, error), Told(plan.step, failed=True))
+        return Answer(result, self._told(result))
+
+    def _told(self, result: StepResult) -> Told:
+        if self._is_alone:
+            return Told(result.step)
+        seqs = []
+        for each in result.seqs:
+            if each.token_ids or each.error is not None:
+                seq = self.worker.seqs.find(each.seq_id)
+                drafts = () if seq is None else seq.drafts
+                seqs.append(
+                    SeqTold(each.seq_id, each.epoch, each.token_ids, drafts, failed=each.error is not None)
+                )
+        return Told(result.step, tuple(seqs))
+
+    def _launch(self, plan: StepPlan) -> Launched | int:
+        try:
+            return self.worker.launch(plan)
+        except StepError:  # of the plan, which the answering rank refuses as well
+            return plan.step
+
+    def _settle(self, told: Told) -> None:
+        launched = self._out.popleft()
+        if isinstance(launched, int):
+            assert launched == told.step
+        else:
+            assert launched.plan.step == told.step
+            self.worker.settle(launched, {each.seq_id: each for each in told.seqs})
+
+
+def _fail(channel: Channel, error: Exception) -> None:
+    text = " ".join(str(error).split())
+    line = text if isinstance(error, QuireError) else f"{type(error).__name__}: {text}"
+    with contextlib.suppress(OSError):  # the executor has gone, so there is nothing to report to
+        channel.send(encode(RankFailure(type(error).__name__, line)))
+    raise SystemExit(1)
+
+
+def _end_with_parent(life_fd: int) -> None:
+    socket.socket(fileno=life_fd).recv(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,82 @@
+"""Rows of the ledger, and what a request has used: from an `Exchange`, or from a replica's record of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from quire.gateway.exchange import Exchange
+from quire.gateway.fleet import Backend
+from quire.gateway.ledger import RECOVERED, Price, Row
+from quire.gateway.quotas import Usage
+from quire.http.account import Used
+
+Prices = Mapping[str, Price]  # by model
+_FREE = Price()
+
+
+def price_of(prices: Prices, model: str) -> Price:
+    return prices.get(model, _FREE)
+
+
+def row_of(exchange: Exchange, now: float, outcome: str, used: Usage) -> Row:
+    """Return the row of a request that has ended, or has begun, ``now``."""
+    target, asked, backend = exchange.target, exchange.asked, exchange.backend
+    begin_s, first_s = exchange.arrival_s, exchange.first_s
+    return Row(
+        request_id=exchange.ledger_id,
+        finished_at=time.time(),
+        tenant=exchange.tenant,
+        key=exchange.key,
+        model=target.model if target is not None else (asked and asked.model) or "",
+        backend=backend.name if backend is not None else "",
+        endpoint=exchange.path,
+        outcome=outcome,
+        prompt_tokens=used.input_tokens,
+        cached_tokens=min(exchange.usage.cached_tokens or 0, used.input_tokens),
+        output_tokens=used.output_tokens,
+        ttft_ms=1e3 * (first_s - begin_s) if first_s is not None else 0.0,
+        e2el_ms=1e3 * (now - begin_s),
+        price_nano=used.money_nano,
+    )
+
+
+def row_of_record(used: Used, backend: Backend) -> Row:
+    """Return the row of a request by what its replica knows. The price is set when it is booked."""
+    return Row(
+        request_id=used.request_id,
+        finished_at=used.finished_at,
+        tenant=used.tenant,
+        key=used.key,
+        model=used.model,
+        backend=backend.name,
+        endpoint=used.endpoint,
+        outcome=RECOVERED,
+        prompt_tokens=used.prompt_tokens,
+        cached_tokens=used.cached_tokens,
+        output_tokens=used.output_tokens,
+        ttft_ms=0.0,
+        e2el_ms=used.e2el_ms,
+        price_nano=0,
+    )
+
+
+def used_of(exchange: Exchange, prices: Prices) -> Usage | None:
+    """Return what a request used; None if no model was touched.
+
+    An answer that ended without its usage, since the stream broke or the client left, is counted by what was
+    reserved for its prompt and by the events that came: one token each, as servers stream them.
+    """
+    usage, reserved = exchange.usage, exchange.reserved
+    if usage.prompt_tokens is None and exchange.outcome in ("refused", "failed"):
+        return None
+    if exchange.backend is None:
+        return None
+    prompt = reserved.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+    output = usage.output_tokens
+    is_broken = exchange.outcome in ("broken", "left") and not exchange.is_settled
+    if output is None or (is_broken and output < exchange.num_frames):
+        output = min(exchange.num_frames, reserved.output_tokens)
+    assert exchange.target is not None
+    price = price_of(prices, exchange.target.model)
+    return Usage(prompt, output, price.nano(prompt, min(usage.cached_tokens or 0, prompt), output))
