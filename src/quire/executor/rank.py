@@ -53,6 +53,7 @@ from quire.runner.memory import keep_freed_memory, torch_dtype
 from quire.runner.model_runner import ModelRunner, rank_config
 from quire.runner.stage_links import StageLinks
 from quire.runner.worker import Launched, Worker
+from quire.sampling.draft_tree import NO_DRAFTS
 from quire.step import SeqTold, StepPlan, StepResult
 
 
@@ -91,7 +92,7 @@ class RankLoop:
         config, clock = boot.config, WallClock()
         self._clock, self._busy_s, self._num_steps = clock, 0.0, 0
         start_s = clock.now()
-        if boot.cores:
+        if boot.cores and hasattr(os, "sched_setaffinity"):  # Linux
             os.sched_setaffinity(0, boot.cores)
         choose_threads(config.runner.num_threads, torch_is_heavy=config.runner.backend == "reference")
         keep_freed_memory()
@@ -153,10 +154,12 @@ class RankLoop:
         for each in result.seqs:
             if each.token_ids or each.error is not None:
                 seq = self.worker.seqs.find(each.seq_id)
-                drafts = () if seq is None else seq.drafts
-                seqs.append(
-                    SeqTold(each.seq_id, each.epoch, each.token_ids, drafts, failed=each.error is not None)
+                drafts = NO_DRAFTS if seq is None else seq.drafts
+                failed = each.error is not None
+                told = SeqTold(
+                    each.seq_id, each.epoch, each.token_ids, drafts.token_ids, drafts.parents, failed
                 )
+                seqs.append(told)
         return Told(result.step, tuple(seqs))
 
     def _launch(self, plan: StepPlan) -> Launched | int:
