@@ -57,11 +57,12 @@ class EngineArgs:
     speculate: str | None = None
     draft_model: str | None = None
     spec_tokens: str | int = "auto"
+    spec_tree: int = 1
     spec_accept: Literal["exact", "rejection", "typical"] = "exact"
     device: Literal["auto", "cpu", "cuda", "interpret"] = "auto"
     batch_invariant: bool = False
     threads: int | None = None
-    cpu_isa: Literal["auto", "reference", "scalar", "avx2", "avx512", "amx"] = "auto"
+    cpu_isa: Literal["auto", "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx"] = "auto"
     step_log: str | None = None
 
 
