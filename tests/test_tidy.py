@@ -64,7 +64,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "layers": 40,
         "metrics": 60,
         "models": 20,
-        "plan": 60,
+        "plan": 90,
         "runner": 180,
         "scheduler": 20,
         "sim": 60,
