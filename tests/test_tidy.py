@@ -74,7 +74,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "tool formats of newer families": {"text": 640, "cli": 11, "api": 4},
     "filling in the middle": {"api": 38, "text": 78},
     "the plan's choice of a split": {"plan": 36, "cli": 10},
-    "gateway": {"": 6, "cli": 275, "gateway": 2_838, "http": 115, "sim": 10},
+    "gateway": {"": 6, "cli": 275, "gateway": 2_867, "http": 115, "sim": 10},
     "keys, limits, ledger, TLS": {"": 3, "api": 25, "cli": 195, "gateway": 1_170, "http": 355, "jobs": 25},
     "models on demand": {"": 4, "cli": 300, "gateway": 380},
     "autoscaling": {"bench": 8, "cli": 220, "gateway": 470, "plan": 7, "sim": 195},
