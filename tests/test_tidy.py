@@ -70,6 +70,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "fields that the order does not read": {"api": 22, "metrics": 1, "scheduler": 1},
     "page of the API": {"api": 18, "http": 6},
     "tool formats of newer families": {"text": 640, "cli": 11, "api": 4},
+    "JSON schemas checked while they are written": {"text": 665, "sampling": 20, "engine": 12},
     "filling in the middle": {"api": 38, "text": 78},
     "the plan's choice of a split": {"plan": 36, "cli": 10},
     "gateway": {"": 6, "cli": 275, "gateway": 2_805, "http": 115, "sim": 10},
