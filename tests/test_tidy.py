@@ -73,7 +73,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "command lines and keywords of vLLM and llama.cpp": {"": 3, "cli": 162, "engine": 188},
     "batches of messages": {"jobs": 230},
     "custom tools": {"api": 190},
-    "real clients": {"api": 50, "http": 4},
+    "real clients": {"api": 86, "http": 7},
     "comfort of the terminal": {"": 90, "cli": 180, "executor": 2},
     "models on disk": {"cli": 72, "models": 80},
     "fields that the order does not read": {"api": 22, "metrics": 1, "scheduler": 1},
